@@ -1,23 +1,21 @@
-"""Jobs that are killed or stopped at random moments, and must end with the bits of an undisturbed job.
+"""Kill or stop processes of jobs at random moments; compare results with an undisturbed job.
 
     python benchmarks/chaos.py --rounds 100              two trainers and two parameter servers
     python benchmarks/chaos.py --rounds 20 --mode nccl2  two trainers with collectives
-    python benchmarks/chaos.py --every 15 --seconds 3600 goodput of one job that is killed often
+    python benchmarks/chaos.py --every 15 --seconds 3600 goodput of one job with a kill every 15 s
 
-A round is a job under `dtrans launch --restarts`. At a random moment one process, a role or the
-launcher, gets SIGKILL, or SIGSTOP and later SIGCONT. A launcher that was killed is started again by
-the same command. With parameter servers, the job writes cuts, and only a lost process is started
-again. Then the parameters and the optimizer state of the last checkpoint are compared
-with those of an undisturbed job, bit for bit.
+A round runs one job under `dtrans launch --restarts`. At a random moment, one process (a role or
+the launcher) gets SIGKILL, or SIGSTOP and later SIGCONT. The script starts a killed launcher again
+with the same command. A job with parameter servers writes cuts (`docs/cuts.md`), and the launcher
+restarts only the lost process. At the end, the parameters and the optimizer state of the last
+checkpoint must have the same bits as those of an undisturbed job.
 
-With `--every`, it also prints the seconds from a kill to the next step of trainer 0, and the
-processor seconds that a restarted trainer uses until its first step. The latter depend less on the
-load of the machine.
+With `--every`, the script prints the goodput of one job: the number of steps, times the seconds of
+a step in an undisturbed job with cuts, divided by the seconds of the job. It also prints the
+seconds from a kill to the next step of trainer 0, and the processor seconds that a restarted
+trainer uses until its first step. Processor seconds depend less on the load of the machine.
 
-Goodput is the share of time that trains: the steps of the job, times the seconds of a step in an
-undisturbed job with cuts, divided by the seconds of the job.
-
-Source: the experiment of torchft (a kill every 15 seconds).
+Source: torchft's experiment with a kill every 15 seconds.
 """
 
 from __future__ import annotations
@@ -81,22 +79,22 @@ def init(key, blocks: int = 0):
 
 
 def batch(step):
-    """The batch of a step, as a function of its number alone."""
+    """Return the batch of a step, which depends only on the step's number."""
     key = jax.random.fold_in(jax.random.key(1), step)
     return jax.random.normal(key, (8, 16)), jnp.ones((8, 1))
 
 
 def traced(blocks: int = 0):
-    """The programs of a step and of the initial state."""
+    """Return the programs of the step and of the init."""
     key, startup = jax.random.key(0), functools.partial(init, blocks=blocks)
     step = dtrans.make_train_step(loss, optax.adam(1e-3))
     return dtrans.trace(step, *jax.eval_shape(startup, key), *batch(0)), dtrans.trace(startup, key)
 
 
 def work(mode: str, steps: int, blocks: int) -> None:
-    """Train in the current folder, from its newest checkpoint."""
+    """Run one role of the job, in the current folder."""
     cluster = dtrans.connect() if mode == "nccl2" else None
-    main, startup = traced(blocks)  # first, so that a spare has traced the step
+    main, startup = traced(blocks)  # before `from_env`, where a spare waits for its role
     spent = time.process_time() if "DTRANS_SPARE" in os.environ else 0.0
     role = dtrans.Role.from_env()
     Path(f"pid-{role.name}").write_text(str(os.getpid()))
@@ -139,7 +137,7 @@ def train_from_checkpoints(job, role, steps: int) -> None:
 
 
 def tell_step(role, step: int) -> None:
-    """Write the number of steps that trainer 0 has taken."""
+    """Write the number of steps to the file `step`, if this is trainer 0."""
     if role.trainer_id == 0:
         Path("step.new").write_text(str(step))
         Path("step.new").rename("step")  # so that no reader sees an empty file
@@ -175,7 +173,7 @@ class Job:
         self.start()
 
     def start(self) -> None:
-        """Start the launcher, also after it was killed."""
+        """Start the launcher for the first time, or again after a kill."""
         plain = {k: v for k, v in os.environ.items() if not k.startswith("DTRANS_")}
         plain["JAX_PLATFORMS"] = "cpu"
         with (self.folder / "log").open("ab") as log:
@@ -189,7 +187,7 @@ class Job:
             )
 
     def pid(self, who: str) -> int | None:
-        """The id of a process; None if it does not run."""
+        """Return the id of a process, or None if the process does not run."""
         if who == LAUNCHER:
             return self.launcher.pid
         path = self.folder / f"pid-{who}"
@@ -211,7 +209,10 @@ class Job:
 
     @property
     def starts(self) -> list[float]:
-        """Processor seconds of each trainer from its start, or its role, until its first step."""
+        """Processor seconds of each start of a trainer, until its first step.
+
+        For a spare, they are counted from the moment when the spare gets its role.
+        """
         path = self.folder / "starts"
         return [float(x) for x in path.read_text().split()] if path.exists() else []
 
@@ -220,7 +221,7 @@ class Job:
         return len(RESTARTED.findall(self.text))
 
     def wait_for_step(self, restarts: int) -> float:
-        """Wait for another restart, and for a step of trainer 0 after it; the seconds.
+        """Wait for a restart, and then for a step of trainer 0; return the seconds waited.
 
         Args:
           restarts: number of restarts before the kill.
@@ -228,7 +229,7 @@ class Job:
         begun, path = time.time(), self.folder / "step"
         limit, restarted = begun + LIMIT, None
         while time.time() < limit and self.launcher.poll() is None:
-            # a step that was almost complete before a kill does not count
+            # a step that ends between the kill and the restart does not count
             if restarted is None and self.restarts > restarts:
                 restarted = time.time()
             if restarted is not None and path.exists() and path.stat().st_mtime > restarted:
@@ -238,16 +239,16 @@ class Job:
 
     @property
     def has_ended_well(self) -> bool:
-        """True if a job with cuts has ended, even if its launcher was killed a moment later."""
+        """True if a job with cuts has ended, whatever happened to its launcher afterwards."""
         cuts = self.folder / "cuts"
         return cuts.exists() and not (cuts / "epoch.json").exists() and self.step > 0
 
     def wait(self) -> int:
-        """Wait for the launcher; its exit code."""
+        """Wait for the launcher; return its exit code."""
         return self.launcher.wait(LIMIT)
 
     def orphans(self) -> list[str]:
-        """The roles that run although their launcher has ended."""
+        """Return the roles that still run 10 s after the end of the launcher."""
         limit = time.monotonic() + 10
         while time.monotonic() < limit:
             left = [who for who in self.roles if self.pid(who) is not None]
@@ -257,7 +258,7 @@ class Job:
         return left
 
     def state(self, steps: int) -> list[bytes]:
-        """The bytes of all arrays of the last checkpoint; empty without it."""
+        """Return the bytes of each array of the last checkpoint; empty if it does not exist."""
         path = dtrans.checkpoint.latest(self.folder / "ckpt")
         if path is None or path.name != str(steps):
             return []
@@ -265,7 +266,7 @@ class Job:
         return [np.asarray(x).tobytes() for x in jax.tree.leaves(found)]
 
     def close(self) -> None:
-        """End the launcher, which ends the roles."""
+        """Continue stopped processes, and kill the launcher; the roles then end themselves."""
         for pid in filter(None, map(self.pid, (LAUNCHER, *self.roles))):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
@@ -279,7 +280,7 @@ class Job:
 
 @dataclasses.dataclass
 class Round:
-    """An event of a round, and the outcome.
+    """The kill or stop of a round, and its outcome.
 
     Attributes:
       pause: seconds between SIGSTOP and SIGCONT; 0 for SIGKILL.
@@ -301,7 +302,7 @@ class Round:
 
 
 def strike(job: Job, found: Round) -> None:
-    """Kill or stop the victim when its moment has come and it runs."""
+    """Wait for the moment of a round, then kill or stop the victim."""
     while job.seconds < found.at or job.pid(found.victim) is None:
         if job.launcher.poll() is not None:
             return
@@ -322,7 +323,7 @@ def strike(job: Job, found: Round) -> None:
 
 
 def run_round(mode: str, steps: int, found: Round, expected: list[bytes], spares: int) -> Round:
-    """Run a job, let its event happen, and compare the result."""
+    """Run a job, kill or stop its victim, and compare the result with `expected`."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         job = Job(mode, steps, Path(folder), restarts=3, spares=spares)
         try:
@@ -343,7 +344,7 @@ def run_round(mode: str, steps: int, found: Round, expected: list[bytes], spares
 
 
 def seconds_of_step(mode: str, blocks: int) -> float:
-    """The seconds of a step of an undisturbed job, after its first 500 steps."""
+    """Return the seconds of a step of an undisturbed job, after its first 500 steps."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         job = Job(mode, 10**9, Path(folder), restarts=1, blocks=blocks)
         try:
@@ -357,7 +358,7 @@ def seconds_of_step(mode: str, blocks: int) -> float:
 
 
 def undisturbed(mode: str, steps: int) -> tuple[list[bytes], float]:
-    """The result of a job, and its seconds."""
+    """Run an undisturbed job; return the arrays of its last checkpoint, and its seconds."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         job = Job(mode, steps, Path(folder), restarts=1)
         try:
@@ -368,7 +369,7 @@ def undisturbed(mode: str, steps: int) -> tuple[list[bytes], float]:
 
 
 def rounds(mode: str, count: int, seed: int, steps: int, pause: float, spares: int) -> bool:
-    """Run rounds; True if all end with the result of the undisturbed job."""
+    """Run rounds; return True if all end with the result of an undisturbed job."""
     expected, seconds = undisturbed(mode, steps)
     print(f"undisturbed: {seconds:.1f} s (load {os.getloadavg()[0]:.1f})", flush=True)
     wrong = 0
@@ -410,10 +411,10 @@ def goodput(mode: str, every: float, seconds: float, *, blocks: int, spares: int
             )
             again = job.text.count("all roles go back to step")
             print(
-                f"{again} restarts in place; from a kill to the next step: median "
+                f"{again} restarts from a cut; from a kill to the next step: median "
                 f"{np.median(pauses):.1f} s, longest {max(pauses):.1f} s"
             )
-            starts = job.starts[2:]  # without the first start of each trainer
+            starts = job.starts[2:]  # the first two entries are the first starts of both trainers
             if starts:
                 print(
                     f"{len(starts)} restarts of trainers, each with {np.median(starts):.2f} "
@@ -425,14 +426,14 @@ def goodput(mode: str, every: float, seconds: float, *, blocks: int, spares: int
 
 def main(
     rounds_: int = typer.Option(100, "--rounds", help="Number of rounds."),
-    seed: int = typer.Option(0, help="Of the first round."),
+    seed: int = typer.Option(0, help="Seed of the first round."),
     mode: str = typer.Option("pserver", help="pserver or nccl2."),
-    steps: int = typer.Option(400, help="Of each job."),
+    steps: int = typer.Option(400, help="Number of steps of each job."),
     pause: float = typer.Option(20.0, help="Longest time between SIGSTOP and SIGCONT, in seconds."),
     every: float = typer.Option(0.0, help="Measure goodput: seconds between two kills."),
     seconds: float = typer.Option(3600.0, help="Duration of the measurement of goodput."),
-    blocks: int = typer.Option(0, help="Blocks of a transformer in the model, for goodput."),
-    spares: int = typer.Option(0, help="Spares of each job."),
+    blocks: int = typer.Option(0, help="Number of transformer blocks in the model, for goodput."),
+    spares: int = typer.Option(0, help="Number of spares of each job."),
     work_: str = typer.Option("", "--work", hidden=True),
 ) -> None:
     """Kill or stop processes of jobs, and compare their results with an undisturbed job."""

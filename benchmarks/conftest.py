@@ -1,10 +1,10 @@
-"""Fixtures of all benchmarks: CPU devices that stand for a mesh, and ratios measured in pairs.
+"""Fixtures of all benchmarks: four virtual CPU devices, and ratios of times.
 
-Machines drift, so a figure alone says little. `ratio` times two things in turn, A B A B ..., and
-keeps the median of A/B; the ratios are listed last, after the table.
+The speed of a machine changes during a run. So `ratio` times two functions in turn, A B A B ...,
+and returns the median of A/B. pytest prints all ratios after pytest-benchmark's table.
 
-Without `--benchmark-enable` all this is a smoke test (`make bench-smoke`): every benchmark runs
-once, for one round, of the smallest of its sizes. Its figures mean nothing, and are not listed.
+Without `--benchmark-enable`, the benchmarks are a smoke test (`make bench-smoke`): each runs for
+one round, with its smallest size, and no ratios are printed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 4)
 
-# parameters, small to large
+# parametrized arguments that are sizes; their values are listed from small to large
 SIZES = {
     "delay",
     "devices",
@@ -31,7 +31,7 @@ SIZES = {
     "rows",
     "trainers",
 }
-# constants of modules that say how often something is timed
+# names of constants that give the number of timed repetitions in a module
 ROUNDS = (
     "ROUNDS",
     "STEPS",
@@ -44,12 +44,12 @@ _rates: list[tuple[str, float, float, float]] = []
 
 
 def _is_smoke(config: pytest.Config) -> bool:
-    # pyproject.toml disables them, and `make bench` enables them on top of that
+    # pyproject.toml passes --benchmark-disable, and `make bench` adds --benchmark-enable
     return bool(config.getoption("benchmark_disable")) and not config.getoption("benchmark_enable")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the smallest case of each benchmark in a smoke test."""
+    """In a smoke test, keep only the smallest size of each benchmark."""
     if not _is_smoke(config):
         return
     smallest: dict[Any, dict[str, Any]] = {}
@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def one_round(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time everything once in a smoke test."""
+    """In a smoke test, set the constants `ROUNDS` of the module to 1."""
     for name in ROUNDS if _is_smoke(request.config) else ():
         if hasattr(request.module, name):
             monkeypatch.setattr(request.module, name, 1)
@@ -73,8 +73,10 @@ def one_round(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def ratio(request: pytest.FixtureRequest) -> Callable[..., float]:
-    """`ratio(name, ours, theirs, pairs=15)`: the median of the time of `ours` over that of
-    `theirs`."""
+    """`ratio(name, ours, theirs, pairs=15)`: time two functions, and return a median.
+
+    It is the median, over pairs of calls, of the seconds of `ours` divided by those of `theirs`.
+    """
 
     def measure(
         name: str, ours: Callable[[], Any], theirs: Callable[[], Any], pairs: int = 15
@@ -97,8 +99,7 @@ def ratio(request: pytest.FixtureRequest) -> Callable[..., float]:
 
 @pytest.fixture
 def report() -> Callable[[str, float, float, float], None]:
-    """`report(name, ratio, ours, theirs)`: list a ratio that was measured otherwise, with two rates
-    per second."""
+    """`report(name, ratio, ours, theirs)`: print a given ratio at the end, with two rates per second."""
     return lambda *row: _rates.append(row)
 
 

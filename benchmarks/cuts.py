@@ -1,4 +1,4 @@
-"""Seconds of a step with and without cuts, in interleaved pairs.
+"""Seconds of a step with cuts and without them, measured in turn.
 
     python benchmarks/cuts.py --width 2048 --steps 300
 
@@ -29,7 +29,7 @@ def loss(params, x, y):
 
 
 def work(width: int, steps: int, every: int) -> None:
-    """Run one role; trainer 0 prints the seconds of a step after the first fifth of the steps."""
+    """Run one role; trainer 0 prints the mean seconds of a step, without the first fifth."""
 
     def init(key):
         scale = width**-0.5
@@ -79,12 +79,12 @@ def seconds_of_step(width: int, steps: int, every: int) -> float:
 
 def main(
     width: int = typer.Option(2048, help="Rows and columns of the matrix."),
-    steps: int = typer.Option(300, help="Of each job."),
+    steps: int = typer.Option(300, help="Number of steps of each job."),
     every: int = typer.Option(10, help="Number of steps between two cuts."),
     pairs: int = typer.Option(3, help="Number of pairs of jobs."),
     work_: bool = typer.Option(False, "--work", hidden=True),
 ) -> None:
-    """Print the ratio of the seconds of a step with cuts and without."""
+    """Print the seconds of a step with cuts, divided by those without."""
     if work_:
         work(width, steps, every)
         return

@@ -1,7 +1,9 @@
-"""A link with a delay, as a process: `python delayed_link.py SECONDS FROM,ENDPOINTS TO,ENDPOINTS`.
+"""Process that forwards TCP connections with a delay.
 
-Bytes that arrive at an endpoint of FROM leave for its partner in TO SECONDS later, and back. The
-link has no limit of bytes a second, and does not interpret them.
+    python delayed_link.py SECONDS HERE,ENDPOINTS THERE,ENDPOINTS
+
+The process listens on the endpoints HERE. It forwards a connection to the first of them to the
+first of THERE, and so on. Bytes arrive SECONDS later, in both directions. The rate is not limited.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import sys
 async def passed_on(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay: float
 ) -> None:
-    """Pass on what comes, when it is due."""
+    """Forward bytes `delay` seconds after they arrive, until the connection ends."""
     due: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
     clock = asyncio.get_running_loop().time
 
@@ -38,13 +40,13 @@ async def passed_on(
 
 
 async def serve(delay: float, here: str, there: str) -> None:
-    """Take connections to one endpoint for another."""
+    """Listen on the endpoint `here`, and forward its connections to `there`."""
 
     async def joined(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host, port = there.split(":")
         try:
             back, out = await asyncio.open_connection(host, int(port))
-        except OSError:  # the server is not there yet: whoever connects tries again
+        except OSError:  # the server does not listen yet; the client will try again
             writer.close()
             return
         await asyncio.gather(passed_on(reader, out, delay), passed_on(back, writer, delay))
@@ -57,7 +59,7 @@ async def serve(delay: float, here: str, there: str) -> None:
 
 
 async def main() -> None:
-    """Be the link."""
+    """Forward between the endpoints of the command line."""
     delay, here, there = sys.argv[1:]
     pairs = zip(here.split(","), there.split(","), strict=True)
     await asyncio.gather(*(serve(float(delay), a, b) for a, b in pairs))

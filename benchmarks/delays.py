@@ -49,8 +49,8 @@ HIDDEN = 32
 ROWS = 16  # examples in a gradient
 UPDATES = 1776  # updates of one gradient each; 3, 8, 12 and 16 divide this number
 RATE = 0.15
-RATES = (RATE, 0.05, 0.02)  # learning rates of steps that do not wait
-TIMES = 3  # runs of each mode whose steps do not wait
+RATES = (RATE, 0.05, 0.02)  # learning rates of runs whose steps do not wait for the communicator
+TIMES = 3  # number of runs with a communicator, for each order of turns and learning rate
 DECAY = 0.95  # decay m of the adaptive variant
 EVERY = 72  # updates between two points of a curve
 DEADLINE = 120.0
@@ -146,7 +146,7 @@ class Mode:
 
     @property
     def together(self) -> bool:
-        """True if each step is one step of all trainers."""
+        """True if trainers are synchronous: all of them step in each turn."""
         return self.config is not None and self.config.get("sync_mode", True)
 
     def strong(self, strength: float) -> Mode:
@@ -224,9 +224,9 @@ class Run:
     """Result of one run, for each seed.
 
     Attributes:
-      loss, accuracy: of the servers' parameters at the end.
-      at, curve: numbers of updates, and the training loss at each of them, of the newest parameters
-        that a trainer has.
+      loss, accuracy: training loss and test accuracy of the servers' final parameters.
+      at: numbers of updates, e.g. 0, 72, 144.
+      curve: the training loss after each of these numbers, for a trainer's newest parameters.
     """
 
     loss: np.ndarray
@@ -236,7 +236,7 @@ class Run:
 
 
 class Roles:
-    """One thread for each role of a job, which runs functions in the order of their calls."""
+    """Threads, one for each role of a job. A thread runs its functions in order."""
 
     def __init__(self, names: Sequence[Any]) -> None:
         self._pools = {n: ThreadPoolExecutor(1) for n in names}
@@ -311,11 +311,11 @@ def train(
             own = {k: role(k) for k in trainers}
             exes = {k: stack.enter_context(dtrans.Executor(deadline=DEADLINE)) for k in trainers}
             programs = {k: t.get_trainer_program() for k, t in own.items()}
-            # every trainer has the first parameters before the first of them steps
+            # all trainers fetch the initial parameters before any trainer steps
             fetched = roles.all(
                 trainers, lambda k: exes[k].run(own[k].get_trainer_startup_program(), first)
             )
-            # of the program's arguments before the batch
+            # number of the program's arguments before the batch
             count = len(programs[0].args) - len(given[0])
             held = {k: (x,) if count == 1 else x for k, x in enumerate(fetched)}
             turns: list[tuple[int, ...]] = [(k,) for k in delay.order(updates)]
@@ -739,7 +739,7 @@ def _checked(said: Sequence[tuple[str, Any]]) -> str:
     """Return sentences as a Markdown list; raise ValueError if one does not hold."""
     for sentence, holds in said:
         if not holds:
-            raise ValueError(f"the figures do not say this: {sentence}")
+            raise ValueError(f"the results contradict this sentence: {sentence}")
     return "\n".join(f"- {sentence}" for sentence, _ in said)
 
 
@@ -862,7 +862,8 @@ def main() -> None:
         results = everything()
     print(table(results), grid(results), table_beside(results), sep="\n\n")
     if write:
-        texts = {"delays.md": page(results), "delays.svg": plot(results)}  # both, or none
+        # compute both before writing either: `page` raises an error if a finding does not hold
+        texts = {"delays.md": page(results), "delays.svg": plot(results)}
         for name, text in texts.items():
             (DOCS / name).write_text(text)
 

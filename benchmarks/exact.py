@@ -1,10 +1,10 @@
-"""An exact step beside `jax.jit` with `NamedSharding`, on virtual devices of this process: numbers,
-bytes and time.
+"""Compare an exact step (`docs/exact.md`) with `jax.jit` and `NamedSharding`.
 
     python benchmarks/exact.py 2        four layers with batch norm and dropout, on two devices
 
-Both take the same steps in turn. Printed are the bytes of collectives in what XLA compiled, the
-loss of the first step, and the median of the ratios of pairs.
+Both train on the same batch in turn, on virtual devices of this process. The script prints the
+bytes of collectives in both compiled steps, the loss of the first step, and the median ratio of
+the times of a step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def loss(params: Any, x: jax.Array, y: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def moved(text: str) -> int:
-    """Bytes that the collectives of a compiled program make."""
+    """Return the bytes of all results of collectives in the text of a compiled program."""
     shapes = [
         s
         for m in COLLECTIVE.finditer(text)

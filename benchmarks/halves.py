@@ -1,18 +1,17 @@
-"""Models as two halves, and the steps that benchmarks of pipelines take in turn.
+"""Models in two halves, and four implementations of their training step.
 
     ours      `dtrans.pipeline(main, startup, num_stages=2, num_micro_batch=8).on_mesh()`
-    plain     the jitted step on one device, on the whole batch; its state is donated
-    by hand   forward and `jax.vjp` of each half jitted, arrays moved by `jax.device_put`, 1F1B written as a loop, sums
-              of gradients and the halves of the state donated
-    fused     the same, with forward and backward of the last half in one jitted function, as 1F1B lets one write it
+    plain     the jitted step of the whole batch on one device
+    by hand   a loop in Python with the schedule 1F1B: forward and `jax.vjp` of each half are jitted, and
+              `jax.device_put` moves arrays between the devices
+    fused     `by hand`, but forward and backward of the second half are one jitted function
 
-All must give the same losses. The loops by hand have the batch where they read it; ours is given
-all of it on the first device. A model is written as two halves, so that the loops have the same
-equations as ours, whose cut is found by the planner.
+All donate their state, and must compute the same losses. In the loops, each array of the batch is
+already on the device that reads it; `ours` gets the batch on the first device. `ours` gets the
+model as one function, and the planner finds the cut between the halves.
 
-Virtual CPU devices share the cores of the machine, and a step on one device has all of them: that a
-pipeline on two is as fast says that its work is no more, and nothing about what a second device
-gains.
+All virtual CPU devices use the same cores, so a second device adds no speed. A ratio of times
+compares only the work of two steps.
 """
 
 from __future__ import annotations
@@ -39,14 +38,13 @@ STAGES, MICRO = 2, 8
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, cut in two.
+    """A model in two halves.
 
     Attributes:
-      params: of a key, the parameters {"first": ..., "second": ...}.
-      first: (parameters of the first half, inputs) -> what goes on.
-      second: (parameters of the second half, those that it shares with the first, what came,
-        targets) -> loss.
-      shared: names of parameters of the first half that the second reads, too.
+      params: key -> parameters {"first": ..., "second": ...}.
+      first: (parameters of the first half, inputs) -> activations.
+      second: (parameters of the second half, shared parameters, activations, targets) -> loss.
+      shared: names of the parameters of the first half that the second half also reads.
       batch: (inputs, targets).
     """
 
@@ -58,7 +56,7 @@ class Case:
 
     @property
     def model(self) -> Model:
-        """As one loss function, for ours and the plain step."""
+        """The model with one loss function, for `ours` and `plain`."""
 
         def loss_fn(params: Any, inputs: jax.Array, targets: jax.Array) -> jax.Array:
             first, second = params["first"], params["second"]
@@ -70,13 +68,13 @@ class Case:
 
 
 def matrices(key: jax.Array, shapes: Sequence[tuple[int, int]]) -> list[jax.Array]:
-    """Random ones."""
+    """Return random matrices with these shapes."""
     keys = jax.random.split(key, len(shapes))
     return [jax.random.normal(k, s) / s[0] ** 0.5 for k, s in zip(keys, shapes, strict=True)]
 
 
 def mlp_case(width: int, layers: int, rows: int) -> Case:
-    """An MLP of equal layers, with squared error."""
+    """Return an MLP of equal layers, with the squared error as loss."""
 
     def through(weights: Any, x: jax.Array) -> jax.Array:
         for w in weights:
@@ -96,7 +94,7 @@ def mlp_case(width: int, layers: int, rows: int) -> Case:
 def transformer_case(
     vocabulary: int, width: int, blocks: int, length: int, rows: int, heads: int = 4
 ) -> Case:
-    """A decoder-only language model, whose embedding is its last layer, too."""
+    """Return a decoder-only language model whose last layer uses the embedding matrix again."""
 
     def norm(x: jax.Array) -> jax.Array:
         return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
@@ -136,19 +134,19 @@ CASES = {
     "MLP, 8 of 512 x 512": lambda: mlp_case(512, 8, 1024),
     "transformer, 4 blocks of 128": lambda: transformer_case(256, 128, 4, 64, 32),
 }
-NOTHING = "MLP, 4 of 8 x 8"  # to compute
+NOTHING = "MLP, 4 of 8 x 8"  # a model with almost no computation
 TINY = {NOTHING: lambda: mlp_case(8, 4, 32)}
 
 
-# -- the ways to take a step -----------------------------------------------------------------------
+# -- implementations of a step ---------------------------------------------------------------------
 
 
 Runner = Callable[[], tuple[Any, jax.Array]]
-"""Takes one step more: the state that it is in then, and the loss."""
+"""Function that trains one step; it returns the new state and the loss."""
 
 
 def planned(case: Case, **options: Any) -> dtrans.PipelinePlan:
-    """The plan of a model; 1F1B in two stages of eight micro-batches if nothing else is said."""
+    """Return the plan of a model; by default 1F1B with two stages and eight micro-batches."""
     return dtrans.pipeline(
         *programs(*training(case.model)),
         **{"num_stages": STAGES, "num_micro_batch": MICRO, **options},
@@ -156,7 +154,7 @@ def planned(case: Case, **options: Any) -> dtrans.PipelinePlan:
 
 
 def ours(case: Case, job: PipelineJob | None = None, **options: Any) -> Runner:
-    """By dtrans."""
+    """Return the step of dtrans."""
     job = job or planned(case, **options).on_mesh()
     box = [job.init(jax.random.key(0))]
 
@@ -168,7 +166,7 @@ def ours(case: Case, job: PipelineJob | None = None, **options: Any) -> Runner:
 
 
 def plain(case: Case) -> Runner:
-    """On one device."""
+    """Return the step on one device."""
     step, init, batch = training(case.model)
     jitted = jax.jit(step, donate_argnums=(0, 1))
     box = [*init(jax.random.key(0))]
@@ -181,7 +179,7 @@ def plain(case: Case) -> Runner:
 
 
 def by_hand(case: Case, *, fused: bool = False, micro: int = MICRO) -> Runner:
-    """On two devices, by 1F1B."""
+    """Return a loop over micro-batches on two devices, with the schedule 1F1B."""
     one, two = jax.devices()[:2]
     params = case.params(jax.random.key(0))
     p = [jax.device_put(params["first"], one), jax.device_put(params["second"], two)]
@@ -262,7 +260,10 @@ PEERS: dict[str, Callable[[Case], Runner]] = {
 
 
 def agreeing(*runs: Runner) -> Sequence[Runner]:
-    """The same, three steps on, whose losses are alike: the later ones show that gradients were."""
+    """Run three steps of each, check that the losses agree, and return the arguments.
+
+    The losses of later steps agree only if the gradients agree, too.
+    """
     losses = [[float(run()[1]) for _ in range(3)] for run in runs]
     for values in losses[1:]:
         np.testing.assert_allclose(values, losses[0], rtol=1e-4)

@@ -1,12 +1,12 @@
-"""Reactions of a job's processes to the end of one of them: messages, times, and leftover files.
+"""Reactions of a job to the loss of one process: messages, times, and leftover files.
 
-    python benchmarks/kill_matrix.py                        the table, as it comes
-    python benchmarks/kill_matrix.py docs/reliability.md    the same, between the marks of that page
+    python benchmarks/kill_matrix.py                        print a table
+    python benchmarks/kill_matrix.py docs/reliability.md    also write the table into this page
 
 Each row is a job of processes on this host. One process, `who`, gets a signal at the moment `when`.
-`known` is the seconds from the signal until every other process has logged the end of that process.
-`ended` is the seconds until every other process has exited, including the exit of XLA and Python.
-Asynchronous jobs continue without a lost trainer, and their servers log this.
+`known`: seconds from the signal until every other process has logged that this process ended.
+`ended`: seconds from the signal until every other process has exited. Asynchronous jobs continue
+without a lost trainer, and their servers log this.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ import optax
 from dtrans.endpoints import ReservedEndpoints
 
 
-STEPS = 4000  # more than any job comes to
+STEPS = 4000  # no job reaches this step
 MOMENTS = {"before the first step": "ready", "between steps": "step 20"}
-PATIENCE = 60.0  # seconds
-SILENCE = 3.5  # seconds after which the processes of a job take a silent one for dead
-# a line in which a process says that another has ended
+PATIENCE = 60.0  # longest wait for an event, in seconds
+SILENCE = 3.5  # seconds without a message after which a process counts as lost
+# lines in which a process logs that another process has ended
 KNOWS = re.compile(
     r"has ended|has left|went away|continues without|ended without a "
     r"goodbye|PeerError|DeadlineError|detected fatal"
@@ -57,7 +57,7 @@ def init(key):
 
 
 def work(mode: str) -> None:
-    """Train until something ends it, and say how far it is."""
+    """Run one role, and print a line for each step."""
     import dtrans
 
     cluster = None if mode in ("sync", "async") else dtrans.connect(deadline=30, patience=SILENCE)
@@ -96,7 +96,7 @@ def work(mode: str) -> None:
 
 @dataclasses.dataclass
 class Row:
-    """What came of one job."""
+    """One row of the table: a job, its signal, and the reactions."""
 
     mode: str
     victim: str
@@ -116,7 +116,7 @@ class Row:
         )
 
 
-ENDPOINTS = ReservedEndpoints()  # of all jobs, until this process ends
+ENDPOINTS = ReservedEndpoints()  # endpoints of all jobs, reserved until this process ends
 
 
 class Job:
@@ -131,7 +131,7 @@ class Job:
         self.folder = folder
         self.lines: dict[str, list[str]] = {}
         self.ended: dict[str, float] = {}
-        self.knew: dict[str, float] = {}  # when each has said that another has ended
+        self.knew: dict[str, float] = {}  # the time at which a process logged the loss of another
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._selector = selectors.DefaultSelector()
         self._rest: dict[str, bytes] = {}
@@ -148,7 +148,10 @@ class Job:
             self._selector.register(process.stdout, selectors.EVENT_READ, role.name)
 
     def follow(self, until) -> bool:
-        """Read what processes print until something holds; whether it came to hold in time."""
+        """Read the output of all processes until `until()` is true.
+
+        Return False if it is still false after `PATIENCE` seconds.
+        """
         limit = time.monotonic() + PATIENCE
         while not until():
             left = limit - time.monotonic()
@@ -167,7 +170,7 @@ class Job:
         return True
 
     def last_words(self, name: str) -> str:
-        """The error that a process ended with, or what its server said."""
+        """Return the last error that a process printed, or the line that tells that it continues."""
         own = [
             x
             for x in self.lines[name]
@@ -191,7 +194,7 @@ class Job:
 
 
 def row(mode: str, victim: str, how: signal.Signals, moment: str) -> Row:
-    """Run one job, and send its victim a signal."""
+    """Run one job, send a signal to its process `victim`, and describe the reactions."""
     with tempfile.TemporaryDirectory(prefix="kill-") as folder:
         job = Job(mode, Path(folder))
         try:
@@ -230,7 +233,7 @@ def row(mode: str, victim: str, how: signal.Signals, moment: str) -> Row:
 
 
 def rows() -> Iterator[Row]:
-    """The whole matrix."""
+    """Yield the rows of the table, for all combinations."""
     servers, trainers = ("trainer 1", "pserver 1"), ("trainer 0", "trainer 1")
     victims = {"sync": servers, "async": servers, "nccl2": trainers, "pipeline": trainers}
     for mode in ("sync", "async", "nccl2", "pipeline"):

@@ -1,7 +1,7 @@
-"""The models that benchmarks train: MLPs of a given shape, and of a given number of leaves, and a
-transformer.
+"""Models of the benchmarks: MLPs and a transformer.
 
-`pin` is put around activations: a step with annotations says there how they are sharded.
+Models call `pin` with their activations. It can add a sharding constraint; by default it returns
+its argument.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Pin = Callable[[jax.Array], jax.Array]
 
 
 class Model(NamedTuple):
-    """What is trained: a loss of (params, *batch), parameters of a key, and one batch."""
+    """A loss (params, *batch) -> loss, an initialization key -> params, and a batch."""
 
     loss_fn: Callable[..., jax.Array]
     params: Callable[[jax.Array], Any]
@@ -29,12 +29,12 @@ class Model(NamedTuple):
 
 
 def as_is(x: jax.Array) -> jax.Array:
-    """No pin."""
+    """Return the argument."""
     return x
 
 
 def mlp_model(sizes: Sequence[int], rows: int, pin: Pin = as_is) -> Model:
-    """An MLP with squared error."""
+    """Return an MLP with the squared error as loss."""
 
     def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         for layer in params[:-1]:
@@ -53,7 +53,7 @@ def mlp_model(sizes: Sequence[int], rows: int, pin: Pin = as_is) -> Model:
 
 
 def scanned_model(layers: int, width: int, rows: int, pin: Pin = as_is) -> Model:
-    """An MLP of equal layers, which are one stack that a loop goes through."""
+    """Return an MLP of equal layers; their matrices are one stacked array, and a scan reads it."""
 
     def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         x, _ = jax.lax.scan(lambda h, w: (pin(jnp.tanh(h @ w)), None), x, params["w"])
@@ -77,11 +77,10 @@ def transformer_model(
     pin: Pin = as_is,
     scanned: bool = False,
 ) -> Model:
-    """A decoder-only language model: pre-norm blocks, learned positions, one embedding for tokens
-    in and out.
+    """Return a decoder-only language model: pre-norm blocks, learned positions, tied embedding.
 
-    Parameters and activations are of `dtype`; norms and the cross-entropy are computed in float32.
-    With `scanned` the blocks are one stack that a loop goes through.
+    Parameters and activations have the type `dtype`; norms and the cross-entropy are computed in
+    float32. With `scanned=True`, the blocks' parameters are stacked, and a scan reads them.
     """
 
     def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -119,7 +118,7 @@ def transformer_model(
         }
 
     def params(key: jax.Array) -> Any:
-        scale = lambda: jnp.ones(width, dtype)  # made anew each time: a buffer can be donated once
+        scale = lambda: jnp.ones(width, dtype)  # a new array each time: JAX donates an array once
         first, *rest = jax.random.split(key, blocks + 1)
         blocks_of = lambda each: jax.tree.map(lambda *xs: jnp.stack(xs), *each) if scanned else each
         each = dict(
@@ -145,7 +144,7 @@ def transformer_model(
 def training(
     model: Model, tx: Any = tx
 ) -> tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]:
-    """(step, init, one batch) of a model, with Adam if nothing else is said."""
+    """Return (step, init, batch) of a model; the default optimizer is Adam."""
 
     def init(key: jax.Array) -> Any:
         params = model.params(key)
@@ -157,11 +156,11 @@ def training(
 def mlp(
     sizes: Sequence[int], rows: int, tx: Any = tx
 ) -> tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]:
-    """(step, init, one batch) of an MLP."""
+    """Return (step, init, batch) of an MLP."""
     return training(mlp_model(sizes, rows), tx)
 
 
 def programs(step: Any, init: Any, batch: Any) -> tuple[dtrans.Program, dtrans.Program]:
-    """(main, startup), traced without computing anything."""
+    """Return the programs (main, startup) of a step and an init."""
     key = jax.random.key(0)
     return dtrans.trace(step, *jax.eval_shape(init, key), *batch), dtrans.trace(init, key)

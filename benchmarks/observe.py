@@ -1,8 +1,7 @@
-"""The observer of `test_status.py`: `python observe.py ENDPOINT...`, and on its input `on` or
-`off`.
+"""Process that asks servers for their status: `python observe.py ENDPOINT...`.
 
-After `on` it asks the servers ten times a second, and after `off` it prints how often they
-answered.
+`test_status.py` writes the lines `on` and `off` to its standard input. After `on` it asks the
+servers ten times a second. After `off` it prints the number of answers.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ INTERVAL = 0.1  # seconds between two requests
 
 
 def main(endpoints: list[str]) -> None:
-    """Ask while it is on."""
+    """Ask the servers between each `on` and `off` of standard input."""
     with JobObserver(endpoints, 10.0) as observer:
         observer.ask()
         for line in sys.stdin:

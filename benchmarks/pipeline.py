@@ -1,9 +1,8 @@
-"""Counts of pipelines: `python benchmarks/pipeline.py`; `--write` puts them into
-docs/pipeline_schedules.md.
+"""Tables of schedules and memory of pipelines: `python benchmarks/pipeline.py`.
 
-Tick tables, makespans and bytes in buffers are the same on any machine. So is the output of the
-code on the pages about pipelines; `--write` runs this code too. `test_pipeline.py` times steps, and
-calls this with `--process`.
+`--write` writes the tables to docs/pipeline_schedules.md. It also runs the Python code of the pages
+about pipelines, and writes the output of the code to these pages. The results are the same on any
+machine. `test_pipeline.py` times steps, and starts this file with `--process`.
 """
 
 from __future__ import annotations
@@ -46,8 +45,11 @@ DEVICES = 4
 
 
 def instructions(job: PipelineJob, case: Case, count: int) -> dict[str, tuple[float, float]]:
-    """Where the thread that dispatches spends a step: by kind of work, how many there are, and
-    microseconds of each."""
+    """Measure the thread that dispatches the work of a step.
+
+    Return, for each kind of work, the number of instructions in a step, and the median
+    microseconds of an instruction.
+    """
     state = job.init(jax.random.key(0))
     found: dict[str, list[float]] = defaultdict(list)
     for _ in range(count):
@@ -78,7 +80,7 @@ def instructions(job: PipelineJob, case: Case, count: int) -> dict[str, tuple[fl
 
 
 def kept(case: Case, *, steps: int = 2, **options: Any) -> Measured:
-    """What a step has in buffers; that of the second."""
+    """Return the measured buffers of the last of `steps` steps."""
     job = planned(case, **options).on_mesh()
     state = job.init(jax.random.key(0))
     for _ in range(steps):
@@ -90,14 +92,14 @@ def kept(case: Case, *, steps: int = 2, **options: Any) -> Measured:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """In Markdown."""
+    """Return a table in Markdown."""
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows))
 
 
 def schedules_of(
     stages: int = 4, micro: int = 8, transfers: Sequence[float] = (0, 0.5, 1, 2)
 ) -> str:
-    """The table of schedules, before anything runs."""
+    """Return the table of schedules, computed from their ticks."""
     rows = []
     for name in SCHEDULES:
         s = schedule(name, stages, micro)
@@ -109,8 +111,10 @@ def schedules_of(
 
 
 def memory_of() -> str:
-    """The table of what is kept from forward to backward, of the transformer in sixteen
-    micro-batches."""
+    """Return the table of bytes that a pipeline keeps between forward and backward.
+
+    The model is the transformer, with sixteen micro-batches.
+    """
     case = CASES["transformer, 4 blocks of 128"]()
     rows: list[list[str]] = []
     whole = 0
@@ -120,7 +124,7 @@ def memory_of() -> str:
             case, num_micro_batch=16, schedule=how, gradient_checkpoint="auto" if rest else ""
         )
         most = max(found.peak_bytes)
-        whole = whole or most  # PreferForward is the first
+        whole = whole or most  # the first schedule is PreferForward
         sizes = [f"{n / 2**20:.2f}" for n in found.peak_bytes]
         rows.append([name, " ".join(map(str, found.peak)), *sizes, f"{most / whole:.2f}"])
     return table(
@@ -130,18 +134,18 @@ def memory_of() -> str:
 
 
 def chart(path: Path) -> None:
-    """The picture of all schedules, for four devices and eight micro-batches."""
+    """Draw all schedules, for four devices and eight micro-batches."""
     made = [(name, schedule(name, 4, 8)) for name in SCHEDULES]
     plays = [(name, s.play()) for name, s in made]
     made[0][1].gantt(path, plays, unit="forwards of a stage")
-    # tenths of a point will do, and any font without serifs
+    # to make the file smaller, round coordinates to tenths of a point
     shorter = lambda m: " ".join(re.sub(r"(\.\d)\d+", r"\1", m[0]).split())
     drawn = re.sub(r' (d|x|y|transform)="[^"]*"', lambda m: " " + shorter(m), path.read_text())
     path.write_text(re.sub(r"font-family: [^;]*;", "font-family: sans-serif;", drawn))
 
 
 def written(page: str, parts: dict[str, str]) -> str:
-    """The page with other tables between `<!-- name -->` and `<!-- /name -->`."""
+    """Return the page with new tables between `<!-- name -->` and `<!-- /name -->`."""
     for name, text in parts.items():
         before, begin, rest = page.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition(f"<!-- /{name} -->")
@@ -151,7 +155,10 @@ def written(page: str, parts: dict[str, str]) -> str:
 
 
 def ran(page: str, names: dict[str, Any]) -> str:
-    """Return the page with the output of its code; later pages continue the code of earlier ones."""
+    """Run the code of a page, and return the page with the new output.
+
+    `names` contains the variables that the code of earlier pages has defined.
+    """
 
     def printed(m: re.Match[str]) -> str:
         out = io.StringIO()
@@ -169,7 +176,10 @@ def ran(page: str, names: dict[str, Any]) -> str:
 
 
 def process(name: str) -> None:
-    """One of two: for each number on the input, as many steps; then the seconds that they took."""
+    """Run one of the two processes of a pipeline.
+
+    For each number on standard input, train this number of steps, and print the seconds.
+    """
     dtrans.connect(deadline=120)
     case = {**CASES, **TINY}[name]()
     job, k, n = planned(case).on_cluster(), jax.process_index(), jax.process_count()

@@ -1,13 +1,13 @@
-"""Cost of a checkpoint that a server writes during its steps: the stall of steps, memory, time and
-disk.
+"""Cost of a checkpoint that a server writes while training continues.
 
-    python saving.py [PARAMETERS]     a dense leaf with Adam
-    python saving.py rows [ROWS...]   a table of 4,000,000 rows of 16 floats with Adam; ROWS of them are made
+    python saving.py [PARAMETERS]     one matrix, with Adam
+    python saving.py rows [ROWS...]   a table of 4,000,000 rows of 16 floats, with Adam; ROWS of them exist
 
-One trainer and one server, as processes, train and save. Steps while a save runs are counted until
-its piece has its name. The stall is the time of these steps and of `job.save(wait=False)`, less as
-many median steps of the window before. It is compared with one copy of the server's state in
-memory. Memory is the most that the server has had during a save (VmHWM), over what it had before.
+The job has two processes, a trainer and a server. The script prints the stall, the memory and the
+disk space of a save. The stall is the time of `job.save(wait=False)` and of all steps until the
+checkpoint is complete, minus the usual time of the same number of steps. The script compares it
+with the time to copy the server's state in memory. The memory is the server's largest memory
+during the save (VmHWM), compared with its memory before.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ import optax
 import dtrans
 
 
-STEPS, SAVES = 8, 6  # steps between two saves, and how many saves there are
-# rows of the table, floats of each, rows that a step looks up
+STEPS, SAVES = 8, 6  # number of steps between two saves, number of saves
+# number of rows of the table, floats of a row, rows that a step looks up
 VIRTUAL, WIDTH, IDS = (
     4_000_000,
     16,
     8192,
 )
-FOLDER, LONGEST = "SAVING_FOLDER", 200.0  # seconds that a save may take
+FOLDER = "SAVING_FOLDER"  # variable with the folder of the checkpoints
+LONGEST = 200.0  # seconds that a save may take
 
 
 def seconds(fn: Callable[[], Any]) -> float:
-    """The time of a call."""
+    """Return the seconds of a call."""
     start = time.perf_counter()
     jax.block_until_ready(fn())
     return time.perf_counter() - start
@@ -59,7 +60,7 @@ class ServerMemory:
         return self._field("VmRSS")
 
     def peak(self) -> float:
-        """The most that it has had since."""
+        """Return the largest memory since the last call of `now`."""
         return self._field("VmHWM")
 
     def _field(self, name: str) -> float:
@@ -70,7 +71,10 @@ class ServerMemory:
 
 
 def save_and_step(job: Any, name: str, folder: Path, one: Callable[[], Any]) -> list[float]:
-    """The times of the steps while a checkpoint is written; the first is with `job.save`."""
+    """Save a checkpoint, and train until it is complete; return the seconds of each step.
+
+    The first includes the seconds of `job.save`.
+    """
     start = time.perf_counter()
     job.save(name, wait=False)
     times, saving = list[float](), time.perf_counter() - start
@@ -83,7 +87,7 @@ def save_and_step(job: Any, name: str, folder: Path, one: Callable[[], Any]) -> 
 def serve_or_train(
     plan: Any, role: Any, key: Any, train: Callable[[Any, Path], Iterator[str]]
 ) -> None:
-    """Be a role; print what training tells."""
+    """Run this process's role; a trainer prints the lines that `train` yields."""
     folder = Path(os.environ[FOLDER])
     with plan.on_cluster(deadline=120) as job:
         if role.is_pserver:
@@ -95,7 +99,7 @@ def serve_or_train(
 
 
 def run_dense(parameters: int) -> None:
-    """One role of the job with a dense leaf."""
+    """Run one role of the job with one matrix."""
     size, key, tx = round(parameters**0.5), jax.random.key(0), optax.adam(1e-3)
     init = lambda key: (params := {"w": jax.random.normal(key, (size, size))}, tx.init(params))
     step = dtrans.make_train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx)
@@ -158,7 +162,7 @@ def run_dense(parameters: int) -> None:
 
 
 def run_rows(made: int) -> None:
-    """One role of the job with a table."""
+    """Run one role of the job with a table."""
     key, tx, role = jax.random.key(0), optax.adam(1e-3), dtrans.Role.from_env()
 
     def init(key: Any) -> Any:

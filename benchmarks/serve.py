@@ -1,5 +1,7 @@
-"""One parameter server of the endpoint benchmark: `python serve.py ENDPOINT ALL,ENDPOINTS
-PARAMETERS MODE`."""
+"""Parameter server of `test_endpoints.py`.
+
+python serve.py ENDPOINT ALL,ENDPOINTS PARAMETERS MODE
+"""
 
 from __future__ import annotations
 

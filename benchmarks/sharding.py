@@ -1,17 +1,17 @@
-"""Sharding beside what JAX users write today: `python benchmarks/sharding.py`; `--write` puts it
-into docs/sharding_measured.md.
+"""Compare `dtrans.sharding` with JAX's own sharding: `python benchmarks/sharding.py`.
+
+`--write` writes the tables to docs/sharding_measured.md.
 
     ours        `dtrans.sharding(main, startup, stage=1|2|3, degree=N).on_mesh()`
-    annotated   jax.jit of the step for one device with NamedShardings: the optimizer's state is cut (stage 1),
-                gradients are constrained to be (2), and so are parameters (3). Activations are held
-                to the axis of the batch
+    annotated   `jax.jit` of the one-device step with `NamedSharding`: the optimizer state is cut (stage 1),
+                also gradients (stage 2), and also parameters (stage 3). Activations are cut along the batch
 
-Both keep a leaf of fewer than `LEAST` elements whole and cut others along the same dimension,
-donate their state, and get a batch that is there already. Both are stepped in turn, in one process,
-and must give the same losses.
+Both keep leaves of fewer than `LEAST` elements whole, and cut other leaves along the same
+dimension. Both donate their state, and get a batch that is already on the devices. They train in
+turn in one process, and must compute the same losses.
 
-Virtual CPU devices share the cores of the machine: a ratio of times here says what the programs
-cost in work and in waiting for each other, and nothing about links.
+All virtual CPU devices use the same cores, and have no network between them. A ratio of times
+compares only the work of two steps.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "1": {"stage": 1},
     "2": {"stage": 2},
     "3": {"stage": 3},
-    # in loops too, where jobs on CPUs do not gather ahead by themselves
+    # by default, jobs on CPUs do not gather the next layer's parameters early in a loop
     "3, prefetch=1": {
         "stage": 3,
         "slices": dtrans.Slicing(prefetch=1),
@@ -58,7 +58,7 @@ STAGES: dict[str, dict[str, Any]] = {
 }
 DEVICES = (2, 8)
 LEAST = 1024  # the default of min_slice_size
-TARGET = 1.05
+TARGET = 1.05  # largest ratio of times that the table prints in bold
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
@@ -67,9 +67,8 @@ class Case:
     """A model to train.
 
     Attributes:
-      make: the model, of what holds activations to the axis of the batch.
-      axis: the dimension along which its large leaves are cut: the second where the first is that
-        of layers.
+      make: pin -> model. The model calls `pin` with its activations.
+      axis: the dimension along which large leaves are cut: 1 if dimension 0 is the layer.
     """
 
     make: Callable[[Pin], Model]
@@ -90,13 +89,13 @@ CASES = {
 
 @dataclasses.dataclass
 class Side:
-    """One of the two.
+    """One of the two compared steps.
 
     Attributes:
-      run: takes one step more; the loss.
-      compiled: the step.
-      state: the arrays that are there now.
-      params: the parameters as they are now.
+      run: trains one step; returns the loss.
+      compiled: the compiled step.
+      state: returns the arrays of the current state.
+      params: returns the current parameters.
     """
 
     run: Callable[[], jax.Array]
@@ -106,25 +105,25 @@ class Side:
 
     @property
     def collectives(self) -> collections.Counter[str]:
-        """Collectives in the compiled step, as often as they are written."""
+        """Number of collectives of each kind in the compiled step; one in a loop counts once."""
         kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
         return collections.Counter(re.findall(rf" ({kinds})(?:-start)?\(", self.compiled.as_text()))
 
     @property
     def peak(self) -> int:
-        """Bytes that a device has to have for a step."""
+        """Bytes of memory that a device needs for a step."""
         m = self.compiled.memory_analysis()
         held = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
         return int(held + m.temp_size_in_bytes)
 
     @property
     def held(self) -> int:
-        """Bytes of state that the first device has between steps."""
+        """Bytes of state on the first device between steps."""
         return sum(x.addressable_shards[0].data.nbytes for x in self.state())
 
 
 def annotated(case: Case, stage: int, mesh: Mesh) -> Side:
-    """The step for one device, compiled by XLA for all of them."""
+    """Return the one-device step, which XLA distributes by its shardings."""
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("shard"))
     model = case.make(lambda x: jax.lax.with_sharding_constraint(x, split))
     cut = NamedSharding(mesh, P(*[None] * case.axis, "shard"))
@@ -163,7 +162,7 @@ def annotated(case: Case, stage: int, mesh: Mesh) -> Side:
 
 
 def ours(case: Case, options: dict[str, Any], mesh: Mesh) -> tuple[Side, dtrans.ShardingPlan]:
-    """The same step, sharded by dtrans."""
+    """Return the same step, sharded by dtrans, and its plan."""
     step, init, batch = training(case.make(as_is))
     plan = dtrans.sharding(*programs(step, init, batch), degree=mesh.size, **options)
     job = plan.on_mesh(list(mesh.devices.flat))
@@ -179,16 +178,15 @@ def ours(case: Case, options: dict[str, Any], mesh: Mesh) -> tuple[Side, dtrans.
 
 
 def sides(name: str, devices: int, stage: str) -> tuple[Side, Side, dtrans.ShardingPlan]:
-    """(ours, annotated, our plan), three steps on; the losses of these agree, and so do
-    parameters."""
+    """Return (ours, annotated, our plan) after three steps, whose losses and parameters agree."""
     mesh = Mesh(np.array(jax.devices()[:devices]), ("shard",))
     mine, plan = ours(CASES[name], STAGES[stage], mesh)
     theirs = annotated(CASES[name], STAGES[stage]["stage"], mesh)
     a, b = ([float(side.run()) for _ in range(3)] for side in (mine, theirs))
     np.testing.assert_allclose(a, b, rtol=1e-5)
     pairs = zip(jax.tree.leaves(mine.params()), jax.tree.leaves(theirs.params()), strict=True)
-    # Adam divides by the size of a gradient: where that is next to nothing, its sign is a matter of
-    # rounding
+    # The mean is compared: Adam divides by the gradient's magnitude, so where a gradient is almost
+    # 0, rounding decides the sign of the update.
     assert max(float(jnp.mean(jnp.abs(x - y))) for x, y in pairs) < 1e-5
     return mine, theirs, plan
 
@@ -198,17 +196,17 @@ def sides(name: str, devices: int, stage: str) -> tuple[Side, Side, dtrans.Shard
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Of one case.
+    """Figures of one case. A pair has the figure of `ours`, and that of `annotated`.
 
     Attributes:
-      wall, processor: milliseconds of a step, ours and annotated.
-      quartiles: of the ratio of wall times, over rounds.
+      wall: milliseconds of a step.
+      quartiles: quartiles of the ratio of wall times, over rounds.
       work: the median ratio of processor times.
-      peak, held: bytes on a device, ours and annotated.
-      formula: bytes of state that there should be.
-      psi: bytes of parameters.
-      traffic: bytes that ours moves, by collective.
-      collectives: in the compiled steps.
+      peak, held: bytes on a device during a step, and between steps.
+      formula: expected bytes of state on a device.
+      psi: bytes of all parameters.
+      traffic: bytes that `ours` sends, by kind of collective.
+      collectives: the number of collectives of each kind in the compiled step.
     """
 
     wall: tuple[float, float]
@@ -228,11 +226,11 @@ class Figures:
 
 
 def measured(name: str, devices: int, stage: str, rounds: int) -> Figures:
-    """Step both in turn."""
+    """Train both in turn, and return the figures."""
     mine, theirs, plan = sides(name, devices, stage)
     start = time.perf_counter()
     jax.block_until_ready([mine.run(), theirs.run()])
-    steps = max(1, round(0.1 / (time.perf_counter() - start)))  # of a round: about 50 ms
+    steps = max(1, round(0.1 / (time.perf_counter() - start)))  # a round takes about 50 ms
 
     def round_of(side: Side) -> tuple[float, float]:
         wall, processor = time.perf_counter(), time.process_time()
@@ -269,13 +267,13 @@ Results = dict[tuple[str, int, str], Figures]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """In Markdown."""
+    """Return a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def times_of(results: Results) -> str:
-    """The table of ratios."""
+    """Return the table of times."""
     rows = [
         [name, str(n), stage, f"{'**' * (f.ratio <= TARGET)}{f.ratio:.2f}{'**' * (f.ratio <= TARGET)}",
          f"{f.quartiles[0]:.2f} to {f.quartiles[2]:.2f}", f"{f.work:.2f}", f"{f.wall[0]:.1f} / "
@@ -295,7 +293,7 @@ f"{f.wall[1]:.1f}"]
 
 
 def memory_of(results: Results) -> str:
-    """The table of bytes."""
+    """Return the table of memory."""
     mb = lambda n: f"{n / 2**20:.2f}"
     rows = [
         [name, str(n), stage, mb(f.held[0]), mb(f.held[1]), mb(f.formula), mb(f.peak[0]), mb(f.peak[1]),
@@ -317,7 +315,7 @@ def memory_of(results: Results) -> str:
 
 
 def traffic_of(results: Results) -> str:
-    """The table of what moves."""
+    """Return the table of traffic and collectives."""
     most = max(n for _, n, _ in results)
     kinds = ("reduce_scatter", "all_gather", "all_reduce")
     rows = []
@@ -333,7 +331,7 @@ def traffic_of(results: Results) -> str:
 
 
 def figures(results: Results) -> dict[str, str]:
-    """What the page has between its markers, by name."""
+    """Return the tables of the page, by the name of their markers."""
     return {
         "times": times_of(results),
         "memory": memory_of(results),
@@ -342,7 +340,7 @@ def figures(results: Results) -> dict[str, str]:
 
 
 def written(page: str, parts: dict[str, str]) -> str:
-    """The page with other figures between `<!-- name -->` and `<!-- /name -->`."""
+    """Return the page with new tables between `<!-- name -->` and `<!-- /name -->`."""
     for name, text in parts.items():
         page, count = re.subn(
             rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)",
@@ -359,8 +357,8 @@ def main() -> None:
     parser.add_argument(
         "--write", action="store_true", help="write the figures into docs/sharding_measured.md"
     )
-    parser.add_argument("--rounds", type=int, default=30, help="of each case")
-    parser.add_argument("--only", default="", help="models whose name has this in it")
+    parser.add_argument("--rounds", type=int, default=30, help="number of rounds of each case")
+    parser.add_argument("--only", default="", help="run only models whose name contains this")
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", max(DEVICES))
     results: Results = {}

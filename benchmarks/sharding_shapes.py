@@ -1,10 +1,11 @@
-"""Memory of stage 3 on many shapes of loops: `python benchmarks/sharding_shapes.py`; `--write` puts
-it into docs/sharding_measured.md.
+"""Memory of sharding stage 3 for many kinds of loops: `python benchmarks/sharding_shapes.py`.
 
-Temporaries of the compiled step (`compile().memory_analysis()`) on eight devices, with the state
-donated, in units of Psi, the bytes of all parameters; beside them those of `jax.jit` with
-NamedShardings that cut the same leaves along the same dimensions. Nothing is run: what XLA says is
-the same on a busy machine.
+`--write` writes the table to docs/sharding_measured.md.
+
+The table compares the temporary memory of two compiled steps on eight devices: that of dtrans, and
+that of `jax.jit` with `NamedSharding`, which cuts the same leaves along the same dimensions. The
+unit Psi is the bytes of all parameters. XLA computes the figures when it compiles
+(`memory_analysis()`); no step runs.
 """
 
 from __future__ import annotations
@@ -34,12 +35,15 @@ LEAST = 1024  # the default of min_slice_size
 
 
 def temporaries(compiled: Any) -> int:
-    """Bytes on a device, beside arguments and results."""
+    """Return the bytes of temporary memory on a device."""
     return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
 def measured(shape: Shape) -> tuple[float, float, int]:
-    """(ours, annotated) in units of Psi, and the dimension along which leaves are cut."""
+    """Return the temporary memory of ours and of `jax.jit`, and the dimension of the cut.
+
+    The unit is Psi.
+    """
 
     def init() -> Any:
         params = shape.params(LAYERS, WIDTH)
@@ -77,7 +81,7 @@ def measured(shape: Shape) -> tuple[float, float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="shapes whose name has this in it")
+    parser.add_argument("--only", default="", help="run only shapes whose name contains this")
     parser.add_argument(
         "--write", action="store_true", help="write the table into docs/sharding_measured.md"
     )

@@ -1,13 +1,14 @@
-"""The jobs of `test_sparse.py`: a table on two pservers. This file is the job's other processes.
+"""Jobs of `test_sparse.py`: a table on two parameter servers.
 
-    python tables.py pserver SHAPE ENDPOINT ALL,ENDPOINTS    serves
-    python tables.py trainer SHAPE ALL,ENDPOINTS             the last trainer: for each number on its input, as many
-                                                             steps; then the seconds that they took,
-                                                             and the most memory that it had, in MB,
-                                                             less that after import
+    python tables.py pserver SHAPE ENDPOINT ALL,ENDPOINTS    a server
+    python tables.py trainer SHAPE ALL,ENDPOINTS             the last trainer
 
-A step looks up rows of a table by their numbers, and updates with Adagrad, which leaves other rows
-as they are. SHAPE is a `Shape` as text.
+pytest's process is the first trainer; this file runs the other processes. For each number on
+standard input, the last trainer runs this number of steps. It prints their seconds, and by how
+many MB its peak memory exceeds the memory after the imports.
+
+A step looks up rows of a table by id, and updates them with Adagrad, which does not change other
+rows. SHAPE is a `Shape` as text.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ import dtrans
 STRIDE, EXPONENT, LEARNING_RATE = 2_654_435_761, 1.05, 0.1
 tx = optax.adagrad(LEARNING_RATE)
 MODES = {"sync": dtrans.Sync(), "async": dtrans.Async(), "geo": dtrans.Geo(push_every=100)}
-Steps = Callable[[int], float]  # makes so many, and returns the seconds that they took
+Steps = Callable[[int], float]  # runs this number of steps, and returns the seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A table, and what a step does with it.
+    """A table, and the job that trains it.
 
     Attributes:
-      rows, width: of the table.
-      ids: how many rows each trainer looks up in a step.
-      drawn: "uniform" or "zipf".
-      sparse: whether trainers have the rows that they look up, or all.
-      trainers: how many there are.
-      mode: "sync", "async" or "geo", which pushes every 100 steps.
+      rows, width: the shape of the table.
+      ids: the number of ids that each trainer looks up in a step.
+      drawn: the distribution of the ids: "uniform" or "zipf".
+      sparse: True if trainers receive only the rows that they look up, False if they receive all.
+      trainers: the number of trainers.
+      mode: "sync", "async" or "geo" (GEO-SGD, which sends changes every 100 steps).
     """
 
     rows: int
@@ -60,12 +61,12 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """The shape that a text says."""
+        """Return the shape from its text."""
         rows, width, ids, drawn, sparse, trainers, mode = text.split(",")
         return cls(int(rows), int(width), int(ids), drawn, sparse == "True", int(trainers), mode)
 
     def batch(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of rows, and targets."""
+        """Return random row ids, and targets."""
         if self.drawn == "uniform":
             ids = rng.integers(0, self.rows, self.ids)
         else:
@@ -78,7 +79,7 @@ class Shape:
 
 
 def loss(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
-    """A linear model of the rows."""
+    """Return the squared error of a linear function of the looked-up rows."""
     return jnp.mean((params["emb"][ids] @ params["w"] - y) ** 2)
 
 
@@ -86,7 +87,7 @@ step = dtrans.make_train_step(loss, tx)
 
 
 def init_of(shape: Shape) -> Callable[[], Any]:
-    """What makes parameters and state."""
+    """Return the init of the parameters and the optimizer state."""
 
     def init() -> Any:
         rows = 0.01 * jax.random.normal(jax.random.key(0), (shape.rows, shape.width))
@@ -97,7 +98,7 @@ def init_of(shape: Shape) -> Callable[[], Any]:
 
 
 def plan_for(shape: Shape, endpoints: str) -> dtrans.PServerPlan:
-    """The plan of a job."""
+    """Return the plan of the job."""
     init, batch = init_of(shape), shape.batch(np.random.default_rng(0))
     return dtrans.pserver(
         dtrans.trace(step, *jax.eval_shape(init), *batch),
@@ -110,7 +111,7 @@ def plan_for(shape: Shape, endpoints: str) -> dtrans.PServerPlan:
 
 
 def stepping(exe: dtrans.Executor, shape: Shape, plan: dtrans.PServerPlan, trainer: int) -> Steps:
-    """The steps of one trainer."""
+    """Return a function that runs steps of one trainer."""
     begins, rng = exe.run(plan.trainer_startup_program(trainer)), np.random.default_rng(trainer)
     box = list(begins) if shape.mode == "geo" else [begins]
     program = plan.trainer_program(trainer)
@@ -126,8 +127,11 @@ def stepping(exe: dtrans.Executor, shape: Shape, plan: dtrans.PServerPlan, train
 
 
 def announcing(exe: dtrans.Executor, shape: Shape, plan: dtrans.PServerPlan) -> tuple[Steps, Steps]:
-    """The steps of a sole trainer, whose rows are asked for beside the step before; and those that
-    wait for them."""
+    """Return two functions that run steps of a single trainer.
+
+    The first requests the rows of the next step during the current step. The second requests the
+    rows of a step when it begins.
+    """
     box, rng, program = (
         [exe.run(plan.trainer_startup_program(0))],
         np.random.default_rng(0),
@@ -150,7 +154,7 @@ def announcing(exe: dtrans.Executor, shape: Shape, plan: dtrans.PServerPlan) -> 
 
 
 def dense_steps(shape: Shape) -> Steps:
-    """The steps of one device, as they were written: Adagrad updates all rows."""
+    """Return a function that runs steps on one device, where Adagrad updates all rows."""
     box, rng = [*init_of(shape)()], np.random.default_rng(0)
     jitted = jax.jit(step, donate_argnums=(0, 1))
 
@@ -165,8 +169,7 @@ def dense_steps(shape: Shape) -> Steps:
 
 
 def row_steps(shape: Shape) -> Steps:
-    """The same steps, as nobody writes them: `jnp.take` of the rows that are looked up, and an
-    update of these."""
+    """Return a function that runs steps on one device, and updates only the looked-up rows."""
     params, _ = init_of(shape)()
     box: list[Any] = [params, jax.tree.map(lambda x: jnp.full_like(x, 0.1), params)]
     rng = np.random.default_rng(0)
@@ -201,7 +204,7 @@ def row_steps(shape: Shape) -> Steps:
 
 
 def peak() -> float:
-    """The most memory that this process has had, in MB."""
+    """Return the peak memory of this process, in MB."""
     (line,) = (
         x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM")
     )
@@ -209,7 +212,7 @@ def peak() -> float:
 
 
 def main() -> None:
-    """Be a role."""
+    """Run the role of the command line."""
     before, what, shape, *where, every = (
         peak(),
         sys.argv[1],

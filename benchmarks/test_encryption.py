@@ -1,7 +1,7 @@
-"""The cost of encryption: a step of one trainer and one server, with it and without.
+"""Cost of encryption: a step of one trainer and one server with it, compared with one without it.
 
-By TCP, as between hosts, and by a Unix socket, which only `transport_encryption="required"`
-encrypts. Both ends encrypt and decrypt on this machine, whose cores they share with the update.
+The connection uses TCP, as between hosts, or a Unix socket, which only
+`transport_encryption="required"` encrypts. Trainer and server use the same cores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dtrans.protocol.token import new_token
 @pytest.mark.parametrize("parameters", ["10 k", "7.4 M"])
 def test_encrypted_step(benchmark, ratio, monkeypatch, tmp_path, parameters, way):
     monkeypatch.setenv("DTRANS_TOKEN", new_token())
-    deep = tmp_path / ("d" * 100)  # no path of a socket fits there, and everything goes by TCP
+    deep = tmp_path / ("d" * 100)  # too long for the path of a Unix socket, so dtrans uses TCP
     deep.mkdir()
     environment = {"TMPDIR": str(deep)} if way == "TCP" else {}
     with (

@@ -1,7 +1,7 @@
-"""Cost of a step over endpoints: one trainer here, two pservers as processes on this host.
+"""Cost of a step with two parameter servers, which are processes on this host.
 
-The peers are the plain jitted step, and the least that moving the bytes could cost: copying the
-gradients and the parameters once each in memory.
+The step of one trainer is compared with the jitted step of one device, and with one copy of the
+gradients and the parameters in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import dtrans
 from dtrans.endpoints import ReservedEndpoints
 
 
-RESERVED = ReservedEndpoints()  # until the process ends
+RESERVED = ReservedEndpoints()  # endpoints that are reserved until the process ends
 
 
 def free_endpoints(count: int) -> tuple[str, ...]:
@@ -35,12 +35,14 @@ def free_endpoints(count: int) -> tuple[str, ...]:
 def endpoint_step(
     parameters: str, mode: str, count: int = 2, encryption: str = "auto", **environment: str
 ):
-    """A function that makes one step over servers, synchronous ones or not.
+    """Start servers, and yield a function that runs one step of a trainer.
 
     Args:
-      count: how many servers.
-      encryption: `transport_encryption` of all.
-      environment: variables of the servers.
+      parameters: the model, a key of `SIZES`.
+      mode: "sync" or "async".
+      count: the number of servers.
+      encryption: `transport_encryption` of all processes.
+      environment: environment variables of the servers.
     """
     sizes, rows = SIZES[parameters]
     step, init, batch = mlp(sizes, rows)

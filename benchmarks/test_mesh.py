@@ -1,7 +1,7 @@
-"""Cost of a step on the mesh against the plain jitted step, with one trainer and one pserver.
+"""Cost of a parameter-server step on a mesh, compared with the jitted step of one device.
 
-Both run on one device, so that what differs is the second dispatch, gradients that are written out
-between the two halves, and Python. Both donate the optimizer state.
+The job has one trainer and one server on one device. It needs more time than the jitted step, since
+it dispatches two programs, and stores the gradients between them. Both donate the optimizer state.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Cost of a step of nccl2 mode against steps that an expert writes by hand, on two and four CPU
-devices.
+"""Cost of a step in nccl2 mode, compared with steps that an expert writes by hand.
 
-    by hand       jit(shard_map) of the step with `pmean` of the tree of gradients, and of the loss; state is donated
-    annotated     jit of the step for one device, on state that is replicated and a batch that is split (NamedSharding)
+    by hand       `jit(shard_map(step))`, where the step calls `pmean` with the gradients and the loss
+    annotated     `jit` of the one-device step with `NamedSharding`: replicated state, split batch
 
-All three keep the same state on the same mesh, and get a batch that is there already. With one
-trainer, on one device of any kind, nothing is reduced, and the peer is the plain jitted step.
+All run on two or four CPU devices, donate their state, and get a batch that is already on the
+devices. A job of one trainer is compared with the jitted step of one device.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ ONE_DEVICE = {
 
 
 def stepper(step: Callable[..., Any], *state: Any) -> Callable[[], Any]:
-    """A function that takes one step more each time, by `step(*state) -> (*state, loss)`."""
+    """Return a function that runs one step; `step` is (*state) -> (*state, loss)."""
     box = list(state)
 
     def run() -> Any:
@@ -51,7 +50,10 @@ def stepper(step: Callable[..., Any], *state: Any) -> Callable[[], Any]:
 
 
 def agreeing(runs: Sequence[Callable[[], Any]], rtol: float) -> Sequence[Callable[[], Any]]:
-    """The same, after two steps whose losses are alike; the second shows that gradients were."""
+    """Run two steps of each, check that the losses agree, and return the argument.
+
+    The losses of the second step agree only if the gradients agree, too.
+    """
     losses = [[float(run()[1]) for _ in range(2)] for run in runs]
     for values in losses[1:]:
         np.testing.assert_allclose(values, losses[0], rtol=rtol)
@@ -59,7 +61,7 @@ def agreeing(runs: Sequence[Callable[[], Any]], rtol: float) -> Sequence[Callabl
 
 
 def runners(model: Model, trainers: int) -> Sequence[Callable[[], Any]]:
-    """(ours, by hand, annotated), each a function that takes one step."""
+    """Return (ours, by hand, annotated): functions that run one step."""
     step, init, batch = training(model)
     mesh = Mesh(np.array(jax.devices()[:trainers]), ("trainers",))
     everywhere, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("trainers"))
@@ -70,8 +72,8 @@ def runners(model: Model, trainers: int) -> Sequence[Callable[[], Any]]:
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
-    # without check_vma, under which pmean of a gradient that shard_map has summed already is
-    # another value
+    # With check_vma=True, the gradients inside `shard_map` are sums over all devices already, so
+    # `pmean` would not be their mean.
     mapped = jax.shard_map(
         by_hand,
         mesh=mesh,
@@ -111,7 +113,7 @@ def test_nccl2_step_over_others(benchmark, ratio, model, trainers, other):
 
 @pytest.mark.parametrize("model", ONE_DEVICE)
 def test_nccl2_step_over_plain(benchmark, ratio, model):
-    """One trainer beside the plain jitted step, in bfloat16."""
+    """Compare a job of one trainer with the jitted step, in bfloat16."""
     backend = jax.default_backend()
     if model == "transformer 110 M" and backend != "gpu":
         pytest.skip(f"a model of this size is for a GPU, this is {backend}")

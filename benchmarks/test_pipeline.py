@@ -1,7 +1,7 @@
-"""Cost of a step of a pipeline: against one device, against a loop written by hand, and per tick.
+"""Time of a step of a pipeline, compared with the steps in `halves.py`; time of a tick.
 
-`halves.py` has the models and the other steps. The default is two stages, eight micro-batches and
-1F1B. `pipeline.py --write` has sizes of buffers, which need no timing.
+By default, the pipeline has two stages, eight micro-batches, and the schedule 1F1B. `pipeline.py`
+measures the memory.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import dtrans
 from dtrans.run.distributed.role import trainer_roles
 
 
-TICK = 300e-6  # seconds, which a tick is to cost beyond computing at most
+TICK = 300e-6  # seconds that a tick without computation may take
 MODELS = {**CASES, **TINY}
-STEPS, WINDOWS = 10, 9  # of the processes
-ROUNDS = 300  # steps, by which a tick is timed
+STEPS, WINDOWS = 10, 9  # steps in a window, and number of windows, for jobs of processes
+ROUNDS = 300  # number of timed steps for the time of a tick
 
 
 @pytest.mark.parametrize("peer", PEERS)
@@ -41,8 +41,7 @@ def test_step_over_others(benchmark, ratio, model, peer):
 
 
 def test_tick_over_what_it_may_cost(benchmark, report):
-    """Of a model that computes next to nothing: all of a step, the update too, by the ticks of its
-    schedule."""
+    """Divide the seconds of a step by its number of ticks, for a model with little computation."""
     case = TINY[NOTHING]()
     plan = planned(case)
     job = plan.on_mesh()
@@ -91,7 +90,7 @@ def test_schedules(benchmark, ratio, model, schedule):
 )
 @pytest.mark.parametrize("model", CASES)
 def test_options(benchmark, ratio, model, options):
-    """Of the same batch."""
+    """Compare a pipeline with an option to the default pipeline; both have the same batch."""
     if len(jax.devices()) < 4:
         pytest.skip("needs 4 devices")
     case = CASES[model]()
@@ -104,7 +103,7 @@ def test_options(benchmark, ratio, model, options):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_two_processes_over_one(benchmark, report, model):
-    """Windows of steps in turn; the processes wait for their input meanwhile."""
+    """Compare a pipeline of two processes with one in this process; they train in turn."""
     case = MODELS[model]()
     command = [sys.executable, str(Path(__file__).with_name("pipeline.py")), "--process", model]
     env = {k: v for k, v in os.environ.items() if not k.startswith(("DTRANS_", "JAX_"))} | {
@@ -122,7 +121,7 @@ def test_two_processes_over_one(benchmark, report, model):
     ]
     try:
         for p in processes:
-            assert "ready\n" in p.stdout  # behind what Gloo says
+            assert "ready\n" in p.stdout  # Gloo prints other lines before
         run = ours(case)
 
         def both() -> float:

@@ -1,8 +1,7 @@
-"""Steps of a job of processes on this host: two trainers and two pservers, against the plain jitted
-step.
+"""Steps per second of two trainers and two parameter servers, compared with one device.
 
-Windows of steps of both trainers alternate with windows of the plain step, during which all
-processes of the job wait.
+All roles are processes on this host. The job and the jitted step of one device run in turn, `STEPS`
+steps each; while one runs, the other waits.
 """
 
 from __future__ import annotations
@@ -27,8 +26,10 @@ STEPS, WINDOWS = 100, 9
 
 @contextlib.contextmanager
 def running_job(mode):
-    """Yield the endpoints of a running job, and a function: the mean of both trainers' seconds for
-    some steps."""
+    """Start a job; yield its endpoints, and a function that runs a number of steps.
+
+    The function returns the mean of both trainers' seconds.
+    """
     script = str(Path(__file__).with_name("two_by_two.py"))
     endpoints = free_endpoints(2)
     every = ",".join(endpoints)

@@ -1,8 +1,9 @@
-"""Cost of slicing an optimizer: the row analysis and writing the servers' blocks, against the trace
-of the step.
+"""Time to slice an optimizer for servers, compared with the time to trace the step.
 
-Adam is elementwise. LAMB after a clip by global norm has norms that cross between servers in three
-rounds. Both parts should grow linearly, and the analysis should cost less than the trace.
+Slicing has two parts: the row analysis of the update, and the equations of the servers' blocks.
+Both should grow linearly with the number of leaves, and the analysis should take less time than
+the trace. Adam is elementwise. LAMB after a clip by the global norm needs norms over all servers,
+which take three rounds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ CASES = [(n, leaves) for n in OPTIMIZERS for leaves in LEAVES]
 
 
 def deep(name: str, leaves: int):
-    """A function that traces the step, and the cut step."""
+    """Return a function that traces the step of a model with this number of leaves, and the cut step."""
     step, init, batch = mlp([16] * (leaves // 2 + 1), 8, OPTIMIZERS[name])
     state = jax.eval_shape(init, jax.random.key(0))
     return lambda: dtrans.trace(step, *state, *batch), cut(programs(step, init, batch)[0])
@@ -52,7 +53,7 @@ def test_analysis_over_trace(benchmark, ratio, name, leaves):
 
 @pytest.mark.parametrize("name,leaves", CASES)
 def test_slicing_over_trace(benchmark, ratio, name, leaves):
-    """All blocks of two servers, every leaf cut."""
+    """Time the equations of all blocks of two servers; every leaf is cut into blocks."""
     trace, step = deep(name, leaves)
     analysis = analyse(step.optimize, step.optimized)
     types = {n: step.program.inputs[n] for n in step.optimized}

@@ -1,5 +1,4 @@
-"""Cost of a checkpoint that a server writes during its steps (`saving.py`, which prints its
-figures)."""
+"""Cost of a checkpoint that a server writes while training continues: runs `saving.py`."""
 
 from __future__ import annotations
 

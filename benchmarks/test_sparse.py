@@ -1,12 +1,13 @@
-"""Cost of a table on two pservers, as processes of this host, against one device that has all rows.
+"""Steps per second with a table on two parameter servers, compared with one device.
 
-Windows of steps of the job alternate with windows of one device, during which all processes of the
-job wait. One device takes the step as it is written, where Adagrad updates all rows, and one that
-takes and updates the rows that are looked up alone, which is the limit. Steps begin to be counted
-when most rows are made.
+All roles are processes on this host. The job and its competitors run in turn, `STEPS` steps each;
+while one runs, the others wait. The first `WARM` steps are not timed: they create most rows. The
+competitors are:
 
-Where PyTorch is installed, or DTRANS_TORCH names an interpreter that has it, the same job behind
-its RPC takes turns with ours (`torch_tables.py`).
+- the step on one device, where Adagrad updates all rows;
+- a step on one device that reads and updates only the looked-up rows;
+- the same job with PyTorch's RPC (`torch_tables.py`), if PyTorch is installed, or if the variable
+  DTRANS_TORCH is a Python interpreter with PyTorch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TORCH = os.environ.get("DTRANS_TORCH", sys.executable)
 
 @contextlib.contextmanager
 def job(shape: Shape) -> Iterator[Steps]:
-    """Steps of a job: the mean of its trainers' seconds."""
+    """Start a job; yield a function that runs steps, and returns the trainers' mean seconds."""
     script = str(Path(__file__).with_name("tables.py"))
     endpoints = free_endpoints(2)
     every = ",".join(endpoints)
@@ -70,7 +71,7 @@ def job(shape: Shape) -> Iterator[Steps]:
 
 @contextlib.contextmanager
 def torch_job(shape: Shape) -> Iterator[dict[str, Steps]]:
-    """Steps of the same job with PyTorch; nothing where that is not installed."""
+    """Start the same job with PyTorch; yield {name: steps}, empty without PyTorch."""
     if subprocess.run(
         [TORCH, "-c", "import torch"], stderr=subprocess.DEVNULL, check=False
     ).returncode:
@@ -102,7 +103,11 @@ def torch_job(shape: Shape) -> Iterator[dict[str, Steps]]:
 
 
 def beside(steps: Steps, others: Sequence[Steps]) -> list[tuple[float, float, float]]:
-    """For each of the others, the median ratio of rates, and the two medians of steps a second."""
+    """Run `steps` and each of `others` in turn.
+
+    Return a tuple for each of the others: the median ratio of steps per second, the steps per
+    second of `steps`, and those of the other.
+    """
     for fn in (steps, *others):
         fn(WARM)
     times = [[fn(STEPS) for fn in (steps, *others)] for _ in range(WINDOWS)]
@@ -145,7 +150,7 @@ def test_steps_of_other_modes(benchmark, report: Callable[..., None], mode: str)
 
 @pytest.mark.parametrize("drawn", ["uniform", "zipf"])
 def test_rows_a_second(benchmark, report: Callable[..., None], drawn: str) -> None:
-    """Rows are counted as often as they stand in a batch."""
+    """Compare rows per second; a row that a batch contains twice counts twice."""
     shape = Shape(1_000_000, 64, 4096, drawn, trainers=1)
     with job(shape) as steps, torch_job(shape) as peers:
         peers |= {"`take` and update here": row_steps(shape)}
@@ -160,12 +165,13 @@ def test_rows_a_second(benchmark, report: Callable[..., None], drawn: str) -> No
 
 @contextlib.contextmanager
 def linked_job(shape: Shape, delay: float, folder: Path) -> Iterator[tuple[Steps, Steps]]:
-    """Steps of a sole trainer that every byte reaches after so many seconds: with rows asked for
-    ahead, and without."""
+    """Start a job of one trainer whose connections to the servers have a delay.
+
+    Yield the two functions of `announcing`.
+    """
     files = {n: str(Path(__file__).with_name(f"{n}.py")) for n in ("tables", "delayed_link")}
     here, there = (",".join(free_endpoints(2)) for _ in range(2))
-    # where the path of a Unix socket is too long there is none, and roles of one host stay with
-    # their connection
+    # This path is too long for a Unix socket. So the roles use TCP, where the link adds its delay.
     folder = folder / ("long" * 25)
     folder.mkdir()
     env = {**os.environ, "TMPDIR": str(folder)}
@@ -189,7 +195,10 @@ def linked_job(shape: Shape, delay: float, folder: Path) -> Iterator[tuple[Steps
 def test_rows_asked_for_ahead(
     benchmark, report: Callable[..., None], tmp_path: Path, delay: float
 ) -> None:
-    """A step that waits for its rows makes two ways there and back, the other one."""
+    """Compare steps that request rows early with steps that wait for rows.
+
+    The first need one round trip to the servers, the second two.
+    """
     with linked_job(Shape(100_000, 64, 512, trainers=1), delay, tmp_path) as (ahead, waiting):
         ((share, ours, theirs),) = beside(ahead, [waiting])
         benchmark.pedantic(lambda: ahead(STEPS), rounds=1)
@@ -205,8 +214,10 @@ def test_rows_asked_for_ahead(
 
 @pytest.mark.parametrize("rows", [100_000, 1_000_000, 10_000_000])
 def test_a_trainer_has_no_table(benchmark, rows: int) -> None:
-    """The memory of a trainer, less that after import; and steps a second, which do not depend on
-    the table's rows."""
+    """Print a trainer's memory beyond the imports, and its steps per second.
+
+    Neither should depend on the number of rows of the table.
+    """
     with job(Shape(rows, 16, 512)) as steps:
         steps(STEPS)
         took = statistics.median(steps(STEPS) for _ in range(WINDOWS))

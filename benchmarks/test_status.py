@@ -1,7 +1,8 @@
-"""The cost of an observer that asks a job's servers for their status ten times a second.
+"""Cost of an observer that asks a job's servers for their status ten times a second.
 
-A window of steps with it stands between two in which it is silent; the ratio of these two is the
-noise. It runs on the same machine: its own work is a part of the ratio.
+Steps are timed without the observer, with it, and again without it. The ratio of the two times
+without it is the noise. The observer runs on the same machine, so its own work slows the steps,
+too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Cost of planning: the transform against the trace of the same step, at 10, 100 and 1,000 leaves.
+"""Time to plan a step, compared with the time to trace it, for 10, 100 and 1,000 leaves.
 
-Both should grow linearly, and the transform should cost less than the trace.
+Both should grow linearly, and planning should take less time than tracing.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def test_transform_over_trace(benchmark, ratio, leaves):
     main, startup = programs(step, init, batch)
 
     def compare():
-        # Python's collector strikes either side at random, for as long as a small transform takes:
-        # many pairs
+        # A collection of Python's garbage takes as long as planning a small model. It can happen
+        # in either function, so small models need many pairs.
         pairs = max(5, 2000 // leaves)
         return ratio(
             f"transform / trace, {leaves} leaves",

@@ -1,13 +1,14 @@
-"""The job of `tables.py` as people write it with PyTorch: rows on two servers behind its RPC, with
-sparse gradients.
+"""The job of `tables.py`, written with PyTorch's RPC and sparse gradients.
 
-    python torch_tables.py pserver RANK PORT SHAPE    serves its half of the rows
-    python torch_tables.py trainer RANK PORT SHAPE    for each number on its input, as many steps; then their seconds
+    python torch_tables.py pserver RANK PORT SHAPE    a server, with half of the rows
+    python torch_tables.py trainer RANK PORT SHAPE    a trainer
 
-A step is two calls of each server: for the rows, and with their gradients; the second returns when
-all trainers' have come and the update is made (`rpc.functions.async_execution`, as in PyTorch's
-tutorial on batched RPC). Servers have `EmbeddingBag(sparse=True)`, and Adagrad, which takes sparse
-gradients. RPC takes shared memory between processes of one host.
+For each number on standard input, a trainer runs this number of steps, and prints their seconds.
+
+In a step, a trainer calls each server twice. The first call returns the rows. The second sends
+their gradients, and returns after the update with the gradients of all trainers
+(`rpc.functions.async_execution`, as in PyTorch's tutorial on batched RPC). Servers store an
+`EmbeddingBag(sparse=True)`, and update it with Adagrad. On one host, RPC uses shared memory.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ STRIDE, EXPONENT = 2_654_435_761, 1.05  # as in tables.py
 
 
 class Server:
-    """Half of the rows; the first has the dense weights, too."""
+    """A server with half of the rows. The first server also has the dense weights."""
 
     here: Server
 
@@ -46,14 +47,17 @@ class Server:
 
     @staticmethod
     def rows(ids: torch.Tensor) -> torch.Tensor:
-        """Rows by their numbers."""
+        """Return rows by id."""
         with torch.no_grad():
             return Server.here.emb.weight[ids]
 
     @staticmethod
     @rpc.functions.async_execution
     def push(ids: torch.Tensor, rows: torch.Tensor, dense: torch.Tensor | None) -> Any:
-        """Take the gradient of a trainer; the new dense weights, when all have come."""
+        """Store the gradients of a trainer; return a future of the new dense weights.
+
+        The gradients of the last trainer start the update, which resolves the future.
+        """
         self = Server.here
         with self.lock:
             made = self.made
@@ -64,7 +68,7 @@ class Server:
         return made
 
     def update(self) -> torch.Tensor | None:
-        """Make the step of what has arrived."""
+        """Update with the gradients that have arrived; return the new dense weights."""
         arrived, self.arrived = self.arrived, []
         ids, rows = (torch.cat([x[i] for x in arrived]) for i in range(2))
         self.emb.weight.grad = torch.sparse_coo_tensor(
@@ -78,14 +82,14 @@ class Server:
 
 
 class Trainer:
-    """One trainer's steps."""
+    """A trainer."""
 
     def __init__(self, rank: int, rows: int, width: int, ids: int, drawn: str) -> None:
         self.rng, self.w, self.y = np.random.default_rng(rank), torch.ones(width), torch.ones(ids)
         self.rows, self.half, self.ids, self.drawn = rows, -(-rows // SERVERS), ids, drawn
 
     def batch(self) -> np.ndarray:
-        """Numbers of rows."""
+        """Return random row ids."""
         if self.drawn == "uniform":
             return self.rng.integers(0, self.rows, self.ids)
         most = (self.rows + 1.0) ** (1 - EXPONENT)
@@ -95,7 +99,7 @@ class Trainer:
         return np.minimum(rank, self.rows - 1) * STRIDE % self.rows
 
     def step(self) -> None:
-        """Make one."""
+        """Run one step."""
         uniq, at = np.unique(self.batch(), return_inverse=True)
         cut = int(np.searchsorted(uniq, self.half))
         parts = [torch.from_numpy(uniq[:cut].copy()), torch.from_numpy(uniq[cut:] - self.half)]
@@ -114,7 +118,7 @@ class Trainer:
 
 
 def main() -> None:
-    """Be a role."""
+    """Run the role of the command line."""
     what, rank, port, shape = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     rows, width, ids, drawn, _, trainers, _ = shape.split(",")
     os.environ.update(GLOO_SOCKET_IFNAME="lo", TP_SOCKET_IFNAME="lo")

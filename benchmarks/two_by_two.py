@@ -1,12 +1,13 @@
-"""The job of `test_processes.py`: two trainers and two pservers. Three of these processes run this
-file.
+"""Job of `test_processes.py`: two trainers and two parameter servers.
 
-    python two_by_two.py pserver MODE ENDPOINT ALL,ENDPOINTS    serves
-    python two_by_two.py trainer MODE ALL,ENDPOINTS             trainer 1: for each number on its input, as many steps;
-                                                                then the seconds that they took
+    python two_by_two.py pserver MODE ENDPOINT ALL,ENDPOINTS    a server
+    python two_by_two.py trainer MODE ALL,ENDPOINTS             trainer 1
 
-The model is that on which Paddle's parameter servers were measured: an MLP 784-256-10 with SGD, 32
-rows a trainer.
+pytest's process is trainer 0; this file runs the other three. For each number on standard input,
+trainer 1 runs this number of steps, and prints their seconds.
+
+The model and the batch are those of a measurement of Paddle's parameter servers: an MLP with the
+sizes 784-256-10, SGD, and 32 rows for each trainer.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MODES: dict[str, Any] = {
 
 
 def loss(params: Any, x: jax.Array, label: jax.Array) -> jax.Array:
-    """The cross entropy of an MLP."""
+    """Return the cross-entropy of an MLP."""
     hidden = jax.nn.relu(x @ params["w1"] + params["b1"])
     return optax.softmax_cross_entropy_with_integer_labels(
         hidden @ params["w2"] + params["b2"], label
@@ -42,7 +43,7 @@ def loss(params: Any, x: jax.Array, label: jax.Array) -> jax.Array:
 
 
 def init(key: jax.Array) -> Any:
-    """Parameters and state."""
+    """Return the parameters and the optimizer state."""
     one, two = jax.random.split(key)
     w1, w2 = jax.random.normal(one, (784, 256)) / 28, jax.random.normal(two, (256, 10)) / 16
     params = {"b1": jnp.zeros(256), "b2": jnp.zeros(10), "w1": w1, "w2": w2}
@@ -50,7 +51,7 @@ def init(key: jax.Array) -> Any:
 
 
 def batch(seed: int) -> tuple[jax.Array, jax.Array]:
-    """32 rows."""
+    """Return a random batch of 32 rows."""
     one, two = jax.random.split(jax.random.key(seed))
     return jax.random.normal(one, (32, 784)), jax.random.randint(two, (32,), 0, 10)
 
@@ -59,14 +60,14 @@ step = dtrans.make_train_step(loss, tx)
 
 
 def plan_for(mode: str, endpoints: str) -> dtrans.PServerPlan:
-    """The plan of the job."""
+    """Return the plan of the job."""
     main = dtrans.trace(step, *jax.eval_shape(init, jax.random.key(0)), *batch(0))
     startup = dtrans.trace(init, jax.random.key(0))
     return dtrans.pserver(main, startup, pservers=endpoints, trainers=2, mode=MODES[mode])
 
 
 def stepping(exe: dtrans.Executor, plan: dtrans.PServerPlan, k: int) -> Callable[[int], float]:
-    """A function that makes a number of steps as trainer k, and says how many seconds they took."""
+    """Return a function that runs a number of steps as trainer `k`, and returns the seconds."""
     state = exe.run(plan.trainer_startup_program(k), jax.random.key(0))
     state = list(state) if isinstance(state, tuple) else [state]
     program, data = plan.trainer_program(k), batch(k)

@@ -4,7 +4,7 @@
 
 `make architecture` does the same.
 
-Arrows are imports of any kind, also lazy imports and imports for type checking. A walk is the way
+Arrows are imports of any kind, also lazy imports and imports for type checking. A walk is the path
 of one value through the files; `docs/walks.py` records the walks.
 """
 
@@ -337,7 +337,7 @@ def recorded() -> list[tuple[Any, Any]]:
 
 
 def walk_list(routes: Sequence[tuple[Any, Any]]) -> str:
-    """Return the walks as a Markdown list: for each its job, and how many files it visits."""
+    """Return a Markdown list with the job of each walk, and the number of files on its path."""
     lines = []
     for walk, route in routes:
         lines.append(
@@ -348,7 +348,7 @@ def walk_list(routes: Sequence[tuple[Any, Any]]) -> str:
 
 
 BROAD = 196  # width of a station
-STRIDE, TALL, BAND = BROAD + 18, 62, 118  # distances of stations, height, and of walks
+STRIDE, TALL, BAND = BROAD + 18, 62, 118  # distance of stations, their height, distance of walks
 
 
 def walk_drawing(routes: Sequence[tuple[Any, Any]]) -> str:

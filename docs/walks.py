@@ -1,15 +1,16 @@
-"""Ways of values through the files of dtrans, recorded by a profiler hook while jobs run.
+"""Paths of values through the files of dtrans, for the drawings of docs/architecture.md.
 
-A value enters a place when a function of another place calls one of this place with it. An argument
-may also contain the value one level down: as an element of a container, or an operand of an
-equation. A place is a file; `rows` and `engine` are one place each. The value passes a place if it
-enters another one from there. Other places only look at it. Its name identifies a value, or a size
-that is unique in the step.
+A profiler hook records each path while a job runs. A value enters a file when a function of another
+file calls a function of this file with it. The argument may be the value itself, a container of it,
+or an equation with it as an operand. A file *passes* the value if the value enters another file
+from there; otherwise the file only reads it. The folders `rows` and `engine` count as one file
+each. Calls of functions in `_jax`, `errors`, `ir` and `ops` are not recorded, since all files use
+them.
 
-The drawing shows eight functions of each walk, chosen for readers. A recorded walk that enters them
-in another order is an error.
+The hook recognizes a value by its name, or by a size that no other value of the step has.
 
-`_jax`, `errors`, `ir` and `ops` are no places: they are the language of all files.
+The drawing shows eight functions of each path. If a recorded path does not contain them in this
+order, `Route.through` raises an error.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from dtrans.endpoints import ReservedEndpoints
 
 
 PACKAGE = Path(dtrans.__file__).parent
-jax.config.update("jax_num_cpu_devices", 2)  # each walk is recorded in a separate process
+jax.config.update("jax_num_cpu_devices", 2)  # each path is recorded in a separate process
 
-LANGUAGE = ("_jax", "errors", "ir", "ops")
-ONE_PLACE = ("rows", "engine")
-WIDTH, HIDDEN, COLUMNS = 11, 13, 17  # sizes that only x, `params/w1` and `params/table` have
+LANGUAGE = ("_jax", "errors", "ir", "ops")  # folders whose calls are not recorded
+ONE_PLACE = ("rows", "engine")  # folders that count as one file
+WIDTH, HIDDEN, COLUMNS = 11, 13, 17  # sizes that only `x`, `params/w1` and `params/table` have
 KEY = jax.random.key(0)
 X, Y, IDS = jnp.ones((8, WIDTH)), jnp.ones((8, 2)), jnp.arange(8) % 5
 TX = optax.adam(1e-2)
@@ -50,9 +51,9 @@ class Station:
     """A function that is called with the value.
 
     Attributes:
-      role: the thread, if the roles of the job are threads.
-      place: the file, as `zero/update`, or the folder.
-      function: the function's qualified name, as `Slicer.update`.
+      role: the name of the thread, e.g. `trainer`.
+      place: the file, e.g. `zero/update`, or a folder that counts as one file.
+      function: the function's qualified name, e.g. `Slicer.update`.
     """
 
     role: str
@@ -62,11 +63,11 @@ class Station:
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """The recorded way of a value.
+    """The recorded path of a value.
 
     Attributes:
-      calls: the calls with it, in their order.
-      moves: the places between which it moved, with their roles.
+      calls: the calls with the value, in order.
+      moves: triples (role, file, next file): a function of the next file was called with the value.
     """
 
     calls: tuple[Station, ...]
@@ -74,45 +75,45 @@ class Route:
 
     @property
     def files(self) -> set[str]:
-        """The places that the value passes."""
+        """The files that pass the value."""
         sources = {source for _, source, _ in self.moves}
         return sources.intersection(target for *_, target in self.moves)
 
     @property
     def asked(self) -> int:
-        """The number of places that only look at the value."""
+        """The number of files that only read the value."""
         return len({target for *_, target in self.moves} - self.files)
 
     def through(self, names: Sequence[str]) -> list[Station]:
-        """Return the first calls of functions, each behind the one before.
+        """Return a call of each function, in order: the first after the call of the previous one.
 
         Args:
-          names: of each, its place and its function: `zero/update:slice_half`.
+          names: files and functions, e.g. `zero/update:slice_half`.
 
         Raises:
-          ValueError: the value does not go through these functions in this order.
+          ValueError: the path does not contain these functions in this order.
         """
         found, rest = [], iter(self.calls)
         for name in names:
             station = next((s for s in rest if f"{s.place}:{s.function}" == name), None)
             if station is None:
-                raise ValueError(f"a walk does not enter {name} behind {found[-1:]}")
+                raise ValueError(f"a path has no call of {name} after {found[-1:]}")
             found.append(station)
         return found
 
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """A value and its way.
+    """A value whose path is recorded.
 
     Attributes:
-      value: the value, for people.
-      how: the job, for people.
-      take: runs the job. It calls its argument where the recording begins.
+      value: a description of the value, for the page.
+      how: a description of the job, for the page.
+      take: function that runs the job. It calls its argument to begin the recording.
       name: a part of the value's names; "" if it has no name.
-      last: the size of its last dimension of two.
-      through: eight functions on its way, as `Route.through` takes them.
-      depth: levels of containers in which the value is looked for.
+      last: the number of columns of the value, which is a matrix.
+      through: eight functions that the drawing shows, as arguments of `Route.through`.
+      depth: the number of container levels in which the hook searches for the value.
     """
 
     value: str
@@ -124,7 +125,7 @@ class Walk:
     depth: int = 1
 
     def route(self) -> Route:
-        """Record the way of the value."""
+        """Run the job, and return the path of the value."""
         calls: list[Station] = []
         moves: set[tuple[str, str, str]] = set()
         begun = threading.Event()
@@ -133,7 +134,7 @@ class Walk:
             code = frame.f_code
             if event != "call" or not begun.is_set() or code.co_name.startswith("<"):
                 return
-            if frame.f_lasti > _start(code):  # a generator goes on, perhaps from before the walk
+            if frame.f_lasti > _start(code):  # a generator resumes, which is not a call
                 return
             place = _place(frame)
             if place is None or not any(self._has(x, self.depth) for x in _arguments(frame)):
@@ -157,7 +158,7 @@ class Walk:
     def _is(self, v: object) -> bool:
         if isinstance(v, str):
             return self.name != "" and self.name in v
-        if isinstance(v, (bytes, bytearray, memoryview)):  # the header of a message
+        if isinstance(v, (bytes, bytearray, memoryview)):  # a message: its header contains names
             return self.depth > 1 and self.name.encode() in bytes(v[:4096])
         shape = getattr(getattr(v, "aval", v), "shape", None)
         return isinstance(shape, tuple) and len(shape) == 2 and shape[1] == self.last
@@ -170,13 +171,13 @@ class Walk:
         if depth and isinstance(v, (tuple, list)):
             return any(self._has(a, depth - 1) for a in v)
         if depth and isinstance(v, dict):
-            items = list(v.items())  # another thread may write to it
+            items = list(v.items())  # a copy, since another thread may change the dict
             return any(self._has(key, 0) or self._has(a, depth - 1) for key, a in items)
         return False
 
 
 def _place(frame: FrameType) -> str | None:
-    """Return the place of a frame; None outside of the package and in its language."""
+    """Return the file of a frame, or None if its calls are not recorded."""
     file = frame.f_code.co_filename
     if not file.startswith(f"{PACKAGE}/"):
         return None
@@ -187,12 +188,12 @@ def _place(frame: FrameType) -> str | None:
 
 @functools.cache
 def _start(code: CodeType) -> int:
-    """Return the offset of the instruction at which calls of a function begin."""
+    """Return the offset of a function's first instruction, after its prologue."""
     return next(i.offset for i in dis.get_instructions(code) if i.opname == "RESUME")
 
 
 def _callers(frame: FrameType) -> Iterator[FrameType]:
-    """Yield the frames below one, innermost first."""
+    """Yield the callers of a frame, innermost first."""
     before = frame.f_back
     while before is not None:
         yield before
@@ -200,7 +201,7 @@ def _callers(frame: FrameType) -> Iterator[FrameType]:
 
 
 def _arguments(frame: FrameType) -> list[object]:
-    """Return the arguments of a call."""
+    """Return the values of a call's arguments."""
     code: CodeType = frame.f_code
     count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4)
     return [frame.f_locals.get(name) for name in code.co_varnames[:count]]
@@ -270,7 +271,7 @@ def _row(begin: Callable[[], None]) -> None:
 
 
 def _message(begin: Callable[[], None]) -> None:
-    """Run a trainer and a server in threads; the recording begins with the second step."""
+    """Run a trainer and a server in threads, and begin the recording before the second step."""
     with contextlib.closing(ReservedEndpoints()) as reserved:
         (endpoint,) = reserved.choose(1)
         plan = dtrans.pserver(*_programs(), pservers=endpoint, trainers=1)

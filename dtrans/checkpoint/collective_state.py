@@ -319,7 +319,7 @@ def _fill_part(
     out = np.zeros(shape, dtype)
     for x, start in found:
         if x.ndim != out.ndim:
-            x = x.reshape(-1)  # a bin is a vector
+            x = x.reshape(-1)  # the output is a bin: a vector
         out[(slice(None),) * axis + (slice(start, start + x.shape[axis]),)] = x
     return out
 

@@ -605,12 +605,15 @@ def _are_one_save(abouts: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _run_of(about: Mapping[str, Any]) -> set[str]:
-    """Return the identifiers of a piece's run. Pieces of older versions have a tag instead."""
+    """Return the identifiers of a piece's run; old versions of dtrans wrote a tag instead."""
     return set(about.get("run", [about["tag"]]))
 
 
 def _tag_of(about: Mapping[str, Any]) -> str | None:
-    """Return the user's tag; None for pieces of older versions, where `tag` identifies the run."""
+    """Return the user's tag, or None if an old version of dtrans wrote the piece.
+
+    In pieces of old versions, `tag` identifies the run.
+    """
     return about["tag"] if "run" in about else None
 
 

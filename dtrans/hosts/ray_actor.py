@@ -210,11 +210,11 @@ def _check_batch(batch: Any) -> Sequence[Any]:
 
 
 def _read_batches(part: Any, rows: int, specs: Sequence[TreeSpec]) -> Iterator[Sequence[Any]]:
-    """Yield batches of a dataset's part without end; start again after its last row.
+    """Yield batches for ever: after the last row, start again at the first.
 
     Args:
-      part: a shard of a dataset of Ray Data.
-      rows: rows of a batch.
+      part: this trainer's shard of a dataset of Ray Data.
+      rows: number of rows of a batch.
       specs: the step's arguments after its state. Columns have the names of their leaves.
     """
     names = all_names(specs)

@@ -76,7 +76,7 @@ _GRADIENT_KINDS = ("linear", "new", "other")
 
 
 def _terms(step: Cut) -> dict[str, _Term]:
-    """Return the dependence of each output of an update."""
+    """Return how each output of an update depends on gradients and parameters."""
     half = step.optimize
     starts = []
     for n in half.in_names:
@@ -97,7 +97,7 @@ def _rule(eqn: JaxprEqn, ins: Sequence[_Term]) -> list[_Term] | None:
 
 
 def _term(eqn: JaxprEqn, ins: Sequence[_Term]) -> _Term:
-    """Return the dependence of an equation's outputs, given the dependences of its operands."""
+    """Return the kind of an equation's outputs, given the kinds of its operands."""
     name, kinds = eqn.primitive.name, [x.kind for x in ins]
     zeros: list[int] = []
     linear: list[int] = []

@@ -513,7 +513,7 @@ def _refusal(
 def _refused_numbers(
     eqns: Sequence[JaxprEqn], picks: Sequence[_Lookup], tables: set[Var], like: Any
 ) -> dict[str, str]:
-    """Return the tables whose row ids depend on rows of a table, each with a reason for users."""
+    """Return the tables whose row ids depend on rows of a table, with a message for each."""
 
     def depend(numbers: Sequence[Atom]) -> bool:
         return not tables.isdisjoint(variables_read(numbers_first(eqns, numbers, like)))

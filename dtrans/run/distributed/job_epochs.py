@@ -239,7 +239,10 @@ class JobEpochs:
 
 
 def endpoints_of(cuts: str | os.PathLike[str] | None) -> tuple[str, ...]:
-    """Return the server endpoints of the job whose cuts a folder contains; empty if it has none."""
+    """Return the server endpoints of the job that wrote the cuts in a folder.
+
+    The result is empty if the folder has no cuts, or `cuts` is None.
+    """
     folder = EpochFolder("" if cuts is None else cuts)
     if cuts is None or not folder.is_used:
         return ()
