@@ -677,7 +677,7 @@ class _Links:
         self.servers_at[j] = host
 
     def put_all(self, slots: np.ndarray) -> None:
-        """Place all servers, the largest first, each where the busiest link stays the least busy.
+        """Place all servers, the largest first; choose hosts so that no link gets much traffic.
 
         Args:
           slots: the largest number of processes on each host.
