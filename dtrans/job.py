@@ -173,9 +173,9 @@ class StateFunctions(abc.ABC):
     def with_hyperparameters(self, state: Any, **values: float) -> Any:
         """Return a state with new values of hyperparameters (`optax.inject_hyperparams`).
 
-        The hyperparameters must be in the state of this process. In a job of several processes,
-        other processes have the hyperparameters if they are parameter servers or other stages of a
-        pipeline. In such a job, pass the value as an argument of the step instead.
+        The hyperparameters must be in the state of this process. If parameter servers or pipeline
+        stages in other processes have them, this method raises an error: pass the value as an
+        argument of the step instead.
 
         Args:
           **values: new values, e.g. `learning_rate=1e-3`. If several optimizers have a

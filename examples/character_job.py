@@ -323,7 +323,7 @@ def _compare(
 
 
 def _of_schedule(plan: dtrans.PipelinePlan, watched: Watched) -> list[tuple[str, ...]]:
-    """Return the rows of the table of the schedule: planned, and measured."""
+    """Return table rows (name, planned, measured) about the schedule."""
     by_device = lambda numbers: " ".join(map(str, numbers))
     ran = watched.ran
     rows: list[tuple[str, ...]] = [

@@ -1,11 +1,11 @@
 """Random clicks with known probabilities, and a factorization machine that predicts them.
 
 An *impression* is one view of an advertisement. It has 20 features, one from each table. The
-frequencies of a table's features follow a power law. Each feature has a hidden vector. The
-probability of a click is the logistic function of a bias plus dot products of the hidden vectors of
-some pairs of tables (`PAIRS`). So the best possible area under the ROC curve (AUC) is known: the
-AUC of the true logits. Tables that are in no pair have no effect on clicks. The first table, which
-may be large, is one of them.
+frequencies of a table's features follow a power law. Each feature has a hidden vector. For each
+pair of tables in `PAIRS`, the hidden vectors of the two features are multiplied (dot product). The
+logit of a click is the sum of these products and a bias. So the best possible area under the ROC
+curve (AUC) is known: the AUC of the true logits. Tables that are in no pair have no effect on
+clicks. The first table, which may be large, is one of them.
 
 A hidden vector is a hash of the feature's id, so no table of hidden vectors exists. The id does not
 show how frequent a feature is.

@@ -229,7 +229,9 @@ class Checkpoint:
         return found
 
     def init_args(self, init: Program) -> list[Any] | None:
-        """Return the arguments of the init in the job that saved; None if all rows are saved.
+        """Return the arguments with which the saved job called its init.
+
+        Return None if all rows are saved, since no row then needs the init.
 
         Raises:
           StateError: `init` takes another number of arguments.

@@ -85,7 +85,10 @@ class SavedBlock:
             return file["ids"], _read(file, columns)
 
     def args(self) -> list[np.ndarray]:
-        """Return the arguments of the init as NumPy arrays; needs `about["begins"]`."""
+        """Return the saved arguments of the init as NumPy arrays.
+
+        They exist only if `about["begins"]` is True.
+        """
         with np.load(self.folder.parent / ARGS) as file:
             return [file[str(i)] for i in range(len(file.files))]
 

@@ -65,7 +65,10 @@ class WideNumbers:
         return wide
 
     def _wide(self, atom: Atom) -> Atom | None:
-        """Return a value computed without a narrowing cast; None if no cast narrows it."""
+        """Return the value that an atom would have without narrowing casts.
+
+        Return None if no cast narrows it.
+        """
         if isinstance(atom, Literal):
             return None
         if atom not in self._found:

@@ -245,7 +245,7 @@ def _follow(
 
 
 def _skips(analysis: RowAnalysis, leaf: str, assumed: Mapping[Var, _Kind]) -> bool:
-    """Return True if, with the assumed outcomes, no gradient changes a row."""
+    """Return True if, with the assumed outcomes, the update changes no row for any gradient."""
     followed = _follow(analysis, leaf, assumed=assumed, any_gradient=True)
     rows = _arrays_with_rows(analysis, leaf)
     return all(are_equal(followed.kind(analysis.outputs[n]), Alias(v)) for n, v in rows.items())
