@@ -62,7 +62,7 @@ class ConfigAssertionError(ConfigError, AssertionError):
 
 
 class ConfigTypeError(ConfigError, TypeError):
-    """`ConfigError` that is also a `TypeError`, because Paddle's transpiler raises this."""
+    """`ConfigError` that is also a `TypeError`, because Paddle's transpiler raises `TypeError`."""
 
 
 class UnknownEndpointError(ConfigError, KeyError):

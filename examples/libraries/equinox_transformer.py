@@ -24,7 +24,7 @@ optim = optax.adamw(3e-3)
 
 
 class TransformerBlock(eqx.Module):
-    """Attention and a perceptron, each behind a norm."""
+    """Attention and a perceptron, each after a norm."""
 
     norm1: eqx.nn.LayerNorm
     attention: eqx.nn.MultiheadAttention

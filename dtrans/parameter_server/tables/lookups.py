@@ -337,7 +337,7 @@ def _lookups_in(eqns: Sequence[JaxprEqn], flow: Flow) -> tuple[list[_Lookup], li
 
 
 def _note_integers(eqns: Iterable[JaxprEqn], known: dict[Any, Sequence[Var]]) -> None:
-    """Record equations that compute integers in `known`, so that bodies reuse their results."""
+    """Record in `known` the equations that compute integers, so that bodies reuse their results."""
     for eqn in eqns:
         if not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):
             known.setdefault(_key(eqn, eqn.invars), eqn.outvars)

@@ -466,7 +466,7 @@ def _compares_integers(eqn: JaxprEqn | None) -> bool:
 
 
 def _reads(kind: _Kind) -> frozenset[Var]:
-    """Return the inputs with rows of the leaf that a value depends on."""
+    """Return the inputs that a value depends on, among those that have rows of the leaf."""
     if isinstance(kind, Alias):
         return frozenset([kind.var])
     if isinstance(kind, _Other):

@@ -3,8 +3,8 @@
 A role is lost if a signal ended it, or if its host was lost. There are two kinds of restarts:
 
     all roles    the launcher ends the other roles and starts all again, with the same endpoints
-    in place     the launcher starts only the lost role; the others live and go back to a cut.
-                 If there is a spare (`dtrans.run.distributed.spares`), it becomes the role.
+    in place     the launcher starts only the lost role; the others continue from a cut.
+                 If there is a spare (`dtrans.run.distributed.spares`), it becomes the lost role.
 
 A restart in place needs cuts: every other role takes part in the current epoch and has not left,
 and all servers have a common cut (`dtrans.run.distributed.job_epochs`). Asynchronous servers have
@@ -141,7 +141,7 @@ class Restarts:
         self._reports = _FirstReport()
 
     def run(self) -> Attempt:
-        """Start the roles, and again after losses; return the last attempt with its outcome."""
+        """Start the roles, restart them after losses, and return the last attempt."""
         while True:
             attempt, lost = self._run_once()
             if attempt.signum is not None:
