@@ -15,7 +15,7 @@ batch_sharing      the option `batch`, and the part of a batch that each process
 observers          host callbacks: the values they read, and the trainer that calls them
 forward_backward   writer of the first half, with a callback for each gradient
 weight_gradients   removal of the transposes that follow products in weight gradients
-scopes             context managers with which a user marks stages, split layers, local reductions
+scopes             `with` statements by which a user marks stages, split layers, local reductions
 collect            values that a user marks: pipelines merge them over micro-batches and replicas
 summary            values that a user records for TensorBoard
 """

@@ -4,8 +4,8 @@ An update may count rows (`seen + len(x)`) or divide by their number (`gradient 
 trace such a number is a literal that differs for every batch size. But servers compile their
 updates before any batch arrives. So the number becomes an input, which trainers send in each step.
 
-`numbers_of_size` finds the numbers: it traces a step with two batch sizes, and compares the two
-updates. Invariant: with the numbers as inputs, the update is the same for every batch size.
+`numbers_of_size` finds the numbers: it compares the updates that one step has for two batch sizes.
+Invariant: with the numbers as inputs, the update is the same for every batch size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OUTPUTS = -1  # value of `NumberPlace.eqn` for a number that the update returns
 
 @dataclasses.dataclass(frozen=True)
 class NumberPlace:
-    """Place, in an update, of a number that depends on the batch size.
+    """Position, in an update, of a number that depends on the batch size.
 
     Attributes:
       eqn: position of the equation in the update, or `OUTPUTS`.
@@ -118,10 +118,10 @@ def numbers_of_size(step: Cut, other: Cut) -> BatchNumbers:
         taken.add(name)
         named[name] = tuple(places)
     found = BatchNumbers(named)
-    alike = named and not found.taken_by(step).optimize.differing_outputs(
+    explains_all = named and not found.taken_by(step).optimize.differing_outputs(
         found.taken_by(other).optimize
     )
-    return found if alike else BatchNumbers(fixed=fixed)
+    return found if explains_all else BatchNumbers(fixed=fixed)
 
 
 def _operands(half: OptimizeHalf) -> dict[int, list[Atom]]:
@@ -134,10 +134,10 @@ def _operands(half: OptimizeHalf) -> dict[int, list[Atom]]:
 def _literal_at(
     rows: Mapping[int, Sequence[Atom]], places: Sequence[NumberPlace]
 ) -> np.ndarray | None:
-    """Return the number at some places of an update; None unless it is one literal at all of them.
+    """Return the literal that all these places of an update have; None if there is no such literal.
 
     Args:
-      rows: operands of each equation, and the outputs (`_operands`).
+      rows: operands of each equation, and the outputs, as from `_operands`.
       places: the places.
     """
     found: np.ndarray | None = None

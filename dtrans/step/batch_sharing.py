@@ -35,15 +35,15 @@ class Batch:
         its index into a `jax.random.key` that is not named here.
       example_count: name of a result, a scalar: the number of examples in a trainer's part of the
         batch. The job returns its sum over trainers.
-      merge: for the name of a result, or of a parameter that the optimizer does not compute (batch
-        statistics): the way to merge the trainers' values. "mean", "max" and "sum" reduce them; the
-        "sum" of a parameter is the sum of the trainers' increments. "concat" concatenates on
+      merge: name -> way to merge the trainers' values, for results, and for parameters that the
+        optimizer does not compute (batch statistics). "mean", "max" and "sum" reduce the values;
+        the "sum" of a parameter is the sum of the trainers' increments. "concat" concatenates on
         dimension 0. "each" adds a leading axis with one entry per trainer. "same" states that all
         trainers compute the same value. By default, results that grow with the batch are
         concatenated, parameters are averaged, and floating-point results are reduced as gradients
         are. The default for other values is "each". Results that depend on gradients read the
-        reduced gradients; with `local_sgd`, they read the trainer's own gradients. Parameter
-        servers have different merges, see `dtrans.pserver`.
+        reduced gradients, but with `local_sgd` the gradients of the trainer. Parameter servers have
+        different merges, see `dtrans.pserver`.
 
     Raises:
       ConfigError: an unknown kind, a bad axis, or names that are not strings.
@@ -80,7 +80,7 @@ class Batch:
             raise ConfigError(f"unsplit_inputs={names!r} must be a list of names of batch arrays")
         if not isinstance(merge, Mapping) or not all(isinstance(n, str) for n in merge):
             raise ConfigError(
-                f"merge={merge!r} must be a dict of a name to its merge, such as {{'aux': 'sum'}}"
+                f"merge={merge!r} must be a dict from names to merges, such as {{'aux': 'sum'}}"
             )
         object.__setattr__(self, "unsplit_inputs", tuple(names))
         object.__setattr__(self, "merge", dict(merge))

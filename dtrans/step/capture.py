@@ -144,7 +144,8 @@ def _with_counters_first(program: Program) -> Program:
     """Let the update read results of the loss that no batch array enters (a counter, a split key).
 
     The equations of these results are copied, and run before the equation `value_and_grad`. The
-    loss function also keeps them; dead code elimination removes those that it does not need.
+    copied equations also stay in the loss function, where dead code elimination removes them if
+    possible.
     """
     flat = inline_calls(program.jaxpr, keep=("loss", "loss_seed", COLLECT))
     inner = opened(flat)
@@ -230,7 +231,7 @@ def refuse_loss_in_update(program: Program) -> None:
 
 
 def differentiated(program: Program) -> Program:
-    """Return a captured step that can run: equations of the derivative replace `value_and_grad`."""
+    """Return a captured step that can run: its derivative's equations replace `value_and_grad`."""
     return program.rewritten(_differentiated)
 
 

@@ -8,8 +8,8 @@ replaces a marked output by one merged value (`merged`):
 - GLOBAL_* merges the micro-batches of each replica, then the replicas, in their order.
 
 A pipeline merges only the value that `collect` returns, not the operand of `collect`. Sums and
-means are elementwise. EPL differs: its sums and means are scalars, over all axes, and its
-concatenation puts the first micro-batch last.
+means are elementwise. In EPL, sums and means are scalars, over all axes, and a concatenation has
+the first micro-batch at its end.
 
 Source: `add_to_collection` and `merge_outputs` of EPL (epl/parallel/parallel.py).
 """

@@ -86,15 +86,16 @@ class Cut:
       results: names of all outputs other than state, e.g. `loss`.
       from_gradients: results that depend on gradients, e.g. a gradient norm.
       observers: equations with effects (`jax.debug.print`).
-      nested: for a step that perturbs its parameters by their gradient, the equation between the
-        inner derivative and the outer one, as text. Each trainer would use its own inner
-        derivative. Empty for other steps, and if gradients are marked.
+      nested: for a step that perturbs its parameters by their gradient: text of the equation
+      between
+        the inner derivative and the outer one. Each trainer would have another inner derivative.
+        Empty for other steps, and if gradients are marked.
       across: `Need` that keeps the halves in one process: the update reads values of forward, or a
         result reads values of the update. None if the halves can be separated.
       argument_need: `Need` of the update for an argument of the step, such as a learning rate,
         which trainers can send to servers. None if the update reads no argument.
-      state_read: optimizer state that forward and backward read, such as a random key; for each
-        array, by name, an output that depends on it.
+      state_read: name of optimizer state that forward and backward read, such as a random key -> an
+        output that depends on this state.
       optimize: the optimize half. Inputs: gradients, parameters, state, batch arrays, `handed`,
         `numbers`. Outputs: optimized parameters, then state.
       handed: values of forward that are inputs of the optimize half, by name. Strategies add them
@@ -126,8 +127,7 @@ class Cut:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Names of the update's inputs other than state and gradients: batch arrays, `handed`,
-        `numbers`."""
+        """Names of inputs of the update that are batch arrays, `handed` values or `numbers`."""
         known = {*self.batch, *self.handed, *self.numbers}
         return tuple(n for n in self.optimize.in_names if isinstance(n, str) and n in known)
 
@@ -167,7 +167,7 @@ class Cut:
         return _half_from_gradients(self, list(map(str, range(len(read)))), read)
 
     def with_observers(self, reads: str, as_: str) -> Cut:
-        """Change `Observer.reads` from `reads` to `as_` in all observers; return the new step."""
+        """Return the step in which `Observer.reads` is `as_` wherever it was `reads`."""
         observers = list(self.observers)
         for i, x in enumerate(observers):
             if x.reads == reads:
@@ -320,7 +320,7 @@ class Need:
     why: str = ""
 
     def refused(self, why: str) -> GradientError:
-        """Return the error; a need without a reason takes `why`, the strategy's reason."""
+        """Return the error for the user; `why` is a reason, used if the need has none."""
         return self.error(f"{self.what}, {self.why or why}; {self.advice}")
 
 
@@ -507,9 +507,10 @@ class _Cutter:
         return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, positions
 
     def loss_need(self, positions: Sequence[int]) -> Need | None:
-        """Return the `Need` of an optax optimizer that reads a result of the step, else None.
+        """Return the `Need` of an optax optimizer that reads a result of the step; None if none
+        does.
 
-        A line search reads the loss, for example.
+        A line search, for example, reads the loss.
         """
         computed: set[Var] = set()
         for i in positions:
@@ -537,9 +538,9 @@ class _Cutter:
         return None
 
     def check_frozen(self, gradients: Mapping[str, Var], computed_frozen: Sequence[str]) -> None:
-        """Raise GradientError if forward uses a derivative to update a parameter.
+        """Raise GradientError if forward updates a parameter by a derivative.
 
-        Forward may update batch statistics from values of the batch.
+        Updates of batch statistics from values of the batch are allowed.
         """
         outs = values_at(self.s.outs, computed_frozen)
         around = [self.s.eqns[i] for i in self.s.derivatives_behind(outs, gradients.values())]
@@ -613,8 +614,10 @@ class _Cutter:
 def _updated_param_need(
     s: OpenStep, gradients: Mapping[str, Atom], boundary: Iterable[Var]
 ) -> Need | None:
-    """Return the `Need` of a gradient that the step takes at an updated parameter; None if there
-    is no such gradient."""
+    """Return the `Need` of a gradient that is taken at an updated parameter.
+
+    Return None if there is no such gradient.
+    """
     updated = propagate(s.eqns, {}, dict.fromkeys(boundary, 1))
     updated_params: dict[Var, str] = {}
     for name in s.params:
@@ -644,9 +647,10 @@ def _reader_of_derivative(
     gradients: Mapping[str, Var],
     around: Sequence[JaxprEqn],
 ) -> tuple[str, str]:
-    """Return the first output that depends on a derivative that is no gradient.
+    """Return the first output that depends on a derivative which is not a gradient.
 
     Args:
+      s: the step.
       outs, names: the outputs.
       gradients: the gradients; paths through them do not count.
       around: equations of the derivatives.

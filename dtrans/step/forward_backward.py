@@ -1,4 +1,4 @@
-"""Trainer half of a step: checks that it can run by itself, and a writer of its equations."""
+"""Trainer half of a step: checks that this half can run alone, and a writer of its equations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dtrans.step.cut import Cut, asks_for
 def refuse_nested(step: Cut, trainers: int, noun: str = "trainer") -> None:
     """Raise GradientError if several trainers compute gradients from an inner derivative.
 
-    Each trainer would compute the inner derivative from its own part of the batch.
+    Each trainer would compute the inner derivative from its part of the batch.
 
     Args:
       step: the step.
@@ -64,8 +64,7 @@ def ready_order(step: Cut) -> list[str]:
 
 
 def _position(atom: Atom, producers: Mapping[Var, int], default: int) -> int:
-    """Return the position of the equation that computes a value; inputs and constants have the
-    default."""
+    """Return the position of the equation that computes a value; `default` if there is none."""
     return producers.get(atom, default) if isinstance(atom, Var) else default
 
 

@@ -70,7 +70,7 @@ def drop_frozen_updates(main: Program, startup: Program) -> Program:
 
 
 def changed_leaves(program: Program, leaves: Iterable[str]) -> list[str]:
-    """Return those of the leaves that a program does not return unchanged."""
+    """Return the leaves among `leaves` that a program changes."""
     before, after = program.invars, program.outvars
     return [n for n in leaves if after[n] is not before[n]]
 
@@ -102,8 +102,8 @@ def frozen_leaves(main: Program, begin: Mapping[str, Any]) -> tuple[dict[str, An
       begin: maps each state array whose initial entries are all one number to this number.
 
     Returns:
-      A dict, and the parameters whose marked gradient is zeros. The keys of the dict are the
-      unchanged leaves and state arrays. The values are the number in all entries, or None.
+      A dict: name of an unchanged leaf or state array -> the number in all its entries, or None.
+      And the names of the parameters whose marked gradient is zeros.
     """
     jaxpr = inline_calls(main.jaxpr)
     invars = dict(zip(main.in_names, opened(jaxpr).invars, strict=True))

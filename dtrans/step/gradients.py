@@ -126,7 +126,7 @@ class OpenStep(HoldsJaxpr):
         return frozenset(found)
 
     def changed(self, names: Iterable[str]) -> list[str]:
-        """Return the leaves among `names` that the step does not return unchanged."""
+        """Return the leaves among `names` that the step changes."""
         return [n for n in names if self.outs[n] is not self.vars[n]]
 
     def derivatives_behind(self, outputs: Sequence[Atom], stop: Collection[Var] = ()) -> list[int]:
@@ -262,7 +262,7 @@ ADD_UP = (
 
 
 def _read_marks(step: OpenStep, leaf: str, leaf_marks: Sequence[Var]) -> list[Var]:
-    """Return those of a leaf's marked gradients that the leaf's new value reads.
+    """Return the marked gradients of a leaf that the leaf's new value reads.
 
     If the new value reads none, return the marked gradients that any output reads. If no output
     reads one, return the first.
@@ -488,7 +488,10 @@ def candidates_for(
 
 
 def crossing(step: OpenStep) -> set[Var]:
-    """Return the derivatives that the step returns, or that an equation of another kind reads."""
+    """Return the derivatives that are outputs of the step, or that other equations read.
+
+    Other equations are those that compute no derivative.
+    """
     used = set(variables(step.inner.outvars))
     for eqn, is_derivative in zip(step.eqns, step.derived, strict=True):
         if not is_derivative:

@@ -2,9 +2,9 @@
 
 After the cut, an update contains all equations that it needs, including equations of forward.
 `hand_over` removes the equations of forward, and their values become inputs of the update
-(`Cut.handed`). A server needs this because it has no rows of the batch, and a rank because it has
-slices of parameters. `hand_over` also saves time if the update would repeat a loop of forward: XLA
-merges equal equations, but not equal loops.
+(`Cut.handed`). A server needs this, because it has no rows of the batch. So does a rank that has
+only slices of parameters. `hand_over` also saves time if the update would repeat a loop of forward:
+XLA merges equal equations, but not equal loops.
 
 Invariant: afterwards an equation of the update that reads the batch also reads a gradient or
 optimizer state.

@@ -179,7 +179,7 @@ def make_train_step(
     return step
 
 
-# Messages of optax if `update` lacks an argument. `what` is its name, and `who` needs it.
+# Messages of optax if `update` lacks an argument: `what` is the argument, and `who` needs it.
 _MISSING_ARGUMENT = (
     re.compile(
         r"(?P<who>\w+)\.<locals>\.\w+\(\) missing \d+ required keyword-only arguments?: "

@@ -214,7 +214,7 @@ def refuse_twice(observers: Iterable[Observer]) -> None:
 
 
 def callers_of(observers: Iterable[Observer], early: str, late: str) -> tuple[str, ...]:
-    """Return notes for the plan, one for each callback; a note names the process that calls it.
+    """Return a note for each callback: the process that calls the callback.
 
     Args:
       observers: the callbacks.

@@ -59,11 +59,10 @@ FOLLOWER, OPTIMIZER = "follower", "optimizer"
 def is_train_state_step(program: Program, startup: Program | None) -> bool:
     """Return True if a step is a function of (state, *batch), not of (params, opt_state, *batch).
 
-    If the step returns a new first argument, and nothing like its second argument, the answer is
-    True. If it also returns a value like its second argument, this argument is optimizer state or a
-    batch array: an autoencoder returns a value like its input. The argument is a batch array if two
-    conditions hold. `startup` returns the first argument alone, and the loss reads all leaves of
-    the second argument that the step changes.
+    Such a step returns a new first argument. If no result is like the second argument, the second
+    argument is a batch array. If a result is like it, it may still be a batch array: an autoencoder
+    returns a value like its input. Then two conditions must hold: `startup` returns only the first
+    argument, and the loss reads all leaves of the second argument that the step changes.
     """
     outs = set(program.out_names)
     if not program.args or not program.args[0].names:
@@ -268,7 +267,7 @@ def below_root(name: str) -> str:
 
 
 def split_startup(main: Program, startup: Program) -> Program:
-    """Convert a startup program that returns one state to one that returns (params, opt_state).
+    """Change a startup program that returns one state, so that it returns (params, opt_state).
 
     Args:
       main: the split step.

@@ -145,7 +145,7 @@ def split(device_count: int | None = None, name: str | None = None) -> Iterator[
 
 @contextmanager
 def local() -> Iterator[None]:
-    """Restrict reductions over the batch to each trainer's own rows, with batch="exact".
+    """Restrict reductions over the batch to the rows of each trainer, where batch="exact".
 
     Use `with dtrans.local():` in the traced function, for batch normalisation without
     communication, as in Paddle and torch's DistributedDataParallel. Within the scope, a sum, mean

@@ -63,7 +63,7 @@ def normalize_step(
 
 
 def with_numbers(startup: Program, state: Sequence[TreeSpec]) -> Program:
-    """Make Python numbers in the result of init static leaves, if they are static in the step.
+    """Turn Python numbers that init returns into static leaves, if they are static in the step.
 
     An Equinox module has Python numbers among its leaves, such as the rate of a dropout. A number
     that the step changes (a count of steps) is an array. All other numbers are static.
@@ -88,7 +88,7 @@ def with_numbers(startup: Program, state: Sequence[TreeSpec]) -> Program:
 
 
 def match_startup(step: Program, startup: Program) -> Program:
-    """Give the outputs of init the names of the step's state, and inline the calls of init.
+    """Rename the outputs of init to the names of the step's state; also inline the calls of init.
 
     Raises:
       TraceError: init does not return the state of the step; the message names the first leaf that

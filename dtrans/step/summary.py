@@ -187,7 +187,7 @@ def _checked(kind: str, tag: str, value: Any) -> jax.Array:
 
 
 def require(is_valid: bool, kind: str, tag: str, array: Any, expected: str) -> None:
-    """Raise ConfigError if `is_valid` is False; the message states the types found and expected."""
+    """Raise ConfigError if `is_valid` is False; the message states the found and expected types."""
     if not is_valid:
         raise ConfigError(
             f"the {kind} {tag} is {array.dtype}{list(array.shape)}; expected {expected}"

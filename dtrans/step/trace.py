@@ -187,7 +187,11 @@ def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[Tr
       The names, and a text: the reason why the names are ambiguous, or "".
     """
     parts = children(out)
-    if args and not jax.tree_util.treedef_is_leaf(jax.tree.structure(out)) and _alike(out, args[0]):
+    if (
+        args
+        and not jax.tree_util.treedef_is_leaf(jax.tree.structure(out))
+        and _have_same_shapes(out, args[0])
+    ):
         return TreeSpec.from_tree(out, roots[0]), ""
     if parts is None:
         return TreeSpec.from_tree(out, "out"), ""
@@ -199,7 +203,7 @@ def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[Tr
         if by_key:
             owner[key] = str(key)
             continue
-        match = [i for i in free if _alike(part, args[i])]
+        match = [i for i in free if _have_same_shapes(part, args[i])]
         if match:
             owner[key] = roots[match[0]]
             free.remove(match[0])
@@ -211,7 +215,7 @@ def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[Tr
         of_state = [a for a in args[:2] if jax.tree.leaves(a)]
         like = []
         for key, part in parts:
-            if any(_alike(part, a) for a in of_state):
+            if any(_have_same_shapes(part, a) for a in of_state):
                 like.append(key)
         if not set(like) <= set(state_keys):
             ambiguous_outputs = (
@@ -257,7 +261,7 @@ def _with_arrays(out: Any, args: Sequence[Any]) -> Any:
     """Replace Python numbers in a result by arrays; numbers in the state stay static."""
     leaves: list[Any] = []
     for part in _parts_of(out, args):
-        is_state = any(_alike(part, a) for a in args[:2])
+        is_state = any(_have_same_shapes(part, a) for a in args[:2])
         leaves += jax.tree.leaves(part if is_state else jax.tree.map(as_array, part))
     return jax.tree.unflatten(jax.tree.structure(out), leaves)
 
@@ -287,15 +291,15 @@ def _with_counts(args: Sequence[Any], out: Any) -> tuple[Any, ...] | None:
     return tuple(found) if changed else None
 
 
-def _alike(tree: Any, other: Any) -> bool:
+def _have_same_shapes(tree: Any, other: Any) -> bool:
     """Return True if two pytrees have the same structure and shapes."""
     structure: Any = jax.tree.structure(tree)
     if structure != jax.tree.structure(other):
         return False
-    return all(map(_alike_leaves, jax.tree.leaves(tree), jax.tree.leaves(other)))
+    return all(map(_are_same_leaves, jax.tree.leaves(tree), jax.tree.leaves(other)))
 
 
-def _alike_leaves(a: Any, b: Any) -> bool:
+def _are_same_leaves(a: Any, b: Any) -> bool:
     """Return True for arrays of one shape, and for equal Python numbers."""
     if _is_number(a) or _is_number(b):
         return Static(a).same(b)
@@ -303,5 +307,5 @@ def _alike_leaves(a: Any, b: Any) -> bool:
 
 
 def _is_number(x: Any) -> bool:
-    """Return True for a Python number, but not for a `numpy.float64`: it is treated as an array."""
+    """Return True for a Python number, but not for a `numpy.float64`, which counts as an array."""
     return isinstance(x, NUMBERS) and not is_array(x)

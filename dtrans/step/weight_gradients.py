@@ -19,7 +19,7 @@ from dtrans.ir.selection import values_at
 def fuse_transposes(
     eqns: Sequence[JaxprEqn], roles: Sequence[str], wanted: Collection[Atom]
 ) -> tuple[list[JaxprEqn], list[str]]:
-    """Replace a product, and the transpose that is its only reader, by a product in other order.
+    """Replace each product that only a transpose reads by one product with swapped operands.
 
     Args:
       eqns: equations in order.

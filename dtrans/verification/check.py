@@ -229,10 +229,10 @@ class Comparison:
     ) -> dict[str, Any] | None:
         """Return the one-device outputs at a point near a state, and compare if `compared` is True.
 
-        If all of `TRIES` points have a near tie, elements decide the ties at one more point. Equal
-        programs then decide equally, so equal outputs count as compared. But a difference may come
-        from the decisions alone, so it does not count. For example, the first updates of Adafactor
-        all have the norm at which it clips; later states have no tie.
+        If all of `TRIES` points have a near tie, field elements decide the ties at one more point.
+        Equal programs then decide equally, so equal outputs count as compared. But a difference may
+        come from the decisions alone, so it does not count. An example is Adafactor: its first
+        updates all have the norm at which Adafactor clips, and later states have no tie.
 
         Returns:
           The outputs by name; None if near ties prevent this.
@@ -330,7 +330,7 @@ class Findings:
     concludes_equal_only: bool = False
 
     def evaluate(self, jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
-        """Return the outputs of a one-device program, and record equations without a rule.
+        """Return the outputs of a program on global arrays, and record equations without a rule.
 
         Raises:
           NearTie: rounding decides a comparison at this point.
@@ -426,7 +426,7 @@ def _unknown_names(leaves: Mapping[str, Any]) -> set[str]:
 
 
 def _repeated_part(x: Array, *, axis: int, count: int) -> Array:
-    """Split an array into `count` parts along an axis, and replace each part by the first one."""
+    """Split an array into `count` parts along an axis, and replace every part by the first one."""
     return np.concatenate([np.split(x, count, axis)[0]] * count, axis)
 
 

@@ -314,7 +314,7 @@ class World:
         return self._enter(World({"alone": count}, self.unknown, self.log))
 
     def _enter(self, world: World) -> World:
-        """Let an inner world continue this world's count of evaluations, and return it."""
+        """Let an inner world count evaluations from this world's count on; return the inner world."""
         world.evaluated = self.evaluated
         return world
 
@@ -460,7 +460,7 @@ def _row_of_ranks(x: Ranked, t: int) -> Ranked:
 
 
 def _reduced_in_front(x: Ranked, axes: Sequence[int]) -> Ranked:
-    """Merge the reduced dimensions of each rank's array into one, which becomes the first."""
+    """Merge the reduced dimensions of each rank's array into one dimension, and put it first."""
 
     def move(a: Any) -> Any:
         free = [d for d in range(a.ndim) if d not in axes]

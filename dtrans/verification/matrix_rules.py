@@ -140,7 +140,7 @@ def _tridiagonal_solve(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _ragged_dot(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Multiply each group of rows by its own matrix, or sum over the rows of each group."""
+    """Multiply each group of rows by the group's matrix, or sum over the rows of each group."""
     x, y, sizes = operands
     p = eqn.params["ragged_dot_dimension_numbers"]
     contract, batch = p.dot_dimension_numbers

@@ -248,7 +248,7 @@ class Meanings:
         return None
 
     def _factors(self, x: Array) -> list[Fraction]:
-        """Return the factors that an array may have: the array may be factor times a step value.
+        """Return the numbers that, multiplied with a step value, may give the array.
 
         The first factor is 1. Each other factor passes a quick test: the first or the last random
         entry of the array, divided by the factor, occurs in the step.

@@ -109,10 +109,9 @@ class _Walk:
     # -- the region of values without a meaning --------------------------------------------------
 
     def _region(self, last: int) -> set[int]:
-        """Return `last`, and the computations before it that form a region without meanings.
+        """Return `last`, and the earlier computations on which it depends through wrong values.
 
-        Each of these has an output without a meaning, which another computation in the region
-        reads.
+        A wrong value here is an output without a meaning.
         """
         found = {last}
         waiting = self._sources(last)

@@ -61,7 +61,7 @@ class CollectiveGroup:
       mesh: size of each axis of the mesh, by name.
       transposed: True if `jax.grad` wrote the collectives as transposes of equations of the line.
       equations: ids of the collectives, as an ordered set.
-      alike: True if, for each collective, all ranks that it connects have equal operands.
+      has_equal_operands: True if, for each collective, all ranks that it connects have equal operands.
     """
 
     name: str
@@ -70,7 +70,7 @@ class CollectiveGroup:
     mesh: Mapping[str, int]
     transposed: bool
     equations: dict[int, None] = dataclasses.field(default_factory=dict)
-    alike: bool = True
+    has_equal_operands: bool = True
 
     def __str__(self) -> str:
         place = f" at {self.line}" if self.line else ""
@@ -119,7 +119,7 @@ class ObservedWorld(World):
         for x in operands:
             for ranks in groups_of(self.axes, [*over]):
                 first = x[ranks[0]]
-                group.alike &= all(x[r] is first or same(x[r], first) for r in ranks)
+                group.has_equal_operands &= all(x[r] is first or same(x[r], first) for r in ranks)
         return super()._collective(eqn, operands)
 
 
@@ -236,7 +236,7 @@ def _scales(group: CollectiveGroup) -> Iterator[Repair]:
     if size == 1:
         return
     fault, remedy = "sums, expected a mean", f"use jax.lax.pmean, or divide by {size}"
-    if group.alike:
+    if group.has_equal_operands:
         fault = f"adds {size} equal values, which multiplies the value by the number of devices"
         remedy = "remove it"
     if group.transposed:

@@ -234,7 +234,7 @@ def _parts(operands: Sequence[Any], name: str) -> list[Any]:
 
 
 def _by_index(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Evaluate an equation that only moves entries: move their indices, then look entries up."""
+    """Evaluate an equation that only moves entries: apply it to indices, then look entries up."""
     x, *rest = operands
     if eqn.primitive.name == "gather":
         p = eqn.params
@@ -491,7 +491,7 @@ def _select_and_scatter_add(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _psum_of_axes(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Sum over dimensions of the operands: under `vmap`, `psum` over its axis becomes this."""
+    """Sum over dimensions of the operands; `vmap` turns a `psum` over its axis into such a sum."""
     axes = tuple(eqn.params["axes"])
     return [real(field.total(x.elements, axes), x.shadow.sum(axes)) for x in operands]
 

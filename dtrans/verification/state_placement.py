@@ -5,8 +5,8 @@
                           leaves
     place_leaves(...)     the job's state for given leaves
 
-The positions come from the job's own conversion of a one-device state: the job converts a state
-whose numbers are their own positions. Read next: `check`, which compares states.
+To find the positions, the job converts a one-device state in which each number is its position.
+Read next: `check`, which compares states.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def find_placement(
 ) -> StatePlacement:
     """Find, for each number in a job's state, its position in the concatenation of all leaves.
 
-    The job converts leaves whose entries are their own positions. This is done digit by digit,
-    because every dtype represents a digit exactly. Each digit d is converted twice, as d and as
-    15 - d. Numbers that are equal in both results belong to no leaf.
+    The job converts leaves whose entries are positions. This is done digit by digit, because every
+    dtype represents a digit exactly. Each digit d is converted twice, as d and as 15 - d. Numbers
+    that are equal in both results belong to no leaf.
 
     Args:
       leaves: type of each leaf, by name.

@@ -30,7 +30,7 @@ from dtrans.verification.value_log import Computation, ValueLog, elements_of_val
 SMALL = 1 << 20  # elements below SMALL, and their negatives, are treated as integers
 MOST_CUTS = 40  # largest number of terms of a sum; a term of a longer sum adds up several rows
 MOST_TERMS = 1 << 22  # largest total of numbers in all partial sums
-CANDIDATES = 24  # if many values contain an element of an array, only so many are compared with it
+CANDIDATES = 24  # largest number of values with an element of an array that are compared with it
 
 # Primitives that are linear in each of two operands if the other operand is constant.
 _BILINEAR = ("mul", "dot_general")
@@ -92,13 +92,14 @@ class Terms:
 class Match:
     """Slice of a step value that equals an array.
 
-    The value and the array are permuted (`_orders`), then flattened in row-major order.
+    Before the comparison, the dimensions of the value and of the array may be permuted, and both
+    are flattened in row-major order.
 
     Attributes:
       value: the step's value.
       start: flat index in the value at which the array starts.
       size: number of entries of the array; entries beyond the end of the value are padding.
-      order: index of the permutation among those that `_orders` yields.
+      order: index of the permutation, among the permutations that are tried.
       is_copy: True if the array contains the full value.
     """
 

@@ -855,7 +855,7 @@ def test_a_leaf_without_elements_is_reduced_nowhere():
 @pytest.mark.parametrize(
     "options,message",
     [
-        ({"merge": "loss"}, "^merge='loss' must be a dict of a name to its merge"),
+        ({"merge": "loss"}, "^merge='loss' must be a dict from names to merges"),
         ({"merge": ["loss"]}, r"^merge=\['loss'\] must be a dict"),
         ({"unsplit_inputs": None}, "^unsplit_inputs=None must be a list of names"),
     ],

@@ -652,7 +652,7 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
     ({"dc_asgd_decay": 0.5, "geo_sgd_mode": True, "sync_mode": False}, {}, ValueError,
      "dc_asgd_decay=0.5 needs geo_sgd_mode=False: in GEO-SGD trainers update their own parameters"),
     ({"merge": {0: "mean"}}, {}, ValueError,
-     "merge={0: 'mean'} must be a dict of a name to its merge, such as {'aux': 'sum'}"),
+     "merge={0: 'mean'} must be a dict from names to merges, such as {'aux': 'sum'}"),
     ({"communicator": dtrans.CommunicatorConfig(), "sync_mode": False}, {}, ValueError,
      "communicator needs runtime_split_send_recv=True and completely_not_async=False"),
     ({"communicator": 20, "sync_mode": False, "runtime_split_send_recv": True}, {}, ValueError,
@@ -665,7 +665,7 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
      "merge['params/nothing'] matches no leaf that trainers compute; expected one of, or a prefix "
      "of: none"),
     ({"merge": "mean"}, {}, ValueError,
-     "merge='mean' must be a dict of a name to its merge, such as {'aux': 'sum'}"),
+     "merge='mean' must be a dict from names to merges, such as {'aux': 'sum'}"),
     ({"min_block_size": 4096}, {}, AssertionError,
      "min_block_size must be 8192 or more, it is 4096; dtrans.pserver takes any positive number"),
     ({"split_method": object}, {}, AssertionError,

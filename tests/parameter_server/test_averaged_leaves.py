@@ -151,7 +151,7 @@ def test_statistics_are_sent_when_they_are_made_and_are_nobodys_by_default() -> 
     ({"params/net/w": "mean"}, "merge['params/net/w'] matches no leaf that trainers compute; "
      "expected one of, or a prefix of: "
      "params/stats/mean, params/stats/seen, params/stats/var"),
-    ("mean", "merge='mean' must be a dict of a name to its merge, such as {'aux': 'sum'}"),
+    ("mean", "merge='mean' must be a dict from names to merges, such as {'aux': 'sum'}"),
 ])  # fmt: skip
 def test_what_cannot_be_averaged_is_named(merge: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:

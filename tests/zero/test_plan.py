@@ -725,7 +725,7 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = [
     ({"compress_scale": 2.0}, "compress_scale=2.0 needs compress='bf16' or 'fp16'"),
     ({"unsplit_inputs": "x"}, "unsplit_inputs='x' must be a list of names of batch arrays"),
     ({"unsplit_inputs": ("z",)}, "z"),
-    ({"merge": "sum"}, "merge='sum' must be a dict of a name to its merge"),
+    ({"merge": "sum"}, "merge='sum' must be a dict from names to merges"),
     ({"merge": {"aux": "sum"}}, "aux"),
     ({"merge": {"loss": "most"}}, "merge['loss'] must be 'mean', 'sum'"),
 ]
