@@ -60,7 +60,7 @@ def bodies(eqn: JaxprEqn) -> tuple[Any, ...]:
 
 
 def with_bodies(eqn: JaxprEqn, new: Iterable[Any]) -> dict[str, Any]:
-    """Return the parameters of an equation with its bodies replaced by `new`."""
+    """Return the parameters that give an equation the bodies `new`."""
     if eqn.primitive.name == COND:
         return {"branches": tuple(new)}
     return dict(zip(_BODIES[eqn.primitive.name], new, strict=True))

@@ -39,7 +39,7 @@ def is_traced(value: Any) -> bool:
 
 
 def map_bodies(params: Mapping[str, Any], fn: Callable[[Any], Any]) -> dict[str, Any]:
-    """Apply `fn` to each jaxpr in the parameters of an equation, also inside tuples."""
+    """Return an equation's parameters; `fn` replaces each jaxpr in them, also inside tuples."""
 
     def mapped(value: Any) -> Any:
         if is_jaxpr(value):
@@ -98,7 +98,10 @@ def closed_with(
     outvars: Sequence[Atom] | None = None,
     eqns: Sequence[JaxprEqn] | None = None,
 ) -> ClosedJaxpr:
-    """Return a closed jaxpr with new inputs, outputs or equations."""
+    """Return a closed copy of `jaxpr` with new inputs, outputs or equations.
+
+    None keeps the old ones.
+    """
     inner = opened(jaxpr)
     ins = inner.invars if invars is None else invars
     outs = inner.outvars if outvars is None else outvars
@@ -175,7 +178,7 @@ def small_jaxpr(fn: Callable[..., Any], types: Sequence[Any]) -> ClosedJaxpr:
 
 
 def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
-    """Evaluate a closed jaxpr. Inside a trace, the new equations have the old source lines."""
+    """Evaluate a closed jaxpr. If this is traced, the new equations keep the old source lines."""
     inner: Any = opened(jaxpr)
     return jax.core.eval_jaxpr(inner, constants(jaxpr), *args)
 

@@ -128,7 +128,10 @@ def _fills_nothing(eqn: JaxprEqn) -> bool:
 
 
 def _fills_linearly(eqn: JaxprEqn) -> bool:
-    """Return True if entries out of bounds become 0 or nan, which sums preserve."""
+    """Return True if a gather is linear.
+
+    It is linear if it fills entries out of bounds with 0 or NaN, or does not fill them.
+    """
     value = eqn.params["fill_value"]
     return _fills_nothing(eqn) or (
         _is_inexact(eqn) if value is None else bool(value == 0 or np.isnan(value))
@@ -328,7 +331,7 @@ def scaling_operands(eqn: JaxprEqn) -> list[tuple[int, ...]]:
 
 
 def moved_operands(eqn: JaxprEqn, out: int = 0) -> tuple[int, ...]:
-    """Return the operands whose entries form an output; () if the equation moves no entries."""
+    """Return the operands whose entries an output copies; () if an output has new entries."""
     facts = facts_of(eqn)
     if not facts.moves or not facts.moves_if(eqn):
         return ()
@@ -366,7 +369,7 @@ def zeros_by(eqn: JaxprEqn, zeros: Collection[int]) -> tuple[int, ...] | None:
 
 
 def is_rearrangement(eqn: JaxprEqn) -> bool:
-    """Return True if an equation only moves entries of its one operand; False for marks."""
+    """Return True if an equation only moves entries of its one operand. Identities do not count."""
     return len(eqn.invars) == 1 and moved_operands(eqn) == (0,) and not is_identity(eqn)
 
 

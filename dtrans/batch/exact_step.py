@@ -292,7 +292,13 @@ def split_merges(ways: Mapping[str, str | int]) -> tuple[dict[str, str], dict[st
 
 
 def full_type(t: Any, axis: int | None, trainers: int) -> jax.ShapeDtypeStruct:
-    """Return the type of a value from the type `t` of its parts along `axis`; None for copies."""
+    """Return the type of a value whose parts have type `t`.
+
+    Args:
+      t: type of a part.
+      axis: dimension along which the value is cut; None if each part is a copy of the value.
+      trainers: number of parts.
+    """
     shape = list(t.shape)
     if axis is not None:
         shape[axis] *= trainers

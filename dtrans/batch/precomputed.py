@@ -110,7 +110,7 @@ class Precomputed:
         return program.with_jaxpr(jaxpr, args=args, labels={})
 
     def _loss(self, step: FlatStep, eqn: JaxprEqn, arguments: Mapping[Spot, Var]) -> JaxprEqn:
-        """Return the equation of the loss; it reads precomputed values as additional operands."""
+        """Return the loss equation with the precomputed values as additional operands."""
         inside: dict[Var, Atom] = {}
         operands = list(eqn.invars)
         new_inputs = []
@@ -247,5 +247,5 @@ class FlatStep:
 
 
 def _with_operands(env: Mapping[Var, Atom], eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
-    """Replace the operands of equations that are in `env`."""
+    """Return equations in which the operands in `env` are replaced."""
     return [e.replace(invars=read_from(env, e.invars)) for e in eqns]

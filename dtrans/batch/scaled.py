@@ -325,7 +325,7 @@ def _merge_exponents(several: Sequence[Sequence[Power]]) -> list[Power]:
 
 
 def _producers(inner: Any) -> dict[Atom, tuple[JaxprEqn, int]]:
-    """Return (equation that computes it, index of the output) for each variable."""
+    """Return, for each variable, the equation that computes it and the index of the output."""
     producers: dict[Atom, tuple[JaxprEqn, int]] = {}
     for eqn in inner.eqns:
         producers |= {v: (eqn, i) for i, v in enumerate(eqn.outvars)}

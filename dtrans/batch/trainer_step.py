@@ -232,8 +232,7 @@ def _is_local(
     """Return True if some equations are inside `dtrans.local`.
 
     Raises:
-      BatchError: some equations are, and the number of rows is no multiple of the number of
-        trainers.
+      BatchError: there are such equations, but the trainers do not have equally many rows.
     """
     if not any(map(has_local_scope, eqns)):
         return False

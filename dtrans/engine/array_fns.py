@@ -85,7 +85,7 @@ def _with(indices: Array, component: int, value: Array) -> Array:
 def _owned(
     indices: Array, component: int, start: Array, local: int, size: int, clip: bool
 ) -> tuple[Array, Array]:
-    """Return the indices along the sharded dimension, and a mask of the indices on this shard."""
+    """Return the indices along the sharded dimension, and a mask of those on this shard."""
     at = _wide(indices)[..., component]
     if clip:
         at = jnp.clip(at, 0, size - 1)
@@ -185,8 +185,8 @@ def argmax_marks(size: int) -> Callable[[Array, Array, Array], Array]:
     """Return a function (local best, global best, position) that computes the mark of a shard.
 
     The result of argmax or argmin is the lowest mark of all shards. If a shard has the global best
-    entry, its mark is the position of that entry; otherwise it is the largest integer. A NaN wins,
-    as on one device: its mark is its position minus 2**31. Positions in padding never win.
+    entry, its mark is the position of that entry. Otherwise the mark is the largest integer. A NaN
+    wins, as on one device: its mark is its position minus 2**31. Positions in padding never win.
     """
 
     def fn(found: Array, best: Array, at: Array) -> Array:

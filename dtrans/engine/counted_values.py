@@ -17,7 +17,7 @@ from dtrans.rows.parts import recipe_of
 
 
 class CountedValues:
-    """Writer of pieces of counted values.
+    """Writer of pieces of counted values, which depend only on counters and fills.
 
     Args:
       values: the values of the shard.

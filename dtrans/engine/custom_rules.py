@@ -102,9 +102,7 @@ class _Call:
 def _with_zeros(
     outs: Sequence[Any], places: Collection[int], derivatives: Iterable[Any]
 ) -> list[Any]:
-    """Return one derivative for each output: `derivatives` at the indices `places`, else float0
-    zeros.
-    """
+    """Return one derivative for each output: `derivatives` at the indices `places`, else zeros."""
     present = iter(derivatives)
     found = []
     for i, x in enumerate(outs):

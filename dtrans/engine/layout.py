@@ -67,9 +67,7 @@ class Shards:
         return -(-(size // row.width) // self.count) * row.width
 
     def padded_size(self, size: int, row: RowAxis) -> int:
-        """Return the total size of all pieces, padding included; `size` is the size without
-        padding.
-        """
+        """Return the total size of all pieces, padding included; `size` excludes padding."""
         return self.local(size, row) * self.count
 
     def pads(self, size: int, row: RowAxis) -> bool:

@@ -69,7 +69,7 @@ class WrittenBody:
 
 
 def moved_bytes(eqns: Iterable[JaxprEqn]) -> dict[str, int]:
-    """Return the bytes that one shard communicates, for the name of each collective.
+    """Return the bytes that one shard communicates, as a dict from names of collectives.
 
     For an all-gather, these are the bytes of its output; for other collectives, of the operands.
     """
@@ -144,7 +144,7 @@ def _cut_before(eqn: JaxprEqn, plan: LoopPlan) -> dict[int, RowAxis]:
 
 
 def _plan(eqn: JaxprEqn, ins: Sequence[ShardLayout], write: Write) -> LoopPlan:
-    """Rewrite the bodies of an equation until the layouts of carried values settle."""
+    """Rewrite the bodies of an equation until the layouts of carried values stop changing."""
     wires = wiring(eqn)
     body_ins: dict[int, list[ShardLayout]] = {}
 

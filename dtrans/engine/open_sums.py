@@ -41,7 +41,7 @@ _GROWS: Mapping[str, int] = {"broadcast_in_dim": 0, "scatter-add": 2}
 def open_operands(
     values: ShardValues, eqn: JaxprEqn, ins: Sequence[ShardLayout], terms: Collection[Var]
 ) -> Collection[int] | None:
-    """Return the indices of operands to read as terms, so that the output stays an open sum.
+    """Return the indices of operands to read as terms, so that the output stays a partial sum.
 
     Args:
       values: values of the shard.
@@ -51,7 +51,7 @@ def open_operands(
         a value runs on terms; its replicated operands become terms of the first shard.
 
     Returns:
-      The indices; None if open sums must be reduced before this equation.
+      The indices; None if partial sums must be reduced before this equation.
     """
     opens = [i for i, x in enumerate(ins) if isinstance(x, Partial)]
     if not opens or not eqn.outvars or row_axes(ins):
@@ -81,12 +81,12 @@ def open_operands(
 
 
 def linear_terms(inner: Jaxpr, outs: Collection[Var], summed: Collection[Var] = ()) -> set[Var]:
-    """Return the values that may be open sums, because `outs` depend on them linearly.
+    """Return the values that may stay partial sums, because `outs` depend on them linearly.
 
     A sum is reduced before a broadcast rather than after, because the broadcast is larger. But it
-    stays open if elementwise equations turn the broadcast into one of the `summed` values. If an
-    equation needs the full result of a cast, the sum is reduced before the cast, because a cast
-    rounds.
+    stays a partial sum if elementwise equations turn the broadcast into one of the `summed` values.
+    If an equation needs the full result of a cast, the sum is reduced before the cast, because a
+    cast rounds.
 
     Args:
       inner: the jaxpr.

@@ -62,7 +62,7 @@ class Pieces:
 
     @contextlib.contextmanager
     def _for_all(self) -> Iterator[None]:
-        """Write equations without a source line, since equations of several lines read them."""
+        """Write equations in this context without a source line, since several lines read them."""
         source, self.b.source = self.b.source, None
         yield
         self.b.source = source
@@ -82,9 +82,7 @@ class Pieces:
         return Slice(row.axis, self._starts[local, order], local)
 
     def shard_row(self, table: np.ndarray) -> Atom:
-        """Return this shard's row of a table that has one row for each shard; integers become
-        int32.
-        """
+        """Return this shard's row of a table with a row for each shard; integers become int32."""
         if table.dtype != bool:
             table = table.astype(np.int32)
         key = (table.shape, table.dtype), table.tobytes()

@@ -28,10 +28,10 @@ Ins = Sequence[Shared | RowAxis]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Move:
-    """Selection of entries of a piece into new slots along an axis.
+    """Selection of entries of an old piece for the slots of a new piece.
 
     Attributes:
-      axis: the axis.
+      axis: the axis along which entries are selected.
       slots: array [shards, slots]; each slot gets the entry of the old piece with this index.
       filled: array [shards, slots], True for slots that get the padding value of a `pad` equation;
         None if no slot does.
@@ -71,7 +71,7 @@ def moves_of(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) 
       eqn: the equation.
       ins: layout of each operand.
       shards: number and mesh axes of the shards.
-      known: layouts with an order that other values have.
+      known: layouts of other values that have an order (`dtrans.rows.layout.RowOrder`).
     """
     rule = RULES.get(eqn.primitive.name)
     rows = row_axes(ins)
@@ -84,7 +84,7 @@ def moves_of(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) 
 
 
 class _NoEntriesError(Exception):
-    """Raised if a shard must pad with real entries, but its piece has only padding."""
+    """Error: a shard must pad with real entries, but its piece has only padding."""
 
 
 @dataclasses.dataclass(frozen=True)

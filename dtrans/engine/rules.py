@@ -93,7 +93,8 @@ def choose(
       operands: its operands.
       shards: number and mesh axes of the shards.
       as_term: True if the output may remain a partial sum, so that its reduction costs nothing.
-      known: layouts with an order that other values have; None if no layout may have an order.
+      known: layouts of other values that have an order (`dtrans.rows.layout.RowOrder`); None if
+        no layout may have an order.
     """
     rows = [rows_or_shared(x.layout) for x in operands]
     cost = lambda way: _cost(eqn, operands, way, shards, as_term)

@@ -32,7 +32,7 @@ from dtrans.rows.layout import RowAxis
 
 
 def write_strategy(w: ShardValues, eqn: JaxprEqn, way: Strategy) -> list[Atom]:
-    """Write an equation by a strategy; return the outputs on this shard before they are reduced."""
+    """Write an equation by a strategy; return this shard's outputs before they are reduced."""
     atoms = [w.read(a, row) for a, row in zip(eqn.invars, way.operands, strict=True)]
     if way.write:
         return _WRITE[way.write](w, eqn, way, atoms)

@@ -116,9 +116,7 @@ class ShardValues(abc.ABC):
         self._values[var, layout] = value
 
     def take(self, var: Var, layout: ShardLayout, *, is_input: bool) -> None:
-        """Add an input in this layout; `is_input` is True for an input of the program, not of a
-        body.
-        """
+        """Add an input in this layout; `is_input` is False for an input of a body."""
         self.define(var, layout, self.b.input(self.shards.cut(var.aval, layout)))
         if layout is SHARED:
             self.sliced[var] = SHARED
@@ -131,9 +129,7 @@ class ShardValues(abc.ABC):
         return self.is_local or (self.b.source is not None and in_local_scope(self.b.source))
 
     def needed_by(self, reason: Callable[[], str], eqn: JaxprEqn | None = None) -> None:
-        """Set the equation or output that reads values from now on; `reason` describes it for
-        errors.
-        """
+        """Set the equation or output that reads values from now on; `reason` describes it."""
         self._reason = reason
         self.b.source = eqn
 
@@ -151,7 +147,7 @@ class ShardValues(abc.ABC):
         return self._values[key]
 
     def as_(self, atom: Atom, layout: ShardLayout) -> Atom:
-        """Return a value in a layout: its piece, its full value, or its term."""
+        """Return a value in a layout: the piece, the full value or the term."""
         if isinstance(layout, Partial):
             return self.term(atom)
         return self.read(atom, rows_or_none(layout))
@@ -320,10 +316,8 @@ class ShardValues(abc.ABC):
 
     @abc.abstractmethod
     def build_rows(self, var: Var, row: RowAxis) -> Atom | None:
-        """Write the piece of a counted value; return None if the value is not counted."""
+        """Write the piece of a value that depends on counters and fills alone; else return None."""
 
     @abc.abstractmethod
     def carry_out(self, eqn: JaxprEqn, way: Strategy) -> list[Atom]:
-        """Write an equation by a strategy; return the outputs on this shard before they are
-        reduced.
-        """
+        """Write an equation by a strategy; return this shard's outputs before they are reduced."""

@@ -87,19 +87,17 @@ class SplitWriter(ShardValues):
         self._counted = CountedValues(self)
 
     def build_rows(self, var: Var, row: RowAxis) -> Atom | None:
-        """Write the piece of a counted value; return None if the value is not counted."""
+        """Write the piece of a value that depends on counters and fills alone; else return None."""
         return self._counted.build_rows(var, row)
 
     def carry_out(self, eqn: JaxprEqn, way: Strategy) -> list[Atom]:
-        """Write an equation by a strategy; return the outputs on this shard before they are
-        reduced.
-        """
+        """Write an equation by a strategy; return this shard's outputs before they are reduced."""
         return write_strategy(self, eqn, way)
 
     # -- equations -------------------------------------------------------------------------------
 
     def equation(self, eqn: JaxprEqn) -> None:
-        """Write one equation, and note whether its outputs are local."""
+        """Write one equation; add outputs that differ between shards to `local_values`."""
         self._write_equation(eqn)
         for v in eqn.outvars:
             if v in self.local_terms or (self.layout(v) is SHARED and self._makes_local(eqn)):
@@ -474,8 +472,8 @@ def written(
 ) -> Result:
     """Call `write` with a new writer for a jaxpr; return the result of `write`.
 
-    If some layout has an order, also write the jaxpr without such layouts, and return the program
-    that communicates fewer bytes.
+    If some layout gets an order (`RowOrder`), also write the jaxpr without such layouts, and return
+    the program that communicates fewer bytes.
     """
     orders: list[RowAxis] = []
     first, writer = _written(jaxpr, shards, write, within, orders)

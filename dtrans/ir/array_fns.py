@@ -41,7 +41,7 @@ def array_type(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def padded_to(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Pad `axis` at its end to `size` entries: with zeros, or with copies of the first key."""
+    """Pad `axis` at its end to `size` entries: with zeros, or for random keys by the first key."""
     if x.shape[axis] == size:
         return x
     missing = size - x.shape[axis]
@@ -119,8 +119,6 @@ def keys_of(impl: str) -> Callable[[jax.Array], jax.Array]:
 
 
 def together(*xs: jax.Array) -> Sequence[jax.Array]:
-    """Return the arrays behind one optimization barrier: XLA computes all of them before any is
-    read.
-    """
+    """Return the arrays behind one optimization barrier: XLA computes all before it reads any."""
     outputs: Sequence[jax.Array] = jax.lax.optimization_barrier(xs)
     return outputs

@@ -58,7 +58,7 @@ _SCATTER_FIELDS = (
 
 
 def batched_gathers(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """Rewrite gathers and scatters whose indices count rows as batched ones, also in bodies.
+    """Turn gathers and scatters with row numbers as indices into batched ones, also in bodies.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -135,7 +135,7 @@ def _with_rewritten_bodies(eqn: JaxprEqn, inside: Mapping[int, Facts[Fact]]) -> 
 
 
 def _components(indices: Atom, before: Sequence[JaxprEqn]) -> list[Atom]:
-    """Return the operands of the concatenation that makes `indices`; [] if there is none."""
+    """Return the operands of the concatenation that computes `indices`; [] if there is none."""
     eqn = next((e for e in before if len(e.outvars) == 1 and e.outvars[0] is indices), None)
     if eqn is None or eqn.primitive.name != "concatenate":
         return []

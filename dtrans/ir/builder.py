@@ -112,9 +112,7 @@ class Builder:
         return self.inline(_traced(fn, tuple(avals(atoms))), *atoms)
 
     def call_as(self, var: Var, fn: Callable[..., Any], *atoms: Atom) -> None:
-        """Write the equations of a function so that its output is `var`, a variable of the old
-        jaxpr.
-        """
+        """Write the equations of a function; the output gets `var`, a variable of the old jaxpr."""
         self.call(fn, *atoms)
         self.eqns[-1] = self.eqns[-1].replace(outvars=[var])
 

@@ -98,9 +98,7 @@ def free_variables(eqns: Sequence[JaxprEqn]) -> list[Var]:
 
 
 def bits_of(bits: Mapping[Var, int], *atoms: Atom) -> int:
-    """Return the union of bit sets (ints) of some values; literals and absent variables have no
-    bits.
-    """
+    """Return the union of the bit sets (ints) of values; literals and absent variables add none."""
     union = 0
     for a in atoms:
         if isinstance(a, Var):

@@ -70,9 +70,8 @@ def program_parts(
 ) -> dict[str, str]:
     """Return the fingerprint of a program: a digest for each part.
 
-    The text of a part contains the names of inputs. A value that another part computes is numbered
-    apart from the part's values. So a change in one part does not change the digests of other
-    parts.
+    The text of a part names inputs. Values that one part computes and another reads have separate
+    numbers. So a change in one part does not change the digests of other parts.
 
     Args:
       program: the program.
@@ -112,8 +111,8 @@ def program_parts(
 def value_digests(jaxpr: Any, in_names: Sequence[Any]) -> dict[Any, str]:
     """Return, for each value of a closed jaxpr, a digest of the expression that computes it.
 
-    Inputs enter by name. Digests ignore the order of equations, weak types, and conversions that
-    only change a weak type.
+    The expression has the names of inputs. Digests ignore the order of equations, weak types, and
+    conversions that only change a weak type.
     """
     write = _Writer()
     inner, consts = opened(jaxpr), constants(jaxpr)
@@ -160,7 +159,7 @@ def _digest_of(digests: Mapping[Any, str], atom: Atom) -> str:
 
 
 def output_digests(half: Any) -> dict[str, str]:
-    """Map the name of each output of a `dtrans._jax.NamedJaxpr` to a digest of its computation."""
+    """Return a digest of the computation of each named output of a `dtrans._jax.NamedJaxpr`."""
     digests = value_digests(half.jaxpr, half.in_names)
     return {name: _digest_of(digests, a) for name, a in half.outvars.items()}
 
@@ -187,7 +186,7 @@ def digest(text: str) -> str:
 
 
 def table(rows: Mapping[str, Any]) -> str:
-    """Return a part: a line `name value` for each row, or the digest of lines that are too long."""
+    """Return a line `name value` for each row, as one text; replace a long text by its digest."""
     text = "\n".join(f"{name} {value}" for name, value in rows.items())
     if len(text) <= LONGEST:
         return text

@@ -126,9 +126,9 @@ _IN_NUMPY: Mapping[str, Callable[..., Any]] = {
 
 
 def number_by_numpy(eqn: JaxprEqn, numbers: Sequence[Number]) -> Any:
-    """Compute an equation with NumPy; return None if its primitive is not in the table above.
+    """Compute an equation with NumPy; return None for a primitive that is not in the table above.
 
-    JAX would initialize its devices for this, and roles plan before they may initialize devices.
+    JAX would initialize its devices here. The roles of a job must not do this while they plan.
     """
     compute = _IN_NUMPY.get(eqn.primitive.name)
     if compute is None:

@@ -141,7 +141,7 @@ Run = Callable[[int, Any, list[Fact]], tuple[Result, Sequence[Fact]]]
 def enter(
     analysis: ForwardAnalysis[Fact], eqn: JaxprEqn, ins: Sequence[Fact], run: Run[Fact, Result]
 ) -> Entered[Fact, Result]:
-    """Evaluate the bodies of an equation forward, until the facts of carried values settle.
+    """Evaluate the bodies of an equation forward, until the facts of carried values stop changing.
 
     Args:
       analysis: functions that join and convert facts; its `rule` is not called here.
@@ -188,7 +188,7 @@ def enter(
 def enter_backward(
     analysis: BackwardAnalysis[Fact], eqn: JaxprEqn, outs: Sequence[Fact], run: Run[Fact, Result]
 ) -> Entered[Fact, Result]:
-    """Evaluate the bodies of an equation backward, until the facts of carried values settle.
+    """Evaluate the bodies of an equation backward, until the facts of carried values stop changing.
 
     Args:
       analysis: functions that join and convert facts; its `rule` is not called here.
@@ -233,7 +233,7 @@ def _settle(
     carried: Mapping[int, int],
     turn: Callable[[Sequence[Fact]], list[Fact]],
 ) -> tuple[list[Fact], list[Fact]]:
-    """Iterate until the facts of carried values settle.
+    """Iterate until the facts of carried values stop changing.
 
     Args:
       join: joins two facts.

@@ -124,7 +124,7 @@ class Program(NamedJaxpr):
         out: TreeSpec,
         values: Mapping[str, Atom],
     ) -> Program:
-        """Return the program that a builder has written; its shapes are fixed.
+        """Return the program that a builder has written. It cannot be specialized to other shapes.
 
         Args:
           name: name of the program.
@@ -238,8 +238,8 @@ class Program(NamedJaxpr):
     ) -> Program:
         """Return `pass_(self)`, with a specializer that runs the pass again for other shapes.
 
-        The specializer gets new types of the result's inputs. It specializes this program first: an
-        input that is not state gets the new type with its name.
+        The specializer gets new types of the result's inputs. It first specializes this program:
+        inputs other than state get the new types with the same names.
 
         Args:
           pass_: returns the rewritten program, for any shapes.
@@ -267,7 +267,7 @@ class Program(NamedJaxpr):
     def returning(self, out: TreeSpec, names: Sequence[str], **changed: Any) -> Program:
         """Return a program that computes some outputs of this program, in a new structure.
 
-        The shapes of the new program are fixed.
+        The new program cannot be specialized to other shapes.
 
         Args:
           out: the new structure.

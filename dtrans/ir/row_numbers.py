@@ -49,7 +49,7 @@ _MOST_COMPONENTS = 16
 
 
 def numbers_of(jaxpr: Any) -> Facts[Fact]:
-    """Find the integer arrays of a jaxpr that count a dimension or are constant."""
+    """Find the integer arrays of a jaxpr that are constant, or count a dimension like `arange`."""
     return forward_jaxpr(_NUMBERS, jaxpr, [()] * len(opened(jaxpr).invars))
 
 
@@ -139,7 +139,7 @@ def _of_constant(aval: Any, value: Any) -> Fact:
 
 
 def _of_value(value: np.ndarray[Any, Any]) -> Known:
-    """Return the fact about a constant. Comparing two entries first is cheap."""
+    """Return the fact about a constant. Two entries are compared first, because this is cheap."""
     first, last = value.flat[0], value.flat[-1]
     if first == last and np.all(value == first):
         of_one_row = value.shape == (1,) and value.dtype.kind != "b" and value[0] == 0

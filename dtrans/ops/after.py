@@ -28,7 +28,7 @@ def _over_axis(x: jax.Array, y: jax.Array) -> Sequence[Any]:
 
 
 def _after_on_cpu(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return `x` by a selection whose condition reads `y`, and is always true.
+    """Select `x` by a condition that reads `y` and is always true.
 
     XLA does not know that the condition is true, so it keeps the dependency.
     """

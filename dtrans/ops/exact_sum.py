@@ -37,14 +37,14 @@ from dtrans._jax import ShapedArray, new_primitive
 
 @dataclasses.dataclass(frozen=True)
 class DigitFormat:
-    """Format of the parts of sums of one dtype.
+    """Format of parts, the vectors of digits in which sums of one dtype are stored.
 
     Attributes:
       bits: number of bits of a digit.
       count: number of digits in a part.
       integer: dtype of parts, an integer type.
       mantissa: number of mantissa bits of the summed dtype.
-      bias: bias of its exponent.
+      bias: bias of the exponent of the summed dtype.
     """
 
     bits: int
@@ -69,7 +69,7 @@ _PLUS, _MINUS = 1, 2  # flags of inf and -inf; NaN has both
 
 
 def part_type(dtype: Any) -> ShapedArray:
-    """Return the type of a part of a sum of numbers with this dtype."""
+    """Return the type of a part: a vector that stores a sum of numbers with this dtype."""
     d = DIGITS[np.dtype(dtype).name]
     return ShapedArray((d.size,), np.dtype(d.integer))
 

@@ -79,7 +79,7 @@ geo_init_p = communication("fake_init", lambda *args, types, **_: list(types))
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowsProgram:
-    """Function of `n` that returns a program, which computes `n` rows from ids and init inputs."""
+    """Function of a count `n`. It returns a program from row ids and init inputs to `n` rows."""
 
     write: Callable[[int], ClosedJaxpr]
 

@@ -42,7 +42,7 @@ def communication(
     Args:
       name: name of the primitive.
       abstract_eval: function of (*operand types, **parameters) that returns the types of the
-      results.
+        results.
       over_axis: lowering in a program that is mapped over named axes.
       under_vmap: lowering under `vmap`, if `over_axis` does not work there.
     """

@@ -176,7 +176,7 @@ def _settled(
 ) -> tuple[Flow, list[Colocated]]:
     """Repeat the forward pass until the layouts of state inputs no longer change.
 
-    Return the last pass, and the layouts that bind leaves.
+    Return the last pass, and the layouts whose leaves must stay unsliced on one server.
     """
     inner = half.inner
     inputs = half.invars
@@ -227,7 +227,7 @@ def _settled(
 
 
 def _groups(bound: Sequence[Colocated], params: Sequence[str]) -> dict[str, Group]:
-    """Map each bound leaf to its group: leaves that share an entry of `bound` are in one group."""
+    """Return the group of each leaf in `bound`. Leaves of one entry of `bound` are in one group."""
     parent: dict[str, str] = {}
 
     def find(leaf: str) -> str:

@@ -49,7 +49,7 @@ class Flow:
     Attributes:
       layouts: layout of each value that is not shared.
       steps: index of an equation -> its `Step` on a block of rows.
-      bound: layouts that bind leaves (`dtrans.rows.analysis`).
+      bound: layouts whose leaves must stay unsliced on one server.
       crosses: True if the equations need communication between servers.
       claims: state input with unknown layout -> layouts of the rows with which it was combined.
     """
@@ -113,7 +113,7 @@ class FlowPass:
         return False
 
     def _step(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
-        """Return the step of an equation; at least one operand is not shared."""
+        """Return the `Step` of an equation; at least one operand is not shared."""
         stuck = []
         for a, x in zip(eqn.invars, ins, strict=True):
             if isinstance(x, Colocated) and x.reason and a.aval.ndim:
@@ -162,10 +162,10 @@ class FlowPass:
         return FlowPass(self.unsliced, within=self.within or eqn)
 
     def _control(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
-        """Return the step of a loop or branch.
+        """Return the `Step` of a loop or branch.
 
-        If a loop runs on the rows of one leaf without communication, it binds no leaf. Otherwise
-        it binds all its leaves.
+        A loop that runs on the rows of one leaf without communication lets this leaf be sliced. The
+        leaves of any other loop must stay unsliced.
         """
         rows_are_turns = []
 
@@ -208,7 +208,7 @@ class FlowPass:
     def _note_branches(
         self, flow: Flow, which: Layout, outs: Sequence[Layout], branches: Sequence[Flow]
     ) -> None:
-        """Record the leaves that branches bind, and whether they need communication.
+        """Record the leaves that must stay unsliced, and whether branches need communication.
 
         `dtrans.rows.normalize` later splits a branch that combines values of several servers.
         """
@@ -221,7 +221,7 @@ class FlowPass:
     def _bound(
         self, eqn: JaxprEqn, ins: Sequence[Layout], what: str, bodies: Sequence[Flow] = ()
     ) -> Step:
-        """Return the step of an equation that binds its operands' leaves; `what` says why."""
+        """Return the `Step` of an equation whose leaves must stay unsliced; `what` says why."""
         layouts: list[Layout] = []
         for body in bodies:
             layouts += body.bound

@@ -97,7 +97,7 @@ def sendable(x: Layout) -> bool:
 
 
 def binding(layouts: Iterable[Layout]) -> list[Colocated]:
-    """Return the layouts that bind leaves: layouts with a reason or with several leaves."""
+    """Return the layouts with a reason or with several leaves: their leaves must stay unsliced."""
     found = []
     for x in layouts:
         if isinstance(x, Colocated) and (x.reason or len(x.leaves) > 1):
@@ -117,7 +117,7 @@ def join(a: Layout, b: Layout, name: str) -> Layout:
     """Return the layout of a value that has layout `a` or layout `b`, e.g. in two branches.
 
     If one of two unshared layouts is `sendable`, the result is the other layout. If neither is, the
-    leaves of both are bound, with the reason that `name` depends on rows in two ways.
+    leaves of both must stay unsliced, with the reason that `name` depends on rows in two ways.
     """
     if a == b or b is SHARED:
         return a

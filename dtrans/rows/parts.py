@@ -48,8 +48,7 @@ class Recipe:
 
 
 def recipe_of(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Return the recipe for slice `part` of output number `out`; None if the slice needs full
-    operands.
+    """Return the recipe for slice `part` of output `out`; None if the slice needs full operands.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -204,7 +203,7 @@ def _filled(shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
 
 
 def _reshape(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Slice the operand axis that begins at the same offset, then reshape the slice."""
+    """Slice the operand along the axis that becomes the sliced axis, then reshape the slice."""
     (a, *more), new = eqn.invars, eqn.outvars[0].aval.shape
     old: tuple[int, ...] = a.aval.shape
     if more or eqn.params["dimensions"] is not None or not math.prod(new):

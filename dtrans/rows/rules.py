@@ -42,7 +42,7 @@ class Step:
 
 
 def step_of(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Return the step of an equation on a block of rows; None if the equation mixes rows."""
+    """Return the `Step` of an equation on a block of rows; None if the equation mixes rows."""
     facts = facts_of(eqn)
     if facts.elementwise:
         return _elementwise(eqn, ins)
@@ -56,8 +56,7 @@ def step_of(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def rows_of_operands(eqn: JaxprEqn, row: RowAxis, out: int = 0) -> Step | None:
-    """Return the step of an equation whose output number `out` has layout `row`; None if there is
-    none.
+    """Return the `Step` whose output number `out` has layout `row`; None if there is none.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -165,7 +164,7 @@ def _squeeze(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _reduce(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Reduce over other axes, or over rows, which gives one partial result for each block.
+    """Reduce over other axes, or over rows. Over rows, each block gives a partial result.
 
     No argmax over rows occurs here, since `dtrans.rows.normalize` has replaced it.
     """
@@ -265,7 +264,7 @@ def _dynamic_update_slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _dot_general(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Run a matrix product: contracted rows are summed, other rows are kept."""
+    """Run a matrix product: contracted rows are summed, and other rows stay rows."""
     contract, batch = eqn.params["dimension_numbers"]
     lhs, rhs = ins
     free = []

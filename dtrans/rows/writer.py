@@ -42,9 +42,7 @@ class BlockRows(Protocol):
     """Rows of a block."""
 
     def of(self, row: RowAxis) -> Slice:
-        """Return the slice that selects these rows of a value; equal layouts must give equal
-        slices.
-        """
+        """Return the slice that selects these rows of a value; equal rows give equal slices."""
 
     def inside(self, b: Builder) -> BlockRows:
         """Return these rows for a body with builder `b`; this may add inputs to the body."""

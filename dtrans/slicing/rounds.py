@@ -50,7 +50,7 @@ class CrossServerValue:
 
 
 class ExchangeRounds:
-    """Levels of all values in an analysed optimize half.
+    """Levels of all values in an analysed optimize half: the rounds after which they are known.
 
     Args:
       analysis: row analysis of the half.
@@ -59,7 +59,7 @@ class ExchangeRounds:
     Attributes:
       crossings: maps variables to their cross-server values.
       eqns_of: maps each home to the indices of the equations that run there, in order.
-      makers: maps each variable to the equation that computes it. Cross-server values are left out.
+      makers: maps each variable, except cross-server values, to the equation that computes it.
     """
 
     def __init__(self, analysis: RowAnalysis, exact: Collection[str] = ()) -> None:
@@ -95,9 +95,7 @@ class ExchangeRounds:
     # -- homes and levels ------------------------------------------------------------------------
 
     def home_of(self, i: int) -> str | None:
-        """Return the home of equation `i`; None if every server that reads its outputs runs it
-        itself.
-        """
+        """Return the home of equation `i`; None if each server that reads its outputs runs it."""
         step = self.analysis.flow.steps.get(i)
         if step is None:
             return None

@@ -32,7 +32,7 @@ from dtrans.step.cut import Gradient
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LevelProgram:
-    """Program of one level.
+    """Equations of a unit, or of shared values, that run after the same number of rounds.
 
     Attributes:
       jaxpr: the equations.
@@ -217,8 +217,7 @@ class _UnitLevels:
         return w.writer.env[var]
 
     def _from_earlier(self, level: int, var: Var) -> str | None:
-        """Return the name of a value that an earlier level computes; add the value to that level's
-        outputs.
+        """Add a value that an earlier level computes to that level's outputs; return its name.
 
         Return None if no earlier level computes the value.
         """

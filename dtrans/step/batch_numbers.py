@@ -86,7 +86,7 @@ class BatchNumbers:
 def numbers_of_size(step: Cut, other: Cut) -> BatchNumbers:
     """Compare the updates of a step for two batch sizes, and return the numbers that differ.
 
-    If the updates also differ in another way, such as the body of a branch, the result has no
+    If the updates also differ elsewhere, such as in the body of a branch, the result has no
     numbers. `fixed` then contains the outputs that differ.
 
     Args:

@@ -87,9 +87,8 @@ class Cut:
       from_gradients: results that depend on gradients, e.g. a gradient norm.
       observers: equations with effects (`jax.debug.print`).
       nested: for a step that perturbs its parameters by their gradient: text of the equation
-      between
-        the inner derivative and the outer one. Each trainer would have another inner derivative.
-        Empty for other steps, and if gradients are marked.
+        between the inner derivative and the outer one. Each trainer would have another inner
+        derivative. Empty for other steps, and if gradients are marked.
       across: `Need` that keeps the halves in one process: the update reads values of forward, or a
         result reads values of the update. None if the halves can be separated.
       argument_need: `Need` of the update for an argument of the step, such as a learning rate,
@@ -139,7 +138,7 @@ class Cut:
 
     @property
     def early(self) -> tuple[int, ...]:
-        """Positions of the observers that forward and backward can call."""
+        """Positions of callbacks (`Observer`) that the trainer half can call."""
         return tuple(x.position for x in self.observers if x.reads in EARLY)
 
     @property
@@ -225,7 +224,7 @@ class OptimizeHalf(NamedJaxpr):
         return frozenset(n.leaf for n in self.in_names if isinstance(n, Gradient))
 
     def differing_outputs(self, other: OptimizeHalf) -> list[str]:
-        """Return the outputs that `other`, the half for another batch size, computes otherwise."""
+        """Return the outputs that `other`, traced for another batch size, computes differently."""
         mine, theirs = output_digests(self), output_digests(other)
         return [name for name, digest in mine.items() if digest != theirs.get(name)]
 
@@ -284,7 +283,7 @@ def check_same_update(planned: Cut, again: Cut) -> None:
 def other_size(
     planned: Cut, name: str, was: Mapping[str, Any], now: Mapping[str, Any]
 ) -> BatchError:
-    """Return the error for a call with a new batch size, on which an output depends.
+    """Return the error for a call with a new batch size, if an output depends on the batch size.
 
     Args:
       planned: the planned step.
@@ -507,10 +506,10 @@ class _Cutter:
         return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, positions
 
     def loss_need(self, positions: Sequence[int]) -> Need | None:
-        """Return the `Need` of an optax optimizer that reads a result of the step; None if none
-        does.
+        """Return the `Need` of an optax optimizer that reads a result of the step, such as the
+        loss.
 
-        A line search, for example, reads the loss.
+        Return None if there is no such optimizer.
         """
         computed: set[Var] = set()
         for i in positions:

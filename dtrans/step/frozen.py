@@ -43,8 +43,8 @@ def drop_frozen_updates(main: Program, startup: Program) -> Program:
 
     Args:
       main: step of (params, opt_state, *batch).
-      startup: its init. Initial values are known if init returns params and opt_state in the order
-        of the step's leaves.
+      startup: the startup program. Initial values are known if it returns params and opt_state in
+        the order of the step's leaves.
     """
     params, opt_state = (spec.names for spec in main.args[:2])
     names = (*params, *opt_state)
@@ -159,7 +159,7 @@ def _folded(jaxpr: ClosedJaxpr, known: Mapping[Var, Any]) -> Facts[_Fact]:
 
     Args:
       jaxpr: the jaxpr.
-      known: maps an input to the number in all its entries. Other inputs are left out.
+      known: maps an input to the number in all its entries; other inputs are absent.
     """
     start = []
     for v in opened(jaxpr).invars:

@@ -187,7 +187,7 @@ class Gradients:
       of: the gradient of each parameter: the output of a mark, a derivative if there is no mark, or
         the sum of several of these.
       marked: True if the user marked the gradients.
-      terms: the gradients; in place of a sum, its terms.
+      terms: the gradients, with the terms of each sum in place of the sum.
       sums: positions of the equations that compute the sums.
     """
 

@@ -66,8 +66,8 @@ def runs_loops_of_forward(step: Cut, parts: Collection[str]) -> bool:
 def _forward_values(step: Cut, parts: Collection[str], drawn: bool = False) -> set[Var]:
     """Return the values in the update that forward can compute, and that depend on the batch.
 
-    Forward can compute values that depend neither on gradients, nor on optimizer state that forward
-    does not read. The arguments are those of `hand_over`.
+    Forward can compute a value that reads no gradient, and only optimizer state that forward reads
+    anyway. The arguments are those of `hand_over`.
     """
     half = step.optimize
     known_to_forward = {*step.params, *step.batch, *step.state_read}

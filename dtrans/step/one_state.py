@@ -60,9 +60,10 @@ def is_train_state_step(program: Program, startup: Program | None) -> bool:
     """Return True if a step is a function of (state, *batch), not of (params, opt_state, *batch).
 
     Such a step returns a new first argument. If no result is like the second argument, the second
-    argument is a batch array. If a result is like it, it may still be a batch array: an autoencoder
-    returns a value like its input. Then two conditions must hold: `startup` returns only the first
-    argument, and the loss reads all leaves of the second argument that the step changes.
+    argument is a batch array. If a result is like the second argument, this argument may still be a
+    batch array: an autoencoder returns a value like its input. Then two conditions must hold:
+    `startup` returns only the first argument, and the loss reads all leaves of the second argument
+    that the step changes.
     """
     outs = set(program.out_names)
     if not program.args or not program.args[0].names:
@@ -246,7 +247,7 @@ def _parameters(step: OpenStep, gradients: Collection[Var], read: Collection[str
 
 
 def _state_behind(main: Program) -> str:
-    """Return advice if a step has its state behind batch arguments; "" for any other step."""
+    """Return advice if a step has its state after batch arguments; "" for any other step."""
     outs = set(map(below_root, main.out_names)) - {""}
     for i, spec in enumerate(main.args[2:], 1):
         if len(spec.names) > 1 and outs.issuperset(map(below_root, spec.names)):

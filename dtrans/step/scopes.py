@@ -93,8 +93,9 @@ def replicate(device_count: int | None = None, name: str | None = None) -> Itera
     Source: `epl.replicate` (epl/strategies/replicate.py).
 
     Args:
-      device_count: number of devices that share the batch of one replica, so a job has this many
-        times more replicas. It must be equal in all scopes of a model.
+        device_count: number of devices of each replica, which divide its part of the batch. It must
+        be
+          equal in all scopes of a model.
       name: name of the stage, also used in messages and plans.
 
     Raises:

@@ -224,7 +224,7 @@ class _HandComparison:
     Attributes:
       pair: the steps.
       arrays: the user's arrays, by name; other inputs are random.
-      found: results of the points until now.
+      found: results of the points so far.
       faults: descriptions of the collectives at fault.
     """
 

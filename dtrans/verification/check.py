@@ -311,7 +311,7 @@ class Comparison:
 
 @dataclasses.dataclass
 class Findings:
-    """Results of a comparison at the points until now.
+    """Results of a comparison at the points so far.
 
     Attributes:
       differences: maps each output that differs to its difference.

@@ -314,7 +314,7 @@ class World:
         return self._enter(World({"alone": count}, self.unknown, self.log))
 
     def _enter(self, world: World) -> World:
-        """Let an inner world count evaluations from this world's count on; return the inner world."""
+        """Give an inner world this world's count of evaluations; return the inner world."""
         world.evaluated = self.evaluated
         return world
 

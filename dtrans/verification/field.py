@@ -34,12 +34,12 @@ LONGEST = 1 << 9
 
 
 def _folded(x: Operand) -> Array:
-    """Reduce numbers below 2**64 to elements."""
+    """Reduce numbers below 2**64 modulo P."""
     return _below_p((x & _P) + (x >> _61))
 
 
 def _below_p(x: Operand) -> Array:
-    """Reduce numbers below 2P to elements."""
+    """Reduce numbers below 2P modulo P."""
     # If x < P, the difference x - P wraps around to a number larger than x.
     reduced: Array = np.minimum(x, x - _P)
     return reduced

@@ -33,11 +33,11 @@ NEAR = 1e-9  # relative difference up to which two shadows may differ by roundin
 
 
 class UnfollowedError(Exception):
-    """Equation that has no rule in the field. The message, a reason, appears in the report."""
+    """Error for an equation that has no rule in the field; the report shows the message."""
 
 
 class NearTie(Exception):
-    """Decision between two values that differ by no more than rounding."""
+    """Error for a decision between two values that differ by no more than rounding."""
 
 
 _by_elements = contextvars.ContextVar("_by_elements", default=False)

@@ -63,7 +63,7 @@ def _hash_matrices(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 def _hashed_entries(name: object, sums: Sequence[Array], shadow: Array, stack: int) -> Real:
     """Return a hash for each entry of an output.
 
-    It is computed from the position of the entry and from the digests of the operands' matrices.
+    The hash is computed from the entry's position and the digests of the operands' matrices.
 
     Args:
       name: name of the output.

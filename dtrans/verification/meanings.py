@@ -96,7 +96,7 @@ class Meanings:
         self._alive: list[Any] = []
 
     def of(self, value: Sequence[Any], axes: Mapping[str, int]) -> Meaning:
-        """Return the meaning of a value.
+        """Return the meaning of a value: its relation to a value of the step.
 
         Args:
           value: the value on each rank.

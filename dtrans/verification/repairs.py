@@ -61,7 +61,7 @@ class CollectiveGroup:
       mesh: size of each axis of the mesh, by name.
       transposed: True if `jax.grad` wrote the collectives as transposes of equations of the line.
       equations: ids of the collectives, as an ordered set.
-      has_equal_operands: True if, for each collective, all ranks that it connects have equal operands.
+      has_equal_operands: True if all ranks that a collective connects have equal operands.
     """
 
     name: str
