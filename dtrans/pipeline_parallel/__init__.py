@@ -2,7 +2,7 @@
 
 transform          `pipeline`: rewrites a step into a plan
 plan               the plan: programs of each stage, and their schedule
-options            options of a plan, and their checks
+options            options of a plan, which check their values
 forward_pass       the loss function of a micro-batch as one list of equations
 assign_stages      assigns each equation to a stage
 auto_stages        chooses the number of stages for `num_stages="auto"`
@@ -12,7 +12,7 @@ stage_programs     writes the forward and backward programs of each stage
 stage_vjp          differentiates one stage and selects the residuals that it saves
 stage_scan         cuts a scan over layers into one scan for each stage
 staged_model       the model's stages, and the programs of the stages for any batch size
-split_stages       tensor parallelism inside a stage (`dtrans.split`)
+split_stages       applies tensor parallelism inside a stage (`dtrans.split`)
 results            merges the results of micro-batches and replicas
 update             writes the update, which computes new parameters from sums of gradients
 update_by_stage    cuts the update into pieces; each piece runs on one stage

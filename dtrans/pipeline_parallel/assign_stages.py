@@ -1,11 +1,11 @@
 """Assignment of the equations of a forward pass to the stages of a pipeline.
 
-The equations are ordered in a row, and the row is cut into consecutive stages
-(`dtrans.pipeline_parallel.balance`). The row follows the program, with one exception. Casts and
-reshapes of parameters, and equations that depend on no micro-batch (masks, `iota`), move to just
-before their first reader. Otherwise, a cast of all parameters at the beginning of the loss would
-put all parameters on the first stage. A second row also moves elementwise equations that read only
-inputs. Both rows are cut, and the cut whose slowest stage takes less time is used.
+The list of equations is cut into consecutive stages (`dtrans.pipeline_parallel.balance`). First,
+some equations move to just before their first reader: casts and reshapes of parameters, and
+equations that depend on no micro-batch (masks, `iota`). Otherwise, a cast of all parameters at the
+beginning of the loss would put all parameters on the first stage. A second list also moves
+elementwise equations that read only inputs. Both lists are cut. The result is the cut whose slowest
+stage takes less time.
 
 The cost of a stage is its number of floating-point operations, plus `flops_per_byte` for each byte
 that the stage sends to the next stage. A stage sends each value once. It also forwards values that
@@ -21,8 +21,8 @@ without a cost are on the stage of their readers.
 
 Policies:
 
-  BALANCE_FLOPS    Finds the cut with the least cost of the slowest stage, with the cost of
-                   sending. If sending is expensive, a stage may get almost no work.
+  BALANCE_FLOPS    Minimizes the cost of the slowest stage, including the cost of sending. If
+                   sending is expensive, a stage may get almost no work.
   REPEATED_LAYERS  Each stage gets the same number of repeated blocks
                    (`dtrans.pipeline_parallel.repeated_blocks`). Equations before the blocks are on
                    the first stage, equations after the blocks on the last. EPL's rule. Raises
@@ -31,18 +31,18 @@ Policies:
                    stages is always the requested number.
   HEURISTIC        The default. Among the cuts that nearly balance the operations of stages, it
                    takes the cut that sends the fewest bytes
-                   (`dtrans.pipeline_parallel.balance.balanced`). If the slowest stage then does at
-                   most `SLACK` times the work, it cuts only between repeated blocks. If all blocks
-                   cost about the same, and their number is a multiple of the number of stages, it
-                   gives the cut of REPEATED_LAYERS.
+                   (`dtrans.pipeline_parallel.balance.balanced`). It cuts between repeated blocks
+                   instead, if this gives the slowest stage at most `SLACK` times the work. If all
+                   blocks cost about the same, and their number is a multiple of the number of
+                   stages, the result is the cut of REPEATED_LAYERS.
 
 EPL has no cost model. It avoids cutting blocks only if their number is a multiple of the number of
 stages (epl/parallel/planner.py).
 
 Scopes in the user's model (`dtrans.step.scopes`) override all policies. An equation outside of all
 scopes goes to the stage of the last scope before it. But its stage is never before the stages of
-its operands, and never after the stages of its readers. Values that are computed from inputs alone
-go to the first stage that reads them. This is EPL's rule of minimum and maximum.
+its operands, and never after the stages of its readers. A value that is computed from inputs alone
+is on the first stage that reads it. EPL has the same rule.
 """
 
 from __future__ import annotations
@@ -215,23 +215,23 @@ def stage_costs(
 Rule: TypeAlias = Callable[[Sequence[float], Sequence[float], int], tuple[int, ...]]
 
 
-# -- the row of equations --------------------------------------------------------------------------
+# -- the list of equations -------------------------------------------------------------------------
 
 
 class _Row:
-    """Equations of a program in a candidate order. `cut` divides them into consecutive parts.
+    """List of a program's equations in one order. `cut` divides it into consecutive parts.
 
     Args:
       forward: the program.
-      costs: the floating-point operations of each equation of the program.
-      order: index in the program of each equation of the row.
+      costs: the floating-point operations of each equation, in the program's order.
+      order: the order of the list, as indices of equations in the program.
       flops_per_byte: the cost of sending one byte, in floating-point operations.
-      batch: as for `stages_of`.
+      batch: the inputs that differ between micro-batches; None if all inputs do.
 
     Attributes:
-      eqns: the equations, in the order of the row.
-      costs: the floating-point operations of each equation of the row.
-      crossing: the cost of a cut in front of each equation of the row.
+      eqns: the equations, in the order of the list.
+      costs: the floating-point operations of each equation in `eqns`.
+      crossing: the cost of a cut in front of each equation in `eqns`.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class _Row:
         self.crossing = [flops_per_byte * alive for alive in itertools.accumulate(changes[:count])]
 
     def stages(self, starts: Sequence[int]) -> tuple[int, ...]:
-        """Return the stage of each equation of the program for a cut at the positions `starts`."""
+        """Return the stages in the order of the program's equations, if they begin at `starts`."""
         stages = [0] * len(self.order)
         parts = part_of_each(starts, len(self.order))
         for position, part in zip(self.order, parts, strict=True):
@@ -269,17 +269,17 @@ class _Row:
         return tuple(stages)
 
     def work(self, starts: Sequence[int]) -> list[int]:
-        """Return the floating-point operations of each part, without the cost of sending."""
+        """Return the floating-point operations of each part, if parts begin at `starts`."""
         bounds = [*starts, len(self.order)]
         return [sum(self.costs[a:b]) for a, b in itertools.pairwise(bounds)]
 
     def slowest(self, starts: Sequence[int]) -> float:
-        """Return the cost of the slowest part, including the cost of sending."""
+        """Return the cost of the slowest part, including the bytes that it sends."""
         sent = [*values_at(self.crossing, starts[1:]), 0.0]
         return max(map(sum, zip(self.work(starts), sent, strict=True)))
 
     def cut(self, parts: int, rule: Rule, blocks: Blocks | None = None) -> tuple[int, ...]:
-        """Cut the row into parts, and return the position in the row at which each part begins.
+        """Cut the list into parts; return the position at which each part begins.
 
         Args:
           parts: the number of parts.
@@ -296,8 +296,8 @@ class _Row:
             return tuple(
                 values_at(positions, rule(costs, values_at(self.crossing, positions), parts))
             )
-        # The time of the rules is quadratic in the number of candidate cuts. So between two
-        # consecutive units with a cost, only the cheapest cut is a candidate (on ties the first).
+        # The rules take time quadratic in the number of candidate cuts. So between two consecutive
+        # units with a cost, only the cheapest cut is a candidate (on ties the first).
         best = [0]
         for a, b in itertools.pairwise(paid):
             best.append(min(positions[a + 1 : b + 1], key=lambda i: (self.crossing[i], i)))

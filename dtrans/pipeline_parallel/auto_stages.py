@@ -63,7 +63,7 @@ def auto_stages(forward: ForwardPass, o: PipelineOptions) -> tuple[PipelineOptio
 def _most(forward: ForwardPass, o: PipelineOptions) -> int:
     """Return the largest number of stages to try.
 
-    The number of devices and the number of equations with a cost limit it.
+    Each stage needs a device, and an equation with a cost.
     """
     work = sum(flops(e) > 0 for e in forward.eqns) or 1
     return max(1, min(_devices(o.stages.cluster, o.replicas), work // o.chunks))

@@ -66,13 +66,16 @@ def contiguous(costs: Sequence[float], crossing: Sequence[float], parts: int) ->
 def balanced(costs: Sequence[float], crossing: Sequence[float], parts: int) -> tuple[int, ...]:
     """Cut a list of units into parts of nearly balanced work, with the least total crossing.
 
-    The result is exact. Two limits define "nearly balanced". A part has at most `SLACK` times the
-    least possible work of the slowest part. A part has at least half of the greatest possible work
-    of the lightest part, over all cuts within the first limit. On ties, parts that begin with the
-    most expensive units are preferred, because a layer begins with its matrix product. The last
-    criterion is even work.
+    The result is exact. Two limits define "nearly balanced":
 
-    Arguments, result and errors are the same as for `contiguous`.
+    - No part has more than `SLACK * most`. `most` is the work of the slowest part in the cut that
+      minimizes this work.
+    - No part has less than `least / 2`. `least` is the work of the lightest part in the cut that
+      maximizes this work, among the cuts within the first limit.
+
+    On ties, parts that begin with the most expensive units are preferred, because a layer begins
+    with its matrix product. The last criterion is even work. Arguments, result and errors are those
+    of `contiguous`.
 
     Example:
       >>> from dtrans.pipeline_parallel.balance import balanced, contiguous

@@ -61,7 +61,8 @@ class ForwardPass(HoldsJaxpr):
       results: results of the step that the forward pass computes, by name. They include updated
         state, such as batch statistics, and values of summaries, which `summary_name` names.
       summaries: the summaries of the step (`dtrans.summary`).
-      collected: maps the name of a result or summary to its collection (`dtrans.collect`).
+      collected: maps the name of a result or summary to its collection in `dtrans.collect`, such as
+        `GLOBAL_MEAN`.
     """
 
     step: Cut
@@ -77,12 +78,15 @@ class ForwardPass(HoldsJaxpr):
     def write_prelude(
         self, b: Builder, wanted: Sequence[Atom], inputs: Mapping[Var, Atom]
     ) -> list[Atom]:
-        """Write the equations of the prelude that compute `wanted`; return the values in `b`.
+        """Write the equations before the loss function that compute `wanted`.
 
         Args:
           b: the builder to write to.
-          wanted: values of the prelude.
+          wanted: values that the step computes before the loss function.
           inputs: maps each input of the step to its value in `b`.
+
+        Returns:
+          The values of `wanted` in `b`.
         """
         eqns = needed_equations(opened(self.prelude).eqns, wanted)
         return b.inline_part(self.prelude, inputs, eqns, wanted)
@@ -93,11 +97,14 @@ class ForwardPass(HoldsJaxpr):
         return [v for v, a in self.sources.items() if not self.is_state(a)]
 
     def is_state(self, value: Atom) -> bool:
-        """Return True if a value of the prelude depends only on parameters and optimizer state."""
+        """Return True if `value` depends only on parameters and optimizer state.
+
+        The step computes `value` before the loss function.
+        """
         return not select(self.inputs_of([value]), self.step.batch)
 
     def inputs_of(self, wanted: Sequence[Atom]) -> list[str]:
-        """Return the names of those inputs of the step that values of the prelude depend on."""
+        """Return the inputs of the step on which `wanted`, values of the prelude, depend."""
         names = dict(zip(self.step.program.inner.invars, self.step.program.in_names, strict=True))
         _, leaves = backward_slice(self.prelude.jaxpr.eqns, wanted)
         return values_at(names, select(names, leaves))
@@ -192,7 +199,7 @@ def _collected(
     outs: Mapping[str, Atom],
     shown: Sequence[Summary],
 ) -> dict[str, str]:
-    """Return a map from each result and summary passed to `dtrans.collect` to its collection.
+    """Return the collection of each result and summary that the user passed to `dtrans.collect`.
 
     Args:
       marked: the loss function with the marks of `dtrans.collect`.
@@ -218,7 +225,7 @@ def _collected(
 
 
 def _check(step: Cut, eqn: JaxprEqn, count: int, needed: Sequence[int], at: int) -> None:
-    """Raise GradientError if the step reads gradients that were not marked."""
+    """Raise GradientError if the step reads gradients that `dtrans.value_and_grad` did not mark."""
     inner = step.program.inner
     raw = set(eqn.outvars[count:])
     for e in inner.eqns:

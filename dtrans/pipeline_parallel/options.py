@@ -1,4 +1,4 @@
-"""Options of pipelines, and their checks: `Stages`, `StageMemory` and `PipelineOptions`."""
+"""Options of pipelines: `Stages`, `StageMemory`, and all checked options, `PipelineOptions`."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ class StageMemory:
     """Options that reduce the memory of stages: sharding, checkpoints, offload and precision.
 
     Attributes:
-      sharding_stage: 0: each replica of a stage stores the whole optimizer state. 1: each replica
-        stores a slice of the optimizer state. 2: each replica also stores only a slice of the
-        gradients. The replicas then reduce-scatter the gradients after each micro-batch.
+      sharding_stage: 0: each replica of a stage stores the complete optimizer state. 1: each
+        replica stores a slice of the optimizer state. 2: each replica also stores only a slice of
+        the gradients. The replicas then reduce-scatter the gradients after each micro-batch.
       min_slice_size: leaves with fewer elements are not sliced.
       gradient_checkpoint: the values that a stage saves from forward to backward. The stage
         recomputes all other residuals. "" (the default): all residuals. "auto": only values
@@ -222,7 +222,7 @@ class PipelineOptions:
 
     @cached_property
     def over_replicas(self) -> Options:
-        """Options of `dtrans.nccl2` for reductions over replicas, in place of trainers."""
+        """Options of `dtrans.nccl2` in which the replicas of a stage are the trainers."""
         norm = self.reduce.clip_per_step(self.num_micro_batch)
         reduce = dataclasses.replace(self.reduce, clip_local_norm=norm, clip_local_per="step")
         return Options(

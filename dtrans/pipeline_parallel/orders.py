@@ -59,9 +59,11 @@ def _interleaved(num_stages: int, num_micro_batch: int, chunks: int) -> Iterator
 
     Micro-batches are divided into rounds. A device runs the tasks of a round chunk by chunk. With
     fewer than `num_stages` micro-batches in a round, devices would be idle between two chunks. So a
-    remainder is spread over the rounds. The warm-up of a device has the forwards of the longest
-    round for all chunks except one, and one more forward. For each later device, it has two more
-    forwards, because an activation and its cotangent each pass the later device.
+    remainder is spread over the rounds.
+
+    The warm-up of a device has `(chunks - 1) * longest + 1 + 2 * later` forwards. Here `longest` is
+    the number of micro-batches in the longest round, and `later` is the number of later devices.
+    An activation and its cotangent each pass every later device, hence the factor 2.
     """
     num_rounds = max(1, num_micro_batch // num_stages)
     edges = [i * num_micro_batch // num_rounds for i in range(num_rounds + 1)]

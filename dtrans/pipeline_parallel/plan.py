@@ -137,7 +137,7 @@ class PipelinePlan(Plan):
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Arguments of the step that the update reads, directly or by precomputed values."""
+        """Arguments of the step that the update reads, directly or through precomputed values."""
         reads, types = {*self.update.arguments}, self.main.inputs
         if self.values is not None and not reads <= {*self.batch}:
             reads |= {n for n in self.values.read if not types[n].ndim}
@@ -150,7 +150,7 @@ class PipelinePlan(Plan):
 
     @cached_property
     def types(self) -> dict[str, Any]:
-        """Shape without padding and dtype of each array of `state` and `batch`, by name."""
+        """Shape (without padding) and dtype of each array of `state` and `batch`, by name."""
         found = omit(self.main.inputs, self.model.stacks)
         for n, runs in self.model.stacks.items():
             for rows in runs:
@@ -162,7 +162,7 @@ class PipelinePlan(Plan):
         return self.update.placed.home[name]
 
     def device_of(self, stage: int) -> int:
-        """Return the index of the device, or of the row of replicas, that runs a stage."""
+        """Return the index of the device that runs a stage; with replicas, of their devices."""
         return stage % self.options.num_stages
 
     def specialize(self, types: Sequence[jax.ShapeDtypeStruct]) -> StepPrograms:
@@ -187,9 +187,9 @@ class PipelinePlan(Plan):
         return self.model.specialize(types, planned)
 
     def values_for(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Program | None:
-        """Return the program of precomputed values for a batch of the given shapes and dtypes.
+        """Return the program that computes precomputed values for a batch of these types.
 
-        If the plan has no precomputed values, return None.
+        Return None if the plan has no precomputed values.
         """
         if self.values is None:
             return None
@@ -243,7 +243,7 @@ class PipelinePlan(Plan):
         return Costs(found)
 
     def device_bytes(self, name: str) -> int:
-        """Return the bytes of a state's array on each device of the array's stage."""
+        """Return the bytes that each device of a stage stores for one array of the state."""
         t = self.update.program.inputs[name]
         if name not in self.model.cuts.state:
             return nbytes(t)
@@ -252,10 +252,10 @@ class PipelinePlan(Plan):
         return nbytes(t) // t.shape[axis] * -(-t.shape[axis] // self.model.cuts.shards[home])
 
     def padded(self, name: str) -> tuple[int, int] | None:
-        """Return (dimension, padded size) for a state's array that is cut along a dimension.
+        """Return (cut dimension, padded size of the dimension) for an array of the state.
 
-        The array is cut over the shards of its stage, or over the replicas. If the array is not
-        cut, return None.
+        The array is cut over the shards of its stage, or over the replicas. Return None if the
+        array is not cut.
         """
         axis = self.model.cuts.state.get(name)
         if axis is not None:

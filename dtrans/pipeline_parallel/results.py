@@ -1,6 +1,6 @@
 """Merge of results: first over the micro-batches of each replica, then over replicas.
 
-The rule by which a result is merged (its *way*) is one of these:
+A result has one of these merge rules:
 
     mean, sum, max    reduces over micro-batches, then over replicas
     concat            concatenates rows in the order of the batch: all micro-batches of replica 0,
@@ -41,7 +41,7 @@ STACK = "stack"
 
 
 def micro_name(name: str, micro: int) -> str:
-    """Return the name of a result's value in one micro-batch."""
+    """Return the name of a result's value in one micro-batch, such as "loss.micro3"."""
     return f"{name}.micro{micro}"
 
 
@@ -52,7 +52,7 @@ def results_program(
 
     Args:
       stage: the stage.
-      merges: maps each result to its way.
+      merges: maps each result to its merge rule.
       o: the options.
       like: the jaxpr of the forward pass.
     """
@@ -91,7 +91,7 @@ def results_program(
 
 
 def is_replicated(way: str) -> bool:
-    """Return True if a merge in this way gives all replicas the same value."""
+    """Return True if the merge rule `way` gives all replicas the same value."""
     return way in REDUCED or way in ("GLOBAL_MEAN", "GLOBAL_SUM")
 
 
@@ -106,10 +106,10 @@ def _collected(key: str) -> Callable[..., Any]:
 
 @functools.cache
 def _merged(way: str, name: str, axis: int) -> Callable[..., Any]:
-    """Return the function that merges values of micro-batches.
+    """Return the function that merges the values of one result over micro-batches.
 
     Args:
-      way: "mean", "sum", "max", "concat" or "same".
+      way: the merge rule: "mean", "sum", "max", "concat" or "same".
       name: the name of the result, for errors.
       axis: the dimension along which "concat" concatenates.
     """

@@ -93,7 +93,7 @@ def cuts_of(
       step: the step.
       stages: the programs of the stages, not yet split.
       shards: the number of shards of each stage.
-      users: the parameters with a gradient.
+      users: maps each parameter with a gradient to the stages that compute it.
     """
     readers: dict[str, list[int]] = {}
     for stage in stages:
@@ -134,9 +134,10 @@ def _is_split(eqn: object) -> bool:
 def split_stages(
     stages: Sequence[StagePrograms], cuts: Cuts
 ) -> tuple[tuple[StagePrograms, ...], dict[tuple[int, str], int]]:
-    """Return the programs of one shard of each stage, and the dimensions of cut values.
+    """Rewrite the programs of split stages for one shard.
 
-    The second result maps (stage, name of a value) to the dimension along which the value is cut.
+    Returns:
+      The programs of all stages; and the dimensions of cut values, by (stage, name of a value).
     """
     sharded: list[StagePrograms] = []
     values: dict[tuple[int, str], int] = {}
@@ -188,12 +189,12 @@ def _split(
 def split_update(
     placed: PlacedUpdate, cuts: Cuts, sums: Mapping[str, tuple[str, int, int | None]]
 ) -> PlacedUpdate:
-    """Return the update in which the pieces of a split stage are those of one shard.
+    """Rewrite the update so that the pieces of a split stage compute one shard.
 
     Args:
       placed: the update on complete arrays.
       cuts: the cut parameters and optimizer state.
-      sums: see `Update`.
+      sums: maps each input that is a stage's sum of gradients to (leaf, stage, micro-batch).
     """
     inner = placed.program.inner
     dims: dict[Var, int] = {}  # value -> the dimension along which the value is cut

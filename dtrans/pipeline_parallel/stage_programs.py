@@ -204,8 +204,7 @@ class StageProgramWriter:
         ins = [*step_ins, *map(names.__getitem__, received)]
         in_types = [*map(types.__getitem__, step_ins), *avals(received)]
 
-        # The derivatives of sent values and of the loss, with respect to `diff` and to received
-        # values.
+        # Differentiate sent values and the loss with respect to `diff` and received values.
         diff = select(reads, f.diff)
         back = list(filter(self.differentiable, received))  # cotangents for the previous stage
         front = list(filter(self.differentiable, sent))  # cotangents from the next stage
@@ -267,7 +266,7 @@ class StageProgramWriter:
     def _body(
         self, local: Sequence[int], received: Sequence[Var], wanted: Sequence[Atom]
     ) -> tuple[ClosedJaxpr, list[Var], list[Var]]:
-        """Return the equations of a stage as a jaxpr, with the variables of its inputs.
+        """Return the equations of a stage as a jaxpr, and the inputs that the jaxpr reads.
 
         Args:
           local: the equations that are assigned to the stage.
@@ -275,8 +274,8 @@ class StageProgramWriter:
           wanted: the outputs of the stage.
 
         Returns:
-          The jaxpr, the inputs of the forward pass that it reads, and the received values that it
-            reads.
+          A tuple of three: the jaxpr, the inputs of the forward pass that the jaxpr reads, and the
+            received values that it reads.
         """
         f = self.forward
         with_effects = [i for i in local if f.eqns[i].effects]
@@ -354,7 +353,7 @@ class StageProgramWriter:
         return b.build(outs)
 
     def _sum_type(self, leaf: str) -> Any:
-        """Return the shape and dtype of the sum of a leaf's gradients."""
+        """Return the shape and dtype of a leaf's summed gradients."""
         param = self.forward.step.program.inputs[leaf]
         wide = ShapedArray(param.shape, sum_type(param.dtype))
         return self.scatter[leaf].rank_type(wide) if leaf in self.scatter else wide
@@ -393,7 +392,7 @@ class StageProgramWriter:
 
 
 def _prelude(forward: ForwardPass, names: Sequence[str], wanted: Sequence[Atom]) -> ClosedJaxpr:
-    """Return a jaxpr that computes the `wanted` values of the prelude from inputs of the step."""
+    """Return a jaxpr that computes `wanted`, values before the loss function, from step inputs."""
     vars_of = forward.step.program.invars
     b = Builder(forward.prelude)
     step_vars = values_at(vars_of, names)
@@ -467,7 +466,7 @@ def _cast(dtype: Any, scale: float) -> Callable[[jax.Array], jax.Array]:
 
 
 def sums_of(programs: Sequence[StagePrograms]) -> dict[str, Any]:
-    """Return the shape and dtype of each leaf's sum of gradients, by leaf."""
+    """Return by leaf the shape and dtype of the leaf's summed gradients."""
     types: dict[str, Any] = {}
     for p in programs:
         outputs = (p.weights or p.backward).outputs

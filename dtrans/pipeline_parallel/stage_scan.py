@@ -7,8 +7,8 @@ parameters.
 A *stack* is a parameter with one row for each layer. Each stage stores its rows of the stack as a
 parameter with a separate name (`params/w.block1`), and the same rows of the optimizer state. The
 update is written for blocks of rows, as for parameter servers (`dtrans.slicing.server_update`). If
-the update does not work row by row (Muon), one stage stores the whole stack, and all stages read
-it.
+the update does not work row by row (Muon), one stage stores the complete stack, and all stages read
+the stack.
 """
 
 from __future__ import annotations
@@ -92,9 +92,11 @@ def split_iterations(forward: ForwardPass) -> ScanSplits:
 
 
 def split_scans(forward: ForwardPass, splits: ScanSplits) -> tuple[ForwardPass, Origins]:
-    """Split the scans of a forward pass; return the new forward pass and its `Origins`.
+    """Split the scans of a forward pass into parts.
 
-    The part of an equation that is not split is 0.
+    Returns:
+      The new forward pass; and the origin of each new equation: a pair (index of the original
+      equation, index of the part). The part is 0 for an equation that is not split.
     """
     if not splits:
         return forward, [(i, 0) for i in range(len(forward.eqns))]
@@ -115,7 +117,7 @@ def split_scans(forward: ForwardPass, splits: ScanSplits) -> tuple[ForwardPass, 
 
 
 def _write_parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Iterator[int]:
-    """Write a scan as several scans. Yield the index of a part after its equations are written.
+    """Write a scan as several scans; after the equations of each part, yield the part's index.
 
     Args:
       b: the builder to write to.
@@ -137,8 +139,8 @@ def _write_parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Iterator[i
         for j, rows in stacked.items():
             rows.append(outputs[j])
         if k == last:
-            # The last part's carry is the carry of the whole scan, so it gets the variables of the
-            # whole scan. The stacked outputs of all parts are concatenated.
+            # The last part returns the carry of the original scan, so its outputs get the variables
+            # of the original scan. The stacked outputs of all parts are concatenated.
             outs = list(eqn.outvars)
             for j in stacked:
                 outs[j] = outputs[j]
@@ -149,11 +151,11 @@ def _write_parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Iterator[i
 
 
 def merge_iterations(forward: ForwardPass, origin: Origins, stage_of: Sequence[int]) -> ScanSplits:
-    """Return the splits in which each stage has at most one part of each scan.
+    """Merge the consecutive iterations of a stage; return splits with one part for each stage.
 
     Args:
       forward: the forward pass before scans were split.
-      origin: the origins of the equations after the splits of `split_iterations`.
+      origin: the origins of the equations after each iteration became one scan.
       stage_of: the stages of these equations.
     """
     stage_at = _stages_by_origin(origin, stage_of)
@@ -172,13 +174,13 @@ def stages_of_parts(
     origin: Origins,
     stage_of: Sequence[int],
 ) -> tuple[int, ...]:
-    """Return the stage of each equation after the splits of `merge_iterations`.
+    """Return the stage of each equation after the iterations of each stage were merged.
 
     Args:
       splits: the splits that `merge_iterations` returned.
       forward: the forward pass before scans were split.
       parts_origin: the origins of the equations after `splits`.
-      origin, stage_of: as for `merge_iterations`.
+      origin, stage_of: see `merge_iterations`.
     """
     stage_at = _stages_by_origin(origin, stage_of)
     bounds = dict(zip(loops_of(forward), splits, strict=True))
@@ -190,7 +192,7 @@ def stages_of_parts(
 
 
 def _stages_by_origin(origin: Origins, stage_of: Sequence[int]) -> dict[tuple[int, int], int]:
-    """Return a map from each origin to the last stage of the equations with this origin."""
+    """Return by origin the last stage that runs an equation with this origin."""
     found: dict[tuple[int, int], int] = {}
     for key, s in zip(origin, stage_of, strict=True):
         found[key] = max(s, found.get(key, s))
@@ -201,7 +203,7 @@ def _stages_by_origin(origin: Origins, stage_of: Sequence[int]) -> dict[tuple[in
 
 
 def stage_rows(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple[StageRows, ...]]:
-    """Return a map from stacks to rows, for each stack whose rows several stages divide."""
+    """Return the rows of each stage, for each stack of layers that several stages divide."""
     step = forward.step
     analysis: RowAnalysis | None = None
     word = _word_for_rows(step)
@@ -245,7 +247,7 @@ def _is_alone(forward: ForwardPass, v: Var, leaf: str) -> bool:
 
 
 def _word_for_rows(step: Cut) -> str:
-    """Return the word for names of rows: "block", with underscores if a name contains "block"."""
+    """Return the word in names of rows: "block", with underscores if it is used already."""
     word = "block"
     while any(f".{word}" in n for n in step.program.in_names):
         word += "_"
@@ -253,7 +255,7 @@ def _word_for_rows(step: Cut) -> str:
 
 
 def _run(eqn: JaxprEqn) -> tuple[int, int] | None:
-    """Return the (start, stop) of an equation that slices rows from its operand, else None."""
+    """Return (start, stop) if an equation slices rows from its operand; else None."""
     if eqn.primitive.name != "slice" or eqn.params["strides"] is not None:
         return None
     if isinstance(eqn.invars[0], Literal):
@@ -266,10 +268,10 @@ def _run(eqn: JaxprEqn) -> tuple[int, int] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Unstacked:
-    """Forward pass whose parameters are rows of stacks.
+    """Forward pass in which the rows of each stage are separate parameters, not parts of a stack.
 
     Attributes:
-      forward: the forward pass. In its step, rows of stacks are separate parameters.
+      forward: the forward pass. Its step has the rows as parameters.
       rows: maps each stack, a parameter or an array of the optimizer's state, to its rows.
       stage_of: the stage of each equation.
     """
@@ -337,9 +339,12 @@ def unstack_params(
 def _half_of_blocks(
     step: Cut, rows: Mapping[str, tuple[StageRows, ...]]
 ) -> tuple[OptimizeHalf, dict[str, tuple[StageRows, ...]]]:
-    """Return the optimize half for rows, and the rows of each array of the optimizer's state.
+    """Rewrite the update for rows instead of stacks.
 
-    The new half is the program of a single parameter server that stores all rows as blocks.
+    The new update is the program of a single parameter server that stores all rows as blocks.
+
+    Returns:
+      The new update, and the rows of each array of the optimizer's state.
     """
     analysis = analyse(step.optimize, step.params)
     types = step.program.inputs
@@ -390,7 +395,7 @@ def _step_of_rows(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: Op
     Args:
       step: the step with stacks.
       rows: maps each stack to its rows.
-      half: the optimize half for rows.
+      half: the update for rows.
     """
     source = step.program
     vars_of, outs = source.invars, source.outvars
@@ -432,7 +437,7 @@ def _step_of_rows(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: Op
     args, out_spec = (*specs, *source.args[2:]), tuple_of(*specs, results)
 
     def row_names(names: Iterable[str]) -> dict[str, str]:
-        """Return a map from each new name to the old name. The new names name rows, not stacks."""
+        """Return the old name for each new name: "params/w" for "params/w.block1"."""
         found = {}
         for n in names:
             for r in rows.get(n, ()):

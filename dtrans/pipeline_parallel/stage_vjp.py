@@ -138,9 +138,9 @@ class StageVjp:
     def names_of_saved(self, outs: Sequence[str], ins: Collection[str]) -> list[str]:
         """Return a name for each saved value.
 
-        If a saved value is also an output, it has the name of the output. All other saved values
-        are numbered. A saved value is also numbered if an input has the name of the output, because
-        the output is the new value of a parameter.
+        If a saved value is also an output, its name is the name of the output. All other saved
+        values are numbered: "@residual/0". If an input and an output share a name, the output is
+        the new value of a parameter, and the saved value is numbered too.
 
         Args:
           outs: the names of the outputs.

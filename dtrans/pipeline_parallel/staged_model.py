@@ -57,8 +57,8 @@ class StagedModel:
       cuts: the shards of split stages, and the state that the shards cut.
       scan_splits: the iterations that each stage runs, for each scan over layers.
       stacks: maps each array of the state with rows on several stages to its rows.
-      merges: maps each result, and each array of state that the forward pass updates, to the way in
-        which its values are merged.
+      merges: maps each result, and each array of state that the forward pass updates, to its merge
+        rule.
     """
 
     captured: Program
@@ -194,6 +194,6 @@ def step_programs(
     cuts: Cuts,
     o: PipelineOptions,
 ) -> StepPrograms:
-    """Return the programs of each stage, or of one shard of it, and the merges of results."""
+    """Return the programs of all stages (of one shard, if a stage is split), and their merges."""
     results = tuple(results_program(s, merges, o, forward.jaxpr) for s in stages)
     return StepPrograms(*split_stages(stages, cuts), results)

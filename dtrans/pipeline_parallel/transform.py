@@ -108,7 +108,7 @@ def pipeline(
     The batch is cut into micro-batches, which flow through the stages. The step must compute its
     gradients with `dtrans.value_and_grad` (as `dtrans.make_train_step` does), because the loss
     function is cut before it is differentiated. By default, the job computes the same numbers as
-    the step on one device with the whole batch.
+    the step on one device with the full batch.
 
     Args:
       main: the traced training step, (params, opt_state, *batch) -> (params, opt_state, loss, ...).
@@ -132,16 +132,16 @@ def pipeline(
         `dtrans.Reduce`, or its `op`. A clip in the optimizer applies to the reduced gradients
         (EPL's `clip_after_allreduce`).
       batch: "exact", "micro" (or "local", a synonym), or a `dtrans.Batch` without `example_count`.
-        "exact": the job computes the numbers of one device. Values of the whole batch that depend
+        "exact": the job computes the numbers of one device. Values of the full batch that depend
         on no parameter are computed before the micro-batches (`dtrans.batch.precomputed`). If the
-        micro-batches do not add up to the whole batch, this function raises ConfigError. "micro":
-        each micro-batch computes the step independently, with its own batch statistics. Each
-        micro-batch updates stored statistics from their values before the step. `Batch.merge`
-        determines how results are merged.
+        gradient of the full batch is not a sum over micro-batches, this function raises
+        ConfigError. "micro": each micro-batch computes the step independently, with separate batch
+        statistics. Each micro-batch updates stored statistics from their values before the step.
+        `Batch.merge` determines how results are merged.
 
     Raises:
       ConfigError: an option is out of range, or the loss has fewer equations than stages. Scopes
-        contradict each other. The micro-batches of an exact step do not add up.
+        contradict each other. With batch="exact", the step is not a sum over micro-batches.
       BatchError: the batch cannot be divided into micro-batches of equal size.
       GradientError: the step computes gradients without `dtrans.value_and_grad`, or in a loop.
       TraceError: `startup` does not return the state that `main` takes.
@@ -280,8 +280,8 @@ def plan_pipeline(
         collecting = part = captured(traced)
         step = cut(part).with_reported()
     else:
-        # The step of a micro-batch that was written has lost the marks of `dtrans.collect` outside
-        # of the loss. So the marks are read from the step of the global batch.
+        # A rewritten step has lost the marks of `dtrans.collect` outside of the loss. So read the
+        # marks from the step of the global batch.
         collecting = captured(main)
         precompute, step = written.precompute_program(captured(main)), shared.step
         part, values = step.program, precompute if precompute.out_names else None
@@ -377,7 +377,7 @@ def shared_by(
       axes: maps each array of the batch that is cut to 0, the dimension of the cut.
 
     Raises:
-      ConfigError: the micro-batches do not add up to the whole batch, even with precomputed values.
+      ConfigError: the step is not a sum over micro-batches, even with precomputed values.
     """
     if not o.batch.exact or o.parts == 1:
         return None, None
@@ -476,16 +476,16 @@ def _check_checkpoint_names(forward: ForwardPass, o: PipelineOptions) -> None:
 def _merges(
     plain: Cut, part: Program, forward: ForwardPass, o: PipelineOptions, *, shared: bool
 ) -> dict[str, str]:
-    """Return a map from each result to the way in which its values of micro-batches are merged.
+    """Return by name the rule that merges each result over micro-batches.
 
-    The user chooses the way with `Batch.merge` or `dtrans.collect`. Otherwise, it is inferred.
+    The user chooses the rule with `Batch.merge` or `dtrans.collect`. Otherwise, it is inferred.
 
     Args:
       plain: the traced step of a micro-batch. Its loss is not one equation, so that the operands of
         results are visible.
       part: the captured step, which has the marks of `dtrans.collect`.
       forward: the forward pass.
-      o: the options. For an exact step, `batch.merge` contains the ways.
+      o: the options. For an exact step, `batch.merge` contains the rules.
       shared: True if the step is exact.
     """
     step = forward.step
@@ -529,9 +529,9 @@ def _merges(
         count_remedy="each micro-batch would count separately; count outside of the step",
     )
     for n in forward.results:
-        # State without a merge from `infer_merges` depends on no micro-batch, so all micro-batches
-        # compute the same value. Other results without a merge are summaries, whose values are
-        # stacked.
+        # If `infer_merges` has no rule for an array of state, the array depends on no micro-batch,
+        # so all micro-batches compute the same value. Other results without a rule are summaries,
+        # whose values are stacked.
         merges.setdefault(n, "same" if n in step.params else STACK)
     for n, key in keys.items():
         if n in step.results:

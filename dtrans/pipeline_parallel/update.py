@@ -49,7 +49,7 @@ class Update:
 
     Attributes:
       placed: the program of one replica's update, cut into pieces.
-      layout: the slices of the state that replicas store; None if each replica stores the whole
+      layout: the slices of the state that replicas store; None if each replica stores the complete
         state.
       sums: maps each input that is a stage's sum of gradients to (leaf, stage, micro-batch). The
         micro-batch is None for the sum over all micro-batches.
@@ -70,7 +70,7 @@ class Update:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Arguments of the step, and precomputed values, that a stage's update reads."""
+        """Names of the step's arguments, and of precomputed values, that the update reads."""
         return tuple(exclude(self.program.args[2].names, self.sums))
 
     def slice_axis(self, name: str) -> int | None:
@@ -92,12 +92,12 @@ def update_of(
     """Write the update of a step, and cut it by stage.
 
     Args:
-      step: the step, captured and cut.
+      step: the captured step, divided at its gradients.
       sums: shape and dtype of each leaf's sum of gradients, by leaf.
       homes: maps each parameter to the stage that stores it.
       users: maps each parameter to the stages that compute its gradient.
       cuts: the shards of split stages, and the state that the shards cut.
-      rows: maps each stack to its rows, which stages store as parameters.
+      rows: maps each stack of layers to the rows that stages store as separate parameters.
       o: the options.
     """
     types = step.program.inputs
@@ -149,7 +149,7 @@ def update_of(
 
 
 def arguments_of(step: Cut) -> tuple[str, ...]:
-    """Return the arguments that the update reads, or that a result of gradients reads."""
+    """Return the step's arguments that the update, or a result of gradients, reads."""
     of_results = values_at(step.program.outvars, step.from_gradients)
     _, leaves = backward_slice(step.program.eqns, of_results, step.boundary.values())
     return tuple(n for n in step.batch if n in step.arguments or step.program.invars[n] in leaves)
@@ -191,7 +191,7 @@ def _on_sliced_sums(
     parts: Mapping[str, Sequence[Sequence[str]]],
     o: PipelineOptions,
 ) -> Program:
-    """Return the update of a replica that stores only slices of the sums of gradients.
+    """Return the update of a replica that stores only slices of summed gradients.
 
     The update reduces no gradients, because stages reduce-scatter them in each micro-batch.
 
@@ -229,13 +229,13 @@ def _step_of_sums(
     rows: Mapping[str, Sequence[StageRows]],
     o: PipelineOptions,
 ) -> Program:
-    """Return the update as a training step of (params, opt_state, sums and arguments).
+    """Return the update as a training step whose batch consists of sums and arguments.
 
     Args:
       step: the step.
       sums: shape and dtype of each leaf's complete sum of gradients, by leaf.
-      parts: as for `_on_sliced_sums`.
-      rows: maps each stack to its rows.
+      parts: maps each leaf to the names of its sums, as [micro-batch][stage].
+      rows: maps each stack of layers to the rows that stages store as separate parameters.
       o: the options.
     """
     source = step.program
@@ -323,7 +323,7 @@ def _of_gradients(
       b: the builder to write to.
       step: the step.
       grads: maps each leaf to its gradient.
-      rows: maps each stack to its rows.
+      rows: maps each stack of layers to the rows that stages store as separate parameters.
       arguments: maps the variable of each argument of the step to its value in `b`.
 
     Raises:

@@ -41,10 +41,10 @@ HUB = -1
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagePart(HoldsJaxpr):
-    """Piece of the update that one place computes without communication.
+    """Piece of the update that one stage computes without communication.
 
     Attributes:
-      place: the place.
+      place: the stage that runs the piece.
       jaxpr: the equations of the piece, from `reads` to `makes`.
       reads, makes: the inputs and outputs of the piece, as variables of the program. A variable in
         `reads` is an input of the program, or an output of an earlier piece in any place.
@@ -63,7 +63,7 @@ class PlacedUpdate:
     Attributes:
       program: the program.
       pieces: the pieces, in an order in which they can run.
-      sends: one (variable, from place, to place) for each value that a different place reads.
+      sends: the transfers between places, as tuples (variable, sending place, receiving place).
       home: maps each input to its place, or to None if every place has the input.
       out_at: maps each output to its place, or to None if every place has the output.
       cuts: maps each variable that the shards of a split stage cut to the dimension of the cut.
@@ -197,7 +197,7 @@ class _Placer:
         return size[False] > size[True]
 
     def _users(self) -> list[set[int | None]]:
-        """Return the places of those outputs that depend on an equation, for each equation."""
+        """Return for each equation the places that need an output computed from it."""
         wanted: dict[Var, set[int | None]] = {}
         for v, place in self._ends():
             wanted.setdefault(v, set()).add(place)
@@ -210,7 +210,7 @@ class _Placer:
         return users[::-1]
 
     def _ends(self) -> list[tuple[Var, int]]:
-        """Return one (output, place) for each place that needs an output of the program."""
+        """Return pairs (output of the program, place that needs the output)."""
         found: list[tuple[Var, int]] = []
         for n, a in self.program.outvars.items():
             at = self.out_at[n]
@@ -221,7 +221,7 @@ class _Placer:
         return found
 
     def physical(self, at: int) -> int:
-        """Return the index of a place. The index of `HUB` is that of the last place."""
+        """Return the index of a place. `HUB` runs on the last place."""
         return self.places - 1 if at == HUB else at
 
     def placed(self) -> PlacedUpdate:

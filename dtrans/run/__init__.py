@@ -13,7 +13,7 @@
     verified            the traced step of a job, which `plan.verify()` evaluates
     replays             sequential references of asynchronous modes, for `plan.verify()`
 
-A realiser cuts the programs of a plan at their communication (`base.segments`), and compiles the
-pieces. Plans find their realisers by the registry of `dtrans.plan`, so that packages of plans need
-not import this package.
+A *realiser* is a function that creates a running job from a plan. It cuts the plan's programs at
+their communication (`base.segments`), and compiles the pieces. Plans find their realisers in the
+registry of `dtrans.plan`, so that the packages of plans need not import this package.
 """

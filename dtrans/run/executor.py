@@ -1,9 +1,9 @@
 """`Executor`: runs any program of a job in this process.
 
 A program without communication is compiled and called. A program with communication is cut into
-compiled pieces (`dtrans.run.base.segments`). Between the pieces, the endpoint fabric
-(`dtrans.run.parameter_server.fabric`) executes the communication. It connects to the servers on
-first use.
+compiled pieces (`dtrans.run.base.segments`). Between the pieces,
+`dtrans.run.parameter_server.fabric` executes the communication. The executor connects to servers at
+the first communication.
 
 In nccl2 mode, `dtrans.run.collective.cluster` executes the communication of the startup program. A
 trainer's program is compiled as one function for all trainers, with XLA's collectives.
@@ -50,7 +50,7 @@ T = TypeVar("T")
 # A piece ends after this many bytes of gradients, which are sent while the next piece runs. Smaller
 # pieces compute more slowly.
 GROUP_BYTES = 4 << 20
-# Results of up to this many bytes reach the device by a compiled copy, others by `device_put`.
+# A compiled copy moves results of up to this many bytes to the device, `device_put` larger results.
 COPIED_BYTES = 64 << 10
 
 
@@ -80,9 +80,9 @@ class Executor:
     rows. (`plan.on_cluster()` concatenates the rows of all trainers.)
 
     The end of the `with` block, or `close()`, tells the servers that this trainer has finished. If
-    an exception ends the block, the servers get its text and do not wait for this trainer. Servers
-    know a trainer only after it has run its first program with communication. Before that, they
-    wait for it up to their deadline.
+    an exception ends the block, the servers receive the exception's text and stop waiting for this
+    trainer. A trainer connects when it runs its first program with communication. Until then,
+    servers wait for the trainer, up to their deadline.
 
     Args:
       deadline: seconds that any wait may take. The error names the waiting role, the role that it
@@ -152,8 +152,8 @@ class Executor:
 
         Args:
           program: a program of this process's role.
-          args: its arguments, in the pytrees that it was traced with. Shapes of the batch may
-            differ.
+          args: the program's arguments, as pytrees with the traced structure. Shapes of the batch
+            may differ.
 
         Returns:
           The outputs, in the pytree of the traced function.
@@ -233,7 +233,7 @@ class Executor:
         """
         self._check_complete()
         state = program.args[0]
-        # types suffice in place of the state's arrays, since ids do not depend on the state
+        # pass types instead of the state's arrays, since ids do not depend on the state
         flat = program.flatten(state.unflatten(values_at(program.inputs, state.names)), *batch)
         program = program.specialize_flat(flat)
         if program not in self._batch_rows:
@@ -246,12 +246,12 @@ class Executor:
     ) -> list[Any]:
         """Merge values of all trainers of a synchronous job on a server; return the results.
 
-        All trainers must call it between the same two steps, with the same `ways`.
+        All trainers must call this method between the same two steps, with the same `ways`.
 
         Args:
           endpoint: the server that merges the values.
           number: the index of the round in the step.
-          ways: for each value, how it is merged; see `dtrans.ops.rpc`.
+          ways: for each value, the rule that merges it; see `dtrans.ops.rpc`.
           values: this trainer's values.
         """
         return _put_on_device(self._fabric.exchange(endpoint, number, ways, values))
@@ -276,23 +276,25 @@ class Executor:
         raise ConfigError(f"{table} is not a table of {program.name}; pass one of its tables")
 
     def between_steps(self, what: str, ask: Callable[[TrainerSteps], Operation[T]]) -> T:
-        """Run an operation with the servers between two steps of a trainer.
+        """Send a request to the servers between two steps of a trainer, and wait for the answers.
 
         Args:
-          what: the name of the operation, for errors.
-          ask: starts the operation, for example by `TrainerSteps.save`.
+          what: the name of the request, for errors.
+          ask: starts the request, for example by `TrainerSteps.save`.
 
         Returns:
-          The result of the operation.
+          The result of the request.
         """
         return self._fabric.between(what, ask)
 
     def connect(self, epochs: Epochs | None, epoch: int) -> None:
-        """Connect to the servers of an epoch at the next program; keep compiled programs.
+        """Connect again when the next program runs; keep compiled programs.
+
+        An epoch is the part of a job between two losses of processes.
 
         Args:
           epochs: the job's epochs (`dtrans.protocol.epochs`).
-          epoch: the smallest possible number of the epoch.
+          epoch: the minimum number of the epoch to connect to.
         """
         self._fabric.abandon()
         self._fabric = self._new_fabric(self._new_connections(epochs=epochs, epoch=epoch))
@@ -317,7 +319,7 @@ class Executor:
         """
         is_lost = isinstance(error, LostPeerError) and self.connections.is_in_epoch
         if is_lost or isinstance(error, ReplacedError):
-            # The launcher starts roles again. An error sent to the servers would end the job.
+            # send no error, which would end the job: the launcher starts this role again
             self._fabric.abandon()
         self._fabric.close(error)
 
@@ -330,12 +332,12 @@ class Executor:
 
 
 def _computed(program: Program) -> Rules:
-    """Return the rule that evaluates `trainer_index` in a piece."""
+    """Return the implementation of `trainer_index` that compiled pieces use."""
     return {trainer_index_p: functools.partial(_trainer_index, program)}
 
 
 def _trainer_index(program: Program, *, over: Any) -> list[Any]:
-    """Return the id of the trainer whose program this is."""
+    """Return the id of the trainer that runs `program`."""
     index = next(e.params["trainer_id"] for e in program.eqns if "trainer_id" in e.params)
     return [jnp.int32(index)]
 
@@ -343,7 +345,7 @@ def _trainer_index(program: Program, *, over: Any) -> list[Any]:
 def _put_on_device(values: list[Any]) -> list[Any]:
     """Replace NumPy arrays by JAX arrays, in place.
 
-    One call places all arrays, because one call per array takes as long as a small step.
+    One call moves all arrays, because one call per array takes as long as a small step.
     `device_put` shares the memory, but runs slow Python code for each array. For small arrays, a
     compiled copy is faster.
     """
@@ -352,7 +354,7 @@ def _put_on_device(values: list[Any]) -> list[Any]:
         return values
     arrays = values_at(values, positions)
     if sum(x.nbytes for x in arrays) <= COPIED_BYTES:
-        # users may forbid unintended transfers by a guard, but results must be transferred
+        # allow this transfer, even if the user has set a guard against implicit transfers
         with jax.transfer_guard_host_to_device("allow"):
             placed = _copy(*arrays)
     else:

@@ -1,8 +1,8 @@
-"""Sequential replays: single-device references for modes whose trainers step independently.
+"""Sequential replays: references for modes in which trainers take steps independently.
 
-In a replay, one device takes the steps of all trainers one by one, and merges the results. It is
-written from the definition of the mode, without code of the job. For such a mode, `plan.verify()`
-compares the job with its replay instead of with one single-device step.
+In a replay, one device takes the steps of all trainers one by one, and merges the results. A replay
+implements the definition of the mode, and shares no code with the job. For such a mode,
+`plan.verify()` compares the job with the replay, because no single-device step is equal.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _column(outputs: Sequence[Values], name: str) -> list[Any]:
 
 
 def _replace_jaxpr(step: Program, jaxpr: Any, **options: Any) -> Program:
-    """Return a step with another jaxpr, without the jaxpr's dead equations."""
+    """Return the step with `jaxpr` instead of its own, without dead equations."""
     inner = opened(jaxpr)
     live, _ = live_part(inner, [True] * len(inner.outvars), [True] * len(inner.invars))
     new = closed(live.constvars, constants(jaxpr), live.invars, live.outvars, live.eqns, jaxpr)
@@ -118,9 +118,9 @@ def _part_type(t: Any, parts: int, is_cut: bool) -> jax.ShapeDtypeStruct:
 
 
 def _part(x: Any, trainer: int, turn: int, trainers: int, steps: int) -> Any:
-    """Return the part of a batch array that a trainer uses in one of its steps.
+    """Return the part of a batch array that a trainer uses in its step number `turn`.
 
-    A PRNG key is folded with the trainer's id and the number of the step.
+    For a PRNG key, fold in the trainer's id and the number of the step.
     """
     if x.ndim:
         rows = x.shape[0] // (trainers * steps)
@@ -134,13 +134,13 @@ def _part(x: Any, trainer: int, turn: int, trainers: int, steps: int) -> Any:
 def _merge(
     name: str, values: Sequence[Sequence[Any]], way: str, weights: Sequence[Sequence[Any]]
 ) -> Any:
-    """Merge the values of all steps of all trainers.
+    """Merge one output over all steps of all trainers.
 
     Args:
-      name: the name of the value, for the error.
-      values: for each trainer, the values of its steps.
-      way: the rule that merges them.
-      weights: for each trainer, the weights of its steps in a mean.
+      name: the name of the output, for the error.
+      values: the values of the output, as [trainer][step].
+      way: the merge rule, such as "mean".
+      weights: the weight of each value in a mean, as [trainer][step].
     """
     flat = list(itertools.chain(*values))
     if way == "mean":
@@ -169,13 +169,13 @@ _WAYS: Mapping[str, Callable[[Sequence[Sequence[Any]], list[Any]], Any]] = {
 def replay_turns(plan: PServerPlan, batch: Values, init_args: Sequence[Any] = ()) -> Program:
     """Return a program that takes all turns of an asynchronous job on one device.
 
-    Batch arrays of the program have an additional first dimension, with one entry for each batch of
-    the `RecordedOrder`. The outputs are a dict: the servers' state, the results of all turns, and
-    the trainers' final state.
+    A turn is one step of one trainer. Batch arrays of the program have an additional first
+    dimension, with one entry for each batch of the `RecordedOrder`. The outputs are a dict: the
+    servers' state, the results of all turns, and the trainers' final state.
 
     Args:
       plan: the plan.
-      batch: types of one batch's arrays, by name. With GEO-SGD it is the batch of one trainer.
+      batch: types of one batch's arrays, by name. With GEO-SGD, one trainer reads this batch.
       init_args: arguments of the init. With GEO-SGD, the init computes the optimizer state of a row
         that a trainer looks up for the first time.
     """
@@ -217,7 +217,7 @@ def replay_turns(plan: PServerPlan, batch: Values, init_args: Sequence[Any] = ()
 
 
 class LazyRows:
-    """Definition of a lazy update: a step changes only the table rows that it looks up.
+    """Reference for lazy updates: a step changes only the table rows that it looks up.
 
     Rows of the table's optimizer state change only together with the same rows of the table.
 
@@ -291,7 +291,7 @@ class LazyRows:
 
 
 def _select_rows(mask: Any, new: Any, old: Any) -> Any:
-    """Return rows of `new` under the mask, and rows of `old` elsewhere."""
+    """Return rows of `new` where the mask is True, and rows of `old` elsewhere."""
     return jnp.where(mask.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
 
@@ -305,7 +305,7 @@ def lazy_tables(plan: PServerPlan) -> dict[str, Table]:
 
 
 def replay_lazy(plan: PServerPlan, batch: Sequence[Any]) -> Program | None:
-    """Return the single-device step with lazy updates of tables; None if no table has one.
+    """Return the single-device step with lazy updates of tables; None if no table needs them.
 
     Args:
       plan: the plan.
@@ -328,7 +328,7 @@ def replay_lazy(plan: PServerPlan, batch: Sequence[Any]) -> Program | None:
 
 
 class _ReplayedDevice:
-    """Single device that simulates the servers and trainers in turn.
+    """Single device that simulates all servers and trainers, one after the other.
 
     Args:
       plan: the plan.
@@ -367,9 +367,9 @@ class _ReplayedDevice:
         raise NotImplementedError
 
     def cached_rows(self, trainer: int) -> dict[str, Any]:
-        """Return the tables and row states that a trainer caches, by name; here it is empty.
+        """Return a trainer's copies of tables and of their optimizer state, by name.
 
-        Rows that the trainer does not cache have fixed values.
+        Only GEO-SGD has such copies, so here the dict is empty.
         """
         return {}
 
@@ -381,7 +381,7 @@ class _ReplayedDevice:
         return state | self.rest
 
     def final_trainers(self) -> dict[str, Any]:
-        """Return the trainers' arrays that `final_state` lacks, as `trainer 1/NAME`."""
+        """Return the arrays of trainers that `final_state` omits, by "trainer 1/NAME"."""
         found = {}
         for k, arrays in enumerate(self.trainers):
             rows = self.cached_rows(k)
@@ -443,8 +443,8 @@ class _AsyncDevice(_ReplayedDevice):
         for n, g in zip(self._halves.gradients, grads, strict=True):
             compensated[n] = self._compensate(n, g, inputs[n])
 
-        # In the first turn the gradient is not stale, so the step's own outputs are used. In later
-        # turns the optimizer half is run with the newest parameters.
+        # In the first turn the gradient is not stale, so use the outputs of the step. In later
+        # turns, run the optimizer half with the newest parameters.
         if not self._is_first:
             half = self._halves.optimize
             known = {**inputs, **state}
@@ -487,11 +487,11 @@ class _AsyncDevice(_ReplayedDevice):
 class _GeoDevice(_ReplayedDevice):
     """Replay of GEO-SGD: trainers train locally, and push their changes every few steps.
 
-    A push is (local - old) / trainers, where `old` is the last value that the trainer and the
-    servers had in common. The answer is applied after the next step: local + (server - old).
+    A push is (local - old) / trainers. `old` is the last value that was equal on the trainer and
+    the servers. After the next step, the trainer applies the answer: local + (server - old).
 
-    For a table, this is done for each row. A trainer caches the rows that its steps have looked up.
-    At its first lookup, a row has the servers' value and its initial optimizer state. A push
+    For a table, each row is pushed separately. A trainer caches the rows that its steps have looked
+    up. At the first lookup, a row gets the servers' value and the initial optimizer state. A push
     contains the rows that were looked up since the last push. The answer contains the cached rows
     that other trainers have pushed since the last answer.
 
@@ -509,7 +509,7 @@ class _GeoDevice(_ReplayedDevice):
 
     def begin(self, state: Values) -> None:
         super().begin(state)
-        # the init is traced with the turns, so that both are rounded in the same way
+        # trace the init together with the turns, so that XLA rounds both in the same way
         first = evaluate(self.plan.startup.jaxpr, *self._init_args) if self.tables else ()
         self._init = dict(zip(self.plan.startup.out_names, first, strict=bool(first)))
         self._old = [dict(self.servers) for _ in self.trainers]
@@ -562,9 +562,9 @@ class _GeoDevice(_ReplayedDevice):
         return omit(outs, self.trainers[k])
 
     def cached_rows(self, trainer: int) -> dict[str, Any]:
-        """Return the tables and row states of a trainer, by name.
+        """Return a trainer's copies of tables and of their optimizer state, by name.
 
-        Rows that the trainer does not cache are zero, and have the initial state.
+        For rows that the trainer does not cache, the table is zero, and the state is initial.
         """
         found = {}
         for table, t in self.tables.items():
@@ -589,7 +589,7 @@ class _GeoDevice(_ReplayedDevice):
                 local[n] = _select_rows(rows, self._init[n], local[n])
 
     def _mark_pushed(self, trainer: int) -> None:
-        """Mark the rows of a push as stale on other trainers; store the rows of the answer."""
+        """Mark the pushed rows as stale on other trainers; store which rows the answer has."""
         for n, rows in self._unpushed[trainer].items():
             for k in range(self.plan.trainers):
                 if k != trainer:

@@ -1,6 +1,7 @@
-"""Job of one process with parameter servers: a trainer's job or a server's job.
+"""Job of one process that is a trainer or a parameter server.
 
-Environment variables name the role (`dtrans.Role.from_env`). `dtrans.Executor` runs its programs.
+Environment variables name the role (`dtrans.Role.from_env`). `dtrans.Executor` runs the role's
+programs.
 """
 
 from __future__ import annotations
@@ -164,11 +165,12 @@ class TrainerJob(RoleJob):
         self._executor.connect(self._epochs, epoch)
 
     def _init_again(self) -> Any:
-        """Return the parameters that the servers have now, and all other leaves of that step."""
+        """Return the parameters with which this trainer continues after the loss of a process."""
         if self._init_args is None:
             raise StateError(
-                "a process was lost, and all roles go back to a cut, but this trainer's state is "
-                "not from job.init(...); create it by job.init, which receives the servers' state"
+                "a process was lost, and all roles go back to an earlier step, but this trainer's "
+                "state is not from job.init(...); create it by job.init, which receives the "
+                "servers' state"
             )
         params = self._cuts.keep_constants(self.init(*self._init_args)[0])
         self._requests.drop_save(self._step_count)
@@ -200,7 +202,8 @@ class TrainerJob(RoleJob):
           batch: this trainer's part of each batch argument, from `shard_batch`.
 
         Raises:
-          Rewound: in a job with cuts, a process was lost. `steps` handles it.
+          Rewound: a process was lost, and the job goes back to an earlier step. `steps` handles
+            this error.
         """
         self.check(state)
         self.check_return()
@@ -214,8 +217,9 @@ class TrainerJob(RoleJob):
             raise self._return.end(self._step_count) from None
         if self._init_args is None and self._executor.connections.is_in_epoch:
             raise StateError(
-                "the servers write cuts, but this trainer's state is not from job.init(...), which "
-                "receives the servers' state; after a loss it would be of another step"
+                "job.serve(cuts=...) lets this job continue after the loss of a process, but this "
+                "trainer's state is not from job.init(...); create it by job.init, which receives "
+                "the servers' state"
             )
         self._step_count += 1
         return (tuple(outputs[: len(state)]), *outputs[len(state) :])
@@ -223,12 +227,13 @@ class TrainerJob(RoleJob):
     def prefetch(self, *batch: Any) -> bool:
         """Request the table rows that a later step looks up, without waiting for them.
 
-        Call it with the next batch before `step` with the current batch: the rows arrive while the
-        step computes. A second call before that step is for the step after the next one, and so on.
+        Call this method with the next batch, then `step` with the current batch. The rows arrive
+        while the step computes. A second call before that `step` is for the step after the next
+        one, and so on.
 
-        If an update changes rows after they were sent, servers send them again, so results are
-        bitwise equal to those without prefetching. `dtrans.Rows(staleness=)` relaxes this. If a
-        step looks up rows that were not announced, it requests them itself.
+        If an update changes rows after servers sent them, servers send these rows again. So results
+        are bitwise equal to results without prefetching. `dtrans.Rows(staleness=)` allows older
+        rows. A step requests all rows that were not announced.
 
         Args:
           batch: this trainer's part of the arguments of `step` after the state.
@@ -274,7 +279,7 @@ class TrainerJob(RoleJob):
         return self._executor.look_up(program, table, ids)
 
     def save(self, name: str, *, wait: bool = True) -> None:
-        """Save a checkpoint on the servers while the job runs. Each server writes its piece.
+        """Save a checkpoint on the servers while the job runs. Each server writes its blocks.
 
         Servers take a snapshot, and write it during the next steps. The snapshot is the state after
         this trainer's last step. With synchronous trainers, it includes that step of all trainers.
@@ -285,7 +290,7 @@ class TrainerJob(RoleJob):
         several trainers call it with the same name after the same step, one checkpoint is written.
 
         Args:
-          name: the name of the checkpoint: `300`.
+          name: the name of the checkpoint, such as "300".
           wait: True to return when the checkpoint is written. With False, steps can continue while
             it is written. The next `save`, or the end of the job, then waits for it and raises its
             error.
@@ -317,7 +322,7 @@ class TrainerJob(RoleJob):
             raise lost
 
     def params(self, state: tuple[Any, ...]) -> Any:
-        """Return the parameters. All rows of tables are looked up on the servers.
+        """Return the parameters, including all rows of tables, which the servers send.
 
         Raises:
           StateError: the tables do not fit into memory.
@@ -366,7 +371,7 @@ class TrainerJob(RoleJob):
     def lower(self, state: tuple[Any, ...], *batch: Any) -> LoweredStep:
         """Return the functions that `step` compiles.
 
-        The method takes a real step with the servers, so all trainers must call it together.
+        The method takes a step with the servers, so all trainers must call it together.
         """
         with recording() as parts:
             self.step(state, *batch)
@@ -374,7 +379,7 @@ class TrainerJob(RoleJob):
 
 
 def _memory_bytes() -> int:
-    """Return the bytes that this process may use: the machine's memory, or the process's limit."""
+    """Return the bytes of memory that this process may use: the machine's, or a lower limit."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return machine if limit == resource.RLIM_INFINITY else min(machine, limit)
@@ -437,11 +442,11 @@ class ServerJob(RoleJob):
           init: the arguments of `init`, if the state comes from a checkpoint. Then table rows with
             their initial values need no memory, and other rows can be evicted
             (`job.tables.evict`).
-          cuts: number of steps between two cuts, from which the job continues after the loss of a
-            process. Servers write them if `dtrans launch --restarts` started the job. A new cut
-            waits until the previous one is written. With `cuts`, the job counts its steps from the
-            number of the restored checkpoint. An asynchronous server counts the steps of all
-            trainers.
+          cuts: the number of steps after which servers copy their state to disk (a cut). After the
+            loss of a process, the job continues from the last cut. Servers write cuts if `dtrans
+            launch --restarts` started the job. A new cut waits until the previous one is written.
+            With `cuts`, the job counts its steps from the number of the restored checkpoint. An
+            asynchronous server counts the steps of all trainers.
 
         Steps are counted from the last `job.save` whose name is a number. Without one, they are
         counted from the number of the restored checkpoint, or from 0.
@@ -450,9 +455,9 @@ class ServerJob(RoleJob):
           The final state, for `dtrans.checkpoint.save`.
 
         Raises:
-          ConfigError: on_failure="save" without a folder, or with a plan that does not support
-            checkpoints; or `checkpoints` is set, and orbax is not installed. Also raised for
-            `cuts` with a plan whose state cuts cannot contain.
+          ConfigError: on_failure="save" has no folder, or the plan does not support checkpoints.
+            `checkpoints` is set, but orbax is not installed. Or `cuts` is set, but the plan has
+            state that cuts cannot contain.
           DeadlineError, PeerError: the job has failed.
         """
         self._check_open()
@@ -483,7 +488,7 @@ class ServerJob(RoleJob):
 
     @property
     def _number_of_restored(self) -> int:
-        """The number of the restored checkpoint; 0 without one, or if its name is no number."""
+        """The number that names the restored checkpoint; 0 without a checkpoint or a number."""
         if self.restored is not None and self.restored.name.isdecimal():
             return int(self.restored.name)
         return 0
@@ -491,7 +496,7 @@ class ServerJob(RoleJob):
     def _checkpoints(
         self, folder: Path, on_failure: str | None, first_step: int
     ) -> tuple[Keep, KeepLast | None]:
-        """Return the functions that save the state when trainers request it, and at a failure."""
+        """Return two functions that save the state: on a trainer's request, and after a failure."""
         load_orbax()
         endpoint = self.role.current_endpoint
         checkpoints = ServerCheckpoints(folder, self.plan, endpoint, first_step)

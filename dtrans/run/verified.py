@@ -92,9 +92,9 @@ def _batch_types(plan: Plan, batch: Sequence[Any]) -> list[Any]:
 
 @realises(PServerPlan, "verify")
 def trace_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
-    """Trace the step of a job of parameter servers.
+    """Trace the step of a job with parameter servers.
 
-    A synchronous job is simulated. The roles of an asynchronous job take turns in a fixed order.
+    A synchronous job is simulated. In an asynchronous job, trainers take turns in a fixed order.
     """
     tables = plan.tables.of
     rows = min((t.lookups.rows for t in tables.values()), default=0)
@@ -130,10 +130,7 @@ def trace_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
 
 
 def unmerged(plan: PServerPlan) -> tuple[str, ...]:
-    """Describe the behaviour of the job that the trace leaves out; empty if there is none.
-
-    A communicator may merge the gradients of several steps.
-    """
+    """Return a remark if the job merges the gradients of several steps, which the trace omits."""
     mode = plan.options.mode
     if not isinstance(mode, Async) or mode.communicator is None:
         return ()
@@ -191,10 +188,10 @@ def trace_step(
 
 
 def _with_equal_parts(traced: TracedStep, plan: Any) -> TracedStep:
-    """Request a batch of equal parts if the step has reductions over one part (`dtrans.local`).
+    """Set `equal_parts` if the step has reductions over one part of the batch (`dtrans.local`).
 
-    On one device, the reduction is over the full batch. Its result is the same only if all parts
-    have the same rows. `verify` makes such a batch from `equal_parts`.
+    On one device, such a reduction is over the full batch. The results agree only if all parts have
+    the same rows. `verify` creates such a batch if `equal_parts` is set.
     """
     shared = plan.shared
     if shared is None or not shared.part.local:
@@ -208,14 +205,14 @@ def _with_equal_parts(traced: TracedStep, plan: Any) -> TracedStep:
 
 
 def _trace_init(job: Job | OrderedJob) -> Any:
-    """Trace the init of a job: its roles' startup programs, and the placement of their outputs."""
+    """Trace the init of a job: all startup programs, and the placement of their outputs."""
     startup: Program = job.plan.startup
     types = [spec.unflatten_named(startup.inputs) for spec in startup.args]
     return jax.make_jaxpr(lambda *args: job.init(*args))(*types)
 
 
 def _full(t: Any, value: Any) -> Any:
-    """Return an array of a type, filled with a value, or PRNG keys."""
+    """Return an array of type `t` filled with `value`; for PRNG keys, an array of keys."""
     if jnp.issubdtype(t.dtype, jax.dtypes.prng_key):
         return jax.random.split(jax.random.key(0), t.shape) if t.shape else jax.random.key(0)
     return jnp.asarray(np.full(t.shape, value, np.dtype(t.dtype)))

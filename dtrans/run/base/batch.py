@@ -1,7 +1,7 @@
-"""Batches that trainers share: checks of their arrays, the share of each array, and padding.
+"""Batches that are divided among trainers: checks of their arrays, and padding.
 
-The `Share` of an array is the dimension that is split over the trainers, or "replicated", or "key".
-All split arrays of a batch have the same number of rows.
+The `Share` of an array says how it is divided. It is the dimension that is split over the trainers,
+or "replicated", or "key". All split arrays of a batch have the same number of rows.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _check_type(name: str, x: Any, traced: Any) -> None:
 
 
 def on_one_device(x: Any) -> Any:
-    """Move an array of a mesh, or of another device, to the first local device."""
+    """Move an array from a mesh or another device to the first local device."""
     if not isinstance(x, jax.Array) or is_traced(x) or not x.committed:
         return x
     one = jax.local_devices()[0]
@@ -90,7 +90,7 @@ def shared_batch(
     unsplit: Collection[str],
     unsplit_option: str,
 ) -> list[tuple[Any, Share]]:
-    """Pair each array of a batch with its share.
+    """Return pairs (array, share). The share is the split dimension, "replicated" or "key".
 
     Args:
       names: names of the arrays.
@@ -125,13 +125,13 @@ def check_rows(
     uneven: bool = False,
     noun: str = "trainer",
 ) -> None:
-    """Check that all split arrays have the same number of rows, and that it can be split evenly.
+    """Check that all split arrays have the same number of rows, a multiple of `trainers`.
 
     Args:
       counts: number of rows of each array, by name.
       unsplit_option: the user's option with the names of unsplit arrays, for errors.
       who: name of this process's trainers in errors; "" for the default, "N trainers".
-      uneven: True to accept rows that cannot be split evenly.
+      uneven: True to accept a number of rows that is not a multiple.
       noun: the strategy's word for a trainer, for errors.
 
     Raises:
@@ -155,7 +155,7 @@ def check_rows(
 
 
 def share_of(name: str, x: Any, trainers: int, unsplit: Collection[str]) -> Share:
-    """Return the share of a batch array.
+    """Return how a batch array is divided: the dimension 0, "replicated", or "key".
 
     An array is split on dimension 0 if it has dimensions, and `unsplit` does not name it.
     """
@@ -170,17 +170,17 @@ def share_of(name: str, x: Any, trainers: int, unsplit: Collection[str]) -> Shar
 
 
 def pad_for_trainers(x: Any, axis: int, trainers: int) -> Any:
-    """Pad a dimension to a multiple of the number of trainers.
+    """Pad dimension `axis` to a multiple of the number of trainers.
 
-    The step must not use the padding.
+    The step must ignore the padding.
     """
     return pad_rows(x, axis, -(-x.shape[axis] // trainers) * trainers)
 
 
 def pad_rows(x: Any, axis: int, count: int) -> Any:
-    """Pad a dimension to `count` rows: with copies of the last row, or zeros if there is none.
+    """Pad dimension `axis` to `count` rows with copies of the last row (zeros without a row).
 
-    Copies keep padding finite: a row of zeros may be a division by zero in the loss.
+    A row of zeros could cause a division by zero in the loss. A copy of a row does not.
     """
     rows = x.shape[axis]
     if not rows:
@@ -248,7 +248,7 @@ def uneven_rows(
 
 
 def part_types(arrays: Sequence[tuple[Any, Share]], trainers: int) -> list[jax.ShapeDtypeStruct]:
-    """Return the types of one trainer's part of a batch, padding included."""
+    """Return the types of one trainer's part of a batch, including padding."""
     return [resize(x, share, lambda rows: -(-rows // trainers)) for x, share in arrays]
 
 

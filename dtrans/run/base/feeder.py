@@ -1,11 +1,11 @@
-"""Batches loaded ahead of the steps, in one thread.
+"""Loading of the next batches in a thread, while a step runs.
 
     with dtrans.feed(loader, job) as batches:
         for x, y in batches:
             state, loss = job.step(state, x, y)
 
 `loader` yields global batches. It may be any iterator of NumPy arrays: a grain loader,
-`tf.data.Dataset.as_numpy_iterator()`, or a generator. Each process cuts out its own part
+`tf.data.Dataset.as_numpy_iterator()`, or a generator. Each process cuts its part out of a batch
 (`job.shard_batch`). On a mesh, `feed` copies batches to the devices where steps read them.
 
 To go back to an earlier batch, the thread ends, and another thread starts there. The sources of
@@ -151,11 +151,11 @@ class Feed(Iterator[Any]):
 
 @contextlib.contextmanager
 def feed(batches: Iterable[Any] | Callable[[int], Any], job: Job, ahead: int = 2) -> Iterator[Feed]:
-    """Load batches in a thread, ahead of the steps that read them.
+    """Load batches in a thread, before steps read them.
 
     When the `with` block ends, `feed` drops batches that no step has read, and waits for the
-    thread. The thread ends after the iterator returns its current batch. If the iterator raises an
-    error, the loop over the loaded batches raises it.
+    thread. The thread ends after the iterator returns its current batch. An error in the iterator
+    is raised by the loop over the loaded batches.
 
     In a job with cuts, pass the result to `job.steps` with `stop`. After the loss of a process,
     `feed` goes back to the batch of the cut. This works with a function of the step number, and
@@ -172,7 +172,7 @@ def feed(batches: Iterable[Any] | Callable[[int], Any], job: Job, ahead: int = 2
       batches: iterator of global batches, or a function that returns the batch of a step number. A
         batch is the argument of `job.step` after the state, or a tuple of such arguments.
       job: the job whose steps read the batches.
-      ahead: largest number of loaded batches that wait for a step.
+      ahead: the maximum number of loaded batches that wait for a step.
 
     Yields:
       An iterator of this process's parts of the batches: arguments, or tuples of arguments. Its

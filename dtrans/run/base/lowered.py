@@ -1,4 +1,4 @@
-"""Compiled functions of a step: a record for `job.lower`, and a cache of equal functions."""
+"""Compiled functions of a step: a record of them for `job.lower`, and a cache."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ _recorded: dict[str, Any] | None = None
 
 @contextlib.contextmanager
 def recording() -> Iterator[dict[str, Any]]:
-    """Record calls of `call_recorded` in this block; yield a dict: name -> lowered function."""
+    """Record the functions that `call_recorded` calls in this block.
+
+    Yields:
+      A dict to which each call adds its lowered function, by name.
+    """
     global _recorded
     _recorded = {}
     try:
@@ -42,10 +46,10 @@ def recording() -> Iterator[dict[str, Any]]:
 
 
 def call_recorded(name: Callable[[], str], jitted: Callable[..., Any], *args: Any) -> Any:
-    """Call a compiled function; inside `recording`, lower it as well.
+    """Call a jitted function; inside a `recording` block, also record its lowered form.
 
     Args:
-      name: function that returns the name for the record; called only inside `recording`.
+      name: function that returns the name for the record. It is called only inside `recording`.
     """
     if _recorded is not None and hasattr(jitted, "lower"):
         _recorded.setdefault(name(), jitted.lower(*args))

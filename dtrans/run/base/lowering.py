@@ -1,4 +1,4 @@
-"""Program as a function, for one trainer on a named axis, with JAX's collectives over the axis."""
+"""Conversion of a program to the function that one trainer on a named axis runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dtrans.run.base.segments import Rules, interpret
 def per_trainer(
     program: Program, rules: Callable[[], Rules] = lambda: OVER_AXIS
 ) -> Callable[..., list[Any]]:
-    """Return the function of flat arrays that one trainer on a named axis runs.
+    """Return a program as the function of flat arrays that one trainer on a named axis runs.
 
     Args:
-      rules: function that returns the rules of communication for one trace. By default these are
-        JAX's collectives over the axis.
+      rules: function that returns the implementation of each communication primitive, for one
+        trace. By default these are JAX's collectives over the axis.
     """
     inner = program.inner
     constants = dict(zip(inner.constvars, program.jaxpr.consts, strict=True))

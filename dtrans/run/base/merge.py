@@ -14,16 +14,16 @@ from dtrans.ir.array_fns import in_one
 class Merge:
     """Rule that merges the results of all trainers.
 
-    There are six ways to merge results, which are stacked on a leading dimension:
+    The input stacks the results of all trainers on a leading dimension. `way` is one of:
 
-        "mean", "sum"   over trainers
-        "same"          all trainers have one value, which is the result
-        "concat"        rows of the batch, which are concatenated along `axis`
-        "joined"        rows of the batch that were concatenated before, so there is no stack
-        "each"          the stack itself
+        "mean", "sum"   reduces over trainers
+        "same"          takes one value, because all trainers have the same
+        "concat"        concatenates rows of the batch along `axis`
+        "joined"        the input is not a stack, but already the concatenated rows
+        "each"          returns the stack unchanged
 
     Attributes:
-      way: one of the six ways.
+      way: the rule, one of the above.
       axis: dimension of the rows.
       rows: number of rows that are not padding; None if there is no padding.
 
@@ -37,7 +37,7 @@ class Merge:
     rows: int | None = None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Merge results of all trainers, stacked on a leading dimension unless "joined"."""
+        """Merge the results of all trainers."""
         if self.way in ("concat", "joined"):
             if self.way == "concat":
                 x = in_one(x, self.axis)

@@ -1,16 +1,16 @@
-"""Gradients with infinities or NaNs, found on the trainer that computed them.
+"""Check for infinities and NaNs in gradients, on the trainer that computed them.
 
 Realisers have the option `on_nonfinite`: "ignore", "warn" or "error". With "warn" and "error", each
-trainer checks its gradients before it reduces or sends them: after a reduction, all trainers would
-have the NaN, and nobody could tell which trainer computed it.
+trainer checks its gradients before it reduces or sends them. After a reduction, all trainers would
+have the NaN, and no error could name the trainer that computed it.
 
 With collectives, the compiled step checks each bucket before its first reduction. If a gradient is
 not finite, a host callback records this, and the step continues. A later step, or a read of the
 state, raises the error. Loops that scatter gradients layer by layer (`dtrans.sharding`) check each
 layer.
 
-With parameter servers, trainers check gradients before they send them, so that no server receives
-them.
+With parameter servers, trainers check gradients before they send them. So servers receive only
+finite gradients.
 
 Source: FLAGS_check_nan_inf of Paddle, which checks the outputs of every operator.
 """
@@ -42,7 +42,7 @@ class NonfiniteCheck:
       reaction: "ignore", "warn" or "error".
 
     Raises:
-      ConfigError: `reaction` has another value.
+      ConfigError: `reaction` is none of these values.
     """
 
     def __init__(self, reaction: str = "ignore") -> None:
@@ -59,7 +59,7 @@ class NonfiniteCheck:
         """React to gradients that are not finite: warn, or record them for `check`.
 
         Args:
-          trainer: the trainer that computed the gradients; None if `names` say it.
+          trainer: the trainer that computed the gradients. None if `names` contain the trainer.
           names: names of the gradients.
         """
         owner = "" if trainer is None else f" of trainer {trainer}"
@@ -107,14 +107,14 @@ class NonfiniteCheck:
     def rules(
         self, rules: Rules, buckets: Mapping[str, Sequence[str]], over: Sequence[str]
     ) -> Rules:
-        """Return rules of communication that also check the operands of reductions.
+        """Return implementations of collectives that also check the operands of reductions.
 
-        Use the result for one trace only.
+        Use the result for only one trace.
 
         Args:
-          rules: rules of all communication.
-          buckets: name of a reduction of gradients -> its leaves. In a hierarchy, the reductions
-            inside nodes and between nodes have one name, and only the first is checked.
+          rules: the implementation of each communication primitive.
+          buckets: the leaves of each reduction of gradients, by the name of the reduction. A
+            hierarchical sum has several reductions with one name, and only the first is checked.
           over: the axes of the trainers.
         """
         if not self.enabled:
@@ -142,12 +142,12 @@ class NonfiniteCheck:
         floats = [x for x in xs if jnp.issubdtype(x.dtype, jnp.inexact)]
         if not floats:
             return
-        # the error names all leaves of an array that packs several
+        # if an array packs several leaves, the error names all of them
         names = list(leaves)
         if not len(leaves) == len(xs) == len(floats):
             names = [", ".join(leaves)] * len(floats)
-        # Check sums first: a sum reads each element once, at memory bandwidth. A sum of finite
-        # elements may overflow, so a branch, which is seldom taken, checks each element.
+        # Check sums first, because a sum reads each element only once, at memory bandwidth. A sum
+        # of finite elements may overflow. So if a sum is not finite, a branch checks each element.
         fine = jnp.stack([jnp.isfinite(x.sum()) for x in floats]).all()
         index = jax.lax.axis_index(tuple(over)) if over else jnp.int32(0)
         jax.lax.cond(fine, _ignore, functools.partial(self._call, names), index, *floats)
@@ -170,6 +170,6 @@ def all_finite(x: np.ndarray) -> bool:
     """Return True if no element is an infinity or a NaN."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return True
-    # the sum is faster to check, but may overflow: then check each element
+    # the sum is faster to check, but may overflow, so check each element if it is not finite
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(x.sum())) or bool(np.isfinite(x).all())

@@ -1,8 +1,8 @@
 """Differences between platforms that affect plans and compiler options.
 
-On CPUs, XLA does not overlap an all-gather with computation, and its rewrite of divisions can be
-disabled (`stable_bits_options`). A difference that affects one collective is in the module of this
-collective in `dtrans.ops`.
+On CPUs, XLA does not overlap an all-gather with computation, and an option disables XLA's rewrite
+of divisions (`stable_bits_options`). If a difference affects only one collective, the collective's
+module in `dtrans.ops` describes it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dtrans.zero.plan import ShardingPlan
 
 
 def resolve_for_platform(plan: CollectivePlan, platform: str = "") -> CollectivePlan:
-    """Return the plan with defaults for a platform, where the user left options unset.
+    """Return the plan with a platform's defaults for options that the user left unset.
 
-    On CPUs, loops of stage 3 do not prefetch: since all-gathers do not overlap with computation, a
-    prefetch would only cost the memory of a layer.
+    On CPUs, loops of stage 3 do not prefetch, because all-gathers do not overlap with computation.
+    A prefetch would only cost the memory of a layer.
 
     Args:
       platform: JAX's name of the platform: "cpu", "gpu", "tpu".
@@ -35,12 +35,12 @@ def resolve_for_platform(plan: CollectivePlan, platform: str = "") -> Collective
 
 
 def stable_bits_options() -> dict[str, str] | None:
-    """Return compiler options with which an equation has the same bits in every program.
+    """Return compiler options that make an equation's result bitwise equal in every program.
 
-    XLA's algebraic simplifier rewrites `x / s` to `x * (1 / s)` if only one equation reads `s`. So
-    Adam on a server with one block would differ from Adam on a server with two blocks, which both
-    read the bias correction. These options disable the pass on CPUs, where an optimizer is no
-    slower without it.
+    XLA's algebraic simplifier rewrites `x / s` to `x * (1 / s)` if only one equation reads `s`. On
+    a server with one block, one equation reads Adam's bias correction, and with two blocks two do.
+    So the two servers would round differently. On CPUs, the options disable the simplifier, without
+    which an optimizer is no slower.
 
     Returns:
       Options for `jax.jit(compiler_options=...)`; None on other platforms.

@@ -1,15 +1,15 @@
-"""Programs that communicate, cut into compiled pieces with communication between them.
+"""Division of a program into compiled pieces, with communication between them.
 
 The equations between two communications become one jitted function, a *piece*. A `send` has no
-result, so the send may wait: it is moved behind later computation, until `group_bytes` of gradients
-are ready. So pieces are few and large, and blocks that are ready together are sent together. All
+result, so it can wait: it moves behind later computation, until `group_bytes` of gradients are
+ready. So pieces are few and large, and gradients that are ready together are sent together. All
 other communication stays in its place.
 
 JAX dispatches pieces asynchronously. The sends of a piece come after the dispatch of the next
 piece, so that the device computes while gradients are sent.
 
-A *fabric* carries out communication. Its values may be device arrays; then pieces compute
-`split_byref` and `concat` by rules that the fabric passes.
+A *fabric* is an object that executes the communication. If its values are device arrays, pieces
+also compute the primitives `split_byref` and `concat`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _split_rows(x: jax.Array, *, sections: Sequence[int]) -> list[jax.Array]:
     return blocks
 
 
-# rules for fabrics whose values are device arrays: pieces compute split_byref and concat
+# implementations of split_byref and concat in pieces, for fabrics whose values are device arrays
 COMPUTED: Rules = {
     split_byref_p: _split_rows,
     concat_p: lambda *blocks, axis: [jnp.concatenate(blocks, axis)],
@@ -71,7 +71,7 @@ class Compute:
       fn: the function, from the values of `reads` to the values of `makes`.
       reads: variables that the equations read but do not define.
       makes: variables that the equations define, and that later steps or the caller read.
-      rules: the communication primitives that the function computes by a rule.
+      rules: the communication primitives that the function computes.
     """
 
     fn: Callable[..., Sequence[Any]]
@@ -87,7 +87,7 @@ class Compute:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Carry:
-    """Equation that the fabric carries out."""
+    """Equation that the fabric executes between two pieces."""
 
     eqn: JaxprEqn
 
@@ -99,7 +99,7 @@ class Segments:
     Attributes:
       program: the program.
       steps: computation and communication, in the order of execution.
-      dropped: one entry for each step: the variables that no later step reads.
+      dropped: for each step, the variables that no later step reads.
     """
 
     program: Program
@@ -111,14 +111,14 @@ class Segments:
         args: Sequence[Any],
         compute: Callable[[Compute, Sequence[Any]], Sequence[Any]] | None = None,
     ) -> Generator[tuple[JaxprEqn, list[Any]], Sequence[Any], list[Any]]:
-        """Run the program; the caller of this generator carries out the communication.
+        """Run the program; the caller of this generator executes the communication.
 
         Args:
           args: arrays of the program's inputs.
           compute: runs one piece; by default a call of its jitted function.
 
         Yields:
-          Pairs (equation to carry out, operands). The caller sends the results to the generator.
+          Pairs (equation to execute, operands). The caller sends the results to the generator.
 
         Returns:
           The program's outputs.
@@ -157,13 +157,13 @@ def cut_program(
     carried: Collection[Primitive] = (),
     group_bytes: float = float("inf"),
 ) -> Segments:
-    """Cut a program into pieces.
+    """Cut a program into compiled pieces and communication.
 
     Args:
-      computed: rules for communication primitives that pieces compute.
-      carried: primitives that the fabric carries out although they do not communicate.
-      group_bytes: gradients are sent when this number of bytes is ready. By default they are sent
-        before the next communication that is no send, or at the end.
+      computed: implementations of the communication primitives that pieces compute.
+      carried: other primitives that the fabric executes.
+      group_bytes: the number of bytes of gradients that are sent together. By default, gradients
+        are sent before the next communication that is not a send, or at the end.
     """
     rules = computed or {}
     order = _order_steps(program, rules, carried, group_bytes)
@@ -235,11 +235,15 @@ def _compile_piece(
     outs: set[Var],
     rules: Rules,
 ) -> Compute:
-    """Return the equations of a piece, which is step `index`, as one function.
+    """Return the equations of a piece as one function.
 
     Args:
+      jaxpr: the jaxpr of the program.
+      eqns: the equations of the piece.
+      index: the index of the piece among the steps.
       last: maps each variable to the index of the last step that reads it.
       outs: the program's outputs.
+      rules: implementations of the communication primitives that the piece computes.
     """
     values = dict(zip(opened(jaxpr).constvars, jaxpr.consts, strict=True))
     defined: set[Var] = set(values)
@@ -264,12 +268,14 @@ def _compile_piece(
 def interpret(
     eqns: Sequence[JaxprEqn], env: dict[Var, Any], outs: Sequence[Atom], rules: Rules
 ) -> list[Any]:
-    """Evaluate equations one after the other, with a rule for each communication primitive.
+    """Evaluate equations one after the other; `rules` implements communication primitives.
 
     Args:
+      eqns: the equations.
       env: maps each variable that the equations read to its value. The function adds the values
         that the equations compute.
       outs: the outputs.
+      rules: the implementation of each communication primitive.
 
     Returns:
       The values of `outs`.
@@ -296,7 +302,7 @@ def interpret(
 
 
 def _retrace_bodies(eqn: JaxprEqn, rules: Rules) -> dict[str, Any]:
-    """Return the parameters of an equation, with its bodies traced again under the rules."""
+    """Return the parameters of an equation; trace its bodies again with `rules`."""
 
     def retrace(body: Any) -> Any:
         inner = opened(body)

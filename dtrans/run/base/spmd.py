@@ -1,4 +1,4 @@
-"""One trainer's program mapped over all trainers: on a mesh, or on one device.
+"""Mapping of one trainer's program over all trainers, on a mesh or on one device.
 
     on_mesh         by `jax.shard_map`: each trainer is a device
     on_one_device   by `jax.vmap`, one call for each axis: one device simulates all trainers
@@ -31,7 +31,7 @@ Axes = Sequence[tuple[str, int]]  # pairs (name, size), the outermost axis first
 class AxisSharding:
     """Sharding of a value over named axes.
 
-    Along an axis that no attribute contains, the value is replicated: all trainers must compute the
+    Along an axis that is in no attribute, the value is replicated, so all trainers must compute the
     same value.
 
     Attributes:
@@ -65,9 +65,7 @@ class AxisSharding:
         return frozenset(self.stacked).union(*(names for _, names in self.cut))
 
     def cut_along(self, dim: int | None, *axes: str) -> AxisSharding:
-        """Return a sharding in which these axes shard dimension `dim`.
-
-        If they have sharded another dimension, that dimension is no longer sharded.
+        """Return a sharding in which `axes` shard dimension `dim`, and no other dimension.
 
         Args:
           dim: the dimension; None to return the sharding unchanged.
@@ -99,7 +97,7 @@ def on_mesh(
 
     Args:
       fn: function of flat arrays, with collectives over the axes of the mesh.
-      ins, outs: shardings of its operands and results.
+      ins, outs: shardings of the function's operands and results.
       gathered: indices of results to all-gather, so that every device has the full result.
 
     Returns:
@@ -124,7 +122,7 @@ def on_mesh(
     out_specs = []
     for k, sharding in enumerate(outs):
         out_specs.append(P() if k in gathered else sharding.spec)
-    # the step was traced without varying types, so it fails the check of shard_map (check_vma)
+    # disable the check of varying types, because the step was traced without these types
     return jax.shard_map(
         run_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
@@ -152,13 +150,13 @@ def on_one_device(
       fn: function of flat arrays, with collectives over the axes.
       axes: pairs (name, size), the outermost axis first. Shardings may contain further axes, which
         are ignored.
-      ins, outs: shardings of its operands and results.
+      ins, outs: shardings of the function's operands and results.
       in_turn: True to run one trainer after the other, in the memory of one trainer. The function
         must have no collectives, and its results must be cut or stacked along every axis.
 
     Returns:
-      A function of global arrays. It raises ValueError if trainers compute different values along
-      an axis that the sharding of a result does not contain.
+      A function of global arrays. It raises ValueError if a result is replicated along an axis, but
+      the trainers along this axis compute different values.
     """
     names = dict(axes).keys()
     ins = [sharding.restrict_to(names) for sharding in ins]
@@ -171,7 +169,7 @@ def on_one_device(
             if in_turn:
                 mapped = _map_in_turn(mapped, in_axes, size)
                 continue
-            # with an out_axis of None, vmap raises an error if values differ
+            # a replicated result has out_axis None, so vmap raises an error if values differ
             out_axes = [_leading_if(name in s.varies.union(s.first)) for s in outs]
             mapped = jax.vmap(
                 mapped, in_axes=in_axes, out_axes=out_axes, axis_name=name, axis_size=size
@@ -192,7 +190,7 @@ def _leading_if(is_mapped: bool) -> int | None:
 
 
 def _map_in_turn(fn: Function, in_axes: Sequence[int | None], size: int) -> Function:
-    """Return a function that calls `fn` for each index of the leading dimension, in turn."""
+    """Return a function that maps `fn` over the leading dimension, one index after the other."""
 
     def run_all(*args: Any) -> Any:
         def run_one(parts: Sequence[Any]) -> Sequence[Any]:

@@ -1,8 +1,8 @@
-"""Jobs whose collectives XLA carries out: nccl2 mode and sharding.
+"""Jobs of nccl2 mode and sharding, whose collectives XLA executes.
 
 job            a running plan, on any backend
-trainers       the interface of backends; the layout of a step over trainers
-batches        batches, split over the trainers
+trainers       the interface of backends; how inputs and outputs are laid out over trainers
+batches        splits batches over the trainers
 state_arrays   the arrays of the state, and their slices
 first_state    the compiled startup program
 mesh           backend: trainers on devices of this process

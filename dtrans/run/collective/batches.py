@@ -33,7 +33,7 @@ class TrainerBatches:
     Attributes:
       specs: the structure of each batch argument.
       names: names of the arrays of a batch.
-      shares: one `dtrans.run.base.batch.Share` for each array.
+      shares: for each array, the split dimension, "replicated" or "key".
     """
 
     def __init__(self, plan: CollectivePlan, trainers: Trainers) -> None:
@@ -50,7 +50,7 @@ class TrainerBatches:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Dimension along which each array is split, by name; other arrays are absent."""
+        """Dimension along which each split array is split, by name."""
         found: dict[str, int] = {}
         for name, share in zip(self.names, self.shares, strict=True):
             if isinstance(share, int):
@@ -67,7 +67,7 @@ class TrainerBatches:
         return batch_arrays(self.specs, batch, self._plan.main.inputs)
 
     def place(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Place arrays for a step.
+        """Put the arrays of a batch on the devices of the trainers.
 
         Raises:
           BatchError: the number of trainers does not divide the rows of the arrays.
@@ -85,7 +85,7 @@ class TrainerBatches:
     # -- batches with padding --------------------------------------------------------------------
 
     def odd_rows(self, arrays: Sequence[Any], global_rows: int = 0) -> int:
-        """Return the rows of the global batch if it needs padding; 0 if it needs none.
+        """Return the number of rows of the global batch if it needs padding, else 0.
 
         In a job of several processes, a process knows only its part of the batch. There, the job
         pads only batches that are passed as `dtrans.UnevenPart`s.
@@ -109,7 +109,7 @@ class TrainerBatches:
         return count if count % plan.trainers else 0
 
     def place_padded(self, arrays: Sequence[Any], rows: int) -> Sequence[Any]:
-        """Pad a batch of `rows` rows so that the number of trainers divides it, and place it."""
+        """Pad a batch of `rows` rows to a multiple of the trainers, and put it on their devices."""
         trainers = self._trainers
         size = -(-rows // self._plan.trainers) * trainers.here
         padded = uneven_rows(self.names, self._shared(arrays), rows, trainers.part[0], size)

@@ -4,13 +4,13 @@
     SurvivingJob      job that continues when trainers are lost
     ClusterFabric     communication of `Executor`, which runs the job's programs one by one
 
-Every process runs the same compiled program. XLA carries out the collectives of this program, with
-Gloo on CPUs and with NCCL on GPUs. All trainers start from the state of trainer 0, by a broadcast.
+Every process runs the same compiled program. XLA executes the collectives of this program, with
+Gloo on CPUs and with NCCL on GPUs. Trainer 0 broadcasts its first state to all trainers.
 `dtrans.run.distributed.connect` connects the processes, and handles their failures.
 
 All trainers must run the same collectives in the same order. They compare their programs at the
-first step, and again when the types of the batch change. If the types change for one trainer only,
-the other trainers do not compare, and that trainer raises DeadlineError.
+first step, and again when the types of the batch change. If the types change on only one trainer,
+the others do not take part in the comparison, and that trainer raises DeadlineError.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 
 class ClusterTrainers(MeshTrainers):
-    """Backend of processes that share one mesh; each process has some of its devices.
+    """Backend for several processes on one mesh; each process has some of the devices.
 
     Each process passes its part of a batch: process k of N passes rows k*B/N to (k+1)*B/N of the
     global batch, or a `dtrans.UnevenPart`. The backend splits these rows over the devices of the
@@ -121,7 +121,10 @@ class ClusterTrainers(MeshTrainers):
 
     @cached_property
     def _all_gather(self) -> Callable[[jax.Array, int, int], jax.Array]:
-        """Jitted all-gather of a sliced array, without padding. All processes must call it."""
+        """Jitted function that all-gathers a sliced array and removes its padding.
+
+        All processes must call it together.
+        """
         gather = lambda x, axis, size: jax.lax.slice_in_dim(x, 0, size, axis=axis)
         return jax.jit(gather, static_argnums=(1, 2), out_shardings=self.state_sharding(None))
 
@@ -158,7 +161,7 @@ class SurvivingJob(Job):
     def step(self, state: CollectiveState, *batch: Any) -> tuple[Any, ...]:
         self._check_open()
         self._job.check(state)
-        # check the batch first: an error inside the step would leave other trainers waiting
+        # check the batch first, because an error inside the step would leave other trainers waiting
         self._job.arrays(batch)
         return self._run_with_survivors(lambda job: job.step(job.place_state(state), *batch))
 
@@ -202,7 +205,7 @@ class SurvivingJob(Job):
         return self._job.sharding_of(name)
 
     def _run_with_survivors(self, run: Callable[[CollectiveJob], Any]) -> Any:
-        """Call `run` with the job; if trainers end, repeat the call with a job of the survivors."""
+        """Call `run` with the job; after a loss of trainers, call it with the survivors' job."""
         while True:
             if len(trainer_devices()) != self.plan.trainers:
                 self._job = job_of(self.plan, donate=False, on_nonfinite=self._on_nonfinite)
@@ -227,7 +230,7 @@ class SurvivingJob(Job):
 
 @realises(CollectivePlan, "cluster")
 def on_cluster(plan: CollectivePlan, *, donate: bool, on_nonfinite: str = "ignore") -> Job:
-    """Return a job of all connected trainers; unset options get the platform's default.
+    """Return a job of all connected trainers. Unset options get the platform's defaults.
 
     Raises:
       ConfigError: the plan is for another number of trainers, or it is sharded and
@@ -283,7 +286,7 @@ class ClusterFabric:
         self._last: Program | None = None
 
     def carry_out(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        """Carry out one equation of a startup program, and return its outputs."""
+        """Execute one communication of a startup program; return its outputs."""
         if eqn.primitive is broadcast_p:
             connected()
             return broadcast(values[1:], eqn.params["root"])
@@ -326,8 +329,8 @@ class ClusterFabric:
         ins = []
         for name in program.in_names:
             ins.append(rows if name in parts else replicated)
-        # Outputs are declared replicated, even if they differ between trainers: so each process
-        # reads its trainer's output.
+        # Declare outputs as replicated, even if they differ between trainers. Then each process
+        # reads the output of its trainer.
         mapped = on_mesh(per_trainer(program), mesh, ins, [replicated] * len(program.out_names))
         return jax.jit(mapped), [NamedSharding(mesh, sharding.spec) for sharding in ins]
 
@@ -339,7 +342,7 @@ def _parts(program: Program) -> list[str]:
 
 
 def axes_of(program: Program, trainers: int) -> dict[str, int]:
-    """Return the size of each axis of a program's trainers, by name.
+    """Return the size of each axis over which a program's trainers are arranged, by name.
 
     The equations of a program contain the sizes of all axes except one. The number of trainers
     determines the size of that axis.
@@ -367,7 +370,7 @@ def axes_of(program: Program, trainers: int) -> dict[str, int]:
 
 
 def is_of_cluster(program: Program) -> bool:
-    """Return True if all communication of a program is collective, so that XLA compiles it."""
+    """Return True if a program communicates only by collectives, which XLA compiles."""
     kinds = {e.primitive for e in program.eqns}
     return any(map(_is_over_trainers, program.eqns)) and kinds.isdisjoint(
         (send_p, recv_p, exchange_p)

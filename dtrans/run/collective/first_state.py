@@ -37,7 +37,7 @@ class FirstState:
         self.program: Program = plan.startup if owned is None else owned.startup(plan.startup)
 
     def arrays(self, *args: Any) -> dict[str, Any]:
-        """Compute the first state from the arguments of init; return placed arrays by name."""
+        """Compute the first state from the arguments of init; return arrays on devices, by name."""
         flat = self.program.flatten(*args)
         compute = self._compute_slices if self._plan.cuts else self._compute_replicas
         found = compute(flat)
@@ -75,7 +75,7 @@ class FirstState:
 
     @cached_property
     def _opened(self) -> ClosedJaxpr:
-        """Startup program, with its constants as first inputs so that rank 0 broadcasts them."""
+        """Startup program with its constants as first inputs, so that rank 0 can send them."""
         inner = self.program.inner
         return closed([], [], [*inner.constvars, *inner.invars], inner.outvars, inner.eqns, inner)
 

@@ -120,7 +120,7 @@ class CollectiveJob(Job):
             try:
                 new, rest = step(state, arrays)
             except ValueError as e:
-                # a state is on other devices only after a restore, so steps do not check this
+                # only a restored state can be on other devices, so steps do not check this
                 if "incompatible devices" not in str(e):
                     raise
                 new, rest = step(self.place_state(state), arrays)
@@ -136,7 +136,7 @@ class CollectiveJob(Job):
         return step.lower(state, arrays)
 
     def _prepare(self, state: CollectiveState, batch: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-        """Return the jitted step for a batch, and its placed arrays."""
+        """Return the jitted step for a batch, and the batch's arrays on the trainers' devices."""
         batch, global_rows = without_parts(batch)
         arrays = self.batches.flatten(batch)
         types = [(x.shape, x.dtype) for x in arrays]
@@ -208,7 +208,7 @@ class CollectiveJob(Job):
         return self.watch.rules(OVER_AXIS, leaves, self.plan.axis_names)
 
     def _way(self, name: str) -> tuple[str, int | None]:
-        """Return the entry of `StepLayout.ways` for an output: its merge rule, and a dimension."""
+        """Return (merge rule, dimension or None) for an output, as in `StepLayout.ways`."""
         axis = self._state.slice_axis(name)
         if axis is not None:
             return "slice", axis
@@ -272,7 +272,7 @@ class CollectiveJob(Job):
         )
 
     def check(self, state: Any) -> None:
-        """Raise StateError unless `state` is a state of this job that was not donated."""
+        """Raise StateError if `state` belongs to another job, or was donated."""
         self._check_open()
         check_kind(state, CollectiveState)
         parts = (state.params, state.opt_state, state.extra)
@@ -280,7 +280,7 @@ class CollectiveJob(Job):
         check_arrays(items, donates=self.donate)
 
     def place_state(self, state: CollectiveState) -> CollectiveState:
-        """Place a state that no step returned, such as a restored one, on the devices."""
+        """Put a state on the devices of the trainers, for example after a restore."""
         placed = {}
         for n, x in self._state.arrays(state).items():
             placed[n] = self.trainers.place_state(x, self._state.slice_axis(n))
@@ -323,7 +323,7 @@ class CollectiveJob(Job):
 
 
 def _check_reduces_finite(plan: CollectivePlan, on_nonfinite: str) -> None:
-    """Raise ConfigError if a plan reduces no gradients, or lets them overflow (loss scaling)."""
+    """Raise ConfigError if a plan has no gradients for `on_nonfinite`, or skips nonfinite ones."""
     reason = ""
     if plan.trainers == 1:
         reason = (

@@ -73,10 +73,11 @@ def on_mesh(
     donate: bool = True,
     on_nonfinite: str = "ignore",
 ) -> CollectiveJob:
-    """Return a job of trainers on devices; unset options get the platform's default.
+    """Return a job of trainers on devices. Unset options get the platform's defaults.
 
     Args:
-      devices: a list whose first `plan.trainers` devices are used; by default `jax.devices()`.
+      devices: a list of devices; the job uses the first `plan.trainers`. The default is
+        `jax.devices()`.
 
     Raises:
       ConfigError: there are too few devices, or a device is repeated.
@@ -119,7 +120,7 @@ def mesh_of(plan: CollectivePlan, devices: Sequence[jax.Device]) -> Mesh:
 
 
 def _put(x: Any, where: NamedSharding) -> Any:
-    """Place an array; if it is there already, skip `jax.device_put`, which takes time."""
+    """Put an array on devices; skip the slow `jax.device_put` if it is there already."""
     if isinstance(x, jax.Array) and x.sharding == where:
         return x
     return jax.device_put(x, where)

@@ -32,7 +32,7 @@ class StateArrays:
 
     @cached_property
     def types(self) -> dict[str, Any]:
-        """Type of each global array by name, padding included."""
+        """Type of each global array, including padding, by name."""
         main, program, cuts = self._plan.main.inputs, self._plan.program.inputs, self._plan.cuts
         types = {}
         for n in self.names:

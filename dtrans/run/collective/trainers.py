@@ -1,4 +1,4 @@
-"""Interface of the backends of collective jobs, and the layout of a step over trainers."""
+"""Interface of the backends of collective jobs; how a step's arrays are laid out over trainers."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class StepLayout:
 
     Attributes:
       axes: the axes of the trainers, as pairs (name, size).
-      sliced: one entry for each array of the state: the sliced dimension, or None.
-      shares: one `Share` for each array of the batch (`dtrans.run.base.batch`).
-      ways: one pair (merge rule, dimension or None) for each output. `same`: all trainers have one
-        value. `first`: the value of the first trainer. `concat`: rows along the dimension. `each`:
-        one value for each trainer, stacked. `slice`: slices of the state.
-      rules: returns the rules of communication for one trace.
+      sliced: for each array of the state, the sliced dimension; None if it is replicated.
+      shares: for each array of the batch, the split dimension, "replicated" or "key".
+      ways: for each output, a pair (merge rule, dimension or None). "same": all trainers have one
+        value. "first": take the value of the first trainer. "concat": concatenate rows along the
+        dimension. "each": stack the values of all trainers. "slice": the output is sliced state.
+      rules: returns the implementation of each communication primitive, for one trace.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -107,17 +107,17 @@ class Trainers(abc.ABC):
 
     @abc.abstractmethod
     def place_state(self, x: Any, axis: int | None) -> Any:
-        """Place an array of a state that no step returned, such as a restored state."""
+        """Put an array of a state on the trainers' devices, for example after a restore."""
 
     def place_batch(self, arrays: Sequence[Any], shares: Sequence[Share]) -> Sequence[Any]:
-        """Place this process's part of a batch for steps."""
+        """Put this process's part of a batch on the trainers' devices."""
         return arrays
 
     def check_start(self, startup: ClosedJaxpr) -> None:  # noqa: B027
         """Check that all processes have the same startup program.
 
-        The job calls this only if each process computes its own slices. If the state is replicated,
-        trainer 0 broadcasts it, and no check is needed.
+        The job calls this only if each process computes slices of the first state. If the state is
+        replicated, trainer 0 broadcasts it, and no check is needed.
         """
 
     def check_step(  # noqa: B027
@@ -138,7 +138,7 @@ class Trainers(abc.ABC):
         return jax.lax.slice_in_dim(x, 0, size, axis=axis)
 
     def to_local(self, tree: Any) -> Any:
-        """Return this process's copies of results."""
+        """Return the results as arrays of this process."""
         return tree
 
     def step_context(self) -> contextlib.AbstractContextManager[Any]:

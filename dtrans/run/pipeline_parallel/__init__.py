@@ -2,7 +2,7 @@
 
     job              `PipelineJob`: `init` and `step`
     stage_devices    backends: place values on the devices of a stage, and compile programs for them
-    stage_placement  a plan with its backend: the devices and shardings of state and batches
+    stage_placement  chooses the devices and shardings of state and batches
     instructions     a step as a list of instructions: run a program, move a value
     slots            the numbered slots that instructions read and write
     step_builder     collects the instructions of a step
@@ -10,7 +10,7 @@
     compile_step     writes the instructions of the schedule's tasks
     compile_update   writes the instructions of the update, and of merges of results
     state            the state between steps: creation, checks, conversion to the user's pytree
-    processes        methods that depend on the number of processes; jobs of one process
+    processes        the methods that differ between jobs of one process and of several
     cluster          jobs of several processes
     p2p              channels between processes
     value_types      the types of the values that processes send

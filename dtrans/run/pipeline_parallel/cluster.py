@@ -45,7 +45,7 @@ from dtrans.run.pipeline_parallel.state import StateLayout
 from dtrans.run.pipeline_parallel.value_types import value_type, value_types
 
 
-# Numbers of the jobs of this process. All processes create their jobs in the same order.
+# Numbers for the jobs of this process. All processes create their jobs in the same order.
 _jobs = itertools.count()
 PRECOMPUTER = 0  # the process that computes precomputed values: the process of stage 0
 
@@ -205,7 +205,7 @@ class ConnectedProcesses(OneProcess):
 
         Args:
           program: the step.
-          values: the program of precomputed values.
+          values: the program that computes precomputed values.
           arrays: the arrays of the batch. An array that this process reads is complete.
           state: maps (place, name) to an array, for the state that this process stores.
           readers: maps each value's name to the processes that read the value.
@@ -284,7 +284,7 @@ class ConnectedProcesses(OneProcess):
         return x
 
     def _share(self, name: str, x: Any) -> Share:
-        """Return the split of an array of the batch over processes; see `share_of`."""
+        """Return how a batch array is divided over processes: see `share_of`."""
         return share_of(name, x, self.count, self._unsplit)
 
     # -- a step ----------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ class ConnectedProcesses(OneProcess):
 
 
 class _LocalDevices(StageBackend):
-    """Backend with the devices of this process's stages. It does not move other stages' values.
+    """Backend for the stages of one process. It ignores the values of all other stages.
 
     Args:
       grids: the devices of each stage of this process.

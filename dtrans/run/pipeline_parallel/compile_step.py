@@ -7,8 +7,8 @@ The list is written once for each batch shape, in this order:
     3. the tasks of the schedule: programs of micro-batches, and transfers between stages
     4. the update, and merges of results (`dtrans.run.pipeline_parallel.compile_update`)
 
-Each slot is emptied after the last instruction that reads the slot. So the peak memory depends on
-the schedule.
+An instruction reads and writes numbered *slots*. Each slot is emptied after the last instruction
+that reads the slot. So the peak memory depends on the schedule.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def compile_step(
       at: the placement of the plan.
       programs: the programs of the stages for this batch.
       batch: shape and dtype of each array of the global batch and each precomputed value, by name.
-      values: the program of precomputed values; None if there are none.
+      values: the program that computes precomputed values; None if there are none.
     """
     d = StepBuilder(at, programs, batch, Slots(at, programs, batch))
     slots = d.slots
@@ -161,7 +161,7 @@ def _write_task(
       p: the program.
       s: the stage of the program.
       task: the task of the schedule.
-      slot_of: function from the name of an output of `p` to the slot of the output.
+      slot_of: returns the slot for an output of `p`, from the output's name.
     """
     if not p.out_names:
         return

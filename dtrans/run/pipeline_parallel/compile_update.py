@@ -32,7 +32,7 @@ ResultSlots: TypeAlias = dict[str, tuple[int, AxisSharding, int]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _UpdateValues:
-    """Slots and constants of the values in the update's program.
+    """Slots that contain the values of the update's program.
 
     Attributes:
       d: the builder of the step.
@@ -46,12 +46,12 @@ class _UpdateValues:
 
     @cached_property
     def _constants(self) -> dict[Var, Any]:
-        """Constants of the update's program, by variable."""
+        """Constants of the update's program: variable -> value."""
         program = self.d.at.plan.update.placed.program
         return dict(zip(program.inner.constvars, constants(program.jaxpr), strict=True))
 
     def constant(self, a: Atom) -> Any | None:
-        """Return the value of a constant output of the update; None for any other output."""
+        """Return the value of an output of the update if it is a constant, else None."""
         if isinstance(a, Literal):
             return np.asarray(a.val, a.aval.dtype)
         return self._constants.get(a)
@@ -149,7 +149,7 @@ def _send(
       values: the values of the update.
       v: the value.
       stage: the stage that has the value.
-      targets: maps a value and the stage that has it to the stages that read it.
+      targets: maps (value, stage that has the value) to the stages that read the value.
     """
     d = values.d
     for target in targets.get((v, stage), ()):
@@ -280,7 +280,7 @@ def write_results(d: StepBuilder) -> tuple[ResultSlots, StateSlots]:
 
 
 def _move_home(d: StepBuilder, name: str, slot: int, kind: AxisSharding, stage: int) -> int:
-    """Write the transfer of a merged parameter to the stage that stores it; return its slot there.
+    """Write the transfer of a merged parameter to the stage that stores it; return the new slot.
 
     Args:
       d: the builder of the step.
@@ -297,7 +297,7 @@ def _move_home(d: StepBuilder, name: str, slot: int, kind: AxisSharding, stage: 
 
 
 def _kinds(at: StagePlacement, name_of: Mapping[Var, str]) -> dict[Any, AxisSharding]:
-    """Return a map from each variable of the update to its sharding over replicas.
+    """Return by variable how replicas shard each value of the update.
 
     A value differs between replicas if one of its operands differs. Outputs of collectives such as
     an all-reduce are equal on all replicas.

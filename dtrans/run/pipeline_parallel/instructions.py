@@ -75,13 +75,13 @@ class StepProgram:
       instructions: pairs of an instruction and the slots to empty after it, in order.
       size: the number of slots.
       inputs: maps (place, name) of each array of the state and of the batch to its slot.
-      fixed: maps the slot of each constant to its value: indices of micro-batches, and constant
-        outputs of the update.
+      fixed: maps the slot of each constant to its value. Constants are indices of micro-batches,
+        and constant outputs of the update.
       state: maps (place, name) of each array of the new state to its slot.
       results: maps each result's name to (slot, sharding, the stage that computes the result).
       saved: maps (stage, micro-batch) to the slots of the values saved from forward to backward.
       in_flight: maps each slot that contains a value of a single micro-batch to the value's stage.
-      values: the program of precomputed values; None if micro-batches read none.
+      values: the program that computes precomputed values; None if micro-batches read none.
     """
 
     instructions: tuple[tuple[Instruction, tuple[int, ...]], ...]

@@ -57,7 +57,7 @@ class PipelineJob(Job):
     def init(self, *args: Any) -> PipelineState:
         """Return the first state, from the arguments of the user's `init`.
 
-        Each stage computes its own part of the state.
+        Each stage computes the part of the state that it stores.
         """
         self._check_open()
         return self._layout.init(*args)
@@ -138,7 +138,7 @@ class PipelineJob(Job):
     def summaries(self) -> dict[str, Any]:
         """Merged values of the last step's summaries (`dtrans.summary`), by tag.
 
-        Summaries of text are left out. To write summaries to TensorBoard, call
+        The dict omits summaries of text. To write summaries to TensorBoard, call
         `writer.write(i, job.summaries, job.plan.shown.summaries)`.
         """
         collected, found = self.plan.shown.collected, {}
@@ -169,7 +169,7 @@ class PipelineJob(Job):
     # -- a step, in parts ------------------------------------------------------------------------
 
     def prepare(self, state: PipelineState, *batch: Any) -> tuple[StepProgram, list[Any]]:
-        """Return the instructions of a step, and the list of slots, filled with its inputs."""
+        """Return the instructions of a step, and the list of slots that contain the inputs."""
         main, update = self.plan.main, self.plan.update
         arrays = batch_arrays(main.args[2:], batch, main.inputs)
         local = dict(zip(self.plan.batch, arrays, strict=True))
@@ -257,7 +257,7 @@ class PipelineJob(Job):
         return (new, *result_of(self._rest, values_at(values, self._rest.names)))
 
     def _merged(self, name: str, x: Any, kind: AxisSharding) -> Any:
-        """Return a result. If the replicas have different values, merge the values."""
+        """Return a result of the step; merge values that differ between replicas."""
         if not kind.stacked:
             return x
         way = self.plan.model.merges[name]

@@ -29,8 +29,8 @@ def of_micro_batch(
 ) -> Callable[..., Sequence[Any]]:
     """Return a function that selects the rows of a micro-batch, and runs a program on these rows.
 
-    The function's arguments are the inputs of the program. Its arrays of the batch have all rows of
-    one replica. If the program `is_numbered`, the last argument is the index of the micro-batch.
+    The function's arguments are the inputs of the program, but arrays of the batch have all rows of
+    one replica. If the program `is_numbered`, one more argument is the index of the micro-batch.
 
     Args:
       at: the placement of the plan.

@@ -49,7 +49,7 @@ from dtrans.run.net.zmq_transport import ZmqTransport
 
 logger = logging.getLogger(__name__)
 LINGER = 10.0  # seconds in which `close` waits until all values are sent, at most
-MISSED = "run the same pipeline"  # end of an error about a process that did not connect in time
+MISSED = "run the same pipeline"  # advice in the error for a process that did not connect in time
 LOOK = 0.2  # seconds between two checks whether an awaited process has ended
 AHEAD = 256  # messages of each sender that are queued in this process; more wait at the sender
 # Messages between two reports of a receiver. The sender stores about as many messages, of at most
@@ -58,7 +58,7 @@ REPORT_EVERY = 4
 
 
 class _Line:
-    """A link to another process, and the messages that this other process may lack."""
+    """Link to another process, and the messages that may not have arrived there."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -66,7 +66,7 @@ class _Line:
         self._is_broken = False
 
     def send(self, op: str, frames: Sequence[Any], **fields: Any) -> None:
-        """Store a message until its receipt is reported; send it on an unbroken connection."""
+        """Store a message until the receiver reports it; send it if the connection works."""
         message = [wire.header(op, **fields, **self._messages.stamp()), *frames]
         self._messages.store(message)
         if not self._is_broken:
@@ -94,7 +94,7 @@ class _Line:
 
     @property
     def awaits_reconnection(self) -> bool:
-        """True if the connection is broken, and the other process may lack messages."""
+        """True if the connection is broken, and stored messages may not have arrived."""
         return self._is_broken and bool(self._messages.stored)
 
 
@@ -103,7 +103,7 @@ class P2PChannels:
 
     Args:
       cluster: this process's membership of the distributed job.
-      name: the name of the channels. Each job of a process has another name.
+      name: the name of the channels. Each job of a process needs a different name.
     """
 
     def __init__(self, cluster: Membership, name: str) -> None:
@@ -146,7 +146,7 @@ class P2PChannels:
     # -- sending ---------------------------------------------------------------------------------
 
     def send(self, to: int, step: int, key: int, value: Any) -> None:
-        """Put a value into the queue. A thread sends the value when it is computed.
+        """Queue a value. A thread sends it as soon as the value is computed.
 
         Raises:
           PeerError: an earlier value could not be sent.
@@ -327,9 +327,9 @@ def _has_ended(trainer: int) -> bool:
 
 
 def on_host(value: Any) -> tuple[np.ndarray, str]:
-    """Copy a value to the host; return the copy, and the PRNG implementation of keys.
+    """Copy an array to the host; return the copy and the name of its PRNG implementation.
 
-    For PRNG keys, the copy contains the key data. For other arrays, the implementation is "".
+    For PRNG keys, the copy contains the key data. For other arrays, the name is "".
     """
     impl = ""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):

@@ -28,7 +28,7 @@ class OneProcess:
     Attributes:
       part: (index of this process's part of the batch, number of parts).
       run_id: the identifier of the job's run.
-      saves: True if this process writes those arrays to checkpoints that all processes have.
+      saves: True if this process writes the arrays that all processes have to checkpoints.
     """
 
     part = (0, 1)
@@ -61,7 +61,7 @@ class OneProcess:
     ) -> Mapping[str, Any]:
         """Return the arrays of the global batch that this process reads, and precomputed values.
 
-        The method returns other arrays of the batch unchanged.
+        Arrays that this process does not read are returned unchanged.
 
         Args:
           program: the instructions of the step.
@@ -73,7 +73,7 @@ class OneProcess:
     def precompute(
         self, program: StepProgram, arrays: Mapping[str, Any], state: Mapping[tuple[int, str], Any]
     ) -> dict[str, Any]:
-        """Compute the precomputed values of the global batch on stage 0; return them by name.
+        """Run the program of precomputed values on stage 0; return the values by name.
 
         Args:
           program: the instructions of the step.

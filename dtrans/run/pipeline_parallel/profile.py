@@ -27,12 +27,12 @@ from dtrans.run.pipeline_parallel.state import PipelineState
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Peak memory of a step for values between forward and backward.
+    """Peak memory for the values that a step saves from forward to backward.
 
     Attributes:
-      peak: largest number of micro-batches with saved values at a time, on each device. A
+      peak: for each device, the maximum number of micro-batches with saved values at one time. A
         micro-batch counts once for each stage on the device.
-      peak_bytes: largest size in bytes of saved and transferred values at a time, on each device.
+      peak_bytes: for each device, the maximum bytes of saved and transferred values at one time.
     """
 
     peak: tuple[int, ...]

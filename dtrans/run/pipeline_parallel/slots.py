@@ -1,4 +1,4 @@
-"""Slots of a step: numbers for the values that instructions read and write."""
+"""Slots of a step: a number for each value that instructions read or write."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 
 
 class Slots:
-    """Slots of a step. The first request for a value's slot assigns the next number to the value.
+    """Assignment of slot numbers to the values of a step, at the first request for each value.
 
     Args:
       at: the placement of the plan.
@@ -26,7 +26,7 @@ class Slots:
 
     Attributes:
       kinds: maps each slot to the sharding of its value.
-      inputs, fixed: as in `StepProgram`.
+      inputs, fixed: see `StepProgram`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Slots:
     # -- inputs and constants of a step ----------------------------------------------------------
 
     def state(self, place: int, name: str) -> int:
-        """Return the slot of a state's array in a place (see `stage_placement`)."""
+        """Return the slot of an array of the state; `place` identifies the stored copy."""
         found = self.slot(self._at.state_kind(name), "state", place, name)
         self.inputs[place, name] = found
         return found
@@ -69,7 +69,7 @@ class Slots:
         return self.slot(SAME, "copy", device, name)
 
     def shared_state(self, stage: int, name: str) -> int:
-        """Return the slot of one stage's copy of optimizer state that every stage stores."""
+        """Return the slot for a stage's copy of state that every stage stores, such as a count."""
         if self._at.host is None:
             return self.state(stage, name)
         return self.slot(SAME, "copy", self._at.plan.device_of(stage), name)
@@ -90,7 +90,7 @@ class Slots:
         return found
 
     def constant(self, value: Any, stage: int, name: str) -> int:
-        """Return the slot of an output of the update that is a constant."""
+        """Return the slot for a constant that the update returns."""
         found = self.slot(SAME, "constant", stage, name)
         self.fixed[found] = self._at.state_backend.put(value, stage, SAME)
         return found
@@ -98,21 +98,21 @@ class Slots:
     # -- values of a micro-batch -----------------------------------------------------------------
 
     def value(self, stage: int, name: str, micro: int) -> int:
-        """Return the slot of a value of the forward pass."""
+        """Return the slot for a value that a stage's forward pass computes or receives."""
         axis = self._programs.cuts.get((stage, name))
         kind = self._at.per_replica.cut_along(axis, SPLIT)
         return self.slot(kind, "value", stage, name, micro)
 
     def sum_of(self, stage: int, leaf: str, micro: int | None) -> int:
-        """Return the slot of the sum of a leaf's gradients on a stage.
+        """Return the slot for a stage's sum of the gradients of a leaf.
 
-        If the gradients of each micro-batch are clipped, return the micro-batch's own slot.
+        If the gradients of each micro-batch are clipped, each micro-batch has a slot instead.
         """
         index = None if self._at.plan.options.clip_of_each is None else micro
         return self.slot(self._at.sum_kind(leaf), "sum", stage, leaf, index)
 
     def output(self, s: StagePrograms, name: str, micro: int) -> int:
-        """Return the slot of an output of a backward program."""
+        """Return the slot for an output of a stage's backward program."""
         if name in s.sums:
             return self.sum_of(s.index, s.sums[name], micro)
         if name in s.cotangents:
@@ -120,7 +120,7 @@ class Slots:
         return self.value(s.index, name, micro)
 
     def operand(self, s: StagePrograms, name: str, micro: int) -> int:
-        """Return the slot of an input of a program of a stage."""
+        """Return the slot for an input of one of a stage's programs."""
         if name in s.sums:
             return self.sum_of(s.index, s.sums[name], micro)
         if name in s.cotangents:
@@ -134,7 +134,7 @@ class Slots:
         return self.value(s.index, name, micro)
 
     def in_flight(self) -> dict[int, int]:
-        """Return a map to stages from all slots that contain values of a single micro-batch."""
+        """Return the slots that contain values of a single micro-batch, with the stage of each."""
         kinds = ("value", "cotangent", "back")
         return {slot: key[1] for key, slot in self._numbers.items() if key[0] in kinds}
 
@@ -142,9 +142,9 @@ class Slots:
 def with_releases(
     instructions: Sequence[Instruction], stay: Collection[int]
 ) -> tuple[tuple[Instruction, tuple[int, ...]], ...]:
-    """Return each instruction with the slots to empty after it.
+    """Return pairs (instruction, slots to empty after it).
 
-    No later instruction reads these slots.
+    These are the slots that no later instruction reads.
 
     Args:
       instructions: the instructions.
@@ -155,8 +155,7 @@ def with_releases(
     for ins in reversed(instructions):
         slots = dict.fromkeys((*ins.reads, *ins.makes))
         found.append((ins, tuple(slot for slot in slots if slot not in wanted)))
-        # Before this instruction, the slots that it writes contain older values, which this
-        # instruction overwrites.
+        # Before this instruction, the slots that it overwrites contain older values.
         wanted.difference_update(ins.makes)
         wanted.update(ins.reads)
     return tuple(reversed(found))

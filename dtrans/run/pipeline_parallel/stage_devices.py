@@ -166,7 +166,7 @@ class OneDevice(StageBackend):
 
 
 class Host(OneDevice):
-    """Backend of the host's memory, in which `offload` stores and updates the state."""
+    """Backend for the host's memory, in which `offload` stores and updates the state."""
 
     def __init__(self, replicas: int) -> None:
         super().__init__(replicas)

@@ -1,9 +1,9 @@
-"""Placement of a plan on devices: the places of its state, and the shardings of its arrays.
+"""Placement of a plan on devices: where arrays of the state are stored, and how they are sharded.
 
 A *place* is an index that identifies one stored copy of an array of the state. All stages of a
-device share parameters, so the place of a parameter is the index of a device. With replicas, it is
-the index of a row of devices. The place of optimizer state is the index of a stage. State that
-every stage stores, such as a step count, has a copy in each place.
+device share parameters, so the place of a parameter is the index of the device. With replicas, it
+is the index of the replicas' row of devices. The place of optimizer state is the index of a stage.
+State that every stage stores, such as a step count, has a copy in each place.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StagePlacement:
     Attributes:
       plan: the plan.
       backend: the devices of the stages.
-      mine: the stages that this process runs, and the places that it stores.
+      mine: the indices of the stages and places that this process has.
       donate: True if a step may reuse the memory of the state that is passed to it.
     """
 
@@ -50,7 +50,7 @@ class StagePlacement:
 
     @cached_property
     def host(self) -> Host | None:
-        """Backend of the host's memory; None if `offload` is not set."""
+        """Backend for the host's memory; None if `offload` is not set."""
         if not self.plan.options.memory.offload:
             return None
         return Host(self.backend.replicas)
@@ -61,25 +61,25 @@ class StagePlacement:
         return self.host or self.backend
 
     def put(self, move: Transfer, x: Any) -> Any:
-        """Place a value on the devices or the host that receive a transfer."""
+        """Put a transferred value on the receiving devices, or into the host's memory."""
         backend = self.state_backend if move.to_host else self.backend
         return backend.put(x, move.stage, move.kind)
 
     # -- state -----------------------------------------------------------------------------------
 
     def place(self, name: str, stage: int) -> int:
-        """Return the place of the copy of a state's array that a stage uses."""
+        """Return the place of the copy that a stage uses of an array of the state."""
         return self.plan.device_of(stage) if name in self.plan.model.homes else stage
 
     def first_place(self, name: str) -> int:
-        """Return the place of a state's array; 0 if every stage stores the array."""
+        """Return the place of an array of the state; 0 if every stage stores the array."""
         home = self.plan.home(name)
         if home is None:
             return 0
         return self.place(name, home)
 
     def state_kind(self, name: str) -> AxisSharding:
-        """Return the sharding of a state's array over replicas and shards."""
+        """Return the sharding of an array of the state over replicas and shards."""
         over_replicas = SAME
         axis = self.plan.update.slice_axis(name)
         if axis is not None and self.plan.options.replicas > 1:
@@ -94,7 +94,7 @@ class StagePlacement:
         return EACH if self.plan.options.replicas > 1 else SAME
 
     def sum_kind(self, leaf: str) -> AxisSharding:
-        """Return the sharding of the sum of a leaf's gradients."""
+        """Return the sharding of a leaf's summed gradients."""
         return self.per_replica.cut_along(self.plan.model.cuts.state.get(leaf), SPLIT)
 
     def update_kind(self, name: str) -> AxisSharding:
@@ -118,7 +118,7 @@ class StagePlacement:
         return bool(x.shape) and not is_under(name, self.plan.options.batch.unsplit_inputs)
 
     def is_key(self, name: str, x: Any) -> bool:
-        """Return True for a PRNG key that the job makes different in each micro-batch."""
+        """Return True for a PRNG key into which the job folds the index of the micro-batch."""
         is_one = not x.shape and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         return is_one and not is_under(name, self.plan.options.batch.unsplit_inputs)
 

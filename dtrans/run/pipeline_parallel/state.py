@@ -31,7 +31,7 @@ class PipelineState:
     Attributes:
       params, opt_state: arrays by name. If every stage stores an array (a step count), these dicts
         contain the copy of stage 0.
-      extra: copies of other stages, by "name@stage".
+      extra: the copies of all other stages, by "name@stage".
     """
 
     params: dict[str, jax.Array]
@@ -41,7 +41,7 @@ class PipelineState:
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """Conversions between a `PipelineState`, a dict of arrays by (place, name), and user's state.
+    """Conversions between a `PipelineState`, a dict of arrays by (place, name), and user pytrees.
 
     Attributes:
       at: the placement of the plan.
@@ -51,9 +51,9 @@ class StateLayout:
 
     @cached_property
     def _entries(self) -> list[tuple[str, str, tuple[int, str]]]:
-        """One entry for each array of this process.
+        """For each array of this process, a tuple (field, key in the field, (place, name)).
 
-        An entry is (a field of `PipelineState`, the key in this field, (place, name)).
+        The field is "params", "opt_state" or "extra" of `PipelineState`.
         """
         plan, found = self.at.plan, []
         for part, spec in zip(("params", "opt_state"), plan.update.program.args[:2], strict=True):
@@ -68,7 +68,7 @@ class StateLayout:
     def init(self, *args: Any) -> PipelineState:
         """Return the first state, from the arguments of the user's `init`.
 
-        Each stage computes its own part of the state.
+        Each stage computes the part of the state that it stores.
         """
         at, plan, backend = self.at, self.at.plan, self.at.state_backend
         flat = plan.startup.flatten(*args)
@@ -87,7 +87,7 @@ class StateLayout:
         return self.state(found)
 
     def state(self, arrays: Mapping[tuple[int, str], Any]) -> PipelineState:
-        """Return the state with the given arrays, whose keys are (place, name)."""
+        """Convert a dict of arrays by (place, name) to a state."""
         parts: dict[str, dict[str, Any]] = {"params": {}, "opt_state": {}, "extra": {}}
         for part, key, at in self._entries:
             parts[part][key] = arrays[at]
@@ -126,7 +126,7 @@ class StateLayout:
         return {at: self._put(at, x) for at, x in arrays.items()}
 
     def from_step(self, arrays: Mapping[str, Any]) -> PipelineState:
-        """Return the state with the given arrays, whose keys are names in the user's step."""
+        """Convert a dict of arrays by their names in the user's step to a state."""
         rows = _rows_by_name(self.at.plan)
         found = {}
         for _, _, at in self._entries:
@@ -151,13 +151,13 @@ class StateLayout:
 
     @cached_property
     def types(self) -> dict[str, Any]:
-        """Shape with padding and dtype of each array of a state, by name."""
+        """Shape (with padding) and dtype of each array of a state, by name."""
         types = self.at.plan.types
         return {n: jax.eval_shape(partial(self._padded, n), t) for n, t in types.items()}
 
 
 def _rows_by_name(plan: PipelinePlan) -> dict[str, tuple[str, Any]]:
-    """Return a map from each name of rows to the name of their stack, and the rows."""
+    """Return for the name of each stage's rows the name of their stack, and the rows."""
     found = {}
     for n, runs in plan.model.stacks.items():
         for rows in runs:
@@ -190,7 +190,7 @@ def tree_of(plan: PipelinePlan, spec: TreeSpec, array_of: Callable[[str], Any]) 
     Args:
       plan: the plan.
       spec: the structure of the pytree.
-      array_of: function from a name to an array of the state.
+      array_of: returns an array of the state by name.
     """
     leaves = []
     for n in spec.names:

@@ -1,4 +1,4 @@
-"""Builder of a step, which collects slots and instructions."""
+"""Builder that collects the slots and instructions of a step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StepBuilder:
         donated: Sequence[int] = (),
         on: StageBackend | None = None,
     ) -> None:
-        """Write an instruction that runs a function. The function is compiled once for a backend.
+        """Write an instruction that runs a function. Each backend compiles the function once.
 
         Args:
           key: a key that identifies the function in the plan.

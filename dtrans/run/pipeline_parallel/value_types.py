@@ -1,4 +1,4 @@
-"""Types of the values that processes send each other in a step, from abstract evaluation.
+"""Types of the values that processes send to each other in a step, by abstract evaluation.
 
 Before a receiver allocates memory, it compares the type in a message with the expected type.
 """
@@ -21,10 +21,10 @@ from dtrans.run.pipeline_parallel.instructions import StepProgram, Transfer
 def value_types(
     program: StepProgram, types: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[int, ValueType]:
-    """Return the type of the value of each transfer and of each result, by the value's key.
+    """Return the types of transferred values and results, by their keys in messages.
 
-    The key of a transfer is the index of its instruction. The keys of results are the integers
-    after the last instruction.
+    The key of a transferred value is the index of the instruction. The keys of results are the
+    integers after the last instruction.
 
     Args:
       program: the instructions of the step.
