@@ -198,6 +198,87 @@ def test_who_waits_for_a_server_that_has_gone_reads_its_last_words() -> None:
         wait.turn()
 
 
+class FakeLink(OneServer):
+    """One of two links of a transport."""
+
+
+class TwoServers(OneServer):
+    """A transport with links to the servers "a" and "b"; a test says which events come when."""
+
+    def __init__(self, *, at_once: bool) -> None:
+        super().__init__()
+        self.at_once = at_once
+        self.opened_links = {ep: FakeLink() for ep in "ab"}
+        self.links = {ep: self.linked(ep) for ep in "ab"}
+        self.steps = TrainerSteps(lambda ep: self.links[ep].line)
+
+    def connect(self, endpoint: str, /, **how: str) -> OneServer:
+        return self.opened_links[endpoint]
+
+    def linked(self, endpoint: str) -> ServerLink:
+        link = ServerLink(self, endpoint=endpoint, trainer=0, trainers=2, session="", plan={},
+                          sync_mode=True, secret="", deadline=5.0)  # fmt: skip
+        link.line.welcomed = True
+        return link
+
+    def poll(self, until: float, link: Any = None) -> Iterator[Event]:
+        """Yield all events that have come, or as in the simulator the first of them."""
+        while self.coming:
+            yield self.coming.popleft()
+            if not self.at_once:
+                return
+
+    def comes_from(self, endpoint: str, op: str, **fields: Any) -> None:
+        frames = [wire.header(op, **fields)]
+        self.coming.append(Event("message", self.opened_links[endpoint], frames))
+
+    def refuses(self, endpoint: str) -> None:
+        self.comes_from(endpoint, "refuse", reason="it ended: trainer 1 failed", last=True)
+
+    def ask(self, endpoint: str) -> OperationWait:
+        return OperationWait(self, self.links, self.steps.tables([endpoint]))
+
+
+def turns_of(wait: OperationWait) -> None:
+    for _ in range(5):
+        if not wait.done:
+            wait.turn()
+
+
+REFUSED = "^pserver b refused trainer 0: it ended: trainer 1 failed$"
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_an_answer_that_has_come_precedes_the_refusal_of_another_server(at_once: bool) -> None:
+    """Trainer 1 read its answer first and failed because of it; server b reports this failure."""
+    servers = TwoServers(at_once=at_once)
+    wait = servers.ask("a")
+    servers.refuses("b")
+    servers.comes_from("a", "report", tables=[], request=1)
+    turns_of(wait)
+    assert wait.done and wait.operation.result == []
+    with pytest.raises(PeerError, match=REFUSED):
+        turns_of(servers.ask("a"))
+
+
+@pytest.mark.parametrize("asked", ["a", "b"])
+def test_a_refusal_of_another_server_ends_a_wait(asked: str) -> None:
+    """The trainer does not wait for server a until the deadline."""
+    servers = TwoServers(at_once=True)
+    wait = servers.ask("a")
+    servers.refuses("b")
+    if asked == "b":
+        servers.comes_from("a", "report", tables=[], request=1)
+        turns_of(wait)
+        wait = servers.ask("b")
+    with pytest.raises(PeerError, match=REFUSED):
+        turns_of(wait)
+    # The refusal is raised once.
+    again = servers.ask("a")
+    turns_of(again)
+    assert not again.done
+
+
 @pytest.mark.parametrize("how", ["goodbye", "broken", "too late", "a new epoch"])
 def test_who_says_why_it_ends_waits_for_one_of_four(how: str) -> None:
     server, link = linked()

@@ -44,6 +44,7 @@ class ServerLink:
         # Link to the endpoint, while the trainer waits for a welcome at the local address
         self._first: Link | None = None
         self._early: collections.deque[wire.Message] = collections.deque()
+        self._refusal: PeerError | None = None
         self._open(self.line.endpoint)
 
     def _open(self, address: str) -> None:
@@ -90,22 +91,41 @@ class ServerLink:
         """Handle an event of this link while the trainer waits for another server.
 
         Connection events are handled at once, because the other server may wait for this server.
-        Messages are stored for `early_answers`.
+        Messages and a refusal are stored for `early_answers`.
 
         Raises:
-          PeerError: the server refused the trainer.
           WireError: the message is malformed.
         """
-        message = self.receive(event)
-        if message is not None:
-            self._early.append(message)
+        try:
+            message = self.receive(event)
+        except PeerError as e:
+            self._refusal = e
+        else:
+            if message is not None:
+                self._early.append(message)
+
+    @property
+    def is_refused(self) -> bool:
+        """True if `take_early` has stored a refusal of the server."""
+        return self._refusal is not None
 
     def early_answers(self) -> Iterator[wire.Message]:
-        """Handle the messages that `take_early` has stored; yield each awaited answer."""
+        """Handle the messages that `take_early` has stored; yield each awaited answer.
+
+        Raises:
+          PeerError: the server refused the trainer after these messages.
+        """
         while self._early:
             answer = self.line.answer(self._early.popleft(), self._transport.now())
             if answer is not None:
                 yield answer
+        self.check_admitted()
+
+    def check_admitted(self) -> None:
+        """Raise PeerError if `take_early` has stored a refusal. A second call raises no error."""
+        refusal, self._refusal = self._refusal, None
+        if refusal is not None:
+            raise refusal
 
     def receive(self, event: Event) -> wire.Message | None:
         """Handle an event of the link; return its message, or None for a connection event.
@@ -144,6 +164,10 @@ class OperationWait:
     ) -> None:
         self.operation = operation
         self._transport, self._links = transport, links
+        # Links of other servers that have refused the trainer. An answer of the awaited server that
+        # has arrived precedes the refusal: all trainers then see the answer, and not only those
+        # that read it before another trainer failed because of it.
+        self._refused = [link for link in links.values() if link.is_refused]
         self._begin()
 
     def _begin(self) -> None:
@@ -160,8 +184,8 @@ class OperationWait:
     def wakes(self) -> float:
         """Time at which `turn` must be called, even without an event."""
         line = self.operation.waits_for.line
-        # The server has ended: poll once without waiting, to read its last messages.
-        return -math.inf if line.gone else line.wakes
+        # A server has ended: poll once without waiting, to read the awaited server's last messages.
+        return -math.inf if line.gone or self._refused else line.wakes
 
     def turn(self) -> bool:
         """Wait for an event and handle it. Return True if there was an event.
@@ -179,13 +203,14 @@ class OperationWait:
 
     def _turn(self) -> bool:
         link, transport = self._links[self.operation.waits_for.line.endpoint], self._transport
-        line, any_came = link.line, False
+        line, any_came, is_idle = link.line, False, True
         line.say_that_it_waits(transport.now())
-        is_last_look = line.gone
+        is_last_look, refused = line.gone, [*self._refused]
         for message in link.early_answers():
             self._take(message)
             return True
         for event in transport.poll(self.wakes):
+            is_idle = False
             if event.source is not link.link:
                 self._take_early(event)
                 continue
@@ -194,6 +219,9 @@ class OperationWait:
             if answer is not None:
                 self._take(answer)
                 break
+        if is_idle:
+            for other in refused:
+                other.check_admitted()
         if not any_came and is_last_look:
             raise line.went_away()
         if not any_came:
@@ -208,6 +236,8 @@ class OperationWait:
         for link in self._links.values():
             if link.link is event.source:
                 link.take_early(event)
+                if link.is_refused:
+                    self._refused.append(link)
 
 
 class LastWords:

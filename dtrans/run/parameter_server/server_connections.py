@@ -226,7 +226,8 @@ class ServerConnections:
         self._member.leave()
         with contextlib.ExitStack() as stack:
             stack.callback(self._close_transport)
-            for link in list(self._links.values()):
+            # The stack leaves the servers in the order in which the trainer has connected to them.
+            for link in reversed(list(self._links.values())):
                 stack.callback(self._leave, link, reason)
 
     def _close_transport(self) -> None:
