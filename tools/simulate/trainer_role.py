@@ -157,7 +157,7 @@ class SimulatedTrainer(Process):
         reason = None if self.error is None else str(self.error)
         if reason is None and self._steps.in_step:
             reason = "it closed in the middle of a step"
-        for ep, link in reversed(self._links.items()):  # an error does not stop the loop
+        for ep, link in list(self._links.items()):  # an error does not stop the loop
             if reason is None:
                 self.left_at[f"{self.name} pserver {ep}"] = self.clock.now
             try:
