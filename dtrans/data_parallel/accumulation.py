@@ -42,7 +42,7 @@ Outputs = tuple[dict[str, Atom], dict[str, Atom]]  # (output name -> value, leaf
 
 @dataclasses.dataclass(frozen=True)
 class MicroSteps:
-    """Rules of a trainer's micro-steps, which cut inputs and merge outputs.
+    """Rules for cutting a trainer's batch into micro-steps, and for merging their outputs.
 
     Attributes:
       count: the number of micro-steps.
@@ -247,7 +247,7 @@ class _Body:
 
 
 class _Scan:
-    """Function that runs all micro-steps in a scan; it returns merged, then carried outputs.
+    """Function that runs all micro-steps in a scan, and returns merged and carried outputs.
 
     Args:
       names: the names of the function's arguments, the inputs of a micro-step.

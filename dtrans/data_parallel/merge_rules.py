@@ -260,7 +260,7 @@ def _trace_full_batch(
 
 
 def _find_row_counts(step: Cut, full_step: Program) -> dict[Var, int]:
-    """Return the values that depend on the number of rows, but not on their contents.
+    """Return the values that depend on the number of rows, but not on the contents of rows.
 
     The function compares each equation of a trainer's step with the same equation of the full step.
     If the two steps have different equations, the result is empty.
@@ -278,7 +278,7 @@ def _find_row_counts(step: Cut, full_step: Program) -> dict[Var, int]:
 
 
 def _differ(x: JaxprEqn, y: JaxprEqn) -> bool:
-    """Return True if two equations differ in literals or parameters; the primitive is equal."""
+    """Return True if two equations of the same primitive differ in literals or parameters."""
     for a, b in zip(x.invars, y.invars, strict=True):
         if isinstance(a, Literal) and isinstance(b, Literal) and not np.array_equal(a.val, b.val):
             return True
@@ -310,7 +310,7 @@ def _find_batch_values(step: Cut, options: Options) -> dict[Var, int]:
 
 
 def _constant_way(name: str, here: Literal, there: Atom | None, parts: int, noun: str) -> str:
-    """Return the merge rule of a constant output from its values in the two traces.
+    """Return the merge rule of an output that is constant in both traces.
 
     For example, a number of rows is 4 on one of two trainers and 8 on the full batch: "sum".
     """

@@ -198,7 +198,7 @@ class Options:
         return dataclasses.replace(self, batch=batch, reduce=reduce)
 
     def with_shared(self, shared: ExactStep) -> Self:
-        """Return the options for writing one trainer's step of an exact batch."""
+        """Return the options for writing one trainer's step, after an exact batch was split."""
         unsplit = tuple(n for n in shared.step.batch if n not in shared.axes)
         batch = dataclasses.replace(
             self.batch, kind="local", axes=0, merge=shared.merges, unsplit_inputs=unsplit

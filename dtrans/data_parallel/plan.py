@@ -196,7 +196,7 @@ class CollectivePlan(Plan):
         return self.bytes_over(*self.axis_names)
 
     def bytes_over(self, *axes: str) -> dict[str, int]:
-        """Return by dtype the bytes that a trainer passes to collectives over `axes` in a step."""
+        """Return the bytes that a trainer passes to collectives over `axes` in a step, by dtype."""
         found: dict[str, int] = {}
         for eqn, times in collectives(self.program.jaxpr):
             if set(axes) & set(eqn.params["over"]):

@@ -35,7 +35,7 @@ from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 
 @dataclasses.dataclass(frozen=True)
 class ReduceSpec:
-    """Description of how one gradient is reduced; it is equal for all gradients of a bucket.
+    """Description of how one gradient is reduced. It is equal for all gradients of a bucket.
 
     Attributes:
       compress: the type to which the gradient is cast for the reduction, such as "bf16". None for
@@ -88,7 +88,7 @@ def assign_buckets(
 def _group_leaves(
     values: Mapping[str, Atom], options: Options, kind: Callable[[str], ReduceSpec]
 ) -> list[list[str]]:
-    """Divide leaves into groups whose values share a bucket: one dtype, one spec, limited size.
+    """Divide leaves into buckets: equal dtype, equal `ReduceSpec`, limited size.
 
     Leaves that share one value are in one group.
     """
@@ -299,7 +299,7 @@ class Reducer:
         return self.kind(bucket.leaves[0]).compress or self.options.reduce.compress
 
     def _chain(self, parts: list[Atom]) -> list[Atom]:
-        """Make the operands of a reduction depend on the previous reduction of its chain."""
+        """Make the operands of a reduction depend on the previous reduction in the same chain."""
         if self.options.reduce.chains is None:
             return parts
         before = self._chains.get(self._reduced % self.options.reduce.chains, ())
@@ -308,7 +308,7 @@ class Reducer:
         return self.b.call(together, *parts, *before)[: len(parts)]
 
     def _divides_first(self, x: Atom) -> bool:
-        """Return True for a mean of float16 parameters: divide first, as the sum may overflow."""
+        """Return True if the mean divides before the sum, because a sum in float16 may overflow."""
         return (
             self.options.local_sgd is not None
             and self.example_count is None
@@ -324,7 +324,7 @@ class Reducer:
     def _by_count(self, x: Atom) -> Atom:
         """Multiply a trainer's value by its weight in the mean; without weights, return `x`.
 
-        A sum of unweighted values might overflow.
+        Multiply before the sum over trainers, because a sum of unweighted values might overflow.
         """
         if self.example_count is None:
             return x

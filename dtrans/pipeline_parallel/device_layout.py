@@ -300,7 +300,7 @@ def _replicas(cluster: Cluster, total: int, counts: list[int], replicas: int | N
 
 
 def _hosts(devices: Iterable[Any]) -> dict[int, list[Any]]:
-    """Return a map from each host to its devices. Hosts are in the order of their first devices."""
+    """Return the devices of each host. Hosts are in the order of their first devices."""
     hosts: dict[int, list[Any]] = {}
     for device in devices:
         hosts.setdefault(device.process_index, []).append(device)
@@ -323,7 +323,7 @@ def _ordered(devices: Iterable[Any], host_by_host: bool) -> list[Any]:
 
 
 def _machine(device: Any) -> Hashable:
-    """Return a key of a device's machine: its slice index in JAX, or else its process."""
+    """Return a key that identifies a device's machine: JAX's slice index, or else the process."""
     index = getattr(device, "slice_index", None)
     if index is None:
         return ("process", device.process_index)

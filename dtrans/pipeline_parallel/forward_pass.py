@@ -49,7 +49,7 @@ class ForwardPass(HoldsJaxpr):
     """Forward pass of a step for one micro-batch.
 
     Attributes:
-      step: the captured step (`dtrans.step.capture`), cut into its two halves.
+      step: the captured step (`dtrans.step.capture`), divided at its gradients.
       jaxpr: the equations. The inputs of the jaxpr are the keys of `sources`. Its outputs are the
         loss, followed by `results`.
       diff: maps an input of `jaxpr` to a leaf. The derivative with respect to this input is the
@@ -104,7 +104,7 @@ class ForwardPass(HoldsJaxpr):
         return not select(self.inputs_of([value]), self.step.batch)
 
     def inputs_of(self, wanted: Sequence[Atom]) -> list[str]:
-        """Return the inputs of the step on which `wanted`, values of the prelude, depend."""
+        """Return the names of the step's inputs from which `wanted` is computed."""
         names = dict(zip(self.step.program.inner.invars, self.step.program.in_names, strict=True))
         _, leaves = backward_slice(self.prelude.jaxpr.eqns, wanted)
         return values_at(names, select(names, leaves))

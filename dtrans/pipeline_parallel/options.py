@@ -217,7 +217,7 @@ class PipelineOptions:
 
     @property
     def parts(self) -> int:
-        """Number of micro-batches of all replicas, into which the global batch is cut."""
+        """Number of micro-batches, over all replicas, into which the global batch is cut."""
         return self.replicas * self.num_micro_batch
 
     @cached_property

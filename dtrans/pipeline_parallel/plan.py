@@ -162,7 +162,7 @@ class PipelinePlan(Plan):
         return self.update.placed.home[name]
 
     def device_of(self, stage: int) -> int:
-        """Return the index of the device that runs a stage; with replicas, of their devices."""
+        """Return the index of the device, or of the replicas' row of devices, that runs a stage."""
         return stage % self.options.num_stages
 
     def specialize(self, types: Sequence[jax.ShapeDtypeStruct]) -> StepPrograms:

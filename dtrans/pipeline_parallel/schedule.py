@@ -149,7 +149,7 @@ class Schedule:
 
     @cached_property
     def _position(self) -> dict[Task, tuple[int, int]]:
-        """Maps each task to its device, and to its index in the order of the device."""
+        """Dict: task -> (its device, its index in the order of the device)."""
         found = {}
         for device, order in enumerate(self.orders):
             for i, task in enumerate(order):

@@ -160,7 +160,7 @@ def split_stages(
 def _split(
     p: Program, s: StagePrograms, cuts: Cuts, values: dict[str, int], replicated: Collection[str]
 ) -> Program:
-    """Return the program of one shard.
+    """Rewrite a program of a split stage for one shard.
 
     Args:
       p: a program of the stage.

@@ -466,7 +466,7 @@ def _cast(dtype: Any, scale: float) -> Callable[[jax.Array], jax.Array]:
 
 
 def sums_of(programs: Sequence[StagePrograms]) -> dict[str, Any]:
-    """Return by leaf the shape and dtype of the leaf's summed gradients."""
+    """Return the shape and dtype of each leaf's summed gradients, by leaf."""
     types: dict[str, Any] = {}
     for p in programs:
         outputs = (p.weights or p.backward).outputs

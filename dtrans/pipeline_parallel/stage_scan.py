@@ -60,7 +60,7 @@ Origins = list[tuple[int, int]]
 
 @dataclasses.dataclass(frozen=True)
 class StageRows:
-    """Rows of a stack, or of its optimizer state, that one stage stores under its own name.
+    """Rows of a stack of layers, or of its optimizer state, that one stage stores.
 
     Attributes:
       name: the name under which the stage stores the rows.
@@ -75,7 +75,7 @@ class StageRows:
 
 
 def loops_of(forward: ForwardPass) -> list[int]:
-    """Return the indices of the scans to cut: forward scans over stacks with a gradient."""
+    """Return the indices of the scans to cut: forward scans over stacked parameters."""
     found = []
     for i, eqn in enumerate(forward.eqns):
         if eqn.primitive.name == SCAN and not is_reversed(eqn) and scan_length(eqn) > 1:
@@ -86,7 +86,7 @@ def loops_of(forward: ForwardPass) -> list[int]:
 
 
 def split_iterations(forward: ForwardPass) -> ScanSplits:
-    """Return the splits with a separate scan for every iteration."""
+    """Return splits in which every iteration is a separate scan."""
     lengths = [scan_length(forward.eqns[i]) for i in loops_of(forward)]
     return tuple(tuple(range(length + 1)) for length in lengths)
 
@@ -192,7 +192,7 @@ def stages_of_parts(
 
 
 def _stages_by_origin(origin: Origins, stage_of: Sequence[int]) -> dict[tuple[int, int], int]:
-    """Return by origin the last stage that runs an equation with this origin."""
+    """Return the last stage that runs an equation with a given origin, by origin."""
     found: dict[tuple[int, int], int] = {}
     for key, s in zip(origin, stage_of, strict=True):
         found[key] = max(s, found.get(key, s))
@@ -247,7 +247,7 @@ def _is_alone(forward: ForwardPass, v: Var, leaf: str) -> bool:
 
 
 def _word_for_rows(step: Cut) -> str:
-    """Return the word in names of rows: "block", with underscores if it is used already."""
+    """Return the word for names such as "params/w.block1": "block", unless a name contains it."""
     word = "block"
     while any(f".{word}" in n for n in step.program.in_names):
         word += "_"

@@ -44,7 +44,7 @@ class StepPrograms:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagedModel:
-    """The step of a micro-batch, and the assignment of its equations to stages.
+    """Step of a micro-batch, and the assignment of its equations to stages.
 
     `specialize` writes the programs of the stages for a batch size.
 
@@ -54,9 +54,9 @@ class StagedModel:
       stage_of: the stage of each equation of the forward pass.
       homes: maps each parameter to the stage that stores it.
       users: maps each parameter to the stages that compute its gradient.
-      cuts: the shards of split stages, and the state that the shards cut.
+      cuts: the number of shards of each stage, and the state that is cut over shards.
       scan_splits: the iterations that each stage runs, for each scan over layers.
-      stacks: maps each array of the state with rows on several stages to its rows.
+      stacks: the rows of each stacked array of the state that several stages divide, by name.
       merges: maps each result, and each array of state that the forward pass updates, to its merge
         rule.
     """
@@ -194,6 +194,6 @@ def step_programs(
     cuts: Cuts,
     o: PipelineOptions,
 ) -> StepPrograms:
-    """Return the programs of all stages (of one shard, if a stage is split), and their merges."""
+    """Return the programs of all stages, and the programs that merge their results."""
     results = tuple(results_program(s, merges, o, forward.jaxpr) for s in stages)
     return StepPrograms(*split_stages(stages, cuts), results)

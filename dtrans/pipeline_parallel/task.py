@@ -116,7 +116,7 @@ def task_costs(
     backward: Costs,
     weight: Costs,
 ) -> dict[str, list[Time]]:
-    """Return a map from each kind of task to its cost at each model stage.
+    """Return the cost of each kind of task at each model stage: {"F": [1, 1], "B": [2, 2]}.
 
     Args:
       num_stages, chunks: the number of devices, and the number of model stages on each device.

@@ -366,7 +366,7 @@ def _check_reads(step: Cut, o: PipelineOptions) -> None:
 def shared_by(
     main: Program, part: Program, o: PipelineOptions, axes: Mapping[str, int]
 ) -> tuple[ExactStep | None, WrittenParts | None]:
-    """Return the exact step of a micro-batch, and the precomputed values that it reads.
+    """Return the exact step of a micro-batch, and the precomputed values that this step reads.
 
     With `batch="micro"`, or if the batch is not cut, both results are None.
 
@@ -476,7 +476,7 @@ def _check_checkpoint_names(forward: ForwardPass, o: PipelineOptions) -> None:
 def _merges(
     plain: Cut, part: Program, forward: ForwardPass, o: PipelineOptions, *, shared: bool
 ) -> dict[str, str]:
-    """Return by name the rule that merges each result over micro-batches.
+    """Return the rule that merges each result over micro-batches, by name.
 
     The user chooses the rule with `Batch.merge` or `dtrans.collect`. Otherwise, it is inferred.
 

@@ -1,11 +1,11 @@
 """Update of a pipelined step, which computes new parameters from sums of gradients.
 
-The update is written as a training step. Its batch consists of the sums of gradients over
-micro-batches, and of the arguments that the update reads, such as a learning rate. It adds the sums
-of all stages that share a leaf, and divides by the number of micro-batches. It marks the result as
-a gradient, so that the transforms for training steps can rewrite the update. Replicas reduce
-gradients as in nccl2 mode, or store slices of the optimizer state as in sharding. Finally, the
-update is cut by stage (`dtrans.pipeline_parallel.update_by_stage`).
+The update is written as a training step. The batch of this step consists of the sums of gradients
+over micro-batches, and of arguments that the update reads, such as a learning rate. First, the step
+adds the sums of all stages that share a leaf, and divides by the number of micro-batches. This
+result is marked as a gradient, so that the transforms for training steps can rewrite the update.
+Replicas reduce gradients as in nccl2 mode, or store slices of the optimizer state as in sharding.
+Finally, the update is cut by stage (`dtrans.pipeline_parallel.update_by_stage`).
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def _split_piece(
 
 
 def _part(jaxpr: ClosedJaxpr, at: int, which: Sequence[int], makes: Sequence[Var]) -> StagePart:
-    """Return a piece with the equations `which` of a jaxpr, and the outputs `makes`."""
+    """Return a piece that has the equations `which` of a jaxpr, and returns `makes`."""
     inner = opened(jaxpr)
     eqns = values_at(inner.eqns, which)
     reads = exclude(free_variables(eqns), inner.constvars)
@@ -189,7 +189,7 @@ class _Placer:
         self.wanted: dict[int, dict[int, list[int]]] = {}  # level -> place -> equations
 
     def _larger(self, eqn: JaxprEqn) -> bool:
-        """Return True if an equation reads more bytes from the other place than from the hub."""
+        """Return True if an equation reads more bytes from another place than from the hub."""
         size = {True: 0, False: 0}
         for a in variables(eqn.invars):
             if self.at.get(a) is not None:
@@ -269,7 +269,7 @@ class _Placer:
             stack.pop()
 
     def _piece(self, p: int, which: Sequence[int], ends: set[tuple[Var, int]]) -> StagePart:
-        """Return a piece with the equations `which`. Its outputs are the values read elsewhere.
+        """Return a piece that has the equations `which`, and returns the values read elsewhere.
 
         Args:
           p: the place of the piece.

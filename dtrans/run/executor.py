@@ -244,7 +244,7 @@ class Executor:
     def exchange(
         self, endpoint: str, number: int, ways: Sequence[Sequence[Any]], values: Sequence[Any]
     ) -> list[Any]:
-        """Merge values of all trainers of a synchronous job on a server; return the results.
+        """Send values to a server, which merges the values of all trainers; return the results.
 
         All trainers must call this method between the same two steps, with the same `ways`.
 

@@ -118,7 +118,7 @@ def _part_type(t: Any, parts: int, is_cut: bool) -> jax.ShapeDtypeStruct:
 
 
 def _part(x: Any, trainer: int, turn: int, trainers: int, steps: int) -> Any:
-    """Return the part of a batch array that a trainer uses in its step number `turn`.
+    """Return the part of a batch array that a trainer reads in step number `turn`.
 
     For a PRNG key, fold in the trainer's id and the number of the step.
     """

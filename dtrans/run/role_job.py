@@ -379,7 +379,7 @@ class TrainerJob(RoleJob):
 
 
 def _memory_bytes() -> int:
-    """Return the bytes of memory that this process may use: the machine's, or a lower limit."""
+    """Return the bytes of memory that this process may use."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return machine if limit == resource.RLIM_INFINITY else min(machine, limit)
@@ -488,7 +488,7 @@ class ServerJob(RoleJob):
 
     @property
     def _number_of_restored(self) -> int:
-        """The number that names the restored checkpoint; 0 without a checkpoint or a number."""
+        """The number in the name of the restored checkpoint; 0 without one."""
         if self.restored is not None and self.restored.name.isdecimal():
             return int(self.restored.name)
         return 0

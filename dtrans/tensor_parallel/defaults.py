@@ -99,7 +99,7 @@ class _CutChooser:
         return self.layouts.get(a, SHARED)
 
     def origin(self, a: Atom) -> Origin | None:
-        """Return the origin of `a` if it is a view of a parameter that is not cut; else None."""
+        """Return the `Origin` of `a` if `a` is a view of a parameter that is not cut; else None."""
         found = None if isinstance(a, Literal) else self.origins.get(a)
         if found is None or found[0] in self.cuts:
             return None
@@ -130,7 +130,7 @@ class _CutChooser:
             self.layouts[v] = self.layout(a)
 
     def _decide(self, eqn: JaxprEqn) -> None:
-        """Choose cuts for the parameters that an equation reads, by the module's table."""
+        """Choose how to cut the parameters that an equation reads, by the rules at the top."""
         for i, a in enumerate(eqn.invars):
             origin = self.origin(a)
             if origin is None:
@@ -193,7 +193,7 @@ def _keeps_dimensions(eqn: JaxprEqn) -> bool:
 
 
 def _map_dimensions(eqn: JaxprEqn, dims: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    """Convert the dimensions in an `Origin` from an equation's operand to its output."""
+    """Return the parameter dimensions for an equation's output, from those of its operand."""
     out, name = eqn.outvars[0].aval, eqn.primitive.name
     if name == "transpose":
         return tuple(values_at(dims, eqn.params["permutation"]))

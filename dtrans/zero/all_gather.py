@@ -126,7 +126,7 @@ class Gatherer(SliceWriter):
                 self._last = v
 
     def result(self, atom: Atom, maker: int) -> Atom:
-        """Return the new variable of a result: a slice if `slice_results` lists it, else in full.
+        """Return a result: this rank's slice if `slice_results` lists it, else the full value.
 
         Args:
           atom: the result, one of the values in `ends`.
@@ -152,7 +152,7 @@ class Gatherer(SliceWriter):
         return self._derived[key]
 
     def _write_full(self, atom: Var) -> Atom:
-        """Return the gathered leaf; for a value computed from leaves, write its equation again."""
+        """Return a gathered leaf; for a value computed from leaves, compute the value again."""
         if atom not in self.uses.derived:
             return self._gathered_leaves[id(self.uses.window(atom, self._at))]
         eqn = self.uses.derived[atom]
@@ -302,7 +302,7 @@ class Gatherer(SliceWriter):
         return self.b.build(outs), prefetch
 
     def _prefetch_first(self, layers: Sequence[Var]) -> Prefetch | None:
-        """Let the body take its first gathered layer as an input; return the layer's gather.
+        """Add an input for the first layer that the body gathers; return its gather.
 
         The loop gathers this layer one iteration earlier. If the first leaf that the body gathers
         is not a layer of a scanned stack, change nothing and return None.

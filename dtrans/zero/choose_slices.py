@@ -51,7 +51,7 @@ from dtrans.zero.slice_analysis import GatherOptions, SliceAnalysis, SliceInputs
 
 @dataclasses.dataclass(frozen=True)
 class Sliced:
-    """Cut of an array into slices, one for each rank of the sharding axis.
+    """Description of how an array is cut into slices, one for each rank.
 
     Attributes:
       axis: the dimension that is cut.
@@ -266,7 +266,7 @@ def _find_state_homes(analysis: RowAnalysis) -> dict[str, tuple[str, RowAxis | N
 def _choose_state_row(
     shape: tuple[int, ...], leaf: tuple[int, ...], axis: int, degree: int, least: int
 ) -> RowAxis | None:
-    """Return the dimension to cut in a state array whose rows the update mixes.
+    """Return the dimension to cut in an array of state, if the update mixes the rows of the array.
 
     If the array's shape ends with the leaf's shape, the array is cut like the leaf. Another array,
     such as a preconditioner, is cut if it has at least `least` elements and a dimension that
@@ -307,7 +307,7 @@ def _find_replicated_gradients(step: Cut) -> set[str]:
 
 
 def _choose_layer_axes(step: Cut, axes: Mapping[str, int], degree: int) -> dict[str, int]:
-    """Return the dimension to cut, by leaf, that makes the largest gather of the leaf smallest.
+    """Choose the dimension to cut in each leaf, so that its largest gather is as small as possible.
 
     Each attempt cuts a later dimension of all leaves, and analyzes the step once.
 
@@ -351,7 +351,7 @@ def _choose_layer_axes(step: Cut, axes: Mapping[str, int], degree: int) -> dict[
 def summed_gradients(
     step: Cut, eqns: Sequence[JaxprEqn], leaves: Collection[str]
 ) -> dict[Var, str]:
-    """Return the gradients that only the update reads, with the leaf of each.
+    """Return a dict with the gradients that only the update reads: variable -> leaf.
 
     Loops may compute these gradients as slices.
     """

@@ -20,7 +20,7 @@ from dtrans.zero.forward_values import leaves_that_meet_the_batch
 
 
 class GradientResults:
-    """Program part that computes a step's results from gradients, such as a norm.
+    """Part of a program that computes results from gradients, such as a norm.
 
     Args:
       step: the step, divided at its gradients.

@@ -86,7 +86,7 @@ def rematerialize_layers(analysis: SliceAnalysis, wanted: Collection[Atom]) -> l
 
 
 def _readers_of(eqns: Sequence[JaxprEqn]) -> Mapping[Var, list[tuple[int, int]]]:
-    """Return by value where it is read: pairs (index of the equation, index of the operand)."""
+    """Return the reads of each value, as pairs (index of the equation, index of the operand)."""
     readers: dict[Var, list[tuple[int, int]]] = {}
     for i, eqn in enumerate(eqns):
         for k, a in enumerate(eqn.invars):
@@ -96,7 +96,7 @@ def _readers_of(eqns: Sequence[JaxprEqn]) -> Mapping[Var, list[tuple[int, int]]]
 
 
 def _is_read_by_slices(eqns: Sequence[JaxprEqn], readers: Sequence[tuple[int, int]]) -> bool:
-    """Return True if a value has readers, and all readers are loops that scan over it."""
+    """Return True if a value has readers, and all readers are loops that scan over the value."""
     for i, k in readers:
         if eqns[i].primitive.name != SCAN or k not in wiring(eqns[i]).slices:
             return False

@@ -49,7 +49,7 @@ class LiveRange:
 
     @property
     def dtype(self) -> Any:
-        """Type in which to gather the leaf: the readers' type if they need one smaller type."""
+        """Type in which to gather the leaf: a smaller type if all equations read this type."""
         leaf_dtype = self.leaf.aval.dtype
         if len(self.dtypes) != 1:
             return leaf_dtype
@@ -58,7 +58,7 @@ class LiveRange:
 
 
 class LiveRanges:
-    """Windows of all leaves that equations read, and of parts such as one layer of a stack.
+    """Windows of all leaves. A window is a range of equations during which a leaf stays gathered.
 
     Args:
       eqns: the equations.

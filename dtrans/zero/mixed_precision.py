@@ -275,7 +275,7 @@ class _LowWriter:
         self._low: dict[Var, Atom] = {}
 
     def read(self, atom: Atom) -> Atom:
-        """Return the variable of the rewritten program for an atom of the original."""
+        """Return the variable in the rewritten program for an atom of the original program."""
         return read_from(self.env, [atom])[0]
 
     def emit(self, eqn: JaxprEqn, *, rewrite: bool) -> None:
@@ -398,7 +398,7 @@ def _lower_body(
 
 
 def _is_only_cast(body: Jaxpr, v: Var, dtype: Any) -> bool:
-    """Return True if a body reads the input `v`, and only to cast it to `dtype`."""
+    """Return True if the only readers of input `v` cast it to `dtype`."""
     readers = 0
     for eqn in body.eqns:
         if any(a is v for a in eqn.invars):
@@ -428,7 +428,7 @@ def _narrow_inputs(body: ClosedJaxpr, narrow: Sequence[bool], dtype: Any) -> Clo
 
 
 def _is_wide(atom: Atom) -> bool:
-    """Return True for floats of more than 16 bits."""
+    """Return True if an atom has floats of more than 16 bits."""
     dtype = atom.aval.dtype
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits > 16
 

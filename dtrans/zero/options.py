@@ -121,7 +121,7 @@ class Precision:
 
 @dataclasses.dataclass(frozen=True)
 class Slicing:
-    """Options that control the slices of parameters, and when slices are gathered.
+    """Options for cutting parameters into slices, and for gathering the slices.
 
     Attributes:
       partition: "rows" cuts each parameter. "greedy_even" and "use_order" assign each parameter to

@@ -52,7 +52,7 @@ class ShardingPlan(CollectivePlan):
         return scale_types(self.options.precision.scaling)
 
     def for_trainers(self, trainers: int) -> ShardingPlan:
-        """Return the plan for another number of ranks, which changes only the number of groups.
+        """Return the plan for another number of ranks, with another number of groups.
 
         Raises:
           ConfigError: the number is not a multiple of the degree.

@@ -142,7 +142,7 @@ class RankLayout:
     # -- gradients -------------------------------------------------------------------------------
 
     def layer_gradients(self, step: Cut) -> dict[Var, str]:
-        """Return the gradients that loops scatter layer by layer, with the leaf of each."""
+        """Return a dict with the gradients that loops scatter layer by layer: variable -> leaf."""
         options = self.options
         if options.stage == 1 or self._weights_or_clips or options.reduce.compress is not None:
             return {}

@@ -54,7 +54,7 @@ class ScatterFlow:
     loops: dict[int, dict[int, RowAxis]] = dataclasses.field(default_factory=dict)
 
     def operands(self, eqns: Sequence[JaxprEqn]) -> dict[int, Collection[int]]:
-        """Return by equation index the indices of the operands that it reads as slices."""
+        """Return a dict: index of an equation -> indices of the operands read as slices."""
         return {i: self.operands_at(i, eqns[i]) for i in (*self.steps, *self.loops)}
 
     def operands_at(self, i: int, eqn: JaxprEqn) -> Collection[int]:
@@ -90,7 +90,7 @@ class ScatterFlow:
 
 
 def makers_of(eqns: Sequence[JaxprEqn]) -> dict[Var, tuple[int, JaxprEqn]]:
-    """Return for each value the equation that computes it: a pair (index, equation)."""
+    """Return a dict: value -> (index of the equation that computes it, equation)."""
     return {v: (i, e) for i, e in enumerate(eqns) for v in e.outvars}
 
 
@@ -162,7 +162,7 @@ class _Search:
                     self._want(a, row)
 
     def _want(self, a: Atom, row: RowAxis | None) -> None:
-        """Record that slices of operand `a` are wanted, if only one equation reads it."""
+        """Record that slices of operand `a` are wanted, if no other equation reads `a`."""
         if row is None or not isinstance(a, Var):
             return
         may_be_slice = a in self.local and a in self.sliceable and a not in self.wanted
@@ -244,7 +244,7 @@ def _prune(
 
 
 def _step_on_rows(eqn: JaxprEqn, row: RowAxis, local: Collection[Var]) -> Step | None:
-    """Return how an equation runs on slices; None if it is not linear in the `local` operands."""
+    """Return how an equation runs on slices; None unless it is linear in its `local` operands."""
     summed = operands_among(eqn, local)
     if not linear_group(eqn, summed):
         return None

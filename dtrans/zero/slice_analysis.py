@@ -178,11 +178,11 @@ class SliceAnalysis(SplitWriter):
     # -- results -----------------------------------------------------------------------------------
 
     def roots_of(self, atoms: Iterable[Atom]) -> frozenset[Var]:
-        """Return the union of the roots of several values."""
+        """Return the leaves, or parts of leaves, to gather for the full values of `atoms`."""
         return frozenset().union(*(self.roots.get(a, ()) for a in atoms if isinstance(a, Var)))
 
     def read_full(self, atoms: Iterable[Atom]) -> None:
-        """Record that values are read in full."""
+        """Record that an equation reads the full values of `atoms`."""
         self.full |= self.roots_of(atoms)
 
     def position_of(self, atom: Atom) -> int:
@@ -246,7 +246,7 @@ class SliceAnalysis(SplitWriter):
                 self.read_full(self.reads[i])
 
     def _reduces_full(self, i: int, way: Strategy) -> bool:
-        """Return True if an equation reduces slices of a root that is gathered anyway."""
+        """Return True if equation `i` reduces slices of a leaf that is gathered anyway."""
         return bool(way.reduce) and not self.full.isdisjoint(self.roots_of(self.eqns[i].invars))
 
     def _follow_equation(self, i: int, eqn: JaxprEqn) -> Collection[int]:
@@ -396,7 +396,7 @@ def is_cheap(eqn: JaxprEqn) -> bool:
 
 
 def _gathers(eqn: JaxprEqn, wires: Wiring, k: int, body: SliceAnalysis) -> bool:
-    """Return True if a body would gather operand `k`, which is the same in each iteration.
+    """Return True if a loop's body would gather operand `k`, which is equal in each iteration.
 
     Return False for a branch that returns the operand, since a returned slice is not gathered.
     """

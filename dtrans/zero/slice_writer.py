@@ -129,7 +129,7 @@ class SliceWriter(SliceAnalysis):
         return self.b.call(times(self.how.degree), piece)[0]
 
     def write_on_rows(self, i: int) -> None:
-        """Write equation `i` on slices of gradients, in which the equation is linear."""
+        """Write equation `i` with slices of gradients as operands."""
         eqn, step = self.eqns[i], self.scattering.steps[i]
         summed = linear_group(eqn, operands_among(eqn, self.local))
         atoms: list[Atom] = []

@@ -155,7 +155,7 @@ def check_rows(
 
 
 def share_of(name: str, x: Any, trainers: int, unsplit: Collection[str]) -> Share:
-    """Return how a batch array is divided: the dimension 0, "replicated", or "key".
+    """Return the share of a batch array: 0 (split along dimension 0), "replicated", or "key".
 
     An array is split on dimension 0 if it has dimensions, and `unsplit` does not name it.
     """

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from dtrans.errors import ConfigError
 
 
-MOST_MARKS = 64  # of one source. Beyond this number, every second mark is dropped.
+# Maximum number of saved states of one source. Beyond this number, every second state is dropped.
+MOST_MARKS = 64
 
 
 class _StateMethods(NamedTuple):
@@ -32,7 +33,7 @@ STATE_METHODS = (
 
 
 class BatchSource:
-    """Batches of a user's iterable, which is read once from its start to its end.
+    """Batches of an iterable, which is read once from its start to its end.
 
     Args:
       batches: the iterable.
@@ -58,10 +59,10 @@ class BatchSource:
         return batch
 
     def seek(self, position: int) -> None:
-        """Continue at a position.
+        """Continue with the batch after the first `position` batches.
 
         Raises:
-          ConfigError: the source cannot go there.
+          ConfigError: the source cannot go back to this batch.
         """
         if position != self.position:
             raise ConfigError(
@@ -71,7 +72,7 @@ class BatchSource:
             )
 
     def restore(self, position: int, state: Any) -> None:
-        """Continue at a position, at which the source had a state."""
+        """Continue at `position`, at which the source had the state `state`."""
         self.seek(position)
 
 
@@ -102,8 +103,9 @@ class SeekableSource(BatchSource):
 class StatefulSource(BatchSource):
     """Batches of a loader that can save and restore its state.
 
-    To go back, the source restores the nearest earlier mark, and skips batches. The first mark is
-    the state at the start, or the state that the user has restored.
+    The source saves the loader's state at some positions. To go back to a batch, it restores the
+    last state saved before this batch, and skips batches. The first saved state is the state at the
+    start, or the state that the user has restored.
 
     Args:
       batches: the loader, or an iterator.
@@ -161,7 +163,7 @@ class StatefulSource(BatchSource):
 
 
 def open_source(batches: Iterable[Any] | Callable[[int], Any]) -> BatchSource:
-    """Return the batches of a user, by number.
+    """Return a source of the user's batches that can go back to an earlier batch.
 
     Args:
       batches: an iterable, or a function that returns the batch of a step number.

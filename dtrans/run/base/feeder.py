@@ -8,8 +8,8 @@
 `tf.data.Dataset.as_numpy_iterator()`, or a generator. Each process cuts its part out of a batch
 (`job.shard_batch`). On a mesh, `feed` copies batches to the devices where steps read them.
 
-To go back to an earlier batch, the thread ends, and another thread starts there. The sources of
-`dtrans.run.base.batch_source` find the batch.
+To go back to an earlier batch, `feed` ends the thread, and starts another at this batch.
+`dtrans.run.base.batch_source` finds the batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dtrans.run.base.batch_source import BatchSource, open_source
 
 
 class _Loaded(NamedTuple):
-    """Batch that waits for a step, or the end of the batches.
+    """Loaded batch that waits for a step, or a mark for the end of the batches.
 
     Attributes:
       batch: this process's part.
@@ -72,8 +72,8 @@ class Feed(Iterator[Any]):
     def seek(self, step: int) -> None:
         """Continue with the batch of a step. `job.steps` calls it after the loss of a process.
 
-        The method drops loaded batches. If the source cannot go to the batch, the next batch is a
-        ConfigError.
+        The method drops loaded batches. If the source cannot go back to the batch, the next call of
+        `next` raises ConfigError.
 
         Args:
           step: number of batches before the next one.
@@ -83,7 +83,7 @@ class Feed(Iterator[Any]):
             self._go_to(step, lambda: self._source.seek(step))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the batches that steps have read, for `load_state_dict`.
+        """Return the position of the next batch, in a dict for `load_state_dict`.
 
         The dict contains the loader's state if the loader has `get_state` or `state_dict`.
         """
@@ -157,16 +157,16 @@ def feed(batches: Iterable[Any] | Callable[[int], Any], job: Job, ahead: int = 2
     thread. The thread ends after the iterator returns its current batch. An error in the iterator
     is raised by the loop over the loaded batches.
 
-    In a job with cuts, pass the result to `job.steps` with `stop`. After the loss of a process,
-    `feed` goes back to the batch of the cut. This works with a function of the step number, and
-    with a loader that has one of these methods:
+    A cut is a copy of the job's state. In a job with cuts, pass the result to `job.steps` with
+    `stop`. After the loss of a process, `feed` goes back to the batch of the cut. This works with a
+    function of the step number, and with a loader that has one of these methods:
 
     - `seek(step)`;
     - `get_state` and `set_state`, as iterators of grain have;
     - `state_dict` and `load_state_dict`, as torchdata's `StatefulDataLoader` has.
 
     A loader without `seek` must yield the same batches in each start of the script. A process that
-    starts again reads its batches from the first one, and drops them up to the batch of the cut.
+    starts again reads from the first batch, and drops all batches before the batch of the cut.
 
     Args:
       batches: iterator of global batches, or a function that returns the batch of a step number. A

@@ -36,7 +36,7 @@ ON_NONFINITE = ("ignore", "warn", "error")
 
 
 class NonfiniteCheck:
-    """Check of gradients for infinities and NaNs.
+    """Check that finds infinities and NaNs in gradients.
 
     Args:
       reaction: "ignore", "warn" or "error".

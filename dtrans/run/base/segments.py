@@ -302,7 +302,7 @@ def interpret(
 
 
 def _retrace_bodies(eqn: JaxprEqn, rules: Rules) -> dict[str, Any]:
-    """Return the parameters of an equation; trace its bodies again with `rules`."""
+    """Trace the bodies of an equation again with `rules`; return the new parameters."""
 
     def retrace(body: Any) -> Any:
         inner = opened(body)

@@ -24,7 +24,7 @@ from dtrans.run.collective.trainers import Trainers
 
 
 class TrainerBatches:
-    """Split of batches over the trainers of a plan.
+    """Rules by which batches are split over the trainers of a plan.
 
     Args:
       plan: the plan.
@@ -109,7 +109,7 @@ class TrainerBatches:
         return count if count % plan.trainers else 0
 
     def place_padded(self, arrays: Sequence[Any], rows: int) -> Sequence[Any]:
-        """Pad a batch of `rows` rows to a multiple of the trainers, and put it on their devices."""
+        """Pad a batch to a multiple of the number of trainers, and put it on their devices."""
         trainers = self._trainers
         size = -(-rows // self._plan.trainers) * trainers.here
         padded = uneven_rows(self.names, self._shared(arrays), rows, trainers.part[0], size)

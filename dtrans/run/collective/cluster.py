@@ -270,7 +270,7 @@ def job_of(plan: CollectivePlan, *, donate: bool, on_nonfinite: str) -> Collecti
 
 
 def local_piece(x: Any) -> Any:
-    """Return this process's piece of a global array; return other values unchanged."""
+    """Return the piece of a global array that this process has; return other values unchanged."""
     return local_shard(x) if isinstance(x, jax.Array) else x
 
 
@@ -378,5 +378,5 @@ def is_of_cluster(program: Program) -> bool:
 
 
 def _is_over_trainers(eqn: JaxprEqn) -> bool:
-    """Return True for an equation with the axes of trainers as a parameter."""
+    """Return True if a parameter of an equation names the axes of the trainers."""
     return collective_of(eqn) is not None or eqn.primitive is trainer_index_p

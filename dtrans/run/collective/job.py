@@ -231,7 +231,7 @@ class CollectiveJob(Job):
         return self.batches.axes
 
     def arrays(self, batch: Sequence[Any]) -> Sequence[Any]:
-        """Place the arrays of a batch for steps.
+        """Put the arrays of a batch on the trainers' devices.
 
         Raises:
           BatchError: the batch cannot be split over the trainers.

@@ -120,7 +120,7 @@ def mesh_of(plan: CollectivePlan, devices: Sequence[jax.Device]) -> Mesh:
 
 
 def _put(x: Any, where: NamedSharding) -> Any:
-    """Put an array on devices; skip the slow `jax.device_put` if it is there already."""
+    """Put an array on devices, without the slow `jax.device_put` if the array is there already."""
     if isinstance(x, jax.Array) and x.sharding == where:
         return x
     return jax.device_put(x, where)

@@ -284,7 +284,7 @@ class ConnectedProcesses(OneProcess):
         return x
 
     def _share(self, name: str, x: Any) -> Share:
-        """Return how a batch array is divided over processes: see `share_of`."""
+        """Return how processes divide a batch array: a dimension, "replicated", or "key"."""
         return share_of(name, x, self.count, self._unsplit)
 
     # -- a step ----------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ class _LocalDevices(StageBackend):
         self._shards, self._stages = shards, len(shards)
 
     def _local(self, stage: int) -> int | None:
-        """Return the index of a stage's grid; None if another process runs the stage."""
+        """Return the index of a stage among this process's stages; None for other stages."""
         at = stage % self._stages - self._first
         if 0 <= at < self._each:
             return at

@@ -216,7 +216,7 @@ def _piece_function(piece: StagePart) -> Callable[..., Sequence[Any]]:
 
 
 def _new_state(values: _UpdateValues) -> StateSlots:
-    """Return the slots of the new state."""
+    """Return the slots that contain the new state."""
     at, slots = values.d.at, values.d.slots
     plan, placed = at.plan, at.plan.update.placed
     outs = placed.program.outvars
@@ -235,7 +235,7 @@ def _new_state(values: _UpdateValues) -> StateSlots:
 
 
 def _results_of_update(values: _UpdateValues) -> ResultSlots:
-    """Return the slots of the results that the update computes."""
+    """Return the slots that contain the results computed by the update."""
     plan, program = values.d.at.plan, values.d.at.plan.update.placed.program
     found: ResultSlots = {}
     for n, a in program.outvars.items():
@@ -297,7 +297,7 @@ def _move_home(d: StepBuilder, name: str, slot: int, kind: AxisSharding, stage: 
 
 
 def _kinds(at: StagePlacement, name_of: Mapping[Var, str]) -> dict[Any, AxisSharding]:
-    """Return by variable how replicas shard each value of the update.
+    """Return the sharding of each value of the update over replicas, by variable.
 
     A value differs between replicas if one of its operands differs. Outputs of collectives such as
     an all-reduce are equal on all replicas.

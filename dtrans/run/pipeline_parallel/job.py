@@ -151,7 +151,7 @@ class PipelineJob(Job):
         return found
 
     def scheduled(self, name: str) -> PipelineJob:
-        """Return a job with another schedule. It reuses the compiled programs of this job.
+        """Return a job with another schedule, which reuses the compiled programs of this job.
 
         Raises:
           ConfigError: the schedule is unknown, or the job has several processes. Or the schedule

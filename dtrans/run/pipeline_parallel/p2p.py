@@ -66,7 +66,7 @@ class _Line:
         self._is_broken = False
 
     def send(self, op: str, frames: Sequence[Any], **fields: Any) -> None:
-        """Store a message until the receiver reports it; send it if the connection works."""
+        """Send a message if the connection works; store it until its arrival is reported."""
         message = [wire.header(op, **fields, **self._messages.stamp()), *frames]
         self._messages.store(message)
         if not self._is_broken:
@@ -172,7 +172,7 @@ class P2PChannels:
             self._failed.append(e)
 
     def _take_events(self, lines: Mapping[Any, tuple[int, _Line]], until: float) -> None:
-        """Wait for events of the links until a time, and handle the events."""
+        """Wait for events of the links until the time `until`, and handle the events."""
         for event in self._out.poll(until):
             k, line = lines[event.source]
             try:
@@ -181,7 +181,7 @@ class P2PChannels:
                 self._refuse(k, e)
 
     def _await_reconnections(self, lines: Mapping[Any, tuple[int, _Line]]) -> None:
-        """Wait until broken connections are resumed, at most `LINGER` seconds."""
+        """Wait at most `LINGER` seconds until broken connections work again."""
         now = self._out.now()
         limit = now + LINGER
         # A connection may have broken since the last poll.
@@ -299,7 +299,7 @@ class P2PChannels:
             ) from self._failed[0]
 
     def close(self) -> None:
-        """Close the channels, after at most `LINGER` seconds for queued values."""
+        """Send the queued values for at most `LINGER` seconds, then close the channels."""
         if self._in.context.closed:
             return
         # This call breaks the senders' connections. A last report tells them what has arrived.

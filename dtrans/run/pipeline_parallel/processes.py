@@ -49,7 +49,7 @@ class OneProcess:
     def check_program(
         self, program: StepProgram, types: Mapping[str, jax.ShapeDtypeStruct]
     ) -> None:
-        """Check that all processes have the same instructions.
+        """Check that all processes have the same list of instructions for a step.
 
         Args:
           program: the instructions of this process.

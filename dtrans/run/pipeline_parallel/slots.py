@@ -42,7 +42,7 @@ class Slots:
         return len(self._numbers)
 
     def slot(self, kind: AxisSharding, *key: Any) -> int:
-        """Return the slot of a value.
+        """Return the slot number of a value; the first call for a value assigns the number.
 
         Args:
           kind: the sharding of the value.
@@ -55,13 +55,13 @@ class Slots:
     # -- inputs and constants of a step ----------------------------------------------------------
 
     def state(self, place: int, name: str) -> int:
-        """Return the slot of an array of the state; `place` identifies the stored copy."""
+        """Return the slot number for an array of the state; `place` identifies the stored copy."""
         found = self.slot(self._at.state_kind(name), "state", place, name)
         self.inputs[place, name] = found
         return found
 
     def param(self, stage: int, name: str) -> int:
-        """Return the slot of a parameter that a stage reads."""
+        """Return the slot number for a parameter that a stage reads."""
         plan = self._at.plan
         device = plan.device_of(stage)
         if self._at.host is None and plan.device_of(plan.model.homes[name]) == device:
@@ -69,13 +69,13 @@ class Slots:
         return self.slot(SAME, "copy", device, name)
 
     def shared_state(self, stage: int, name: str) -> int:
-        """Return the slot for a stage's copy of state that every stage stores, such as a count."""
+        """Return the slot number for one stage's copy of state that every stage stores."""
         if self._at.host is None:
             return self.state(stage, name)
         return self.slot(SAME, "copy", self._at.plan.device_of(stage), name)
 
     def array(self, stage: int, name: str) -> int:
-        """Return the slot of a batch array that a stage reads."""
+        """Return the slot number for a batch array that a stage reads."""
         device = self._at.plan.device_of(stage)
         kind = self._at.batch_kind(name, self._batch[name])
         found = self.slot(kind, "batch", device, name)
@@ -83,14 +83,14 @@ class Slots:
         return found
 
     def number(self, stage: int, micro: int) -> int:
-        """Return the slot that contains the index of a micro-batch."""
+        """Return the number of the slot that contains the index of a micro-batch."""
         found = self.slot(SAME, "number", self._at.plan.device_of(stage), micro)
         if found not in self.fixed:
             self.fixed[found] = self._at.backend.put(np.int32(micro), stage, SAME)
         return found
 
     def constant(self, value: Any, stage: int, name: str) -> int:
-        """Return the slot for a constant that the update returns."""
+        """Return the slot number for a constant that the update returns."""
         found = self.slot(SAME, "constant", stage, name)
         self.fixed[found] = self._at.state_backend.put(value, stage, SAME)
         return found
@@ -98,13 +98,13 @@ class Slots:
     # -- values of a micro-batch -----------------------------------------------------------------
 
     def value(self, stage: int, name: str, micro: int) -> int:
-        """Return the slot for a value that a stage's forward pass computes or receives."""
+        """Return the slot number for a value that a stage's forward pass computes or receives."""
         axis = self._programs.cuts.get((stage, name))
         kind = self._at.per_replica.cut_along(axis, SPLIT)
         return self.slot(kind, "value", stage, name, micro)
 
     def sum_of(self, stage: int, leaf: str, micro: int | None) -> int:
-        """Return the slot for a stage's sum of the gradients of a leaf.
+        """Return the slot number for a stage's sum of the gradients of a leaf.
 
         If the gradients of each micro-batch are clipped, each micro-batch has a slot instead.
         """
@@ -112,7 +112,7 @@ class Slots:
         return self.slot(self._at.sum_kind(leaf), "sum", stage, leaf, index)
 
     def output(self, s: StagePrograms, name: str, micro: int) -> int:
-        """Return the slot for an output of a stage's backward program."""
+        """Return the slot number for an output of a stage's backward program."""
         if name in s.sums:
             return self.sum_of(s.index, s.sums[name], micro)
         if name in s.cotangents:
@@ -120,7 +120,7 @@ class Slots:
         return self.value(s.index, name, micro)
 
     def operand(self, s: StagePrograms, name: str, micro: int) -> int:
-        """Return the slot for an input of one of a stage's programs."""
+        """Return the slot number for an input of one of a stage's programs."""
         if name in s.sums:
             return self.sum_of(s.index, s.sums[name], micro)
         if name in s.cotangents:
@@ -134,7 +134,7 @@ class Slots:
         return self.value(s.index, name, micro)
 
     def in_flight(self) -> dict[int, int]:
-        """Return the slots that contain values of a single micro-batch, with the stage of each."""
+        """Return the slots that contain a value of one micro-batch, as a dict slot -> stage."""
         kinds = ("value", "cotangent", "back")
         return {slot: key[1] for key, slot in self._numbers.items() if key[0] in kinds}
 
@@ -142,7 +142,7 @@ class Slots:
 def with_releases(
     instructions: Sequence[Instruction], stay: Collection[int]
 ) -> tuple[tuple[Instruction, tuple[int, ...]], ...]:
-    """Return pairs (instruction, slots to empty after it).
+    """Return pairs (instruction, numbers of the slots to empty after the instruction).
 
     These are the slots that no later instruction reads.
 

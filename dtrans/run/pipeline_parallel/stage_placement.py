@@ -68,7 +68,7 @@ class StagePlacement:
     # -- state -----------------------------------------------------------------------------------
 
     def place(self, name: str, stage: int) -> int:
-        """Return the place of the copy that a stage uses of an array of the state."""
+        """Return the place of the copy of a state array that a stage uses."""
         return self.plan.device_of(stage) if name in self.plan.model.homes else stage
 
     def first_place(self, name: str) -> int:

@@ -51,7 +51,7 @@ class StateLayout:
 
     @cached_property
     def _entries(self) -> list[tuple[str, str, tuple[int, str]]]:
-        """For each array of this process, a tuple (field, key in the field, (place, name)).
+        """Tuples (field, key in the field, (place, name)), one for each array of this process.
 
         The field is "params", "opt_state" or "extra" of `PipelineState`.
         """
@@ -157,7 +157,7 @@ class StateLayout:
 
 
 def _rows_by_name(plan: PipelinePlan) -> dict[str, tuple[str, Any]]:
-    """Return for the name of each stage's rows the name of their stack, and the rows."""
+    """Return a dict: name of one stage's rows of a stack -> (name of the stack, rows)."""
     found = {}
     for n, runs in plan.model.stacks.items():
         for rows in runs:

@@ -17,7 +17,7 @@ from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepBuilder:
-    """Builder of the instructions of a step.
+    """Builder that collects the instructions of a step.
 
     Attributes:
       at: the placement of the plan.

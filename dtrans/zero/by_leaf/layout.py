@@ -108,7 +108,7 @@ class LeafOwners:
 
     @property
     def cuts(self) -> dict[str, Sliced]:
-        """Packed state as sliced arrays: the slice of a rank is the bin of that rank."""
+        """Packed state as sliced arrays: a rank's slice is the state that this rank stores."""
         return self.state.cuts
 
     @property
@@ -123,7 +123,7 @@ class LeafOwners:
     # -- the step --------------------------------------------------------------------------------
 
     def take_bins(self, b: Builder, names: Sequence[str]) -> dict[str, Atom]:
-        """Replace the program's inputs of state by packed vectors; return these by name.
+        """Replace inputs of optimizer state by vectors that pack them; return the vectors by name.
 
         Args:
           b: the builder of the program, which already has the inputs.
@@ -146,7 +146,7 @@ class LeafOwners:
         return _BinScatterer(b, values, options, example_count, self.grads)
 
     def buckets(self, step: Cut, options: ShardingOptions) -> tuple[Bucket, ...]:
-        """Return the buckets of gradients: for each reduction, the leaves that it contains."""
+        """Return the buckets of gradients, which list the leaves of each reduction."""
         values: dict[str, Atom] = subset(step.gradients, ready_order(step))
         parts = _scattered_parts(self.grads, options)
         found = []
@@ -268,14 +268,14 @@ def _concatenate(*xs: jax.Array) -> jax.Array:
 
 
 def _scattered_parts(bins: Bins, options: ShardingOptions) -> dict[str, BinPart]:
-    """Divide the bins into parts of `bucket_MB`; return the parts by name."""
+    """Divide the packed gradients into parts of `bucket_MB`; return the parts by name."""
     return {p.name: p for p in bins.parts(options.reduce.bucket_MB * 2**20)}
 
 
 def _parts_of(
     values: Mapping[str, Atom], bins: Bins, parts: Mapping[str, BinPart]
 ) -> dict[str, Atom]:
-    """Return the values to reduce: first gradients that are not packed, then parts of bins.
+    """Return the values to reduce: first unpacked gradients, then parts of packed gradients.
 
     Parts are sorted by the time at which the backward pass has computed all their gradients.
     """

@@ -105,7 +105,7 @@ class Bins:
     def from_types(
         cls, types: Mapping[str, Any], owner: Mapping[str, int], ranks: int, root: str
     ) -> Bins:
-        """Lay out arrays, in the order of `types`, in the bins of their owners.
+        """Assign each array a position in its owner's vector (bin), in the order of `types`.
 
         Args:
           types: the arrays, or their types, by name.
@@ -135,7 +135,7 @@ class Bins:
 
     @property
     def cuts(self) -> dict[str, Sliced]:
-        """Bins of all ranks as sliced arrays: the slice of a rank is the bin of that rank."""
+        """Packed vectors of all ranks as sliced arrays: each rank's vector is one slice."""
         return {
             n: Sliced(0, t.size * self.ranks, t.size, self.ranks) for n, t in self.types.items()
         }
@@ -151,9 +151,9 @@ class Bins:
         return {n: p for n, p in self.places.items() if p.rank == rank}
 
     def parts(self, limit: float) -> list[BinPart]:
-        """Divide the bins into parts of about `limit` bytes, counting all ranks.
+        """Divide the packed vectors into parts of about `limit` bytes, counting all ranks.
 
-        In each bin, a part is at least as long as the largest array.
+        A part is at least as long as the largest array of its dtype.
         """
         found = []
         for name, t in self.types.items():
@@ -170,15 +170,15 @@ class Bins:
     # -- from arrays to bins ---------------------------------------------------------------------
 
     def pack_rank(self, rank: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Pack the arrays of one rank into its bins."""
+        """Pack the arrays of one rank into one vector per dtype (bins)."""
         return {n: _concatenate(self._rows(p, rank, values)) for n, p in self._full_parts()}
 
     def pack(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Pack all arrays into the bins of all ranks."""
+        """Pack all arrays by owner; return the vectors of all ranks, concatenated, by name."""
         return {n: self.pack_part(p, values) for n, p in self._full_parts()}
 
     def pack_part(self, part: BinPart, values: Mapping[str, Any]) -> Any:
-        """Pack arrays into one part of the bin of all ranks."""
+        """Pack the elements of arrays that belong to one part."""
         rows = []
         for rank in range(self.ranks):
             rows += self._rows(part, rank, values)
@@ -207,12 +207,12 @@ class Bins:
     # -- from bins to arrays ---------------------------------------------------------------------
 
     def array_of(self, name: str, bins: Mapping[str, Any]) -> Any:
-        """Extract one array from the bins of the rank that owns it."""
+        """Extract one array from the packed vectors of the rank that owns it."""
         p = self.places[name]
         return jax.lax.slice(bins[p.bin], (p.start,), (p.start + p.size,)).reshape(p.shape)
 
     def from_parts(self, parts: Mapping[BinPart, Any]) -> dict[str, Any]:
-        """Extract all arrays from `parts`, which must cover the bins of all ranks."""
+        """Extract all arrays from `parts`, which must cover the packed vectors of all ranks."""
         found = {}
         for n, p in self.places.items():
             rows = []
@@ -227,12 +227,12 @@ class Bins:
         return found
 
     def unpack(self, bins: Mapping[str, Any]) -> dict[str, Any]:
-        """Extract all arrays from the bins of all ranks."""
+        """Extract all arrays from the packed vectors of all ranks."""
         return self.from_parts({p: bins[n] for n, p in self._full_parts()})
 
 
 def unused_root(name: str, names: Collection[str]) -> str:
-    """Return `name`, with underscores if one of `names` starts with it already."""
+    """Return `name`; append underscores if one of `names` already starts with it."""
     while any(is_under(n, [name]) for n in names):
         name += "_"
     return name

@@ -137,7 +137,7 @@ class OwnerWriter:
                 self.reduced.setdefault(c.level, []).append(c)
 
     def _carried_bins(self, level: int) -> Bins:
-        """Return the layout that packs the values that later levels read from this level."""
+        """Return the layout of packed values that this level computes and later levels read."""
         types: dict[str, Any] = {}
         owner: dict[str, int] = {}
         for k, work in enumerate(self.work):
@@ -211,7 +211,7 @@ class OwnerWriter:
         return [f"new {n}" for n in (*self.params.types, *self.state.types)]
 
     def _sums(self, level: int) -> dict[tuple[str, Any], list[CrossServerValue]]:
-        """Return the values that ranks reduce after a level, by (operation, dtype)."""
+        """Return the values that ranks reduce after a level, grouped by (operation, dtype)."""
         found: dict[tuple[str, Any], list[CrossServerValue]] = {}
         for c in self.reduced.get(level, ()):
             found.setdefault((c.op, c.var.aval.dtype), []).append(c)
@@ -289,7 +289,7 @@ class OwnerWriter:
         reduced: Sequence[CrossServerValue],
         computed: Mapping[str, Any],
     ) -> Any:
-        """Concatenate a rank's terms of the values in `reduced` to one vector."""
+        """Return one vector that concatenates a rank's terms of the values in `reduced`."""
         op, dtype = key
         terms = []
         for c in reduced:
