@@ -385,7 +385,7 @@ FAULTS = (
     ),
     Fault(  # what is a mean and a sum is called a mean
         "batch/scaled.py",
-        "(power,) = _together([[ins[i]] for i in group])",
+        "(power,) = _merge_exponents([[ins[i]] for i in group])",
         "power = ins[group[0]]",
         ("batch/test_scaled.py",),
         "batch/test_scaled.py::test_what_does_not_scale[offset]",
