@@ -313,7 +313,7 @@ def _record(context: typer.Context) -> LaunchRecord:
 
 
 def _resume(context: typer.Context, folder: Path) -> None:
-    """Continue the job of a folder of cuts, with its command line and the options that are set now.
+    """Continue the job whose cuts are in a folder; options that are set now replace earlier ones.
 
     Raises:
       ConfigError: the folder has no job, or the job has another script.

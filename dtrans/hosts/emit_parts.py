@@ -53,8 +53,8 @@ def parts_of(table: RoleTable) -> EmitParts:
         found.add((entry.argv, tuple(sorted(entry.user_environment.items())), entry.cores))
     if len(found) > 1:
         raise ConfigError(
-            f"the {table.title} differ in command, variables or cores; give all roles the same, "
-            "since a scheduler's file has them once"
+            f"the {table.title} differ in command, variables or cores, but a scheduler's file has "
+            "one set of these for all; give the same to each role"
         )
     ((argv, environment, cores),) = found
     if not argv:

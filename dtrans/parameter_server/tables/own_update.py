@@ -1,8 +1,8 @@
 """Tables of GEO-SGD: a trainer updates the rows that it looks up, with its own optimizer state.
 
 The trainer stores all rows that it has looked up, and their optimizer state
-(`dtrans.protocol.tables.cached_rows`). A step reads and updates the rows of its batch. Its update
-is written as for a server that stores these rows, and all leaves that are not tables.
+(`dtrans.protocol.tables.cached_rows`). A step reads and updates the rows of its batch. The update
+has the equations of a server that stores these rows, and all leaves that are not tables.
 """
 
 from __future__ import annotations
