@@ -111,10 +111,9 @@ class TrainerJob(RoleJob):
         self._return = ReturnToCut(role.name, self._epochs, self._connect, self._init_again)
         self._cuts = TrainerCuts(self._epochs, plan, role.name)
         self._requests = TrainerRequests(
-            plan,
-            self._return,
+            *(plan, role.trainer_id, self._return),
             run=self._executor.between_steps,
-            look_up=self._look_up,
+            look_up=self._executor.look_up,
             step_count=lambda: self._step_count,
             repeats_steps=lambda: self.repeats_steps,
         )
@@ -272,11 +271,6 @@ class TrainerJob(RoleJob):
         """The tables of the job, with `lookup`, `export`, `report`, `changed` and `evict`."""
         self._check_open()
         return self._requests.tables
-
-    def _look_up(self, table: str, ids: np.ndarray) -> np.ndarray:
-        """Return the current rows of a table, between two steps."""
-        program = self.plan.trainer_program(self.role.trainer_id)
-        return self._executor.look_up(program, table, ids)
 
     def save(self, name: str, *, wait: bool = True) -> None:
         """Save a checkpoint on the servers while the job runs. Each server writes its blocks.

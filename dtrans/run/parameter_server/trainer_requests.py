@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
+from dtrans.ir.program import Program
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.epochs import NewEpoch
 from dtrans.protocol.trainer.operation import Operation
@@ -41,9 +42,11 @@ class TrainerRequests:
 
     Args:
       plan: the job's plan.
+      trainer_id: id of the trainer.
       returns: the trainer's returns to cuts.
       run: runs an operation with the servers.
-      look_up: function that returns the servers' current rows of a table for increasing ids.
+      look_up: function that returns the servers' current rows of a table. Its arguments are the
+        trainer's program, the table's name and increasing row ids.
       step_count: returns the number of the trainer's steps.
       repeats_steps: returns `Job.repeats_steps`.
     """
@@ -51,14 +54,15 @@ class TrainerRequests:
     def __init__(
         self,
         plan: PServerPlan,
+        trainer_id: int,
         returns: ReturnToCut,
         *,
         run: RunBetweenSteps,
-        look_up: Callable[[str, np.ndarray], np.ndarray],
+        look_up: Callable[[Program, str, np.ndarray], np.ndarray],
         step_count: Callable[[], int],
         repeats_steps: Callable[[], bool | None],
     ) -> None:
-        self._plan, self._return = plan, returns
+        self._plan, self._trainer_id, self._return = plan, trainer_id, returns
         self._run, self._rows = run, look_up
         self._step_count, self._repeats_steps = step_count, repeats_steps
         self._unconfirmed: tuple[str, int] | None = None  # name and step of a save without a wait
@@ -71,7 +75,8 @@ class TrainerRequests:
         return TrainerTables(self._plan, self._look_up, self._ask)
 
     def _look_up(self, table: str, ids: np.ndarray) -> np.ndarray:
-        return self._send(f"a lookup of {table}", partial(self._rows, table, ids))
+        program = self._plan.trainer_program(self._trainer_id)
+        return self._send(f"a lookup of {table}", partial(self._rows, program, table, ids))
 
     def _ask(
         self,
