@@ -166,7 +166,7 @@ def stages_of(
     # least time.
     cuts = []
     for order in _orders(forward, costs, batch):
-        row = _Row(forward, costs, order, flops_per_byte, batch)
+        row = _OrderedEquations(forward, costs, order, flops_per_byte, batch)
         cuts.append((row, row.cut(num_stages, rule)))
     row, best = min(cuts, key=lambda cut: cut[0].slowest(cut[1]))
     if policy == "REPEATED_LAYERS":
@@ -218,7 +218,7 @@ Rule: TypeAlias = Callable[[Sequence[float], Sequence[float], int], tuple[int, .
 # -- the list of equations -------------------------------------------------------------------------
 
 
-class _Row:
+class _OrderedEquations:
     """List of a program's equations in one order. `cut` divides it into consecutive parts.
 
     Args:
@@ -331,11 +331,11 @@ def _orders(
         is_plain = facts_of(eqn).flops != "product" and not any(jaxprs_in_params(eqn.params))
         free.append(is_free)
         movable.append(is_free or is_plain)
-    late, later = _late(eqns, free), _late(eqns, movable)
+    late, later = _delay_to_readers(eqns, free), _delay_to_readers(eqns, movable)
     return [late] if later == late else [late, later]
 
 
-def _late(eqns: Sequence[JaxprEqn], movable: Sequence[bool]) -> list[int]:
+def _delay_to_readers(eqns: Sequence[JaxprEqn], movable: Sequence[bool]) -> list[int]:
     """Return an order in which each movable equation directly precedes its first reader."""
     producer: dict[Var, int] = {}
     operands: list[list[int]] = []
@@ -357,7 +357,7 @@ def _late(eqns: Sequence[JaxprEqn], movable: Sequence[bool]) -> list[int]:
 # -- policies --------------------------------------------------------------------------------------
 
 
-def _heuristic(row: _Row, parts: int, best: tuple[int, ...]) -> tuple[int, ...]:
+def _heuristic(row: _OrderedEquations, parts: int, best: tuple[int, ...]) -> tuple[int, ...]:
     """Return a cut between repeated blocks, or `best`.
 
     The result is `best` if there are no repeated blocks, or if `best` is clearly better balanced.
@@ -392,7 +392,7 @@ def _even(blocks: Blocks, parts: int) -> tuple[int, ...]:
     return (0, *blocks.starts[each::each])
 
 
-def _repeated(row: _Row, parts: int) -> tuple[int, ...]:
+def _repeated(row: _OrderedEquations, parts: int) -> tuple[int, ...]:
     """Return the starts of parts with equal numbers of repeated blocks.
 
     The function uses the best repeated blocks whose number is a multiple of `parts`.
@@ -463,7 +463,7 @@ def scoped_stages(forward: ClosedJaxpr) -> tuple[int, ...] | None:
         for a in _reads(eqns[i]):
             readers[a] = min(bound, readers.get(a, bound))
 
-    # Walk forward, with EPL's rule of minimum and maximum for equations outside of all scopes.
+    # Walk forward. An equation outside of all scopes is never before the stages of its operands.
     stage: dict[Var, int] = {}
     of_scope: set[Var] = set()
     stages: list[int] = []

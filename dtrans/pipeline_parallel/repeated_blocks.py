@@ -170,7 +170,7 @@ def _body(jaxpr: Any) -> tuple[Any, ...]:
 
 
 def _scoped(eqns: Sequence[JaxprEqn], at_least: int) -> Iterator[tuple[Blocks, list[int]]]:
-    """Yield the blocks of sibling scopes with the same equations, and the indices of equations."""
+    """Yield pairs (blocks, indices of the equations in them) for equal sibling name scopes."""
     members: dict[tuple[str, ...], list[int]] = {}
     for i, eqn in enumerate(eqns):
         path = tuple(p for p in scope_of(eqn).split("/") if p)

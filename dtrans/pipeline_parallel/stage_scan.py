@@ -213,7 +213,7 @@ def stage_rows(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple
         runs: dict[Any, int] = {}
         for e, s in zip(forward.eqns, stage_of, strict=True):
             if v in e.invars:
-                runs[_run(e)] = s
+                runs[_sliced_rows(e)] = s
         if None in runs or len({*runs.values()}) < 2 or leaf not in step.optimized:
             continue
         if v in forward.inner.outvars or not _is_alone(forward, v, leaf):
@@ -254,7 +254,7 @@ def _word_for_rows(step: Cut) -> str:
     return word
 
 
-def _run(eqn: JaxprEqn) -> tuple[int, int] | None:
+def _sliced_rows(eqn: JaxprEqn) -> tuple[int, int] | None:
     """Return (start, stop) if an equation slices rows from its operand; else None."""
     if eqn.primitive.name != "slice" or eqn.params["strides"] is not None:
         return None
@@ -314,7 +314,7 @@ def unstack_params(
     left: list[int] = []
     renamed: dict[Var, Atom] = {}
     for i, eqn in enumerate(forward.eqns):
-        run = _run(eqn)
+        run = _sliced_rows(eqn)
         row = None if run is None else row_var.get((eqn.invars[0], run))
         if row is not None:
             renamed[eqn.outvars[0]] = row

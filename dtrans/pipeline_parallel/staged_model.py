@@ -82,7 +82,7 @@ class StagedModel:
 
         Raises:
           BatchError: the number of rows is not a multiple of micro-batches times replicas, or the
-            loss function has other equations for this batch.
+            loss function has different equations for this batch.
         """
         key = tuple((t.shape, t.dtype) for t in types)
         if key not in self._known:

@@ -382,7 +382,7 @@ def shared_by(
     if not o.batch.exact or o.parts == 1:
         return None, None
     # The user has chosen the clip and the loss scale for gradients of the traced step. A step that
-    # `shard_by_parts` writes has smaller gradients. So if the traced step is exact, it is used.
+    # `shard_by_parts` writes has smaller gradients. So if the traced step is exact, use it.
     if o.reduce.clip_local_norm is not None or o.precision.scaling is not None:
         alone = shard_step(
             cut(without_effects(part)).with_reported(),

@@ -225,7 +225,7 @@ class _Placer:
         return self.places - 1 if at == HUB else at
 
     def placed(self) -> PlacedUpdate:
-        """Return the program in pieces, one for each level and place."""
+        """Return the program in pieces, one for each place and number of earlier transfers."""
         ends = self._ends()
         for v, p in ends:
             self._schedule(v, p)

@@ -319,7 +319,7 @@ class Executor:
         """
         is_lost = isinstance(error, LostPeerError) and self.connections.is_in_epoch
         if is_lost or isinstance(error, ReplacedError):
-            # send no error, which would end the job: the launcher starts this role again
+            # An error would end the job. Send none, because the launcher starts this role again.
             self._fabric.abandon()
         self._fabric.close(error)
 

@@ -521,9 +521,9 @@ class _GeoDevice(_ReplayedDevice):
         none = {n: jnp.zeros(t.lookups.rows, bool) for n, t in self.tables.items()}
         empty = lambda: [dict(none) for _ in self.trainers]
         self._cached = empty()  # rows that the trainer caches
-        self._unpushed = empty()  # rows that it has looked up since its last push
-        self._stale = empty()  # cached rows that others have pushed since its last answer
-        self._answered = empty()  # rows of its next answer
+        self._unpushed = empty()  # rows that the trainer has looked up since its last push
+        self._stale = empty()  # cached rows that others pushed since this trainer's answer
+        self._answered = empty()  # rows of this trainer's next answer
         for k in range(self.plan.trainers):
             for n, rows in none.items():
                 start = rows_at_start(len(rows), k)

@@ -482,7 +482,7 @@ class ServerJob(RoleJob):
 
     @property
     def _number_of_restored(self) -> int:
-        """The number in the name of the restored checkpoint; 0 without one."""
+        """The number that is the name of the restored checkpoint; 0 if there is no such number."""
         if self.restored is not None and self.restored.name.isdecimal():
             return int(self.restored.name)
         return 0

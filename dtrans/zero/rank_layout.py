@@ -166,7 +166,7 @@ class RankLayout:
         compress: dict[str, str] = {}
         dtype = self.options.precision.dtype
         if dtype is not None:
-            # gradients in `layers` are missing here, because their loops reduce in 16 bits already
+            # omit gradients in `layers`, because their loops already reduce in 16 bits
             compress = dict.fromkeys(low_gradients(step, COMPRESSED[dtype]) - layers, dtype)
         return scatter_specs(self.slices.leaves, layers, compress, self.replicated, self.groups)
 

@@ -264,7 +264,7 @@ class RankWriter:
             plain = list(map(inline_inside, eqns))
             atoms = [a for _, a in ends]
             gatherer = Gatherer(b, step.program.jaxpr, plain, roles, inputs, gather_options, atoms)
-            # a gradient that depends on parameters only may be computed as slices
+            # a gradient that depends only on parameters may be computed as slices
             sliced = set()
             for n, g in step.gradients.items():
                 if not isinstance(g, Var) or n not in self.layout.replicated:

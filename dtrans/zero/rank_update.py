@@ -181,7 +181,7 @@ class RankUpdate:
             return unscaled, None
         (finite,) = b.call(all_finite, *means.values())
         if self.leaves:
-            # each rank has checked its own slices only
+            # each rank has checked only its slices
             over = (self.options.axis_name,)
             (finite,) = b.bind(all_reduce_p, finite, op="and", name="finite", owners=(), over=over)
             b.labels[finite] = "finite"

@@ -190,7 +190,7 @@ class _Search:
             inner = scatter_flow(body.eqns, targets, local, body.outvars, inputs)
             paid = {}
             for k, row in inside.items():
-                if _pays(inner, body, k, wires, carried.get(k)):
+                if _saves_memory(inner, body, k, wires, carried.get(k)):
                     paid[k] = row
             if paid == inside:
                 self.flow.loops[i] = inside
@@ -254,7 +254,9 @@ def _step_on_rows(eqn: JaxprEqn, row: RowAxis, local: Collection[Var]) -> Step |
     return step
 
 
-def _pays(inner: ScatterFlow, body: Jaxpr, k: int, wires: Wiring, carried: Var | None) -> bool:
+def _saves_memory(
+    inner: ScatterFlow, body: Jaxpr, k: int, wires: Wiring, carried: Var | None
+) -> bool:
     """Return True if a body needs less memory when it computes output `k` as slices.
 
     Args:

@@ -258,7 +258,7 @@ class SliceAnalysis(SplitWriter):
         (out,), (row,) = eqn.outvars, way.outs
         if isinstance(row, RowAxis):
             first = next(a for a in eqn.invars if isinstance(a, Var) and a in self.rows)
-            # if the result is a part of a leaf, or expensive to compute, gather it and no operand
+            # gather the result instead of the operands, if it is a part of a leaf, or expensive
             is_root = not is_cheap(eqn)
             if eqn.primitive.name == "slice":
                 sizes = zip(out.aval.shape[: row.axis], first.aval.shape, strict=False)

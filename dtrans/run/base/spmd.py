@@ -105,7 +105,7 @@ def on_mesh(
     """
 
     def run_device(*args: Any) -> list[Any]:
-        # take the one entry that a device has of a stacked array
+        # a device has one entry of a stacked array, so remove the leading dimension
         local = []
         for x, sharding in zip(args, ins, strict=True):
             local.append(x[0] if sharding.stacked else x)

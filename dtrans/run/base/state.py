@@ -34,7 +34,7 @@ def check_arrays(arrays: Iterable[tuple[str, Any]], *, donates: bool) -> None:
         # NumPy arrays (of a checkpoint) and traced arrays cannot be donated, so skip them
         if not isinstance(x, jax.Array) or is_traced(x):
             continue
-        # JAX does not always check this, and does not name the array
+        # raise the error here, because JAX does not always check this, and never names the array
         if x.is_deleted():
             raise StateError(
                 f"a step has already used this state, and its {n} was donated to that step; use "

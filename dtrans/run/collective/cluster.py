@@ -236,7 +236,7 @@ def on_cluster(plan: CollectivePlan, *, donate: bool, on_nonfinite: str = "ignor
       ConfigError: the plan is for another number of trainers, or it is sharded and
         `connect(on_trainer_loss="drop")` was called.
     """
-    # before trainer_devices(), because connected() also adopts a jax.distributed job of the user
+    # call connected() first: it also adopts a jax.distributed job that the user has started
     drop = connected().on_trainer_loss == "drop"
     devices = trainer_devices()
     if drop and isinstance(plan, ShardingPlan):

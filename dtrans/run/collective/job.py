@@ -74,7 +74,7 @@ class CollectiveJob(Job):
         self.first_state = FirstState(plan, trainers, donate=donate)
         self._rest = without(without(plan.main.out, plan.main.args[0]), plan.main.args[1])
         self._last: list[Any] = []  # types of the last batch that passed all checks
-        # the state is a pytree, because jit flattens it in C++, which is faster than Python
+        # pass the state as a pytree, because jit flattens pytrees in C++, faster than Python code
         self._jitted = jax.jit(self._traced, donate_argnums=0 if donate else ())
         self._uneven: dict[int, Any] = {}  # global rows -> jitted step for padded batches
 

@@ -165,7 +165,7 @@ class ConnectedProcesses(OneProcess):
         for n in () if program.values is None else program.values.read:
             readers.setdefault(n, set()).add(PRECOMPUTER)
 
-        # Send this process's parts. Instructions and results use smaller keys.
+        # Send this process's parts. Smaller keys belong to instructions and results.
         keys = itertools.count(len(program.instructions) + len(program.results))
         split: dict[str, int] = {}
         for n, x in arrays.items():

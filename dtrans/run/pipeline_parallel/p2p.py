@@ -48,16 +48,16 @@ from dtrans.run.net.zmq_transport import ZmqTransport
 
 
 logger = logging.getLogger(__name__)
-LINGER = 10.0  # seconds in which `close` waits until all values are sent, at most
+LINGER = 10.0  # maximum seconds that `close` waits until all values are sent
 MISSED = "run the same pipeline"  # advice in the error for a process that did not connect in time
-LOOK = 0.2  # seconds between two checks whether an awaited process has ended
-AHEAD = 256  # messages of each sender that are queued in this process; more wait at the sender
+LOOK = 0.2  # seconds between two checks that an awaited process still runs
+AHEAD = 256  # maximum number of messages that this process queues for each sender
 # Messages between two reports of a receiver. The sender stores about as many messages, of at most
 # 4 MiB each.
 REPORT_EVERY = 4
 
 
-class _Line:
+class _OutgoingLink:
     """Link to another process, and the messages that may not have arrived there."""
 
     def __init__(self, link: Link) -> None:
@@ -157,12 +157,12 @@ class P2PChannels:
 
     def _send_all(self) -> None:
         try:
-            lines: dict[Any, tuple[int, _Line]] = {}
+            lines: dict[Any, tuple[int, _OutgoingLink]] = {}
             for k, address in self._peers.items():
                 if k != self.me:
                     user, role = self._link(self.me, k), f"trainer {self.me}"
                     link = self._out.connect(address, user=user, role=role)
-                    lines[link] = k, _Line(link)
+                    lines[link] = k, _OutgoingLink(link)
             line_to = dict(lines.values())
             while self._send_queued(line_to):
                 # `send` and `close` wake `poll`, which then returns without an event.
@@ -171,7 +171,7 @@ class P2PChannels:
         except BaseException as e:  # The next `send` or `receive` raises the error.
             self._failed.append(e)
 
-    def _take_events(self, lines: Mapping[Any, tuple[int, _Line]], until: float) -> None:
+    def _take_events(self, lines: Mapping[Any, tuple[int, _OutgoingLink]], until: float) -> None:
         """Wait for events of the links until the time `until`, and handle the events."""
         for event in self._out.poll(until):
             k, line = lines[event.source]
@@ -180,7 +180,7 @@ class P2PChannels:
             except WireError as e:
                 self._refuse(k, e)
 
-    def _await_reconnections(self, lines: Mapping[Any, tuple[int, _Line]]) -> None:
+    def _await_reconnections(self, lines: Mapping[Any, tuple[int, _OutgoingLink]]) -> None:
         """Wait at most `LINGER` seconds until broken connections work again."""
         now = self._out.now()
         limit = now + LINGER
@@ -192,7 +192,7 @@ class P2PChannels:
                 return
             self._take_events(lines, min(limit, now + LOOK))
 
-    def _send_queued(self, line_to: Mapping[int, _Line]) -> bool:
+    def _send_queued(self, line_to: Mapping[int, _OutgoingLink]) -> bool:
         """Send the queued values; return False if the queue is closed."""
         while not self._outbox.empty():
             item = self._outbox.get()
@@ -242,7 +242,7 @@ class P2PChannels:
                     f"trainer {self.me} waited {self.deadline:g} s for {what} of step {step} from "
                     f"trainer {origin}{self._refused.get(origin, '')}"
                 )
-            if self._hear_until(min(limit, now + LOOK)):
+            if self._handle_messages_until(min(limit, now + LOOK)):
                 continue
             if watched is None:
                 continue
@@ -256,17 +256,17 @@ class P2PChannels:
             return jax.random.wrap_key_data(jnp.asarray(array), impl=kind.impl)
         return array
 
-    def _hear_until(self, until: float) -> bool:
+    def _handle_messages_until(self, until: float) -> bool:
         """Wait until messages arrive, and handle them. Return False if none arrived in time."""
         has_heard = False
         while not has_heard and self._in.now() < until:
             for event in self._in.poll(until):
                 if event.kind == "message":
                     has_heard = True
-                    self._hear(event)
+                    self._handle_message(event)
         return has_heard
 
-    def _hear(self, event: Event) -> None:
+    def _handle_message(self, event: Event) -> None:
         """Handle a message; drop and count a malformed message."""
         origin = self._links[event.user]
         try:

@@ -155,7 +155,7 @@ def with_releases(
     for ins in reversed(instructions):
         slots = dict.fromkeys((*ins.reads, *ins.makes))
         found.append((ins, tuple(slot for slot in slots if slot not in wanted)))
-        # Before this instruction, the slots that it overwrites contain older values.
+        # No later instruction reads the values that these slots contain before this instruction.
         wanted.difference_update(ins.makes)
         wanted.update(ins.reads)
     return tuple(reversed(found))
