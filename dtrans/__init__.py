@@ -18,6 +18,7 @@ from dtrans.ir.program import Program
 from dtrans.ops import CommunicatorConfig
 from dtrans.paddle.config import DistributeTranspilerConfig
 from dtrans.paddle.transpiler import DistributeTranspiler, GeoSgdTranspiler
+from dtrans.parameter_server.cut_options import Cuts
 from dtrans.parameter_server.dispatch import (
     HashName,
     PSDispatcher,
@@ -73,6 +74,7 @@ __all__ = [
     "Cluster",
     "CollectivePlan",
     "CommunicatorConfig",
+    "Cuts",
     "DelayCompensation",
     "DistributeTranspiler",
     "DistributeTranspilerConfig",

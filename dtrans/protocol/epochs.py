@@ -13,6 +13,11 @@ Asynchronous trainers share no step, so each asynchronous server has its own cut
 lives keeps its state, and a lost server continues from its newest cut. Each trainer continues after
 the last of its steps that a server has received.
 
+Synchronous servers can also write a *cut at a loss*. The launcher then announces that the epoch
+ends. Each live server stops, and writes its states after its newest steps. A trainer begins a step
+only after all servers have completed the step before. So servers differ by at most one step, and
+the two newest states of each server contain a common step.
+
 A synchronous update is a function of the state and the gradients, so repeated steps have the same
 bits. Messages of an older epoch are never processed in a newer one: each greeting contains the
 epoch of its sender.
@@ -37,10 +42,13 @@ class Epoch:
       number: number of the epoch, from 0.
       cut: step of the cut with which the epoch begins; None if it begins with the initial state, or
         with the cuts of asynchronous servers.
+      is_ending: True if a role was lost, and the launcher waits until servers have written the
+        states after their newest steps.
     """
 
     number: int = 0
     cut: int | None = None
+    is_ending: bool = False
 
     def is_cut_due(self, step: int, first: int, every: int) -> bool:
         """Return True if roles write a cut after a step of a synchronous job.

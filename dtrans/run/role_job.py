@@ -29,6 +29,7 @@ from dtrans.checks import check_int, check_one_of
 from dtrans.errors import ConfigError, StateError
 from dtrans.ir.cost import nbytes
 from dtrans.job import Job
+from dtrans.parameter_server.cut_options import Cuts
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.plan import realises
 from dtrans.protocol.epochs import NewEpoch
@@ -422,7 +423,7 @@ class ServerJob(RoleJob):
         checkpoints: str | os.PathLike[str] | None = None,
         on_failure: str | None = None,
         init: Sequence[Any] | None = None,
-        cuts: int | None = None,
+        cuts: int | Cuts | None = None,
     ) -> dict[str, Any]:
         """Serve until every trainer has closed.
 
@@ -436,11 +437,12 @@ class ServerJob(RoleJob):
           init: the arguments of `init`, if the state comes from a checkpoint. Then table rows with
             their initial values need no memory, and other rows can be evicted
             (`job.tables.evict`).
-          cuts: the number of steps after which servers copy their state to disk (a cut). After the
-            loss of a process, the job continues from the last cut. Servers write cuts if `dtrans
-            launch --restarts` started the job. A new cut waits until the previous one is written.
-            With `cuts`, the job counts its steps from the number of the restored checkpoint. An
-            asynchronous server counts the steps of all trainers.
+          cuts: the number of steps after which servers copy their state to disk (a cut), or a
+            `dtrans.Cuts` with further options. After the loss of a process, the job continues from
+            the last cut. Servers write cuts if `dtrans launch --restarts` started the job. A new
+            cut waits until the previous one is written. With `cuts`, the job counts its steps from
+            the number of the restored checkpoint. An asynchronous server counts the steps of all
+            trainers.
 
         Steps are counted from the last `job.save` whose name is a number. Without one, they are
         counted from the number of the restored checkpoint, or from 0.
@@ -464,12 +466,16 @@ class ServerJob(RoleJob):
             )
         first_step, written = self._number_of_restored, None
         if cuts is not None:
-            check_int("cuts", cuts, "a number of steps", least=1)
-            check_cuts(self.plan)
+            if not isinstance(cuts, Cuts):
+                check_int("cuts", cuts, "a number of steps", least=1)
+                cuts = Cuts(cuts)
+            check_cuts(self.plan, cuts)
             if self._epochs is not None:
                 load_orbax()
             endpoint = self.role.current_endpoint
-            written = ServerCuts(self._epochs, self.plan, endpoint, cuts, first_step)
+            written = ServerCuts(
+                self._epochs, self.plan, endpoint, cuts.every, first_step, cuts.at_loss
+            )
             first_step = 0  # the step count starts from it
         storage = ServerStorage(cuts=written)
         if checkpoints is not None:

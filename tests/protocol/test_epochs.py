@@ -603,20 +603,20 @@ def planned(**options: Any) -> PServerPlan:
 
 
 def test_what_a_cut_cannot_contain_is_named() -> None:
-    check_cuts(planned())
-    check_cuts(planned(mode=dtrans.Async()))
+    check_cuts(planned(), dtrans.Cuts(10))
+    check_cuts(planned(mode=dtrans.Async()), dtrans.Cuts(10))
     with pytest.raises(ConfigError, match="cuts: with dtrans.Geo, the optimizer's state is only"):
-        check_cuts(planned(mode=dtrans.Geo()))
+        check_cuts(planned(mode=dtrans.Geo()), dtrans.Cuts(10))
     with pytest.raises(ConfigError, match="cuts: with on_trainer_exit='paddle' an update uses"):
-        check_cuts(planned(on_trainer_exit="paddle"))
+        check_cuts(planned(on_trainer_exit="paddle"), dtrans.Cuts(10))
 
 
 def test_cuts_do_not_contain_stale_rows() -> None:
     """A trainer that starts again would look up newer rows than were announced for its step."""
-    check_cuts(table_jobs.planned(optax.sgd(0.5), table_jobs.LAZY, 2, 1))
+    check_cuts(table_jobs.planned(optax.sgd(0.5), table_jobs.LAZY, 2, 1), dtrans.Cuts(10))
     stale = {"params/emb": dtrans.Rows(update="lazy", staleness=2)}
     with pytest.raises(ConfigError, match="cuts: rows of params/emb have staleness=2, and cuts do"):
-        check_cuts(table_jobs.planned(optax.sgd(0.5), stale, 2, 1))
+        check_cuts(table_jobs.planned(optax.sgd(0.5), stale, 2, 1), dtrans.Cuts(10))
 
 
 def cuts_of(path: Path) -> ServerCuts:

@@ -15,7 +15,7 @@ import layers
 import numpy as np
 import pytest
 from paths import ROOT
-from planted_in_cuts import PLANTED_IN_CUTS
+from planted_in_cuts import PLANTED_AT_LOSS, PLANTED_IN_CUTS
 from typer.testing import CliRunner
 
 from dtrans.ops import CommunicatorConfig
@@ -40,7 +40,15 @@ from dtrans.protocol.trainer.traffic import Traffic
 from dtrans.protocol.trainer.trainer_line import TrainerLine
 from dtrans.protocol.transport import RETRY
 from tools.simulate.__main__ import app
-from tools.simulate.case import Case, Event, Guest, Request, drawn, drawn_with_cuts
+from tools.simulate.case import (
+    Case,
+    Event,
+    Guest,
+    Request,
+    drawn,
+    drawn_at_loss,
+    drawn_with_cuts,
+)
 from tools.simulate.updates import InNumpy
 from tools.simulate.verdict import Verdict, reduced, simulated, smaller, verdicts
 
@@ -78,7 +86,23 @@ def test_a_hundred_thousand_schedules_with_cuts_hold(part: int) -> None:
     assert not wrong, "\n\n".join(str(smaller(v)) for v in wrong[:3])
 
 
-@pytest.mark.parametrize("draw", [drawn, drawn_with_cuts])
+@pytest.mark.plan
+def test_three_hundred_schedules_with_cuts_at_losses_hold() -> None:
+    start = layers.today().toordinal() % 200 * 300
+    wrong = [v for v in verdicts(range(start, start + 300), drawn_at_loss) if v.faults]
+    assert not wrong, "\n\n".join(str(smaller(v)) for v in wrong[:3])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(10))
+def test_sixty_thousand_schedules_with_cuts_at_losses_hold(part: int) -> None:
+    seeds = range(part * 6_000, (part + 1) * 6_000)
+    wrong = [v for v in verdicts(seeds, drawn_at_loss) if v.faults]
+    assert not wrong, "\n\n".join(str(smaller(v)) for v in wrong[:3])
+
+
+@pytest.mark.parametrize("draw", [drawn, drawn_with_cuts, drawn_at_loss])
 def test_a_seed_says_all(draw: Callable[[int], Case]) -> None:
     for seed in range(40):
         assert simulated(draw(seed)) == simulated(draw(seed))
@@ -680,6 +704,17 @@ def test_a_planted_fault_in_jobs_with_cuts_is_found(
     least = smaller(found)
     assert least.faults
     assert len(least.case.events) <= len(found.case.events)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("what", PLANTED_AT_LOSS)
+def test_a_planted_fault_in_cuts_at_losses_is_found(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PLANTED_AT_LOSS[what](monkeypatch)
+    found = next((v for v in verdicts(range(10_000), drawn_at_loss) if v.faults), None)
+    assert found is not None
+    assert smaller(found).faults
 
 
 def test_a_smaller_case_is_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,49 @@ PLANTED_IN_CUTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     ),
 }
 
+
+def _writes_only_its_newest_state(real: Any) -> Any:
+    def write_newest(self: Any) -> None:
+        self.update.old = None
+        real(self)
+
+    return write_newest
+
+
+def _writes_the_state_before(real: Any) -> Any:
+    def write_newest(self: Any) -> None:
+        if self.update.old is not None:
+            self.update.state = self.update.old
+        real(self)
+
+    return write_newest
+
+
+def _never_closes(self: Any) -> bool:
+    return False
+
+
+# Faults of cuts at losses
+PLANTED_AT_LOSS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a server writes only its newest state": lambda m: m.setattr(
+        SimulatedServer,
+        "_write_newest",
+        _writes_only_its_newest_state(SimulatedServer._write_newest),
+    ),
+    "a server writes the state before its newest one as the newest": lambda m: m.setattr(
+        SimulatedServer, "_write_newest", _writes_the_state_before(SimulatedServer._write_newest)
+    ),
+    "a server makes steps after it has written its newest states": lambda m: m.setattr(
+        EpochGate, "is_closed", property(_never_closes, _do_nothing), raising=False
+    ),
+    "the launcher does not wait for the newest states": lambda m: m.setattr(
+        "tools.simulate.launcher.WRITE_PATIENCE", -1.0
+    ),
+    "a server forgets that a trainer has begun the next step": lambda m: m.setattr(
+        SyncServer, "has_begun_step", True
+    ),
+}
+
 # Faults that only restart roles once more. The checks of schedules do not count restarts.
 PLANTED_RESTARTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "greetings of an earlier epoch are admitted": lambda m: m.setattr(

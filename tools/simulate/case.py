@@ -173,6 +173,7 @@ class Case:
         lost. A job with cuts has a launcher.
       has_means: in a job with cuts, True if each trainer computes a running mean of its gradients,
         which no server stores.
+      at_loss: in a job with cuts, True if servers also write a cut when a role is lost.
     """
 
     seed: int
@@ -200,6 +201,7 @@ class Case:
     is_followed: bool = False
     cuts: int = 0
     has_means: bool = False
+    at_loss: bool = False
 
     @property
     def sync_mode(self) -> bool:
@@ -301,6 +303,7 @@ class Case:
         if self.cuts:
             text += f"\n  cuts every {self.cuts} steps"
             text += ", with a running mean of each trainer" * self.has_means
+            text += ", and cuts at losses" * self.at_loss
         return text + "\n  the same job again on the same endpoints" * self.is_followed
 
 
@@ -425,6 +428,33 @@ def drawn_with_cuts(seed: int) -> Case:
     # a trainer that leaves before the others writes no later cuts
     has_means = seed % 3 == 2 and len(set(case.steps)) == 1 and case.sync_mode
     return dataclasses.replace(case, has_means=has_means)
+
+
+def drawn_at_loss(seed: int) -> Case:
+    """Return the random case of a seed: a synchronous job with cuts at losses.
+
+    Example:
+      >>> from tools.simulate.case import drawn_at_loss
+      >>> drawn_at_loss(7) == drawn_at_loss(7), drawn_at_loss(7).at_loss
+      (True, True)
+    """
+    r, case = Random(f"at loss {seed}"), drawn_with_cuts(seed)
+    breaks = any(event.kind == "cut" for event in case.events)
+    mode = r.choice(["sync", "exchange"]) if len(case.servers) > 1 else "sync"
+    return dataclasses.replace(
+        case,
+        mode=mode,
+        rounds=case.rounds if mode == "sync" else 0,
+        table=0,
+        ahead=0,
+        moves_rows=False,
+        requests=(),
+        has_means=False,
+        # A trainer that waits for a server does not notice the end of another local connection.
+        moves=case.moves and not breaks,
+        cuts=r.choice([1, 3, 20]),
+        at_loss=True,
+    )
 
 
 def _with_second_death(r: Random, case: Case) -> Case:

@@ -7,6 +7,8 @@
   all steps of the trainer.
 - A trainer skips no step: after parameters of step s come those of step s + 1, or of a cut.
 - A loss repeats at most two intervals of cuts and one step.
+- With cuts at losses, the loss of a trainer repeats no step that a trainer has completed, and at
+  most one update of a server. Servers write these cuts in time, unless they are stopped.
 - At the end, servers have the state of one device.
 """
 
@@ -54,6 +56,11 @@ def faults_so_far(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
         # fewer than two steps of cuts since the last common one, and the others one step more.
         if newest - cut > 2 * case.cuts + 1:
             yield f"the job went back from step {newest} to step {cut}"
+    for end in launcher.ends:
+        if end.newest - end.cut > 1 or end.received > end.cut:
+            yield f"one role was lost, but the job lost complete steps: {end}"
+    if launcher.late and all(event.kind in ("crash", "cut") for event in case.events):
+        yield f"{launcher.late[0]} did not begin to write its newest states in time"
     for process in launcher.processes:
         if isinstance(process, SimulatedTrainer):
             yield from _faults_of_trainer(case, process, expected)

@@ -7,6 +7,7 @@ again.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from random import Random
@@ -14,6 +15,7 @@ from typing import Any
 
 from dtrans.errors import CheckpointError, LostPeerError
 from dtrans.protocol.epochs import Epoch
+from dtrans.run.distributed.job_epochs import WRITE_PATIENCE
 from tools.simulate.case import Case
 from tools.simulate.clock import Clock, Slot
 from tools.simulate.network import drawn_delay
@@ -23,8 +25,24 @@ from tools.simulate.updates import SimulatedCut
 
 NOTICE = 0.05  # typical seconds until the launcher notices an end or reads a report
 WRITE = 0.1  # typical seconds in which a server writes a cut
+END = "end"  # channel of a server's answer to the end of an epoch
 CUT = "cut"  # channel of a server's written cuts
 START = 0.5  # typical seconds until a process that was started begins to connect
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochEnd:
+    """End of an epoch after the loss of one role, at which all live servers wrote their states.
+
+    Attributes:
+      newest: step of the newest server.
+      received: newest step whose parameters a trainer has received from all servers.
+      cut: step of the cut with which the next epoch begins.
+    """
+
+    newest: int
+    received: int
+    cut: int
 
 
 class SimulatedLauncher:
@@ -42,6 +60,8 @@ class SimulatedLauncher:
       epoch: the current epoch.
       rewinds: for each epoch after the first, (step of the newest server, step of the cut).
       restarts: for each of these epochs, the started roles: "in place" or "all".
+      ends: ends of epochs for which all live servers have written their newest states.
+      late: names of the live servers that did not begin to write them in time.
     """
 
     def __init__(
@@ -52,6 +72,13 @@ class SimulatedLauncher:
         self.processes: list[Any] = []
         self.rewinds: list[tuple[int, int]] = []
         self.restarts: list[str] = []
+        self.ends: list[EpochEnd] = []
+        self.late: list[str] = []
+        self._ended: dict[str, int] = {}  # role name -> the last epoch whose end it has answered
+        self._lost: Process | None = None  # lost role of an ending epoch
+        self._writing = set[str]()  # servers that have begun to write their newest states
+        self._next_lost: list[Process] = []  # roles that were lost while the epoch was ending
+        self._lacks_servers = False  # True if a live server does not take part in the ending epoch
         self._case, self._clock, self._random = case, clock, random
         self._new_role = new_role
         self._entered: dict[str, int] = {}
@@ -151,10 +178,13 @@ class SimulatedLauncher:
 
     def _look_at_left(self, name: str) -> None:
         """Start all roles again if a role has left in an old epoch, so that it cannot go back."""
-        if name in self._left and self._entered[name] < self.epoch.number:
+        is_old = name in self._left and self._entered[name] < self.epoch.number
+        if is_old and self._lost is None:
             self._start_all()
 
     def _end_reported(self, epoch: int, name: str) -> None:
+        if self._lost is not None:
+            return
         # A process that is still starting has not entered an epoch. See `JobEpochs.reports`.
         if epoch == self.epoch.number and name in self._entered and not self.roles[name].over:
             self.roles[name].kill()
@@ -166,12 +196,81 @@ class SimulatedLauncher:
 
     def _on_end(self, role: Process) -> None:
         """Handle the end of a process, a moment after it."""
-        if self.roles.get(role.name) is not role or role.name in self._starting:
+        if self._is_replaced(role):
             return
+        if not self._case.at_loss:
+            self._restart(role)
+        elif self._lost is not None:
+            self._next_lost.append(role)
+        elif role.killed or isinstance(role.error, LostPeerError):
+            self._end_epoch(role)
+
+    def _is_replaced(self, role: Process) -> bool:
+        return self.roles.get(role.name) is not role or role.name in self._starting
+
+    def _restart(self, role: Process) -> None:
+        """Start a lost role again, or all roles."""
         if role.killed:
             self._replace(role.name)
         elif isinstance(role.error, LostPeerError):
             self._start_all()
+
+    # -- cuts at losses --------------------------------------------------------------------------
+
+    def _end_epoch(self, lost: Process) -> None:
+        """Let the servers write their newest states, as `JobEpochs.end_epoch` does."""
+        servers = {f"pserver {ep}" for ep in self._case.endpoints} - {lost.name}
+        number, writers = self.epoch.number, set[str]()
+        for name in servers - self._left:
+            if self._entered.get(name) == number and name not in self._starting:
+                writers.add(name)
+        self._lacks_servers = writers != servers
+        self._lost, self._next_lost, self._writing = lost, [], set()
+        self.epoch = dataclasses.replace(self.epoch, is_ending=bool(writers))
+        self._look_at_writers(writers, self._clock.now + WRITE_PATIENCE)
+
+    def _look_at_writers(self, writers: set[str], limit: float) -> None:
+        """Restart the lost role if all servers have written their newest states, or are late."""
+        lost, number, is_late = self._lost, self.epoch.number, self._clock.now > limit
+        late = {name for name in writers if self._ended.get(name, -1) < number}
+        if not is_late and any(not self.roles[name].over for name in late):
+            self._later(self._look_at_writers, writers, limit)
+            return
+        assert lost is not None
+        for name in late - self._writing:
+            if not self.roles[name].over:
+                self.late.append(name)
+        newest, received = self._newest, self._newest_received()
+        is_exact = not late and not self._lacks_servers and not self._next_lost
+        self._lost = None
+        self._restart(lost)
+        if is_exact and lost.name.startswith("trainer"):
+            self.ends.append(EpochEnd(newest, received, self.epoch.cut or 0))
+        for role in self._next_lost:
+            self._on_end(role)
+
+    def _newest_received(self) -> int:
+        """Return the newest step whose parameters a trainer has received from all servers."""
+        newest = 0
+        for k in range(self._case.trainers):
+            name = f"trainer {k}"
+            if self._entered.get(name) == self.epoch.number and name not in self._starting:
+                newest = max(newest, self.roles[name].newest_received)
+        return newest
+
+    def note_end(self, server: Process, epoch: int, time: float) -> None:
+        """Note that a server will have written its newest states at a time."""
+        self._writing.add(server.name)
+
+        def end() -> None:
+            if not server.killed:
+                self._ended[server.name] = epoch
+
+        self._clock.at(time, end, Slot(server, END, (epoch,)))
+
+    def has_written(self, who: str, step: int) -> bool:
+        """Return True if a role has written its piece of the cut of a step."""
+        return step in self._cuts[who]
 
     def _replace(self, name: str) -> None:
         """Start a lost role again, and the others if they cannot go back by themselves."""

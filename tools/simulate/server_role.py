@@ -78,12 +78,13 @@ class SimulatedServer(Process):
             trainers,
             ended_saves=self._ended_writes,
             epochs=None if launcher is None else SimulatedEpochs(launcher, self.name),
+            write_newest=self._write_newest,
         )
         say = self._loop.say
         self.update: SimulatedUpdate | SimulatedBlocks
         kind: SyncServer | AsyncServer
         if blocks.sync_mode:
-            self.update = SimulatedUpdate(blocks, work)
+            self.update = SimulatedUpdate(blocks, work, keeps_old=case.at_loss)
             if launcher is not None and epoch.cut is not None:
                 self.update.go_back(launcher.cut(endpoint, epoch.cut))
             step = epoch.cut or 0
@@ -175,6 +176,24 @@ class SimulatedServer(Process):
             cut = self.update.cut()
         terms = self.machine.gate.number, self.endpoint, step, cut
         self._written_at = self._launcher.write_cut(self, *terms)
+
+    def _write_newest(self) -> None:
+        """Write the newest states, as `ServerSaves.write_newest` does."""
+        assert self._launcher is not None
+        kind, update, launcher = self.machine.kind, self.update, self._launcher
+        if not self._case.at_loss:
+            return
+        assert isinstance(kind, SyncServer) and isinstance(update, SimulatedUpdate)
+        cuts = {kind.step: update.cut()}
+        if update.old is not None and not kind.has_begun_step:
+            cuts[kind.step - 1] = SimulatedCut(update.old, {})
+        for step, cut in cuts.items():
+            if not launcher.has_written(self.endpoint, step):
+                self.spend(max(0.0, self._written_at - self.now))
+                terms = self._epoch.number, self.endpoint, step, cut
+                self._written_at = launcher.write_cut(self, *terms)
+        end = max(self.now, self._written_at)
+        launcher.note_end(self, self._epoch.number, end)
 
     def _write(self, name: str, seconds: float) -> None:
         """Schedule the end of a checkpoint's write after some seconds."""

@@ -78,6 +78,8 @@ class SimulatedTrainer(Process):
         the block. Gradients that were not sent yet are included.
       firsts: for each epoch of a job with cuts, the number of this process's steps, and the number
         of the trainer's steps in the servers' state.
+      newest_received: in a job with cuts, the newest step of the current epoch whose parameters the
+        trainer has received; 0 before all servers have welcomed it.
       reduced: step, number and result of each round.
       looked_up: step, row ids and received rows of each lookup.
       left_at: time at which the trainer sent `complete` on a connection, by the connection's name.
@@ -125,6 +127,7 @@ class SimulatedTrainer(Process):
     def _open(self, epoch: int) -> None:
         """Create the state of new connections to the servers, from an epoch on."""
         self._links: dict[str, ServerLink] = {}
+        self.newest_received = 0
         self._least_epoch = epoch
         # As in a real job, another process or epoch has another session. A process that is started
         # in an epoch takes the place of one that has not seen this epoch.
@@ -216,6 +219,7 @@ class SimulatedTrainer(Process):
         first = max(link.line.count for link in self._links.values())
         before = self.pulled[-1][0] if self.pulled else first
         self.firsts.append((before, first))
+        self.newest_received = first
         return first
 
     def _announce(self, now: int) -> None:
@@ -301,6 +305,7 @@ class SimulatedTrainer(Process):
         self.between.ask_when_ended(step)
         yield request
         self.pulled.append((step, new))
+        self.newest_received = step
 
     # -- waits -----------------------------------------------------------------------------------
 

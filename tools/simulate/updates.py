@@ -340,10 +340,18 @@ class SimulatedUpdate:
     Args:
       blocks: the server's blocks.
       work: function that spends the time of one computation.
+      keeps_old: as for `dtrans.run.parameter_server.sync_update.SyncUpdate`.
+
+    Attributes:
+      old: as for `SyncUpdate`.
     """
 
-    def __init__(self, blocks: ServerBlocks, work: Callable[[], None]) -> None:
+    def __init__(
+        self, blocks: ServerBlocks, work: Callable[[], None], *, keeps_old: bool = False
+    ) -> None:
         self.state: dict[str, Any] = {n: initial(n, size) for n, size in _sizes(blocks).items()}
+        self.old: dict[str, Any] | None = None
+        self._keeps_old = keeps_old
         self.exchange: Exchange | None = None
         self._blocks, self._work = blocks, work
         self._means: dict[str, np.ndarray] = {}
@@ -367,6 +375,7 @@ class SimulatedUpdate:
     def begin(self, grads: Mapping[str, Any], present: frozenset[int], step: int) -> Vectors | None:
         """Implement `StepUpdate.begin`."""
         self._work()
+        self.old = None
         sent = dict(zip(_sizes(self._blocks), self._blocks.sent, strict=True))
         received = {}
         for name, names in sent.items():
@@ -394,6 +403,8 @@ class SimulatedUpdate:
         return self.values[name][ids]
 
     def _finish(self, norm: np.float32) -> None:
+        if self._keeps_old:
+            self.old = self.state
         new = {n: applied(self.state[n], g, norm) for n, g in self._means.items()}
         self.state = new | {n: with_rows(self.state[n], g) for n, g in self._rows.items()}
         for name, gradients in self._rows.items():

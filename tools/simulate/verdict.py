@@ -175,6 +175,7 @@ def reduced(case: Case) -> Iterator[Case]:
         ("moves_rows", False),
         ("cuts", min(case.cuts, 1)),
         ("has_means", False),
+        ("at_loss", False),
     ):
         if getattr(case, name) != plain:
             yield replace(case, **{name: plain})

@@ -18,10 +18,13 @@ class EpochGate:
     Attributes:
       number: number of the epoch.
       early: greetings of later epochs, by address. The server handles them in the next epoch.
+      is_closed: True if the epoch is ending. The server then handles no more messages of the
+        epoch, and stores all greetings.
     """
 
     def __init__(self, epoch: Epoch, say: Say, every: int = 0) -> None:
         self.number = epoch.number
+        self.is_closed = False
         self.early: dict[bytes, wire.Message] = {}
         self._epoch, self._say, self._every = epoch, say, every
 
@@ -43,9 +46,9 @@ class EpochGate:
             left an old epoch yet, so their messages are dropped.
         """
         if message.op not in ("hello", "peer"):
-            return is_known
+            return is_known and not self.is_closed
         epoch = message.fields.get("epoch", 0)
-        if epoch > self.number:
+        if epoch > self.number or self.is_closed:
             self.early[address] = message
             self._say(address, "waiting", reason="the servers to go back to a cut")
             return False

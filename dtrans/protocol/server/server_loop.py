@@ -52,6 +52,8 @@ class ServerLoop:
       ended_roles: returns the roles of the job whose processes have ended, with their exit status.
         Its argument is the number of an epoch; ends in earlier epochs are left out.
       epochs: epochs of the job; None in a job without cuts.
+      write_newest: called once when the epoch is ending. It writes the states after the server's
+        newest steps.
 
     Attributes:
       barred: counter of the connections that the listener has refused.
@@ -67,9 +69,10 @@ class ServerLoop:
         ended_saves: Callable[[], Iterable[tuple[str, str]]] = tuple,
         ended_roles: Callable[[int], Mapping[str, str]] = lambda epoch: {},
         epochs: Epochs | None = None,
+        write_newest: Callable[[], object] = lambda: None,
     ) -> None:
         self._next_look = self._next_epoch_look = math.inf
-        self._epochs = epochs
+        self._epochs, self._write_newest = epochs, write_newest
         self._lost_at: float | None = None  # time of the first loss in this epoch
         self.barred = Refusals(log)
         self._transport, self._trainers = transport, trainers
@@ -161,12 +164,15 @@ class ServerLoop:
     def _look_for_epoch(self) -> None:
         assert self._epochs is not None and self._serving.gate is not None
         self._next_epoch_look = self._transport.now() + EPOCH_TICK
-        number = self._epochs.current().number
-        if number == self._serving.gate.number:
-            return
-        for address in self._trainers.by_address:
-            self.say(address, "rewind", epoch=number)
-        raise NewEpoch(number)
+        epoch, gate = self._epochs.current(), self._serving.gate
+        if epoch.number != gate.number:
+            for address in self._trainers.by_address:
+                self.say(address, "rewind", epoch=epoch.number)
+            raise NewEpoch(epoch.number)
+        if epoch.is_ending and not gate.is_closed:
+            # A step that ends after the write would be lost, so the server takes no more messages.
+            gate.is_closed = True
+            self._write_newest()
 
     def _look(self) -> None:
         # Messages that arrived during an update are read before deadlines are checked, because

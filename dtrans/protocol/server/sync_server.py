@@ -130,6 +130,11 @@ class SyncServer:
         """True if the server has blocks of tables, whose rows trainers may evict between steps."""
         return bool(self._served.tables)
 
+    @property
+    def has_begun_step(self) -> bool:
+        """True if a trainer is in the middle of the next step."""
+        return any(turn.begun for turn in self._turns.values())
+
     def step_count(self) -> int:
         """Return the number of complete updates; raise StateError during an update."""
         if self._joint.exchange is not None:

@@ -95,6 +95,15 @@ class Attempt:
         """Return the role with a name if it runs, else None."""
         return next((child for child in self.running if child.role.name == name), None)
 
+    def find_alive(self) -> set[str]:
+        """Return the names of the running roles whose end is not in the queue, either."""
+        events = []
+        while not self.events.empty():
+            events.append(self.events.get())
+        for event in events:
+            self.events.put(event)
+        return {child.role.name for child in self.running if child not in events}
+
     def begin_epoch(self, number: int) -> None:
         """Continue in a new epoch without the failed role, whose process will be replaced."""
         self.epoch, self.failed = number, None

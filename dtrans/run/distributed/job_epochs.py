@@ -14,7 +14,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from dtrans.checkpoint.runs import new_run
@@ -35,6 +35,10 @@ LOCK, ROLES_LOCK = ".launcher", ".guard"
 # seconds.
 ROLES_END = 30.0
 LOCK_PAUSE = 0.05  # seconds between two tries to lock a file
+# Seconds that the launcher waits, after a loss, until servers have written their newest states.
+# Then it chooses the newest complete cut.
+WRITE_PATIENCE = 10.0
+POLL = 0.02  # seconds between two looks at the servers' reports
 
 
 class JobEpochs:
@@ -115,6 +119,32 @@ class JobEpochs:
         marks = self._current_marks()
         found = [marks.get(name, RoleMark(epoch=-1)) for name in self._names]
         return all(mark.epoch == self.epoch.number and not mark.left for mark in found)
+
+    def end_epoch(self, lost: str, running: Callable[[], Collection[str]]) -> None:
+        """Let the servers write their newest states as cuts, after the loss of a role.
+
+        It waits for the running servers that take part in the epoch, up to WRITE_PATIENCE seconds.
+
+        Args:
+          lost: name of the lost role.
+          running: returns the names of the running roles.
+        """
+        number = self.epoch.number
+        writers = set[str]()
+        for name, mark in self._current_marks().items():
+            if mark.writes_newest and mark.epoch == number and not mark.left and name != lost:
+                writers.add(name)
+        if not writers:
+            return
+        self._folder.announce_end()
+        limit = time.monotonic() + WRITE_PATIENCE
+        while time.monotonic() < limit:
+            marks = self._folder.marks()
+            late = [name for name in writers if marks[name].ended < number]
+            if not set(late).intersection(running()):
+                return
+            time.sleep(POLL)
+        say(f"{', '.join(sorted(late))} did not write a cut within {WRITE_PATIENCE:.0f} s")
 
     def note_loss(self, name: str) -> bool:
         """Record the loss of a role; return True if no cut is newer than the role's last loss."""

@@ -205,6 +205,8 @@ class Restarts:
         lost = attempt.lost(was_reached=self._count > 0, has_cuts=has_cuts)
         if lost is None or attempt.signum is not None or self._count == self._restarts:
             return None
+        if self._epochs is not None:
+            self._epochs.end_epoch(lost.role.name, attempt.find_alive)
         if self._epochs is None or lost.is_host_lost(was_reached=True):
             return lost  # a host that stays lost for some restarts is no fault of the role
         if self._epochs.note_loss(lost.role.name):

@@ -64,8 +64,8 @@ class EpochFolder:
       ...     server.enter(server.current())
       ...     server.note_cut(0, 20)
       ...     launcher.grant(Epoch(1, launcher.newest_cut(["pserver 0"])), run="a run")
-      ...     print(server.current())
-      Epoch(number=1, cut=20)
+      ...     print(server.current().number, server.current().cut)
+      1 20
     """
 
     def __init__(self, path: str | os.PathLike[str], role: str = "", started: int = 0) -> None:
@@ -119,6 +119,10 @@ class EpochFolder:
         job: dict[str, Any] = {"run": run, "trainers": trainers, "endpoints": list(endpoints)}
         job["started"] = dict(started)
         _write(self.path / "epoch.json", {**dataclasses.asdict(epoch), **job})
+
+    def announce_end(self) -> None:
+        """Tell servers that the current epoch is ending, so that they write their newest states."""
+        _write(self.path / "epoch.json", {**self._granted(), "is_ending": True})
 
     @property
     def trainers(self) -> int:
@@ -189,14 +193,16 @@ class EpochFolder:
                 f"the launcher has lost this process of {self._role}, and has started another one; "
                 "this process ends"
             )
-        return Epoch(fields["number"], fields["cut"])
+        return Epoch(fields["number"], fields["cut"], fields.get("is_ending", False))
 
     @property
     def run(self) -> str:
         """Identifier of the job, which marks the pieces of its cuts."""
         return str(self._granted()["run"])
 
-    def enter(self, epoch: Epoch, *, with_trainers: bool = False) -> None:
+    def enter(
+        self, epoch: Epoch, *, with_trainers: bool = False, writes_newest: bool = False
+    ) -> None:
         """Tell the launcher that this role takes part in an epoch.
 
         The role forgets its cuts after the epoch's cut, so that the job never skips steps.
@@ -204,10 +210,14 @@ class EpochFolder:
         Args:
           epoch: the epoch.
           with_trainers: in a server, True if trainers write parts of its cuts, too.
+          writes_newest: in a server, True if it writes its newest states when the epoch is ending.
         """
         with self._lock:
             cuts = self.mark().cuts_until(epoch.cut)
-            self._write_mark(RoleMark(epoch.number, cuts, with_trainers=with_trainers))
+            mark = RoleMark(
+                epoch.number, cuts, with_trainers=with_trainers, writes_newest=writes_newest
+            )
+            self._write_mark(mark)
 
     def enter_alone(self, epoch: Epoch) -> None:
         """Tell the launcher that this asynchronous server takes part in an epoch, with its cuts."""
@@ -236,6 +246,20 @@ class EpochFolder:
             if epoch == self._mark.epoch:
                 cuts = sorted({*self._mark.cuts, step})
                 self._write_mark(dataclasses.replace(self._mark, cuts=tuple(cuts)))
+
+    def has_written(self, step: int) -> bool:
+        """Return True if this role has written its part of the cut of a step."""
+        return step in self._mark.cuts
+
+    def note_end(self, epoch: int) -> None:
+        """Tell the launcher that this server has written its newest states.
+
+        Args:
+          epoch: number of the epoch that is ending.
+        """
+        with self._lock:
+            if epoch == self._mark.epoch:
+                self._write_mark(dataclasses.replace(self._mark, ended=epoch))
 
     def note_cut_alone(self, step: int, counts: Sequence[int]) -> list[int]:
         """Tell the launcher that this asynchronous server has written a cut.

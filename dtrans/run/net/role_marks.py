@@ -21,6 +21,8 @@ class RoleMark:
       with_trainers: in a server's report, True if trainers write parts of its cuts, too.
       is_alone: True for an asynchronous server, which goes back to a cut without other servers.
       counts: for an asynchronous server, the number of steps of each trainer in its cut.
+      writes_newest: True for a server that writes its newest states when its epoch is ending.
+      ended: number of the last epoch at whose end the server has written them; -1 without one.
     """
 
     epoch: int = 0
@@ -29,6 +31,8 @@ class RoleMark:
     with_trainers: bool = False
     is_alone: bool = False
     counts: tuple[int, ...] = ()
+    writes_newest: bool = False
+    ended: int = -1
 
     def cuts_until(self, cut: int | None) -> tuple[int, ...]:
         """Return the steps of the cuts up to the cut of an epoch, which is None without a cut."""

@@ -16,6 +16,7 @@ from typing import Any
 from dtrans.checkpoint import api as checkpoint
 from dtrans.checkpoint.runs import Mark
 from dtrans.errors import ConfigError, DtransError
+from dtrans.parameter_server.cut_options import Cuts
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.epochs import Epoch
 from dtrans.protocol.server.trainer_registry import log
@@ -53,6 +54,7 @@ class ServerCuts:
       endpoint: the server's endpoint.
       every: number of steps between two cuts.
       first_step: number of steps before the job, from the checkpoint with which it started.
+      at_loss: as for `dtrans.Cuts`.
     """
 
     folder: EpochFolder | None
@@ -60,6 +62,7 @@ class ServerCuts:
     endpoint: str
     every: int
     first_step: int = 0
+    at_loss: bool = False
 
     @property
     def is_written(self) -> bool:
@@ -97,7 +100,11 @@ class ServerCuts:
             start = EpochStart(epoch, state, self.first_step)
         else:
             start = EpochStart(epoch, self._load(epoch.cut), epoch.cut, loaded=epoch.cut)
-        self.epochs.enter(epoch, with_trainers=bool(computed_leaves(self.plan)))
+        self.epochs.enter(
+            epoch,
+            with_trainers=bool(computed_leaves(self.plan)),
+            writes_newest=self.at_loss,
+        )
         return start
 
     def begin_alone(self, state: Mapping[str, Any]) -> EpochStart:
@@ -196,8 +203,8 @@ def _other_mode(path: Path, before: str, now: str) -> str:
     )
 
 
-def check_cuts(plan: PServerPlan) -> None:
-    """Raise ConfigError if a plan has state that cuts do not contain.
+def check_cuts(plan: PServerPlan, cuts: Cuts) -> None:
+    """Raise ConfigError if a plan has state that cuts do not contain, or does not allow an option.
 
     Cuts contain the state of servers, and leaves that synchronous trainers compute. With
     `staleness`, a step uses older rows, which cuts do not contain.
@@ -225,4 +232,27 @@ def check_cuts(plan: PServerPlan) -> None:
         raise ConfigError(
             "cuts: with on_trainer_exit='paddle' an update uses the last gradients of a trainer "
             f"that has left, and cuts do not contain gradients; {remedy}"
+        )
+    if cuts.at_loss:
+        _check_at_loss(plan)
+
+
+def _check_at_loss(plan: PServerPlan) -> None:
+    """Raise ConfigError if servers cannot write their newest states when a process is lost."""
+    if not plan.sync_mode:
+        raise ConfigError(
+            "cuts: at_loss=True needs a common step of all servers, but asynchronous servers have "
+            "none; pass mode=dtrans.Sync(), or leave at_loss out"
+        )
+    if plan.tables.of:
+        (name, *_) = plan.tables.of
+        raise ConfigError(
+            f"cuts: with at_loss=True a server stores its two newest states, but {name} is a "
+            "table, whose rows an update changes in place; leave at_loss out"
+        )
+    computed = computed_leaves(plan)
+    if computed:
+        raise ConfigError(
+            f"cuts: {computed[0]} is computed by each trainer, so at_loss=True cannot restore its "
+            "newest value on a lost trainer; leave at_loss out"
         )

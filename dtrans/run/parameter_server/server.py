@@ -98,6 +98,7 @@ class Server:
             ended_saves=self._saves.ended,
             ended_roles=ended_roles,
             epochs=None if self._cuts is None else self._cuts.epochs,
+            write_newest=self._saves.write_newest,
         )
         kind = self._new_kind(start, trainers, before)
         kind.tables = self._update.server_tables
@@ -156,7 +157,8 @@ class Server:
         like = None if before is None else self._update
         assert not isinstance(like, BlockUpdates)
         steps = start.step - self._first_step
-        self._update = SyncUpdate(update, self._copied(start.state), served.trainers, like, steps)
+        state, keeps_old = self._copied(start.state), self._cuts is not None and self._cuts.at_loss
+        self._update = SyncUpdate(update, state, served.trainers, like, steps, keeps_old=keeps_old)
         return SyncServer(
             *(served, self._update, trainers, say), step=start.step, epoch=start.epoch.number
         )

@@ -179,12 +179,39 @@ class ServerSaves:
 
     def _write_cut(self, step: int) -> None:
         """Start writing a cut of the current state."""
-        assert self._writer is not None and self._cuts is not None
+        assert self._writer is not None
         self._newest_cut, kind = step, self._protocol.kind
         counts = kind.counts.by_trainer if isinstance(kind, AsyncServer) else {}
-        write = functools.partial(self._cuts.write, self._epoch.number, counts)
         state, spent = self._snapshot()
-        self._writer.begin_cut(write, state, self._mark(step), spent)
+        self._writer.begin_cut(self._cut_writer(counts), state, self._mark(step), spent)
+
+    def _cut_writer(
+        self, counts: Mapping[int, int] = {}
+    ) -> Callable[[Mapping[str, Any], Mark], None]:
+        """Return the function that writes a cut of the current epoch."""
+        assert self._cuts is not None
+        return functools.partial(self._cuts.write, self._epoch.number, counts)
+
+    def write_newest(self) -> None:
+        """Write the states after the newest steps as cuts, because the epoch is ending.
+
+        The other servers may have made a step less. They have not if a trainer has begun the next
+        step, because a trainer waits for all servers.
+        """
+        kind, update = self._protocol.kind, self._update
+        if self._cuts is None or not self._cuts.at_loss:
+            return
+        assert isinstance(kind, SyncServer) and isinstance(update, SyncUpdate)
+        assert self._writer is not None
+        states = {kind.step: update.state}
+        if update.old is not None and not kind.has_begun_step:
+            states[kind.step - 1] = update.old
+        for step, state in states.items():
+            if not self._cuts.epochs.has_written(step):
+                arrays = {n: _current(x) for n, x in state.items()}
+                self._writer.begin_cut(self._cut_writer(), arrays, self._mark(step))
+        self._writer.wait_written()
+        self._cuts.epochs.note_end(self._epoch.number)
 
     def _mark(self, step: int) -> Mark:
         """Return the mark of the state after a step.

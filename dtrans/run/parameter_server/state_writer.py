@@ -126,6 +126,10 @@ class StateWriter:
         self._copies = self._copier.submit(_copy_spent, dict(state), frozenset(spent), pool)
         self._due.put(_Write(name, keep, self._copies, mark))
 
+    def wait_written(self) -> None:
+        """Wait until the last cut is written."""
+        self._written.result()
+
     def wait_copied(self) -> None:
         """Wait until the arrays in `spent` are copied, so that the next update may donate them."""
         if self._copies is not None:

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from dtrans.ir.array_fns import words
+from dtrans.ir.selection import subset
 from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.protocol.server.exchange import Exchange
 from dtrans.protocol.server.trainer_registry import log, named
@@ -30,7 +31,7 @@ from dtrans.run.parameter_server.tables.table_memory import (
     memory_of,
     snapshot_arrays,
 )
-from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate
+from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate, copy_state
 
 
 class SyncUpdate:
@@ -42,6 +43,7 @@ class SyncUpdate:
       trainers: the number of trainers.
       like: an earlier object for the same update, whose compiled functions are used again.
       steps: number of updates before the first one, in earlier epochs.
+      keeps_old: True to store the state before the newest one, too.
 
     Attributes:
       state: the arrays by name, with tables in `TableMemory`.
@@ -50,6 +52,8 @@ class SyncUpdate:
       server_tables: reports and evicts rows of tables.
       spent: names of the state whose memory an update reuses.
       before: function that is called before each update.
+      old: the state before the newest one; None before the first update, during an update, and
+        without `keeps_old`.
     """
 
     def __init__(
@@ -59,6 +63,8 @@ class SyncUpdate:
         trainers: int,
         like: SyncUpdate | None = None,
         steps: int = 0,
+        *,
+        keeps_old: bool = False,
     ) -> None:
         self.exchange: Exchange | None = None
         spent = itertools.chain.from_iterable(phase.spent for phase in update.phases)
@@ -84,6 +90,12 @@ class SyncUpdate:
             self._compiled = like._compiled
         self._run: Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]] | None = None
         self._by_rows = RowUpdates(update.tables, self._take, self._put)
+        self.old: dict[str, Any] | None = None
+        self._keeps_old = keeps_old
+        # arrays whose memory the next update reuses, with `keeps_old`
+        self._unused: dict[str, Any] = {}
+        if keeps_old:
+            self._unused = copy_state(subset(state, self.spent))
         self.state = dict(state)
         for table in self._tables.values():
             self.state |= table.arrays
@@ -103,7 +115,8 @@ class SyncUpdate:
         self.before()
         compiled = lambda sizes: self._compile(present, step, sizes)
         self._watched = {}
-        self._run = self._by_rows.run(compiled, grads, present, self.state, self._watched)
+        unused, self._unused, self.old = self._unused, {}, None
+        self._run = self._by_rows.run(compiled, grads, present, self.state, self._watched, unused)
         return self.go_on(None)
 
     def go_on(self, arrived: Vectors | None) -> Vectors | None:
@@ -124,6 +137,8 @@ class SyncUpdate:
         except StopIteration as end:
             self._run = self.exchange = None
             self._steps += 1
+            if self._keeps_old:
+                self.old, self._unused = self.state, subset(self.state, self.spent)
             self.state = end.value
             if self._update.exchanges:
                 # Later messages overwrite the memory of gradients and received vectors. So this
@@ -157,7 +172,9 @@ class SyncUpdate:
                 named(sorted(present)),
             )
         update = self._update.sized(sizes) if sizes else self._update
-        self._compiled[key] = CompiledUpdate(update.sent_by(present) if gone else update)
+        if gone:
+            update = update.sent_by(present)
+        self._compiled[key] = CompiledUpdate(update, keeps_old=self._keeps_old)
         return self._compiled[key]
 
     def _publish(self) -> None:

@@ -354,6 +354,8 @@ class CompiledUpdate:
     Args:
       update: the update.
       donate: True to reuse the memory of the old optimizer state for the new optimizer state.
+      keeps_old: True to leave the state before the step valid. The new optimizer state then reuses
+        the memory of a state that the caller passes as `unused`.
       prepare: a pure function from the argument `grads` of `run` to gradients by name. Each phase
         that reads gradients contains this function.
     """
@@ -363,14 +365,19 @@ class CompiledUpdate:
         update: ServerUpdate,
         *,
         donate: bool = True,
+        keeps_old: bool = False,
         prepare: Callable[[Any], Mapping[str, Any]] = dict,
     ) -> None:
         self.update = update
-        self._prepare = prepare
+        self._prepare, self._keeps_old = prepare, keeps_old
         self._jitted = [self._compile(phase, donate) for phase in update.phases]
 
     def run(
-        self, grads: Any, state: Mapping[str, Any], watched: dict[str, Any] | None = None
+        self,
+        grads: Any,
+        state: Mapping[str, Any],
+        watched: dict[str, Any] | None = None,
+        unused: Mapping[str, Any] = {},
     ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
         """Run a step; return the new state.
 
@@ -383,6 +390,7 @@ class CompiledUpdate:
           grads: gradients by name, or an argument for `prepare`.
           state: the state before the step.
           watched: a dict to which the values that the update watches are added.
+          unused: with `keeps_old`, arrays whose memory the new optimizer state reuses, by name.
         """
         new, values = dict(state), dict[str, Any]()
         seen = {} if watched is None else watched
@@ -394,7 +402,7 @@ class CompiledUpdate:
                 seen[n] = state[n] if in_trace else np.asarray(state[n])
         for i, phase in enumerate(self.update.phases):
             new_state, gives, packed = self._run_phase(
-                i, grads, state, values, arrived, in_trace=in_trace
+                i, grads, state, values, arrived, unused, in_trace=in_trace
             )
             new |= new_state
             # Memory of values that no later phase reads is freed before the exchange.
@@ -416,6 +424,7 @@ class CompiledUpdate:
         state: Mapping[str, Any],
         values: Mapping[str, Any],
         arrived: Vectors,
+        unused: Mapping[str, Any],
         *,
         in_trace: bool,
     ) -> Any:
@@ -431,6 +440,7 @@ class CompiledUpdate:
             spent,
             takes,
             arrived,
+            subset(unused, phase.spent) if self._keeps_old else {},
         )
 
     def _compile(self, phase: Phase, donate: bool) -> Callable[..., Any]:
@@ -440,6 +450,7 @@ class CompiledUpdate:
             spent: dict[str, Any],
             values: dict[str, Any],
             arrived: Vectors,
+            unused: dict[str, Any],
         ) -> Any:
             read = {**reads, **spent, **values}
             return phase(read, self._prepare(grads) if phase.grads else {}, arrived)
@@ -448,7 +459,18 @@ class CompiledUpdate:
         if "tables" in self.update.eqn.params:
             # With these options, a row's bits do not depend on the server's other blocks.
             options = stable_bits_options()
-        return jax.jit(update, donate_argnums=2 if donate else (), compiler_options=options)
+        donated: tuple[int, ...] = ()
+        if self._keeps_old:
+            donated = (5,)
+        elif donate:
+            donated = (2,)
+        # With `keep_unused`, XLA can write the new state to the memory of `unused`.
+        return jax.jit(
+            update,
+            donate_argnums=donated,
+            keep_unused=self._keeps_old,
+            compiler_options=options,
+        )
 
 
 def copy_state(state: Mapping[str, Any]) -> dict[str, Any]:

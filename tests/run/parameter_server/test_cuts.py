@@ -206,16 +206,19 @@ def run_job(
     scripts: Sequence[str] = (),
     on_hosts: Callable[..., None] | None = None,
     spares: int = 0,
+    cuts: str = "10",
 ) -> None:
     """Run the page's job, or that of another model and of a script that trains it.
 
-    `on_hosts` takes the place of `launch`.
+    `on_hosts` takes the place of `launch`, and `cuts` that of the page's argument.
     """
     folder.mkdir()
     monkeypatch.chdir(folder)
     write_scripts(folder, kills, spares)
     for name, code in zip(("model.py", "survive.py"), scripts, strict=False):
         write_script(folder, name, code, kills)
+    script = folder / "survive.py"
+    script.write_text(script.read_text().replace("cuts=10", f"cuts={cuts}"))
     env = {"PYTHONPATH": f"{folder}:{ROOT}", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "survive.py"]
     start = on_hosts or launch
@@ -231,10 +234,11 @@ def run(
     tables: bool = False,
     on_hosts: Callable[..., None] | None = None,
     spares: int = 0,
+    cuts: str = "10",
 ) -> list[np.ndarray]:
     """Run the page's job, or one with tables; return all arrays of its last checkpoint."""
     scripts = (TABLES, TRAIN) if tables else ()
-    run_job(folder, kills, monkeypatch, scripts, on_hosts, spares)
+    run_job(folder, kills, monkeypatch, scripts, on_hosts, spares, cuts)
     return arrays_of(folder)
 
 
@@ -307,6 +311,23 @@ def test_batches_of_a_feed_go_back(
     run_job(tmp_path / "killed", kills, monkeypatch, (model, script))
     assert capsys.readouterr().err.count("it starts again, and all roles go back to step") == 2
     killed = arrays_of(tmp_path / "killed")
+    for x, y in zip(killed, undisturbed, strict=True):
+        assert x.tobytes() == y.tobytes()
+
+
+def test_the_loss_of_a_trainer_repeats_only_the_incomplete_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A batch is drawn one step early, so 24 steps are complete when batch 25 is drawn."""
+    kills, cuts = [(0, 25, "trainer 1"), (1, 44, "trainer 0")], "dtrans.Cuts(100, at_loss=True)"
+    killed = run(tmp_path / "killed", kills, monkeypatch, cuts=cuts)
+    back = re.findall(
+        r"it starts again, and all roles go back to step (\d+)", capsys.readouterr().err
+    )
+    assert back[0] == "24"
+    # trainer 0 may have sent its gradients of step 44 before it was killed
+    assert back[1:] in (["43"], ["44"])
+    undisturbed = run(tmp_path / "undisturbed", [], monkeypatch)
     for x, y in zip(killed, undisturbed, strict=True):
         assert x.tobytes() == y.tobytes()
 

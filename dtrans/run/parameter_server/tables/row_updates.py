@@ -58,6 +58,7 @@ class RowUpdates:
         present: Collection[int],
         state: Rows,
         watched: dict[str, Any] | None = None,
+        unused: Mapping[str, Any] = {},
     ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
         """Run a step like `CompiledUpdate.run`, with gradients of table rows.
 
@@ -67,6 +68,7 @@ class RowUpdates:
           present: ids of the trainers whose gradients the update uses.
           state: the state before the step.
           watched: a dict to which the values that the update watches are added.
+          unused: as for `CompiledUpdate.run`.
         """
         ids = {n: all_ids(t, grads, present) for n, t in self._by_rows.items()}
         sizes = self._room_for(ids)
@@ -79,7 +81,7 @@ class RowUpdates:
         inputs = dict(state)
         for n, t in self._by_rows.items():
             inputs |= self._take(t, ids[n], sizes[n], state)
-        new = yield from update.run(gradients, inputs, watched)
+        new = yield from update.run(gradients, inputs, watched, unused)
         for n, t in self._by_rows.items():
             new |= self._put(t, ids[n], new, state)
         return new

@@ -1,0 +1,155 @@
+"""Cuts at a loss, one part at a time: gates, server loops, the folder, and the launcher's wait.
+
+`test_simulation` runs them together.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import optax
+import pytest
+import table_jobs
+from helpers import mlp_batch, mlp_loss, mlp_params
+
+import dtrans
+from dtrans.errors import ConfigError
+from dtrans.protocol import wire
+from dtrans.protocol.epochs import Epoch
+from dtrans.protocol.server.epoch_gate import EpochGate
+from dtrans.run.distributed import job_epochs
+from dtrans.run.distributed.job_epochs import JobEpochs
+from dtrans.run.distributed.role import roles_of
+from dtrans.run.net.epoch_folder import EpochFolder
+from dtrans.run.parameter_server.cuts import check_cuts
+
+
+AT_LOSS = dtrans.Cuts(10, at_loss=True)
+
+
+def test_a_closed_gate_stores_greetings_and_drops_all_other_messages() -> None:
+    said: list[str] = []
+    gate = EpochGate(Epoch(2), lambda to, op, /, blocks=(), **fields: said.append(op))
+    known, greeting = wire.Message("send", {"step": 0}), wire.Message("hello", {"epoch": 2})
+    assert gate.admits(b"0", known, is_known=True) and gate.admits(b"0", greeting, is_known=True)
+    gate.is_closed = True
+    for message in (known, greeting):
+        assert not gate.admits(b"0", message, is_known=True)
+    assert gate.early == {b"0": greeting} and said == ["waiting"]
+
+
+def test_the_next_epoch_is_not_ending(tmp_path: Path) -> None:
+    launcher, server = EpochFolder(tmp_path), EpochFolder(tmp_path, "pserver 0")
+    launcher.grant(Epoch(), "a run", 2, ["127.0.0.1:1"], {"pserver 0": 0})
+    launcher.announce_end()
+    assert server.current() == Epoch(0, None, is_ending=True)
+    assert (launcher.run, launcher.trainers, launcher.endpoints) == ("a run", 2, ("127.0.0.1:1",))
+    launcher.grant(Epoch(1, 20), "a run")
+    assert server.current() == Epoch(1, 20)
+
+
+def test_an_answer_of_an_earlier_epoch_does_not_count(tmp_path: Path) -> None:
+    launcher, server = EpochFolder(tmp_path), EpochFolder(tmp_path, "pserver 0")
+    launcher.grant(Epoch(), "a run")
+    server.enter(Epoch(), writes_newest=True)
+    server.note_cut(0, 7)
+    assert server.has_written(7) and not server.has_written(8)
+    server.note_end(0)
+    assert launcher.marks()["pserver 0"].ended == 0
+    server.enter(Epoch(1, 7), writes_newest=True)
+    server.note_end(0)
+    mark = launcher.marks()["pserver 0"]
+    assert (mark.ended, mark.writes_newest, mark.cuts) == (-1, True, (7,))
+
+
+# -- the launcher ----------------------------------------------------------------------------------
+
+
+class Job:
+    """A launcher's epochs, and the reports of the two servers and the trainer of its job."""
+
+    def __init__(self, path: Path, *, writes_newest: bool) -> None:
+        roles = roles_of(1, ("127.0.0.1:1", "127.0.0.1:2"))
+        self.epochs = JobEpochs(path, roles)
+        self.folders = {role.name: EpochFolder(path, role.name) for role in roles}
+        for name, folder in self.folders.items():
+            folder.enter(Epoch(), writes_newest=writes_newest and "pserver" in name)
+        self.looks = 0
+
+    def answer(self, name: str, *steps: int) -> None:
+        assert self.folders[name].current().is_ending
+        for step in steps:
+            self.folders[name].note_cut(0, step)
+        self.folders[name].note_end(0)
+
+
+def test_the_launcher_waits_for_the_newest_states_of_all_live_servers(tmp_path: Path) -> None:
+    job = Job(tmp_path, writes_newest=True)
+    answers = {1: ("pserver 0", 7, 6), 3: ("pserver 1", 6)}
+
+    def running() -> set[str]:
+        job.looks += 1
+        if job.looks in answers:
+            name, *steps = answers[job.looks]
+            job.answer(str(name), *map(int, steps))
+        return {"pserver 0", "pserver 1"}
+
+    job.epochs.end_epoch("trainer 0", running)
+    assert job.looks == 4
+    job.epochs.go_back("trainer 0")
+    assert job.epochs.epoch == Epoch(1, 6)
+
+
+def test_the_launcher_does_not_wait_for_lost_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for the lost role, nor for a server that ends meanwhile."""
+    monkeypatch.setattr(job_epochs, "WRITE_PATIENCE", float("inf"))
+    job = Job(tmp_path, writes_newest=True)
+    job.epochs.end_epoch("pserver 1", lambda: {"trainer 0", "pserver 1"})
+    assert job.folders["pserver 0"].current().is_ending
+
+
+def test_the_launcher_waits_for_a_limited_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(job_epochs, "WRITE_PATIENCE", 0.1)
+    job = Job(tmp_path, writes_newest=True)
+    job.folders["pserver 0"].note_end(0)
+    job.epochs.end_epoch("trainer 0", lambda: {"pserver 0", "pserver 1"})
+    assert "pserver 1 did not write a cut within 0 s" in capsys.readouterr().err
+
+
+def test_other_jobs_do_not_wait(tmp_path: Path) -> None:
+    job = Job(tmp_path, writes_newest=False)
+    job.epochs.end_epoch("trainer 0", lambda: {"pserver 0", "pserver 1"})
+    assert not job.folders["pserver 0"].current().is_ending
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+def planned(**options: Any) -> Any:
+    tx = optax.adam(1e-2)
+    step = dtrans.make_train_step(mlp_loss, tx)
+    params = mlp_params()
+    init = lambda: (params, tx.init(params))
+    main = dtrans.trace(step, *init(), *mlp_batch())
+    return dtrans.pserver(main, dtrans.trace(init), trainers=2, **options)
+
+
+def test_plans_without_a_common_newest_state_are_refused() -> None:
+    check_cuts(planned(), AT_LOSS)
+    with pytest.raises(ConfigError, match="cuts: at_loss=True needs .* pass mode=dtrans.Sync"):
+        check_cuts(planned(mode=dtrans.Async()), AT_LOSS)
+    tables = table_jobs.planned(optax.sgd(0.5), table_jobs.LAZY, 2, 1)
+    check_cuts(tables, dtrans.Cuts(10))
+    with pytest.raises(ConfigError, match="params/emb is a table, .*; leave at_loss out"):
+        check_cuts(tables, AT_LOSS)
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"every": 2.5}, {"every": 1, "at_loss": 1}])
+def test_wrong_options_are_named(options: Any) -> None:
+    with pytest.raises(ConfigError, match="at_loss" if "at_loss" in options else "every"):
+        dtrans.Cuts(**options)

@@ -1,0 +1,60 @@
+"""Updates that leave the state before the step valid, for cuts at a loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from helpers import mlp_batch, mlp_loss, mlp_params
+
+import dtrans
+from dtrans.run.parameter_server.sync_update import SyncUpdate
+from dtrans.run.parameter_server.update import ServerUpdate, copy_state
+
+
+def server_of_two_trainers() -> tuple[ServerUpdate, dict[str, Any]]:
+    """Return the update of a server of Adam's job, and its initial state."""
+    tx, params = optax.adam(1e-2), mlp_params()
+    main = dtrans.trace(dtrans.make_train_step(mlp_loss, tx), params, tx.init(params), *mlp_batch())
+    startup = dtrans.trace(lambda: (params, tx.init(params)))
+    (programs,) = dtrans.pserver(main, startup, trainers=2).servers.values()
+    return ServerUpdate.from_program(programs.main), dtrans.Executor().run(programs.startup)
+
+
+def gradients(update: ServerUpdate, step: int) -> dict[str, np.ndarray]:
+    """Return gradients of both trainers."""
+    random = np.random.default_rng(step)
+    found = {}
+    for name, t in update.grad_types.items():
+        found[name] = random.standard_normal(t.shape).astype(t.dtype)
+    return found
+
+
+def pointers(state: dict[str, Any], names: frozenset[str]) -> set[int]:
+    return {state[n].unsafe_buffer_pointer() for n in names}
+
+
+def test_two_states_share_the_memory_of_two_states() -> None:
+    """The new optimizer state is written to the memory of the state before the last one."""
+    update, first = server_of_two_trainers()
+    usual = SyncUpdate(update, copy_state(first), 2)
+    keeping = SyncUpdate(update, copy_state(first), 2, keeps_old=True)
+    assert keeping.spent and keeping.old is None
+    states, memory = [], set[int]()
+    for step in range(5):
+        for updates in (usual, keeping):
+            updates.begin(gradients(update, step), frozenset({0, 1}), step)
+        states.append({n: np.array(x) for n, x in usual.state.items()})
+        jax.block_until_ready(keeping.state)
+        memory |= pointers(keeping.state, keeping.spent)
+        kept = [(keeping.state, states[-1])]
+        if step:
+            assert keeping.old is not None
+            kept.append((keeping.old, states[-2]))
+        for state, expected in kept:
+            for n, x in expected.items():
+                assert np.asarray(state[n]).tobytes() == x.tobytes()
+    sizes = {n: first[n].size for n in keeping.spent}
+    assert len(memory) <= 2 * len(sizes)
