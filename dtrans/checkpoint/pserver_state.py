@@ -225,9 +225,22 @@ def check_plan(plan: Any) -> None:
         )
 
 
-def has_checkpoints(plan: PServerPlan) -> bool:
-    """Return True if servers store all optimizer state, so that checkpoints are possible."""
-    return _on_no_server(plan) is None
+def check_saved_by_servers(plan: PServerPlan) -> None:
+    """Raise ConfigError unless servers store all arrays of a checkpoint.
+
+    Trainers store optimizer state with `dtrans.Geo`, and leaves in `plan.frozen`.
+    """
+    check_plan(plan)
+    if plan.frozen:
+        raise ConfigError(
+            f"{plan.frozen[0]} is only on trainers, so servers cannot save it; save with "
+            "dtrans.checkpoint.save after the job has ended"
+        )
+
+
+def is_saved_by_servers(plan: PServerPlan) -> bool:
+    """Return True if servers store all arrays of a checkpoint."""
+    return _on_no_server(plan) is None and not plan.frozen
 
 
 def _on_no_server(plan: PServerPlan) -> str | None:

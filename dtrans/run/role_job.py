@@ -18,9 +18,9 @@ import numpy as np
 from dtrans.checkpoint.orbax_io import load_orbax
 from dtrans.checkpoint.pserver_state import (
     TRAINER,
-    check_plan,
+    check_saved_by_servers,
     check_type,
-    has_checkpoints,
+    is_saved_by_servers,
     name_leaves,
     scatter,
 )
@@ -298,12 +298,7 @@ class TrainerJob(RoleJob):
         Source: Paddle's `checkpoint_notify`.
         """
         self._check_open()
-        check_plan(self.plan)
-        if self.plan.frozen:
-            raise ConfigError(
-                f"{self.plan.frozen[0]} is only on trainers, so servers cannot save it; save with "
-                "dtrans.checkpoint.save after the job has ended"
-            )
+        check_saved_by_servers(self.plan)
         self._requests.save(name, wait=wait)
 
     def close(self) -> None:
@@ -433,7 +428,8 @@ class ServerJob(RoleJob):
             (`job.save(name)`).
           on_failure: "save" writes the state to `checkpoints` if the job fails or this process gets
             SIGTERM. The checkpoint's name is the number of the step. "drop" does not save the
-            state. The default is "save" if there is a folder and the plan supports checkpoints.
+            state. The default is "save" if there is a folder, and servers store all arrays of a
+            checkpoint.
           init: the arguments of `init`, if the state comes from a checkpoint. Then table rows with
             their initial values need no memory, and other rows can be evicted
             (`job.tables.evict`).
@@ -451,9 +447,9 @@ class ServerJob(RoleJob):
           The final state, for `dtrans.checkpoint.save`.
 
         Raises:
-          ConfigError: on_failure="save" has no folder, or the plan does not support checkpoints.
-            `checkpoints` is set, but orbax is not installed. Or `cuts` is set, but the plan has
-            state that cuts cannot contain.
+          ConfigError: on_failure="save" has no folder, or only trainers store some arrays of the
+            plan. `checkpoints` is set, but orbax is not installed. Or `cuts` is set, but the plan
+            has state that cuts cannot contain.
           DeadlineError, PeerError: the job has failed.
         """
         self._check_open()
@@ -500,9 +496,9 @@ class ServerJob(RoleJob):
         load_orbax()
         endpoint = self.role.current_endpoint
         checkpoints = ServerCheckpoints(folder, self.plan, endpoint, first_step)
-        saves_last = on_failure == "save" or (on_failure is None and has_checkpoints(self.plan))
-        if saves_last:
-            check_plan(self.plan)
+        if on_failure == "save":
+            check_saved_by_servers(self.plan)
+        saves_last = on_failure != "drop" and is_saved_by_servers(self.plan)
         return checkpoints.keep, checkpoints.keep_last if saves_last else None
 
     def step(self, state: Any, *batch: Any) -> NoReturn:

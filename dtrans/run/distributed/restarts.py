@@ -144,6 +144,8 @@ class Restarts:
         """Start the roles, restart them after losses, and return the last attempt."""
         while True:
             attempt, lost = self._run_once()
+            if self._epochs is not None and (lost is not None or attempt.has_ended_well):
+                self._spares.warn_without_cuts(self._epochs)
             if attempt.signum is not None:
                 return attempt
             if attempt.superseded:

@@ -125,6 +125,18 @@ class Spares:
                     return child
         return None
 
+    def warn_without_cuts(self, epochs: JobEpochs) -> None:
+        """Print a warning if no spare has started, because no server writes cuts.
+
+        Args:
+          epochs: the epochs of the job.
+        """
+        if self._count and not epochs.has_marks:
+            say(
+                "no spare has started, because no server has begun to write cuts; pass cuts=10 to "
+                "job.serve, or leave --spares out"
+            )
+
     def renew(self, epochs: JobEpochs) -> None:
         """Remove spares that have ended, and start missing ones if all roles are in the epoch.
 

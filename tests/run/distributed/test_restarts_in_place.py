@@ -421,6 +421,20 @@ def test_a_spare_that_ends_early_does_not_end_the_job(
 
 
 @pytest.mark.rotated
+def test_spares_without_cuts_are_reported(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """After a loss, and at the end."""
+    command = script("""
+        if name == "trainer 1" and os.environ["DTRANS_RESTARTS"] == "0":
+            die()
+    """)
+    launch(command, restarts=RestartOptions(1, spares=1), **JOB)
+    said = Output(capsys).said
+    assert len(said) == 3 and said[0] == said[2]
+    assert said[0].startswith("no spare has started, because no server has begun to write cuts; ")
+    launch(script("enter(); finish(0)"), restarts=RestartOptions(1, spares=1), **JOB)
+    assert not Output(capsys).said
+
+
 def test_spares_end_with_a_killed_launcher(tmp_path: Path) -> None:
     """Also those that still import modules, and do not read what the launcher sends."""
     imports = """

@@ -772,6 +772,21 @@ def test_a_state_may_be_dropped(role_threads: RoleThreads, tmp_path: Path) -> No
             job.serve({}, on_failure="keep")
 
 
+def test_servers_do_not_save_a_state_without_leaves_of_trainers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their checkpoint would lack the piece of trainer 0."""
+    plan = planned(optax.sgd(0.1), None, 2, 2)
+    role = Role("pserver", 2, tuple(plan.servers), current_endpoint=next(iter(plan.servers)))
+    with ServerJob(plan, role, {}) as job:
+        assert job._checkpoints(tmp_path, None, 0)[1] is not None
+        monkeypatch.setattr(type(plan), "frozen", ["params/seen"])
+        keep, keep_last = job._checkpoints(tmp_path, None, 0)
+        assert keep is not None and keep_last is None
+        with pytest.raises(ConfigError, match="params/seen is only on trainers, so servers cannot"):
+            job.serve({}, checkpoints=tmp_path, on_failure="save")
+
+
 def test_asynchronous_servers_keep_what_was_trained_without_one_that_never_came(
     role_threads: RoleThreads, tmp_path: Path
 ) -> None:
