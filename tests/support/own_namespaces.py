@@ -68,6 +68,29 @@ class Namespaces:
     def mend(self, i: int) -> None:
         """Let everything through again."""
         _ip("-n", self.switch, "link", "set", "dev", f"p{i}", "master", "sw0")
+        self._flood(i, "on")
+
+    def deafen(self, i: int) -> None:
+        """Let nothing through to a host any more. The others still receive what it sends."""
+        self._flood(i, "off")
+        # the switch forgets the host's address, so that it would flood packets for the host
+        _ip("-n", self.switch, "link", "set", "dev", f"p{i}", "type", "bridge_slave", "fdb_flush")
+
+    def part(self, i: int) -> None:
+        """Move a host to another switch, where it reaches only the hosts that are there."""
+        _ip("-n", self.switch, "link", "set", "dev", f"p{i}", "master", "sw1")
+
+    def slow(self, i: int, rate: str) -> None:
+        """Limit what a host sends and receives to a rate, such as `20mbit`."""
+        for name, device in ((self.names[i], "e"), (self.switch, f"p{i}")):
+            shape = ("root", "tbf", "rate", rate, "burst", "64kb", "latency", "200ms")
+            command = ["tc", "-n", name, "qdisc", "add", "dev", device, *shape]
+            subprocess.run(command, check=True, capture_output=True)
+
+    def _flood(self, i: int, value: str) -> None:
+        kinds = ("learning", "flood", "bcast_flood", "mcast_flood")
+        options = [word for kind in kinds for word in (kind, value)]
+        _ip("-n", self.switch, "link", "set", "dev", f"p{i}", "type", "bridge_slave", *options)
 
     def processes(self) -> list[str]:
         """Return the command lines of processes on these hosts. One that has ended has none."""
@@ -110,8 +133,9 @@ def namespaces(count: int) -> Iterator[Namespaces]:
         if not had_files:
             stack.callback(lambda: OWN_FILES.exists() and OWN_FILES.rmdir())
         _add(hosts.switch, stack)
-        _ip("-n", hosts.switch, "link", "add", "sw0", "type", "bridge")
-        _ip("-n", hosts.switch, "link", "set", "dev", "sw0", "up")
+        for bridge in ("sw0", "sw1"):
+            _ip("-n", hosts.switch, "link", "add", bridge, "type", "bridge")
+            _ip("-n", hosts.switch, "link", "set", "dev", bridge, "up")
         for i, name in enumerate(hosts.names):
             _add(name, stack)
             files = OWN_FILES / name
