@@ -222,6 +222,6 @@ def nearest(words: Words, vectors: np.ndarray, word: str, count: int = NEAREST) 
 
 
 def with_partners(words: Words, vectors: np.ndarray) -> dict[str, list[str]]:
-    """Return the test words that have a partner among their nearest words, with these words."""
+    """Return {test word: its nearest words}, if a partner of the test word is among them."""
     found = {w: nearest(words, vectors, w) for w in PARTNERS}
     return {w: near for w, near in found.items() if PARTNERS[w].intersection(near)}

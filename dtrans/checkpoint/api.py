@@ -488,7 +488,7 @@ def _trainer_params(path: Folder, plan: PServerPlan) -> Any:
 
 
 def restore_trainer(path: Folder, plan: PServerPlan, params: Any) -> Any:
-    """Restore the leaves that no server stores, and return a trainer's parameters with them.
+    """Restore the leaves that no server stores; return a trainer's parameters, which contain them.
 
     These leaves are `plan.frozen`. All other leaves are returned unchanged, since the trainer
     receives them from the servers.

@@ -78,10 +78,10 @@ class SpareChild(Child):
 
 
 class Spares:
-    """Spares of a job. It is a context manager that ends them.
+    """The spares of a job, which end when this context manager exits.
 
-    It is also the queue (`Events`) to which these processes add themselves when they end. If a
-    process has become a role, `put` adds it to the launcher's queue instead.
+    The object is also the queue (`Events`) to which a spare is added when it ends. If the spare
+    has become a role, `put` adds it to the launcher's queue instead.
 
     Args:
       count: number of spares.
