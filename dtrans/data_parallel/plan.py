@@ -135,7 +135,7 @@ class CollectivePlan(Plan):
 
         Raises:
           ConfigError: the function is called under a `jax.shard_map` with `check_vma=True`. The
-            equations lack the varying types that it checks, because the step was traced outside.
+            equations lack the varying types that JAX then checks, as dtrans traced without them.
         """
         per_trainer = realiser(self, "function")
 

@@ -324,7 +324,7 @@ class Reducer:
     def _by_count(self, x: Atom) -> Atom:
         """Multiply a trainer's value by its weight in the mean; without weights, return `x`.
 
-        Multiply before the sum over trainers, because a sum of unweighted values might overflow.
+        This precedes the sum over trainers, because a sum of unweighted values might overflow.
         """
         if self.example_count is None:
             return x

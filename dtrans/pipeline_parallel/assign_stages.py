@@ -184,7 +184,7 @@ def stage_costs(
     Args:
       forward: the forward pass.
       stage_of: the stage of each equation of `forward`.
-      batch: as for `stages_of`.
+      batch: the inputs that differ between micro-batches; None if all inputs do.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -36,7 +36,7 @@ LAYOUTS = ("auto", "all", "specific", "aware_row")
 
 
 class VirtualDevices(tuple[np.ndarray[Any, Any], ...]):
-    """Tuple with the grid of each stage: an array of devices of shape [replica, device].
+    """Tuple with one grid of devices for each stage, an array with shape [replica, device].
 
     Attributes:
       idle: the devices of the cluster that are in no grid, in the cluster's order.

@@ -90,7 +90,7 @@ class PipelinePlan(Plan):
       step_programs: the programs of each stage, for a micro-batch of the traced batch.
       update: the update, which computes new parameters from sums of gradients.
       shared: the exact step of a micro-batch; None with `batch="micro"`.
-      values: the program that computes precomputed values from the whole batch; None if
+      values: the program that computes precomputed values from the full batch; None if
         micro-batches read no such values.
       axes: maps an array of the batch to the dimension of its rows, if this is not 0.
       shown: the summaries and collections of the step.
@@ -344,7 +344,7 @@ def _notes_of_numbers(plan: PipelinePlan) -> Iterator[str]:
     if plan.values is not None:
         values = plan.values.outputs
         yield (
-            f"  precomputed from the whole batch: {len(values)} value{'s' * (len(values) > 1)}, "
+            f"  precomputed from the full batch: {len(values)} value{'s' * (len(values) > 1)}, "
             f"{_total_bytes(values, values):,} bytes"
         )
     schedule, batches = plan.schedule, f"{many} micro-batch{'es' * (many > 1)}"

@@ -85,7 +85,7 @@ def repeated_blocks(
     for blocks in _equal(eqns, np.asarray(crossing, float), at_least):
         work[blocks] = float(done[blocks.stop] - done[blocks.starts[0]])
     # Equations between two scopes do not count as work of the blocks. Otherwise, two equal layers
-    # at both ends of a model would seem to cover the whole model.
+    # at both ends of a model would seem to cover the complete model.
     for blocks, members in _scoped(eqns, at_least):
         work[blocks] = float(sum(values_at(costs, members)))
     order = lambda b: (-work[b], -len(b), b.how != "name scopes", b.starts)

@@ -139,8 +139,8 @@ class StageVjp:
         """Return a name for each saved value.
 
         If a saved value is also an output, its name is the name of the output. All other saved
-        values are numbered: "@residual/0". If an input and an output share a name, the output is
-        the new value of a parameter, and the saved value is numbered too.
+        values are numbered: "@residual/0". A saved value is also numbered if an input has the name
+        of the output: this output is the new value of a parameter.
 
         Args:
           outs: the names of the outputs.

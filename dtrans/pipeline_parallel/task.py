@@ -121,7 +121,7 @@ def task_costs(
     Args:
       num_stages, chunks: the number of devices, and the number of model stages on each device.
       splits_backward: True if W tasks compute the gradients of weights.
-      forward, backward, weight: as for `Schedule.play`.
+      forward, backward, weight: see `Schedule.play`.
     """
     by_stage = lambda what, costs: _by_stage(what, costs, num_stages, chunks)
     forwards, backwards = by_stage("forward", forward), by_stage("backward", backward)

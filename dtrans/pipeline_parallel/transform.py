@@ -231,7 +231,7 @@ def _timetable(
     return option
 
 
-STAGES_HAVE = "which stages have of each micro-batch alone"
+STAGES_HAVE = "which a stage has only for one micro-batch at a time"
 
 
 def plan_pipeline(
@@ -331,13 +331,16 @@ def check_callbacks(step: Cut, o: PipelineOptions) -> None:
       step: the step of the global batch.
       o: the options.
     """
-    refuse_observers(step.observers, (GRADIENTS, UPDATE), "no stage has alone", RETURN_IT)
+    refuse_observers(step.observers, (GRADIENTS, UPDATE), "no single stage has", RETURN_IT)
     if o.parts > 1:
         check_observers(step.program, step.observers)
         if o.batch.exact:
             also = "; or pass batch='micro', so that each micro-batch calls it"
             refuse_observers(
-                step.observers, EARLY, "stages have for each micro-batch", RETURN_IT + also
+                step.observers,
+                EARLY,
+                "a stage has only for one micro-batch at a time",
+                RETURN_IT + also,
             )
 
 

@@ -198,7 +198,7 @@ def _on_sliced_sums(
     Args:
       step: the update of complete sums, as a step.
       layout: the slices.
-      sums: as in `Update`.
+      sums: see `Update`.
       parts: maps each leaf to the names of its sums, as [micro-batch][stage].
       o: the options.
     """

@@ -130,7 +130,7 @@ def trace_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
 
 
 def unmerged(plan: PServerPlan) -> tuple[str, ...]:
-    """Return a remark if the job merges the gradients of several steps, which the trace omits."""
+    """Return a remark if the job merges gradients of several steps, unlike the trace."""
     mode = plan.options.mode
     if not isinstance(mode, Async) or mode.communicator is None:
         return ()

@@ -267,7 +267,7 @@ class ShardingOptions(Options):
 
     @property
     def prefetch(self) -> int:
-        """Number of parameters that stage 3 gathers before they are needed."""
+        """Number of parameters that stage 3 gathers before equations need them."""
         if self.slices.prefetch is not None:
             return self.slices.prefetch
         return 1 if self.slices.overlap else 0

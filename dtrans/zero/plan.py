@@ -121,7 +121,7 @@ class ShardingPlan(CollectivePlan):
         if self.owned:
             notes += self.owned.notes
         for leaf, why in self.slices.unsliced.items():
-            notes.append(f"{leaf} is whole on every rank: {why}")
+            notes.append(f"{leaf} is complete on every rank: {why}")
         notes += [f"{name}: {way}" for name, way in self.merges.items()]
         return notes + list(self.callers)
 

@@ -1,4 +1,4 @@
-"""Rewrite of a loop over layers so that it gathers the next layer while it computes the current.
+"""Rewrite of a loop over layers: each iteration gathers the next layer while it computes.
 
     scan: gather, compute      becomes      gather
                                             scan: gather the next layer, compute

@@ -245,7 +245,7 @@ class RankWriter:
         return arrange
 
     def _gatherer(self, b: Builder, step: Cut, local: Mapping[str, Atom]) -> HalfWriterOf:
-        """Return a function that creates the `Gatherer` of forward and backward."""
+        """Return a function that creates the writer of forward and backward, a `Gatherer`."""
         vars_of = step.program.invars
         layers = self.layout.layer_gradients(step)
         gather_options = self._gather_options(step, layers)

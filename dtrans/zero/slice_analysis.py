@@ -68,7 +68,7 @@ class GatherOptions:
       degree: the number of ranks.
       dtypes: maps a leaf to the type in which its gradient is reduced. Other gradients keep their
         type.
-      prefetch: the number of leaves that are gathered before they are needed.
+      prefetch: the number of leaves that are gathered before equations need them.
       prefetch_in_loops: the same number for the bodies of loops.
       segment: the limit in bytes up to which consecutive gathers are combined.
       once: True if a leaf is gathered once, for both forward and backward.

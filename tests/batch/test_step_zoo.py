@@ -365,7 +365,7 @@ def test_micro_batches_are_given_what_no_parameter_enters() -> None:
         assert (plan.values and [t.shape for t in plan.values.outputs.values()]) == shapes, name
     case = step_zoo.by_name("masked_mean")
     plan = planned(case, 2, "pipeline")
-    assert "precomputed from the whole batch: 1 value, 8 bytes" in str(plan)
+    assert "precomputed from the full batch: 1 value, 8 bytes" in str(plan)
     job = plan.on_mesh()
     state, alone = job.init(jax.random.key(0)), case.init(jax.random.key(0))
     for rows in (12, 8, 12):  # another batch is another number

@@ -104,7 +104,7 @@ def test_a_job_gives_the_numbers_of_one_device(
 def test_others_refuse_it_in_their_own_words(x64: None, name: str) -> None:
     refusals = {
         "only the trainers have": (dtrans.pserver, {"trainers": 2}),
-        "stages have of each micro-batch": (
+        "a stage has only for one micro-batch at a time": (
             dtrans.pipeline,
             {"num_stages": 1, "num_micro_batch": 2},
         ),

@@ -394,7 +394,7 @@ def test_a_gradient_that_only_results_use() -> None:
     plan = plan_of_step(step, init, params, *batches[0], degree=2, partition="greedy_even", stage=2)
     assert plan.owned is not None
     assert set(plan.owned.owner) == {"p/w2", "p/b2"}
-    assert "p/w1 is whole on every rank: it is not updated" in plan.notes
+    assert "p/w1 is complete on every rank: it is not updated" in plan.notes
     tree_close(
         trained(plan, "simulate", params, batches), alone(step, init, params, batches), 1e-12
     )

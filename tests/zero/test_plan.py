@@ -521,7 +521,7 @@ def test_a_plan_says_which_leaves_are_whole_and_why() -> None:
         "params/none": "it has no dimensions",
     }
     assert (
-        "params/few is whole on every rank: no dimension of float32[3,2] has rows for 8 ranks"
+        "params/few is complete on every rank: no dimension of float32[3,2] has rows for 8 ranks"
         in str(plan)
     )
     small = plan_of(loss, ADAM, params, X, stage=3, degree=2, min_slice_size=16)
@@ -559,7 +559,7 @@ def test_no_leaf_has_rows_for_so_many_ranks() -> None:
         degree=64,
     )
     assert not plan.slices.leaves and len(plan.slices.unsliced) == 4
-    assert str(plan).count("is whole on every rank: no dimension of") == 4
+    assert str(plan).count("is complete on every rank: no dimension of") == 4
     assert not of_type(plan, "all_gather") and not of_type(plan, "reduce_scatter")
     assert len(of_type(plan, "all_reduce")) == 2
 

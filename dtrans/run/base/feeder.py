@@ -101,7 +101,7 @@ class Feed(Iterator[Any]):
         self._state = saved
 
     def close(self) -> None:
-        """Drop loaded batches, and wait until the thread has ended."""
+        """Drop loaded batches, and wait until the loading thread has ended."""
         self._stopped.set()
         # the thread may wait at a full queue, so empty the queue until the thread ends
         while self._thread.is_alive():
