@@ -261,7 +261,7 @@ def _scan_trees(consts: int, carried: int, scanned: int, stacked: int) -> dict[s
 def linear_solve(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Return the `solve` jaxpr of a `custom_linear_solve`, and the operands of this jaxpr."""
     lengths, jaxprs = param(eqn, "const_lengths"), param(eqn, "jaxprs")
-    counts = [int(n) for n in lengths]  # of matvec, vecmat, solve, transpose_solve
+    counts = [int(n) for n in lengths]  # constants of matvec, vecmat, ...
     first = sum(counts[:2])
     return jaxprs.solve, [*operands[first : first + counts[2]], *operands[sum(counts) :]]
 

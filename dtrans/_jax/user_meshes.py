@@ -168,7 +168,7 @@ class _Plain:
         return opened(new)
 
     def _params(self, eqn: JaxprEqn) -> dict[str, Any]:
-        # keep a step's own communication, for which transforms raise an error
+        # keep `shard_map`: transforms raise an error for a step that communicates
         if eqn.primitive.name == "shard_map":
             return dict(eqn.params)
         params = map_bodies(eqn.params, self.closed)

@@ -2,10 +2,10 @@
 
 The proof compares two programs: the user's step traced on a part, and the *derived* step. The
 engine writes the derived step for a trainer, from the step on the full batch
-(`dtrans.batch.trainer_step`). If it does not communicate, the programs have the same equations,
-except for numbers that depend on the batch size, such as 1 / B. The proof pairs the outputs of
-the two programs, then the equations that compute these outputs, and so on back to the inputs. Each
-value of the user's step is trainers**exponent times the paired value.
+(`dtrans.batch.trainer_step`). If the derived step does not communicate, both programs have the same
+equations. Only numbers that depend on the batch size differ, such as 1 / B. The proof pairs the
+outputs of both programs, then the equations that compute these outputs, and so on back to the
+inputs. Each value of the user's step is trainers**exponent times the paired value.
 
 Exponents come from the numbers that differ. In a product exponents add up, and all terms of a sum
 must have one exponent. In the derived step, a replicated value such as a weight penalty is a term

@@ -41,7 +41,7 @@ class CountedValues:
         if row.order is not None and recipe is not None:
             local = self.values.shards.local(var.aval.shape[row.axis], row)
             if any(p is not None and p.size != local for _, p in recipe.needs):
-                return None  # no row order of the operand fits
+                return None  # the operand has no piece in this order
         if recipe is not None:
             atoms = []
             for a, part in recipe.needs:
@@ -72,7 +72,7 @@ class CountedValues:
         # the operands of these two primitives are small, so they need not be counted
         if recipe is None or name in ("broadcast_in_dim", "random_bits"):
             return recipe is not None
-        # the indices are smaller than the gathered slices
+        # indices that are an input can be cut, and are smaller than the gathered slices
         if name == "gather" and eqn.invars[1] in self.values.sliced:
             return True
         along = [(a, part.axis) for a, part in recipe.needs if part is not None]

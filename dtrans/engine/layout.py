@@ -77,7 +77,7 @@ class Shards:
         return self.padded_size(size, row) != size
 
     def entries(self, size: int, row: RowAxis) -> np.ndarray:
-        """Return an array [count, local] of the entries' global indices; -1 for padding."""
+        """Return the global indices of the entries of each piece; -1 for padding."""
         if row.order is None:
             found = np.arange(self.padded_size(size, row)).reshape(self.count, -1)
             return np.where(found < size, found, -1)

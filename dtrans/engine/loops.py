@@ -163,7 +163,7 @@ def _plan(eqn: JaxprEqn, ins: Sequence[ShardLayout], write: Write) -> LoopPlan:
     entered = enter(layouts, eqn, start, run)
     written: list[WrittenBody] = []
     for k, found in entered.bodies.items():
-        # a replicated condition: if shards ran different numbers of iterations, they would hang
+        # the condition must be replicated: shards with different numbers of iterations would hang
         ends = [SHARED] if wires.outs[k] is None else _drop_closed(entered.ends[k])
         added = len(wires.carried) if wires.outs[k] else 0
         if list(found.outs) != ends:

@@ -102,8 +102,8 @@ class _Rows:
 
         Args:
           size: size of the output along the axis.
-          entries: array [shards, local]; index in the output of each entry of the old pieces, or -1
-            if the output does not contain the entry.
+          entries: array [shards, local]: for each entry of the old pieces, the index in the output,
+            or -1 if the output does not contain the entry.
           everywhere: mask of the output; True for entries that every shard can compute, such as the
             padding of a `pad`. `entries` has all other entries of the output.
         """

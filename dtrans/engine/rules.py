@@ -231,7 +231,7 @@ def _gather(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
     (x, indices), (found, of) = avals(eqn.invars), ins
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     out = eqn.outvars[0].aval
-    # output dimensions of the leading dimensions of the indices
+    # output dimensions that come from the leading dimensions of the indices
     batch = [d for d in range(out.ndim) if d not in numbers.offset_dims]
     if isinstance(of, RowAxis):
         if of.axis == indices.ndim - 1:

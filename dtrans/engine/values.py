@@ -68,7 +68,7 @@ class ShardValues(abc.ABC):
     """
 
     is_local = False  # True if all equations are inside `dtrans.local`
-    # the layouts with an order that values have so far; None to allow no order
+    # layouts with an order that some value has; None if no layout may have an order
     orders: list[RowAxis] | None = None
 
     def __init__(self, jaxpr: ClosedJaxpr, shards: Shards, within: str = "") -> None:

@@ -196,7 +196,7 @@ def table(rows: Mapping[str, Any]) -> str:
 def differences(
     me: str, mine: Mapping[str, str], other: str, theirs: Mapping[str, str]
 ) -> list[str]:
-    """Describe the parts in which two roles differ, for an error; an empty list if they agree.
+    """Return a text for each part in which two roles differ, to show in an error.
 
     Args:
       me: name of this role.

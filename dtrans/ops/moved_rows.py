@@ -2,10 +2,10 @@
 
     numbers..., X... = move_rows numbers..., X...    [fn, count, types]
 
-In a job, the host moves these rows. Here a function `fn` of two lists represents the movement: the
-first `count` operands (integer arrays), and all other operands. `fn` only moves entries: each entry
-of an output is an entry of an operand, or zero. The equation never runs. Verification calls `fn`
-with positions of entries in place of entries.
+In a job, the host moves these rows. Here a function `fn` represents the movement. It takes two
+lists: the first `count` operands (integer arrays), and all other operands. `fn` only moves entries:
+each entry of an output is an entry of an operand, or zero. The equation never runs. Verification
+calls `fn` with positions of entries in place of entries.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ changes. Layouts only rise in a finite lattice, so two or three passes suffice.
 Without this analysis, updates with LAMB, LARS, Adafactor or clipping by global norm would be wrong
 by 1e-2 to 1e-1, without an error. An unknown primitive binds its leaves: loads are less balanced,
 but the numbers are correct.
-balanced, but the numbers are correct.
 """
 
 from __future__ import annotations

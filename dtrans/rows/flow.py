@@ -51,7 +51,7 @@ class Flow:
       steps: index of an equation -> its `Step` on a block of rows.
       bound: layouts whose leaves must stay unsliced on one server.
       crosses: True if the equations need communication between servers.
-      claims: state input with unknown layout -> layouts of the rows with which it was combined.
+      claims: state input with unknown layout -> layouts of the rows that equations combine with it.
     """
 
     layouts: dict[Var, Layout]
@@ -144,7 +144,7 @@ class FlowPass:
                 warn_if_unknown(
                     eqn, f"is assumed to mix rows, so {', '.join(sorted(leaves))} is not sliced"
                 )
-            # the small result of a reduction can be sent, so it binds no leaf
+            # the result of a reduction is small, and can be sent to other servers
             out = Colocated(leaves, None if step else self._reason(eqn, ins, "mixes rows"))
         else:
             homes = {x.leaves for x in ins if isinstance(x, Colocated)}
@@ -251,7 +251,7 @@ class FlowPass:
         return text
 
 
-# two claims for an input that is read in full; only single claims are used
+# claims of an input that is read in full: two, because only a single claim has an effect
 _NO_ROWS = frozenset({RowAxis("", 0), RowAxis("", 1)})
 
 

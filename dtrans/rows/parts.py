@@ -150,7 +150,7 @@ def _stack(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _split(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Slice the operand, at the offset of this output."""
+    """Slice the operand of a `split`, at the offset of output number `out`."""
     if eqn.params["axis"] != part.axis or isinstance(part.start, Start):
         return None
     before = sum(int(size) for size in eqn.params["sizes"][:out])

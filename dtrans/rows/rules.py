@@ -164,9 +164,10 @@ def _squeeze(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _reduce(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Reduce over other axes, or over rows. Over rows, each block gives a partial result.
+    """Reduce over axes other than the row axis, or over rows.
 
-    No argmax over rows occurs here, since `dtrans.rows.normalize` has replaced it.
+    Over rows, each block gives a partial result. No argmax over rows occurs here, since
+    `dtrans.rows.normalize` has replaced it.
     """
     row, gone, op = _common_rows(ins), mixed_axes(eqn) or (), facts_of(eqn).reduces
     if row is None or len(ins) > 1:
@@ -212,7 +213,7 @@ def _unstack(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _tile(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Tile along other axes."""
+    """Tile along axes other than the row axis."""
     row, reps = _common_rows(ins), eqn.params["reps"]
     if row is None or len(reps) != eqn.invars[0].aval.ndim or reps[row.axis] != 1:
         return None
@@ -231,7 +232,7 @@ def _pad(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Slice along other axes."""
+    """Slice along axes other than the row axis."""
     row = _common_rows(ins)
     if row is None or eqn.outvars[0].aval.shape[row.axis] != eqn.invars[0].aval.shape[row.axis]:
         return None
@@ -244,7 +245,10 @@ def _slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _dynamic_slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Slice along other axes. Along rows the slice is full: XLA clamps its start to 0."""
+    """Slice along axes other than the row axis.
+
+    Along the row axis the slice is full: XLA clamps its start to 0.
+    """
     row = _common_rows(ins[:1])
     if row is None or not all_shared(ins[1:]):
         return None

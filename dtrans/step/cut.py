@@ -449,8 +449,8 @@ class _Cutter:
         """Return the optimize half.
 
         Returns:
-          The half, the parameters whose gradient the half reads, and the positions in the step of
-          the half's equations.
+          The half, the parameters whose gradient the half reads, and the positions of the half's
+          equations in the step.
         """
         out_names = (*optimized, *self.s.opt_state)
         outs = values_at(self.s.outs, out_names)

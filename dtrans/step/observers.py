@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 STATE, FORWARD, GRADIENTS, UPDATE = "state", "forward", "gradients", "update"
-EARLY = (STATE, FORWARD)  # forward and backward can call observers with these kinds of operands
+EARLY = (STATE, FORWARD)  # operands of callbacks that forward and backward can call
 _READS = {
     STATE: "parameters",
     FORWARD: "values of the batch",

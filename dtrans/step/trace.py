@@ -1,4 +1,4 @@
-"""Trace of a function to a program, with names from pytree paths and roles of equations.
+"""Trace of a function to a program: names come from pytree paths, and roles from name stacks.
 
 A part of the result with the structure and shapes of the argument `params` is the new `params`, and
 its leaves get the argument's names. The same holds for `opt_state`.

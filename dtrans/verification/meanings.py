@@ -92,7 +92,7 @@ class Meanings:
     def __init__(self, values: StepValues, *, moves_rows: bool = False) -> None:
         self._values, self._moves_rows = values, moves_rows
         self._found: dict[tuple[int, ...], Meaning] = {}
-        # The keys of `_found` are ids of values, so the values are stored here.
+        # The keys of `_found` are ids of values, which are stored here so that ids stay unique.
         self._alive: list[Any] = []
 
     def of(self, value: Sequence[Any], axes: Mapping[str, int]) -> Meaning:

@@ -260,8 +260,8 @@ class _Walk:
 
         `Meanings` finds partial sums over consecutive rows of the batch. It does not find other
         partial sums, such as the sum of one trainer, but it finds the stack of all trainers' sums.
-        On a mesh the result is None: if all ranks have the same term, no reduction can add the
-        other terms.
+        On a mesh, return None: all ranks have the same row, and no reduction can add the other
+        rows.
         """
         computation = self._log.computations[number]
         if computation.name not in (*MOVES, "scan", "shard_map") or computation.axes:

@@ -30,7 +30,7 @@ from dtrans.verification.value_log import Computation, ValueLog, elements_of_val
 SMALL = 1 << 20  # elements below SMALL, and their negatives, are treated as integers
 MOST_CUTS = 40  # largest number of terms of a sum; a term of a longer sum adds up several rows
 MOST_TERMS = 1 << 22  # largest total of numbers in all partial sums
-CANDIDATES = 24  # largest number of values with an element of an array that are compared with it
+CANDIDATES = 24  # largest number of step values that are compared with one array
 
 # Primitives that are linear in each of two operands if the other operand is constant.
 _BILINEAR = ("mul", "dot_general")
