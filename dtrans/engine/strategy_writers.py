@@ -138,7 +138,7 @@ def _scatter(w: ShardValues, eqn: JaxprEqn, atoms: list[Atom], **params: Any) ->
 def _write_arg_reduce(
     w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom]
 ) -> list[Atom]:
-    """Write an argmax or argmin; return the lowest position of the best entry of all shards."""
+    """Write an argmax or argmin; return the first position of the best entry over all shards."""
     (row,), (x,) = way.operands, atoms
     assert row is not None
     largest = eqn.primitive.name == "argmax"

@@ -59,8 +59,8 @@ class ShardValues(abc.ABC):
     Attributes:
       gathers: values that are gathered.
       built_as_rows: maps each full value that equations read as a piece to the piece's layout.
-      sliced: maps each replicated input to the only layout in which it is read: `SHARED` before the
-        first read, None after reads in two layouts.
+      sliced: replicated input -> the only sharded layout in which equations read the input. The
+        value is `SHARED` before the first read, and None after reads in several layouts.
       scaled: `scaled[v] = (w, k)` if v = w / shards**k. If v is the term of a replicated w, k is 1.
         If v is a local sum times the number of shards, k is -1. An integer w has no quotient: the
         first shard has w as its term, and other shards have 0.

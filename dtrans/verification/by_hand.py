@@ -266,7 +266,7 @@ class _HandComparison:
     def _explain(
         self, point: Mapping[str, Any], outputs: Sequence[Any], wanted: Sequence[Any]
     ) -> None:
-        """Complete the differences found at a point: add relations, faults, first wrong values."""
+        """Add explanations to the differences at a point: relations, faults, first wrong values."""
         pair, differences = self.pair, self.found.differences
         for name, x, y in zip(pair.outputs, outputs, wanted, strict=True):
             if name in differences:
