@@ -111,14 +111,14 @@ def draw(
     num_devices: int = 0,
     unit: str | Sequence[str] = "",
 ) -> None:
-    """Draw Gantt charts into an image file, one panel for each play.
+    """Draw Gantt charts into an image file, one panel for each entry of `plays`.
 
     The times of a panel count from the panel's first task. In an SVG file, each bar is a group with
     an id such as `play0-F3-stage1`.
 
     Args:
       path: the file. Its suffix selects the format: .svg, .png, or another format of matplotlib.
-      plays: a title and timed tasks for each panel. The function adds the bubble to the title.
+      plays: a title and timed tasks for each panel. The share of idle time is added to the title.
       num_devices: the least number of rows; by default, the number of devices with a task.
       unit: the unit of time: one for all panels, or one for each panel. Panels with equal units
         share a scale.

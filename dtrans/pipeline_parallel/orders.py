@@ -7,8 +7,8 @@ All named schedules except PreferForward are variants of 1F1B (one forward, one 
 first runs a number of forwards (the *warm-up*), then alternates one backward and one forward, then
 runs the remaining backwards. The variants differ in the length of the warm-up.
 
-Sources: EPL, its pipeline's scheduler.py (the first three); Narayanan et al., arXiv 2104.04473
-(Interleaved); Qi et al., arXiv 2401.10241 (ZeroBubble).
+Sources: EPL's scheduler.py (PreferForward, PreferBackward, PreferBackwardOptimizer); Narayanan et
+al., arXiv 2104.04473 (Interleaved); Qi et al., arXiv 2401.10241 (ZeroBubble).
 """
 
 from __future__ import annotations

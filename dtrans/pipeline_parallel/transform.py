@@ -456,7 +456,7 @@ def _assign_stages(
 
 
 def _check_checkpoint_names(forward: ForwardPass, o: PipelineOptions) -> None:
-    """Raise ConfigError if no value of the forward pass has a name in `gradient_checkpoint`."""
+    """Raise ConfigError if `gradient_checkpoint` has a name that no value of the loss has."""
     if isinstance(o.memory.gradient_checkpoint, str):
         return
     there = set(map(checkpoint_name_of, forward.eqns)) - {None}

@@ -269,10 +269,10 @@ class _Placer:
             stack.pop()
 
     def _piece(self, p: int, which: Sequence[int], ends: set[tuple[Var, int]]) -> StagePart:
-        """Return a piece that has the equations `which`, and returns the values read elsewhere.
+        """Return a piece of the program; its outputs are the values that other pieces read.
 
         Args:
-          p: the place of the piece.
+          p: the index of the stage that runs the piece.
           which: the indices of the equations.
           ends: the result of `_ends`.
         """

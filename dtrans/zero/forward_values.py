@@ -32,7 +32,7 @@ def with_forward_values(step: Cut, options: ShardingOptions) -> Cut:
     """Return the step with an update that takes forward values as inputs (`Cut.handed`).
 
     If each rank updates complete leaves, the forward pass also computes values that need a
-    collective. In the update, only one rank would reach the collective.
+    collective. If the update computed them, only one rank would reach the collective.
     """
     if options.trainers == 1:
         return step
