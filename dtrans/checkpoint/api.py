@@ -148,7 +148,8 @@ def save_serving(
     Raises:
       As `save`.
     """
-    check_plan(plan)
+    if not alone:  # with GEO-SGD, trainers write the optimizer's state
+        check_plan(plan)
     layout = _layout(plan, servers_only=servers_only)
     if alone:
         rows = plan.overview.by_endpoint(endpoint)

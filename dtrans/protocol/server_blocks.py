@@ -76,6 +76,7 @@ class ServerBlocks:
       backed: names of the blocks with delay compensation. For these blocks, the server stores the
         values that it has last sent to each trainer.
       tables: maps the name of each block of a table to its specification.
+      adds_changes: True if trainers send changes of parameters, which the server adds (GEO-SGD).
     """
 
     endpoint: str
@@ -89,6 +90,7 @@ class ServerBlocks:
     exchanges: Sequence[Exchange] = ()
     backed: frozenset[str] = frozenset()
     tables: Mapping[str, TableSpec] = dataclasses.field(default_factory=dict)
+    adds_changes: bool = False
 
 
 class StepUpdate(Protocol):

@@ -31,6 +31,7 @@ from dtrans.ops import (
     trainer_index_p,
 )
 from dtrans.protocol.epochs import Epochs, ReplacedError
+from dtrans.protocol.trainer.geo_steps import GeoCut
 from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.trainer_steps import TrainerSteps
 from dtrans.run.base.batch import on_one_device
@@ -40,6 +41,7 @@ from dtrans.run.collective.cluster import ClusterFabric, is_of_cluster
 from dtrans.run.net.net_options import allows_remote, choose_encryption
 from dtrans.run.net.sockets import DEADLINE, PATIENCE
 from dtrans.run.parameter_server.fabric import EndpointFabric
+from dtrans.run.parameter_server.geo import GeoTrainer
 from dtrans.run.parameter_server.server_connections import ServerConnections
 from dtrans.run.parameter_server.server_saves import ServerStorage
 from dtrans.run.parameter_server.tables.batch_rows import BatchRows
@@ -306,6 +308,15 @@ class Executor:
     def connections(self) -> ServerConnections:
         """This trainer's connections to its servers."""
         return self._fabric.connections
+
+    def begin_with(self, cut: GeoCut, push_every: int) -> None:
+        """Begin GEO-SGD with a cut of this trainer (`EndpointFabric.begin_with`)."""
+        self._fabric.begin_with(cut, push_every)
+
+    @property
+    def geo(self) -> GeoTrainer | None:
+        """GEO-SGD of this trainer; None before its startup program has run."""
+        return self._fabric.geo
 
     def set_storage(self, storage: ServerStorage) -> None:
         """Set the storage in which a server of this executor saves its state."""

@@ -39,6 +39,7 @@ from dtrans.run.executor import Executor
 from dtrans.run.net.epoch_folder import EpochFolder
 from dtrans.run.parameter_server.checkpoints import ServerCheckpoints
 from dtrans.run.parameter_server.cuts import ServerCuts, check_cuts
+from dtrans.run.parameter_server.geo_cuts import GeoCuts
 from dtrans.run.parameter_server.return_to_cut import ReturnToCut
 from dtrans.run.parameter_server.server_saves import ServerStorage
 from dtrans.run.parameter_server.state_writer import Keep, KeepLast
@@ -111,6 +112,7 @@ class TrainerJob(RoleJob):
         self._calls = TrainerCalls(plan, role.trainer_id)
         self._return = ReturnToCut(role.name, self._epochs, self._connect, self._init_again)
         self._cuts = TrainerCuts(self._epochs, plan, role.name)
+        self._geo_cuts = GeoCuts(self._epochs, plan, role.name) if plan.push_every else None
         self._requests = TrainerRequests(
             *(plan, role.trainer_id, self._return),
             run=self._executor.between_steps,
@@ -179,11 +181,19 @@ class TrainerJob(RoleJob):
     def _receive_first(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the state that the servers have now, for the arguments of the user's `init`."""
         startup = self.plan.trainer_startup_program(self.role.trainer_id)
+        if self._geo_cuts is not None:
+            cut = self._geo_cuts.read()
+            self._executor.connections.steps.tells_counts = False
+            if cut is not None:
+                self._executor.begin_with(cut, self.plan.push_every)
         first = self._executor.run(startup, *args)
-        self._step_count = self._executor.connections.step_count
         # `first` is (params, opt_state) with GEO-SGD, else params, which may also be a tuple
-        if isinstance(first, tuple) and self.plan.push_every:
-            return first
+        if self._geo_cuts is not None:
+            assert self._executor.geo is not None
+            received = self._executor.geo.received_before
+            state, self._step_count = self._geo_cuts.begin(received, first)
+            return state
+        self._step_count = self._executor.connections.step_count
         return (self._cuts.begin(self._executor.connections, first),)
 
     def check(self, state: Any) -> None:
@@ -207,7 +217,7 @@ class TrainerJob(RoleJob):
         """
         self.check(state)
         self.check_return()
-        self._cuts.before_step(self._executor.connections, self._step_count, state[0])
+        self._write_cut(state)
         call = self._calls(batch)
         try:
             outputs = self._executor.run(call.program, *state, *call.batch)
@@ -223,6 +233,15 @@ class TrainerJob(RoleJob):
             )
         self._step_count += 1
         return (tuple(outputs[: len(state)]), *outputs[len(state) :])
+
+    def _write_cut(self, state: tuple[Any, ...]) -> None:
+        """Write this trainer's piece of a cut, if one is due before the next step."""
+        connections, geo = self._executor.connections, self._executor.geo
+        if self._geo_cuts is None:
+            self._cuts.before_step(connections, self._step_count, state[0])
+        elif geo is not None:
+            params, opt_state = state
+            self._geo_cuts.before_step(connections, geo, self._step_count, (params, opt_state))
 
     def prefetch(self, *batch: Any) -> bool:
         """Request the table rows that a later step looks up, without waiting for them.

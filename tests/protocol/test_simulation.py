@@ -166,7 +166,9 @@ def test_cases_with_cuts_are_of_all_kinds() -> None:
     assert any(drawn(seed).cuts for seed in range(40))
     found = list(verdicts(range(300), drawn_with_cuts))
     cases = [v.case for v in found]
-    assert {c.mode for c in cases} == {"sync", "exchange", "async", "communicator", "half_async"}
+    assert {c.mode for c in cases} == {
+        *("sync", "exchange", "async", "communicator", "half_async", "geo"),
+    }
     assert any(c.table and c.requests for c in cases)  # evictions
     assert {c.trainers for c in cases} == {len(c.servers) for c in cases} == {1, 2, 3}
     assert {c.cuts for c in cases} == {1, 2, 3, 4}

@@ -35,7 +35,7 @@ def test_a_larger_count_of_another_server_is_adopted(caplog: pytest.LogCaptureFi
         assert counts.adopt(1, 7) and counts.adopt(2, 1)
     assert counts.by_trainer == {0: 5, 1: 7, 2: 1} and counts.total == 13
     assert caplog.messages[0] == (
-        "pserver here:1 lacks the gradients of 4 steps of trainer 1, which continues after step 7"
+        "pserver here:1 lacks 4 steps of trainer 1, which continues after step 7"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dtrans.protocol.epochs import NewEpoch
@@ -12,6 +13,7 @@ from dtrans.protocol.server.async_server import AsyncServer
 from dtrans.protocol.server.epoch_gate import EpochGate
 from dtrans.protocol.server.step_counts import StepCounts
 from dtrans.protocol.server.sync_server import SyncServer
+from dtrans.protocol.trainer.geo_steps import GeoReturn, GeoSteps
 from dtrans.protocol.trainer.server_connection import ServerConnection
 from tools.simulate.launcher import SimulatedEpochs, SimulatedLauncher
 from tools.simulate.server_role import SimulatedServer
@@ -119,6 +121,27 @@ def _always_loads(real: Any) -> Any:
     return load
 
 
+def _repeats_pushes_on_all_servers(self: Any, received: Any) -> list[str]:
+    return list(received) if self.pending[1] else []
+
+
+def _adds_changes_that_were_pushed(real: Any) -> Any:
+    def split(self: Any, endpoint: str, change: Any, delta: Any) -> Any:
+        if self.count == self._cut.pushed:
+            return real(self, endpoint, change, delta)
+        return change, np.zeros_like(delta)
+
+    return split
+
+
+def _applies_parts_of_pushes(real: Any) -> Any:
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        real(self, *args, **options)
+        self._applies_at_once = False
+
+    return init
+
+
 def _reports_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimulatedEpochs, "report_lost", _do_nothing)
 
@@ -172,6 +195,18 @@ PLANTED_IN_CUTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     ),
     "a lost asynchronous server starts with the initial state": lambda m: m.setattr(
         SimulatedLauncher, "cut_alone", lambda self, endpoint: (None, None)
+    ),
+    "a trainer of GEO-SGD does not repeat a lost push": lambda m: m.setattr(
+        GeoSteps, "_lacking", lambda self, received: []
+    ),
+    "a trainer of GEO-SGD repeats a push on all servers": lambda m: m.setattr(
+        GeoSteps, "_lacking", _repeats_pushes_on_all_servers
+    ),
+    "a trainer of GEO-SGD adds changes that it has pushed": lambda m: m.setattr(
+        GeoReturn, "split", _adds_changes_that_were_pushed(GeoReturn.split)
+    ),
+    "a server of GEO-SGD applies a part of a push": lambda m: m.setattr(
+        AsyncServer, "__init__", _applies_parts_of_pushes(AsyncServer.__init__)
     ),
 }
 

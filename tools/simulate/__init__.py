@@ -13,6 +13,7 @@ job            the processes of a case, and the scheduled events
 process        a simulated process, which handles one event at a time
 server_role    a server
 trainer_role   a trainer
+geo_trainer    a trainer of GEO-SGD
 trainer_mean   a leaf that a trainer computes itself, and writes at cuts
 between_steps  requests of a trainer between steps: checkpoints, and requests about tables
 storage        the folder to which a server writes checkpoints
@@ -22,6 +23,7 @@ judge_answers  checks of the answers to requests between steps
 judge_guests   checks of processes that are not a part of the job
 judge_cuts     checks of jobs with cuts
 judge_alone    checks of jobs with cuts whose servers are asynchronous
+judge_geo      checks of jobs of GEO-SGD with cuts
 judge_events   checks of restarted servers and malformed messages
 verdict        the run of one case, its violations, and the search for a smaller failing case
 explore        exhaustive search of the runs of a small job; the next three modules belong to it

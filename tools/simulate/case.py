@@ -20,7 +20,7 @@ COMMUNICATING = (
     "half_async",
     "geo",
 )
-ALONE = ("async", "communicator", "half_async")  # the modes whose servers write separate cuts
+ALONE = ("async", *COMMUNICATING)  # the modes whose servers write separate cuts
 LOOKING_UP = ("sync", "async", *COMMUNICATING)  # the modes in which servers may have tables
 
 
@@ -419,7 +419,9 @@ def drawn_with_cuts(seed: int) -> Case:
         case = dataclasses.replace(case, rounds=r.choice([0, 0, 1, 2]))
     if case.mode in ALONE:
         case = dataclasses.replace(case, communicator=_communicator(r))
-    if case.mode != "exchange":
+    if case.mode == "geo":
+        case = dataclasses.replace(case, every=r.randint(1, 3), waits=r.random() < 0.5)
+    elif case.mode != "exchange":
         case = dataclasses.replace(case, table=r.choice([0, 1, 4]))
     if case.table and case.sync_mode:
         ahead, moves = r.choice([0, 1, 2]), r.random() < 0.3
@@ -445,6 +447,8 @@ def drawn_at_loss(seed: int) -> Case:
         case,
         mode=mode,
         rounds=case.rounds if mode == "sync" else 0,
+        every=1,
+        waits=False,
         table=0,
         ahead=0,
         moves_rows=False,

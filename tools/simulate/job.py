@@ -8,6 +8,7 @@ from random import Random
 
 from tools.simulate.case import COMMUNICATING, Case, Event, Guest
 from tools.simulate.clock import Clock
+from tools.simulate.geo_trainer import GeoSgdTrainer
 from tools.simulate.launcher import SimulatedLauncher
 from tools.simulate.network import Network, drawn_delay
 from tools.simulate.noise_maker import NoiseMaker
@@ -16,7 +17,6 @@ from tools.simulate.server_role import SimulatedServer
 from tools.simulate.trainer_role import (
     JOB,
     CommunicatingTrainer,
-    GeoSgdTrainer,
     Origin,
     SimulatedTrainer,
 )

@@ -39,12 +39,13 @@ from dtrans.errors import DtransError
 from dtrans.protocol.tables.table_rows import runs_of
 from dtrans.protocol.transport import RETRY
 from tools.simulate.case import COMMUNICATING, Case
+from tools.simulate.geo_trainer import GeoSgdTrainer
 from tools.simulate.judge_answers import faults_of_answers, faults_of_block, faults_of_saves
 from tools.simulate.judge_guests import faults_of_guests, is_harmless
 from tools.simulate.one_device import on_one_device
 from tools.simulate.process import Process
 from tools.simulate.server_role import SimulatedServer
-from tools.simulate.trainer_role import GeoSgdTrainer, SimulatedTrainer
+from tools.simulate.trainer_role import SimulatedTrainer
 from tools.simulate.updates import (
     SimulatedBlocks,
     gradient,

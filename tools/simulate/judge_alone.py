@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from dtrans.protocol.server.async_server import AsyncServer
 from tools.simulate.case import Case
+from tools.simulate.judge_geo import faults_of_geo_cuts
 from tools.simulate.launcher import SimulatedLauncher
 from tools.simulate.server_role import SimulatedServer
 from tools.simulate.trainer_role import SimulatedTrainer
@@ -26,7 +27,10 @@ def faults_of_alone(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
     """Yield the promises that an asynchronous job with cuts violated."""
     epochs = launcher.epoch.number
     merged = 1  # steps of one message
-    if case.mode != "async":
+    if case.mode == "geo":
+        merged = case.every
+        yield from faults_of_geo_cuts(case, launcher)
+    elif case.mode != "async":
         merged = case.communicator.max_merge_var_num
     for endpoint in case.endpoints:
         servers = []

@@ -15,6 +15,7 @@ from typing import Any
 
 from dtrans.errors import CheckpointError, LostPeerError
 from dtrans.protocol.epochs import Epoch
+from dtrans.protocol.trainer.geo_steps import GeoCut
 from dtrans.run.distributed.job_epochs import WRITE_PATIENCE
 from tools.simulate.case import Case
 from tools.simulate.clock import Clock, Slot
@@ -88,6 +89,7 @@ class SimulatedLauncher:
         if case.has_means:
             writers += [f"trainer {k}" for k in range(case.trainers)]
         self._cuts: dict[str, dict[int, SimulatedCut]] = {who: {} for who in writers}
+        self._geo_cuts: dict[str, GeoCut] = {}
         self._write_time = drawn_delay(random, WRITE)
         self._due = 0  # number of scheduled actions
         self._newest = 0  # number of updates of the newest server
@@ -157,6 +159,21 @@ class SimulatedLauncher:
             self._cuts[who] = {step: cut}
         elif epoch == self.epoch.number:
             self._cuts[who][step] = cut
+
+    def write_geo_cut(self, writer: Process, name: str, cut: GeoCut) -> float:
+        """Write a cut of a trainer of GEO-SGD; return the time at which it is written."""
+
+        def end() -> None:
+            if not writer.killed:
+                self._geo_cuts[name] = cut
+
+        time = writer.now + self._write_time()
+        self._clock.at(time, end, Slot(writer, CUT, (cut.step, cut)))
+        return time
+
+    def geo_cut(self, name: str) -> GeoCut | None:
+        """Return the newest cut of a trainer of GEO-SGD; None without one."""
+        return self._geo_cuts.get(name)
 
     def cut_alone(self, who: str) -> tuple[int | None, SimulatedCut | None]:
         """Return the step and the state of the cut of an asynchronous server, if it has one."""
@@ -288,6 +305,9 @@ class SimulatedLauncher:
 
     def _start_all(self) -> None:
         """End all roles, and start all of them in a new epoch."""
+        if not self._case.sync_mode and not self._has_cut:
+            self._forget_cuts(None)
+            self._geo_cuts.clear()
         self._grant("all")
         for name, role in list(self.roles.items()):
             role.when_over = None

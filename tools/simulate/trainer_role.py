@@ -17,10 +17,8 @@ import numpy as np
 from dtrans.errors import DtransError, LostPeerError
 from dtrans.protocol.epochs import NewEpoch
 from dtrans.protocol.server_blocks import RowGradient
-from dtrans.protocol.tables.cached_rows import CachedRows
 from dtrans.protocol.tables.table_rows import runs_of, wanted_of
 from dtrans.protocol.trainer.epoch_member import EpochMember
-from dtrans.protocol.trainer.geo_steps import GeoSteps, Values
 from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.server_link import LastWords, OperationWait, ServerLink
 from dtrans.protocol.trainer.traffic import Leaf, Traffic
@@ -34,8 +32,6 @@ from tools.simulate.network import Network, SimulatedTransport
 from tools.simulate.process import Process
 from tools.simulate.trainer_mean import TrainerMean
 from tools.simulate.updates import (
-    InNumpy,
-    added,
     announced,
     block_name,
     gradient,
@@ -100,6 +96,7 @@ class SimulatedTrainer(Process):
         launcher: SimulatedLauncher | None = None,
     ) -> None:
         super().__init__(f"{origin.prefix}trainer {k}", clock)
+        self._launcher = launcher
         self._epochs = None if launcher is None else SimulatedEpochs(launcher, self.name)
         self._member = EpochMember(self._epochs)
         self.case, self.k, self.random = case, k, random
@@ -245,7 +242,7 @@ class SimulatedTrainer(Process):
         self.looked_up.append((step, ids, found.rows))
 
     def _room_for(self, ids: np.ndarray) -> LookedUp:
-        rows, table = np.empty(len(ids), np.float32), _table(self.case)
+        rows, table = np.empty(len(ids), np.float32), table_of(self.case)
         wanted = wanted_of(ids, rows, epmap=table.endpoints, names=table.names, spans=table.spans)
         return LookedUp("t", ids, rows, wanted)
 
@@ -365,7 +362,7 @@ class CommunicatingTrainer(SimulatedTrainer):
 
     def _train(self) -> Script:
         yield from self._greet()
-        case, leaves = self.case, _leaves(self.case)
+        case, leaves = self.case, leaves_of(self.case)
         traffic = Traffic(
             {ep: link.line for ep, link in self._links.items()},
             leaves,
@@ -373,7 +370,8 @@ class CommunicatingTrainer(SimulatedTrainer):
             deadline=case.deadline,
             name=self.name,
             room=lambda key, shape, dtype: np.empty(shape, dtype),
-            cached={"t": _table(case)} if case.mode == "geo" and case.tables else {},
+            cached={"t": table_of(case)} if case.mode == "geo" and case.tables else {},
+            counts=self._counts(),
         )
         loop = self._loop = TrafficLoop(self._transport, self._links, traffic, case.communicator)
         try:
@@ -389,6 +387,10 @@ class CommunicatingTrainer(SimulatedTrainer):
         yield from self.between.ask(case.steps[self.k])
         yield from self.between.end_save()
 
+    def _counts(self) -> Mapping[str, int]:
+        """Return the number of steps that each server must count (`Traffic`)."""
+        return {}
+
     def _steps_beside(self, loop: TrafficLoop, leaves: Mapping[str, Leaf]) -> Script:
         """Make the steps, and put their gradients into the communicator's queue."""
         for step in range(self._first_step(), self.case.steps[self.k]):
@@ -399,10 +401,10 @@ class CommunicatingTrainer(SimulatedTrainer):
             yield lambda: loop.has_room
             group: list[tuple[Leaf, Any]] = []
             for leaf in leaves.values():
-                group.append((_as_gradient(leaf), np.concatenate([grads[n] for n in leaf.names])))
+                group.append((as_gradient(leaf), np.concatenate([grads[n] for n in leaf.names])))
             if rows:
                 ids, values = self.looked_up[-1][1], np.concatenate([x for _, x in rows])
-                group.append((_as_gradient(_table(self.case)), RowGradient(ids, values)))
+                group.append((as_gradient(table_of(self.case)), RowGradient(ids, values)))
             loop.put(group)
             if self.case.mode == "half_async":
                 yield lambda: loop.is_settled
@@ -419,7 +421,7 @@ class CommunicatingTrainer(SimulatedTrainer):
         assert loop.newest is not None
         steps, arrays = loop.newest
         new: dict[str, np.ndarray] = {}
-        for key, leaf in _leaves(self.case).items():
+        for key, leaf in leaves_of(self.case).items():
             new |= {name: rows for _, name, rows in leaf.blocks(arrays[key])}
         self.pulled.append((steps, new))
 
@@ -438,106 +440,7 @@ class CommunicatingTrainer(SimulatedTrainer):
             self.wake_at(loop.wakes)
 
 
-class GeoSgdTrainer(CommunicatingTrainer):
-    """Simulated trainer of GEO-SGD.
-
-    Attributes:
-      agreed: for each pull, its number of included pushes, and the ids and `old` values of the
-        rows that the trainer stored at its request.
-    """
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.agreed: list[tuple[int, np.ndarray, np.ndarray]] = []
-        self._stored = CachedRows([np.empty(0, np.float32)])
-        self._had = 0  # number of stored rows at the last push
-
-    def _steps_beside(self, loop: TrafficLoop, leaves: Mapping[str, Leaf]) -> Script:
-        case, self._all = self.case, leaves
-        values = self.newest()
-        steps = GeoSteps(self, InNumpy(), case.trainers, values)
-        for step in range(case.steps[self.k]):
-            yield from self._change_rows(loop, step)
-            yield self.random.expovariate(1.0) * self.case.pace
-            changed = []
-            for x, leaf in zip(values, leaves.values(), strict=True):
-                changes = [gradient(n, case.blocks[n], self.k, step) for n in leaf.names]
-                changed.append(added(x, np.concatenate(changes)))
-            values = changed
-            steps.step(values, case.every, block_on_pull=case.waits)
-            yield from self._settled(loop, steps)
-            values = steps.local
-        steps.finish()
-        yield from self._settled(loop, steps)
-
-    def _settled(self, loop: TrafficLoop, steps: GeoSteps) -> Script:
-        while steps.waits:
-            yield lambda: loop.is_settled
-            steps.go_on()
-
-    def _change_rows(self, loop: TrafficLoop, step: int) -> Script:
-        """Look up the rows of a step, and change them locally."""
-        if not self.case.tables:
-            return
-        stored, ids = self._stored, looked_up(self.case, self.k, step)
-        new = stored.missing(ids)
-        if len(new):
-            found = self._room_for(new)
-            request = loop.look_up(found.wanted, train=True)
-            yield lambda: request.done
-            stored.add(new, found.rows)
-        (rows,) = stored.take(ids, len(ids))
-        stored.put(ids, [added(rows, row_gradient(rows, self.k, step))])
-
-    _put = 0  # number of pushes
-
-    def put(self, deltas: Values) -> None:
-        """Implement `dtrans.protocol.trainer.geo_steps.GeoQueue`."""
-        self._put += 1
-        for leaf, x in zip(self._all.values(), deltas, strict=True):
-            for _, name, rows in leaf.blocks(x):
-                self.pushed.setdefault(name, []).append(rows)
-        group: list[tuple[Leaf, Any]] = [
-            (_as_gradient(leaf), x) for leaf, x in zip(self._all.values(), deltas, strict=True)
-        ]
-        if self.case.tables:
-            self._had, table = len(self._stored), _table(self.case)
-            deltas_of_rows = self._stored.pushed(self.case.trainers)
-            ids = deltas_of_rows.ids
-            for name, run in zip(table.names, table.spans, strict=True):
-                at = run.among(ids)
-                mine = RowGradient(run.local(ids[at]), deltas_of_rows.rows[at])
-                self.pushed.setdefault(name, []).append(spread(mine, run.rows))
-            group.append((_as_gradient(table), deltas_of_rows))
-        self._running.put(group)
-
-    @property
-    def _running(self) -> TrafficLoop:
-        assert self._loop is not None
-        return self._loop
-
-    def received(self) -> int:
-        """Implement `dtrans.protocol.trainer.geo_steps.GeoQueue`."""
-        return self._running.received
-
-    def newest(self) -> Values:
-        """Implement `dtrans.protocol.trainer.geo_steps.GeoQueue`."""
-        newest = self._running.newest
-        assert newest is not None
-        self._note(self._running)
-        if self.case.tables and self._put:
-            self._stored.pulled(newest[1]["t"])
-            self.agreed.append(
-                (
-                    self._put,
-                    self._stored.ids[: self._had].copy(),
-                    self._stored.old[: self._had].copy(),
-                )
-            )
-        return [newest[1][key] for key in self._all]
-
-
-def _leaves(case: Case) -> dict[str, Leaf]:
+def leaves_of(case: Case) -> dict[str, Leaf]:
     """Return the leaves. The first blocks of all servers form one leaf, the second ones another."""
     found: dict[str, Leaf] = {}
     for i in range(max(map(len, case.servers))):
@@ -551,12 +454,13 @@ def _leaves(case: Case) -> dict[str, Leaf]:
     return found
 
 
-def _table(case: Case) -> Leaf:
+def table_of(case: Case) -> Leaf:
     """Return the leaf of the table, whose blocks are on several servers."""
     names, sizes = tuple(case.tables), tuple(case.tables.values())
     endpoints, spans = tuple(n.split("/")[0] for n in names), tuple(runs_of(sizes))
     return Leaf(endpoints, names, sizes, (sum(sizes),), np.dtype(np.float32), spans=spans)
 
 
-def _as_gradient(leaf: Leaf) -> Leaf:
+def as_gradient(leaf: Leaf) -> Leaf:
+    """Return the leaf under which its gradient or change is sent."""
     return dataclasses.replace(leaf, names=tuple(gradient_name(n, 0) for n in leaf.names))

@@ -216,7 +216,15 @@ def served(case: Case, endpoint: str) -> ServerBlocks:
     exchanges = (_exchange(case, endpoint),) if case.mode == "exchange" else ()
     how = (sync, case.on_trainer_exit)
     return ServerBlocks(
-        endpoint, case.trainers, *how, blocks, types, sent, exchanges=exchanges, tables=tables
+        endpoint,
+        case.trainers,
+        *how,
+        blocks,
+        types,
+        sent,
+        exchanges=exchanges,
+        tables=tables,
+        adds_changes=case.mode == "geo",
     )
 
 

@@ -46,7 +46,7 @@ from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.server.server_peers import ServerPeers
-from dtrans.protocol.server.step_counts import StepCounts
+from dtrans.protocol.server.step_counts import MAX_STEPS, StepCounts
 from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry, answer, log, wanted
 from dtrans.protocol.server_blocks import BlockUpdate, ServerBlocks
 from dtrans.protocol.tables.changed_rows import UnseenChanges
@@ -166,6 +166,9 @@ class AsyncServer:
         self._changed = UnseenChanges(served.tables, trainers.count)
         self._failed: set[int] = set()
         self._has_cuts = has_cuts
+        # After a loss, trainers of GEO-SGD repeat a push on the servers that have not received all
+        # of it. So these servers must not have applied a part of it.
+        self._applies_at_once = has_cuts and served.adds_changes
         self.counts = StepCounts(served.endpoint, counts)
         self.tables: StoredTables | None = None
 
@@ -220,14 +223,19 @@ class AsyncServer:
         step = self._step_of(k)
         self._check_step(k, message)
         steps: Any = message.fields.get("steps", 1)
-        if not 1 <= steps <= MAX_MERGED:
-            raise WireError(f"merged gradients of {steps} steps, expected 1 to {MAX_MERGED} steps")
+        most = MAX_STEPS if self._served.adds_changes else MAX_MERGED
+        if not 1 <= steps <= most:
+            raise WireError(f"merged gradients of {steps} steps, expected 1 to {most} steps")
         step.grads.take(message)
         full = step.grads.memory.keys() - step.grads.missing()
+        if self._applies_at_once and len(full) < len(step.grads.memory):
+            return
         inputs = self._requests.gradients(k, step.grads) | self._requests.backups(k)
         for name in self._served.backed:
             inputs[name + BACKUP] = self.state[backup_of(name, k)]
-        for block in step.updates.take(self._blocks, self.state, full, inputs, steps):
+        # Servers of GEO-SGD have no learning rate schedule that counts the steps of a push.
+        merged = 1 if self._served.adds_changes else steps
+        for block in step.updates.take(self._blocks, self.state, full, inputs, merged):
             if block in self._changed.tables:
                 gradient = self._served.tables[block].gradients[k]
                 self._changed.changed(k, block, inputs[gradient].ids)

@@ -77,8 +77,7 @@ class StepCounts:
         if missing <= 0:
             return False
         log.warning(
-            "pserver %s lacks the gradients of %d steps of trainer %d, which continues after step "
-            "%d",
+            "pserver %s lacks %d steps of trainer %d, which continues after step %d",
             self._endpoint,
             missing,
             k,

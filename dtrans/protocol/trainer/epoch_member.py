@@ -47,6 +47,16 @@ class EpochMember:
         self._epochs.report_lost(self.epoch.number, e.role, str(e))
         return NewEpoch(self.epoch.number + 1)
 
+    def rejoin(self) -> EpochMember:
+        """Return the membership in a later epoch, which the trainer has not entered yet.
+
+        Raises:
+          ReplacedError: the launcher has started another process of this trainer.
+        """
+        if self._epochs is not None:
+            self._epochs.current()
+        return EpochMember(self._epochs)
+
     def leave(self) -> None:
         """Tell the launcher that this trainer leaves, and can no longer go back."""
         if self._epochs is not None and self.epoch is not None:

@@ -12,14 +12,22 @@ do not compute the mean of the changes.
 
 Only one push is pending at a time: a step that must push waits for the answer to the previous push.
 
+After the loss of a process, a trainer that lives connects to the servers again (`rejoin`). It
+pulls, and repeats the pending push on the servers that have not received it. So a server that lives
+applies each push once. A trainer that starts again begins with the servers' parameters, and adds
+earlier changes that it had not pushed (`resume`).
+
 Source: `GeoSgdCommunicator::SendUpdateDenseVars` and `RecvUpdateDenseVars` in
 paddle/fluid/operators/distributed/communicator.cc.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
+
+import numpy as np
 
 
 Values = Sequence[Any]  # one array for each parameter, in the order of the caller's parameters
@@ -28,8 +36,16 @@ Values = Sequence[Any]  # one array for each parameter, in the order of the call
 class GeoQueue(Protocol):
     """Interface to a trainer's communicator."""
 
-    def put(self, deltas: Values, /) -> None:
-        """Put the deltas of a push into the queue."""
+    def put(self, deltas: Values, steps: int, /) -> None:
+        """Put the deltas of a push into the queue.
+
+        Args:
+          deltas: one array for each parameter.
+          steps: number of steps whose changes the push contains.
+        """
+
+    def repeat(self, deltas: Values, steps: int, endpoints: Collection[str], /) -> None:
+        """Put the deltas of an earlier push into the queue, only for these servers."""
 
     def received(self) -> int:
         """Return the number of pushes that the newest parameters include."""
@@ -51,6 +67,87 @@ class GeoArithmetic(Protocol):
         """Return local + (server - old)."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class GeoCut:
+    """Cut of one trainer of GEO-SGD.
+
+    Attributes:
+      step: number of the trainer's steps.
+      pushed: number of these steps whose changes were pushed. It includes a pending push.
+      pending: number of steps of the pending push; 0 if none is pending.
+      changes: changes that were not pushed, by name of the parameter.
+      deltas: deltas of the pending push, by name of the parameter; empty if none is pending.
+      local: leaves that only this trainer has, such as the optimizer's state, by name.
+    """
+
+    step: int
+    pushed: int
+    pending: int
+    changes: Mapping[str, Any]
+    deltas: Mapping[str, Any]
+    local: Mapping[str, Any]
+
+
+class GeoReturn:
+    """Begin of a process that takes the place of a lost trainer.
+
+    If the trainer has not pushed since its cut, it repeats the cut's pending push on the servers
+    that lack it. Otherwise, some servers may lack the last push, which is unknown. The trainer then
+    pushes changes of the cut to them.
+
+    Args:
+      cut: the trainer's cut.
+      received: number of the trainer's steps that each server has received, by endpoint.
+      trainers: number of trainers.
+      push_every: number of steps between two pushes.
+
+    Attributes:
+      count: number of steps whose changes were pushed.
+      step: number of the trainer's steps.
+      repeated: number of steps of the push to the servers that lack the last one.
+    """
+
+    def __init__(
+        self, cut: GeoCut, received: Mapping[str, int], trainers: int, push_every: int
+    ) -> None:
+        self._cut, self._received = cut, received
+        self._trainers, self._push_every = trainers, push_every
+        self.count = max(cut.pushed, *received.values())
+        self.step = max(cut.step, self.count)
+        lacking = [n for n in received.values() if n < self.count]
+        self.repeated = cut.pending
+        if self.count > cut.pushed:
+            self.repeated = self.count - max(lacking, default=self.count)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of steps that each server must count before the repeated push, by endpoint."""
+        found = {}
+        for endpoint, n in self._received.items():
+            found[endpoint] = self.count - (self.repeated if n < self.count else 0)
+        return found
+
+    def split(
+        self, endpoint: str, change: np.ndarray, delta: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the changes of a block that are not pushed, and the deltas of the repeated push.
+
+        Each push after the cut has sent 1/trainers of the changes that remained.
+
+        Args:
+          endpoint: server of the block.
+          change, delta: changes and deltas of the block in the cut; zeros for no deltas.
+        """
+        received = self._received[endpoint]
+        is_lacking = received < self.count
+        if self.count == self._cut.pushed:
+            return change, delta if is_lacking else np.zeros_like(delta)
+        pushes = -(-max(0, received - self._cut.pushed) // self._push_every)
+        change = change * np.asarray((1 - 1 / self._trainers) ** pushes, change.dtype)
+        share = np.asarray(1 / self._trainers if is_lacking else 0, change.dtype)
+        return change - share * change, share * change
+
+
 class GeoSteps:
     """Pushes and pulls of one trainer.
 
@@ -59,22 +156,33 @@ class GeoSteps:
       arithmetic: computations with the trainer's arrays.
       trainers: number of trainers.
       values: initial parameters.
+      count: number of the trainer's steps whose changes the servers have received before.
 
     Attributes:
       local: parameters after the last step.
+      count: number of steps whose changes were pushed. It includes a pending push.
     """
 
     def __init__(
-        self, queue: GeoQueue, arithmetic: GeoArithmetic, trainers: int, values: Values
+        self,
+        queue: GeoQueue,
+        arithmetic: GeoArithmetic,
+        trainers: int,
+        values: Values,
+        count: int = 0,
     ) -> None:
         self._queue, self._arithmetic, self._trainers = queue, arithmetic, trainers
         self._old = arithmetic.copied(values)
         self.local: Values = self._old
+        self.count = count
         self._steps = 0  # number of steps since the last push
         self._pushed = 0  # number of pushes
         self._taken = 0  # number of pushes that the last pull includes
         self._due = False  # True if the trainer must push as soon as no push is pending
         self._blocks = False  # True if the step waits for the pull that follows its own push
+        # deltas of the pending push, and the number of its steps
+        self._pending: tuple[Values, int] | None = None
+        self._must_pull = False  # True from `rejoin` until the next pull
 
     def step(self, values: Values, every: int, *, block_on_pull: bool) -> None:
         """Store the parameters after a step, and push after every `every` steps.
@@ -86,9 +194,17 @@ class GeoSteps:
           every: number of steps between two pushes.
           block_on_pull: True if the step also waits for the pull that follows its own push.
         """
-        self._steps += 1
-        self._due, self._blocks, self.local = self._steps == every, block_on_pull, values
+        self.end_step(values, every, block_on_pull=block_on_pull)
         self.go_on()
+
+    def end_step(self, values: Values, every: int, *, block_on_pull: bool) -> None:
+        """Store the parameters after a step, without communication. The caller calls `go_on`.
+
+        Args:
+          values, every, block_on_pull: as for `step`.
+        """
+        self._steps += 1
+        self._due, self._blocks, self.local = self._steps >= every, block_on_pull, values
 
     @property
     def owes(self) -> bool:
@@ -98,7 +214,8 @@ class GeoSteps:
     @property
     def waits(self) -> bool:
         """True if the step must wait for the answer to the last push. The caller calls `go_on`."""
-        return self._taken < self._pushed and (self._due or self._blocks)
+        is_pending = self._taken < self._pushed
+        return self._must_pull or (is_pending and (self._due or self._blocks))
 
     def finish(self) -> None:
         """Push the changes since the last push. Call it only when `waits` is False."""
@@ -109,21 +226,88 @@ class GeoSteps:
     def go_on(self) -> None:
         """Pull if new parameters have arrived. Then push if a push is due and none is pending."""
         self.local = self._pull(self.local)
-        if self._due and self._taken == self._pushed:
+        if self._due and self._taken == self._pushed and not self._must_pull:
             self._due = False
             self._push(self.local)
 
     def _push(self, values: Values) -> None:
         deltas, self._old = self._arithmetic.pushed(values, self._old, self._trainers)
-        self._queue.put(deltas)
+        # `put` raises an error after a loss, and `rejoin` then repeats the push
+        self._pending = deltas, self._steps
+        self.count += self._steps
         self._pushed += 1
         self._steps = 0
+        self._queue.put(*self._pending)
 
     def _pull(self, values: Values) -> Values:
-        if self._taken == self._pushed or self._queue.received() < self._pushed:
+        is_current = self._taken == self._pushed and not self._must_pull
+        if is_current or self._queue.received() < self._pushed:
             return values
         server = self._queue.newest()
-        self._taken = self._pushed
+        self._taken, self._pending, self._must_pull = self._pushed, None, False
         pulled = self._arithmetic.pulled(values, server, self._old)
         self._old = self._arithmetic.copied(server)
         return pulled
+
+    # -- losses ----------------------------------------------------------------------------------
+
+    def counts(self, received: Mapping[str, int]) -> dict[str, int]:
+        """Return the number of steps that each server must have, without pushes to repeat.
+
+        Args:
+          received: number of this trainer's steps that each server has received, by endpoint.
+        """
+        repeated = self._lacking(received)
+        steps = 0 if self._pending is None else self._pending[1]
+        return {ep: self.count - (steps if ep in repeated else 0) for ep in received}
+
+    def rejoin(self, received: Mapping[str, int]) -> None:
+        """Continue with an empty queue, after the loss of a process.
+
+        Repeat the pending push on the servers that lack it. The next `go_on` pulls.
+
+        Args:
+          received: as for `counts`.
+        """
+        self._pushed = self._taken = 0
+        self._must_pull = True
+        lacking = self._lacking(received)
+        if self._pending is not None and lacking:
+            self._pushed = 1
+            self._queue.repeat(*self._pending, lacking)
+
+    def _lacking(self, received: Mapping[str, int]) -> list[str]:
+        """Return the servers that have not received the pending push."""
+        if self._pending is None:
+            return []
+        return [ep for ep, count in received.items() if count < self.count]
+
+    def unpushed(self, values: Values) -> list[Any]:
+        """Return the changes that were not pushed.
+
+        Args:
+          values: the parameters before the next step.
+        """
+        return [x - old for x, old in zip(values, self._old, strict=True)]
+
+    @property
+    def pending(self) -> tuple[Values, int]:
+        """Deltas of the pending push, and the number of its steps; no deltas without one."""
+        return ((), 0) if self._pending is None else self._pending
+
+    def resume(
+        self, changes: Values, deltas: Values, begin: GeoReturn, received: Mapping[str, int]
+    ) -> None:
+        """Begin in a process that starts again, with the changes of a cut.
+
+        Args:
+          changes: changes to add to the servers' parameters.
+          deltas: deltas to push to the servers that lack the last push.
+          begin: the number of steps before.
+          received: as for `counts`.
+        """
+        self._old = [old + d for old, d in zip(self._old, deltas, strict=True)]
+        self.local = [old + x for old, x in zip(self._old, changes, strict=True)]
+        self.count, self._steps = begin.count, begin.step - begin.count
+        self._pending = (deltas, begin.repeated) if begin.repeated else None
+        self.rejoin(received)

@@ -148,10 +148,12 @@ class Traffic:
       name: name of the trainer in error and log texts.
       room: function (key, shape, dtype) -> array that allocates memory to receive a leaf.
       cached: tables whose rows the trainer stores (GEO-SGD), by the caller's keys.
+      counts: maps the endpoint of a server to the number of this trainer's steps that the server
+        must count. By default, servers count the largest number that one of them has received.
 
     Attributes:
       config: limits of the communicator.
-      sent: number of steps whose gradients were sent.
+      sent: number of groups that were sent. Without GEO-SGD, a group has the gradients of one step.
     """
 
     def __init__(
@@ -164,6 +166,7 @@ class Traffic:
         name: str,
         room: Callable[[str, Sequence[int], Any], np.ndarray],
         cached: Mapping[str, Leaf] = {},
+        counts: Mapping[str, int] = {},
     ) -> None:
         self.config = config
         self.sent = 0
@@ -171,6 +174,7 @@ class Traffic:
         self._deadline, self._room = deadline, room
         # Endpoints of the servers that know which blocks this trainer requests
         self._asked: set[str] = set()
+        self._counts = counts
         self._ahead = 0  # number of `send` calls since the last request for parameters
         self._pull: _Pull | None = None
         self._lookup: _Lookup | None = None
@@ -221,8 +225,8 @@ class Traffic:
                 fields["changed"] = bool(self._asked)
             if endpoint not in self._asked:
                 fields["blocks"] = [[n, list(b.shape), b.dtype.name] for n, b in blocks.items()]
-                if count:
-                    fields["count"] = count
+                if self._counts.get(endpoint, count):
+                    fields["count"] = self._counts.get(endpoint, count)
             line.tell("recv", step=line.step, **fields)
             inboxes[endpoint] = Inbox(blocks, functools.partial(_NOT_ASKED, endpoint))
             steps[endpoint] = line.step
@@ -247,8 +251,13 @@ class Traffic:
             return 0
         return min(waiting, self.config.max_merge_var_num)
 
-    def send(self, groups: Sequence[Group]) -> None:
-        """Merge the gradients of several steps, and send the merged gradients."""
+    def send(self, groups: Sequence[Group], steps: int) -> None:
+        """Merge the groups in the queue, and send the merged gradients.
+
+        Args:
+          groups: the groups.
+          steps: number of steps whose gradients or changes the groups contain.
+        """
         parts: dict[Leaf, list[Any]] = {}
         for group in groups:
             for leaf, x in group:
@@ -261,7 +270,7 @@ class Traffic:
                 outbox.setdefault(endpoint, []).append((name, rows))
         for endpoint, blocks in outbox.items():
             line = self._lines[endpoint]
-            line.send_blocks(blocks, steps=len(groups))
+            line.send_blocks(blocks, steps=steps)
             line.step += 1
         self.sent, self._ahead = self.sent + len(groups), self._ahead + 1
 

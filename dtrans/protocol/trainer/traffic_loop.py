@@ -68,7 +68,8 @@ class TrafficLoop:
         self.done = False
         self._transport, self._links, self._traffic = transport, links, traffic
         self._config, self._changed = config, changed
-        self._queue: collections.deque[Group] = collections.deque()
+        # each group, with the number of its steps
+        self._queue: collections.deque[tuple[Group, int]] = collections.deque()
         self._put = 0  # number of steps whose gradients were put into the queue
         self._request: TrafficRequest | None = None  # request that the loop has not started yet
         self._lookup: TrafficRequest | None = None  # lookup that waits for its rows
@@ -93,9 +94,14 @@ class TrafficLoop:
         """Number of steps whose gradients the newest parameters include; -1 without parameters."""
         return -1 if self.newest is None else self.newest[0]
 
-    def put(self, group: Group) -> None:
-        """Put the gradients of one step into the queue."""
-        self._queue.append(group)
+    def put(self, group: Group, steps: int = 1) -> None:
+        """Put the gradients of one step into the queue, or a push of GEO-SGD.
+
+        Args:
+          group: the gradients or the push.
+          steps: number of steps that it contains.
+        """
+        self._queue.append((group, steps))
         self._put += 1
 
     def look_up(self, wanted: Sequence[WantedRows], *, train: bool) -> TrafficRequest:
@@ -180,7 +186,8 @@ class TrafficLoop:
         groups = [self._queue.popleft() for _ in range(traffic.may_take(len(self._queue), now))]
         if groups:
             self._changed()
-            traffic.send(groups)
+            parts, steps = zip(*groups, strict=True)
+            traffic.send(parts, sum(steps))
         request = self._request
         if request is not None and request.wanted is not None:
             self._request, self._lookup = None, request

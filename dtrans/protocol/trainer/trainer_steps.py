@@ -66,11 +66,13 @@ class TrainerSteps:
 
     Attributes:
       sync_mode: True if the trainer makes synchronous steps.
+      tells_counts: True if an asynchronous trainer tells all servers the largest number of its
+        steps that one of them has received. GEO-SGD tells them later.
       in_step: True from the first gradient of a synchronous step until its last block is received.
     """
 
     def __init__(self, line: Callable[[str], TrainerLine]) -> None:
-        self.sync_mode = True
+        self.sync_mode = self.tells_counts = True
         self.in_step = False
         self._line = line
         self._outbox: dict[str, list[tuple[str, Any]]] = {}
@@ -215,7 +217,7 @@ class TrainerSteps:
             news: dict[str, Any] = {}
             if self._asked.get(endpoint) != table:
                 news = {"blocks": table}
-                if not self.sync_mode and count:
+                if not self.sync_mode and self.tells_counts and count:
                     news["count"] = count
             self._asked[endpoint] = table
             rest = self._outbox.pop(endpoint, [])
@@ -329,6 +331,11 @@ class TrainerSteps:
                 )
             )
         return Operation(answers, _changes)
+
+    def forget_connections(self) -> None:
+        """Clear the record of requests, because the trainer connects to the servers again."""
+        self.forget_asked()
+        self._saves = "", {}
 
     def forget_asked(self) -> None:
         """Clear the record of requested blocks, because another job has used these connections.

@@ -7,6 +7,7 @@
     STEP/           each synchronous server: its piece of the cut of a step, as a checkpoint. Each
                     trainer: the leaves that it computes itself, if there are any
     pserver-0/STEP/ an asynchronous server: its own cut
+    trainer-0/      a trainer of GEO-SGD: its own cut (`STEP.npz`)
 
 A file is written under another name and renamed, so readers see complete files only. The launcher
 is the only authority on epochs: roles read `epoch.json` and never write it.
@@ -139,14 +140,14 @@ class EpochFolder:
         (self.path / "epoch.json").unlink()
         (self.path / LAUNCH).unlink(missing_ok=True)
         for path in self.path.iterdir():
-            has_cuts = path.name.isdecimal() or path.name.startswith("pserver-")
+            has_cuts = path.name.isdecimal() or path.name.startswith(("pserver-", "trainer-"))
             if path.name in ("roles", "lost") or has_cuts:
                 shutil.rmtree(path)
 
     def forget_marks(self) -> None:
-        """Remove the reports of all roles, while no role runs."""
-        for name in ("roles", "lost"):
-            shutil.rmtree(self.path / name, ignore_errors=True)
+        """Remove the reports of all roles, and the cuts of trainers alone, while no role runs."""
+        for path in (self.path / "roles", self.path / "lost", *self.path.glob("trainer-*")):
+            shutil.rmtree(path, ignore_errors=True)
 
     def marks(self) -> dict[str, RoleMark]:
         """Return the last report of each role, by name."""

@@ -14,6 +14,7 @@ As processes:
     server              a server process; it runs `dtrans.protocol.server.server_loop`
     server_saves        saves of a server's state: `checkpoints`, `cuts` and `state_writer`
     trainer_cuts        a trainer's part of cuts; `return_to_cut` goes back to a cut
+    geo_cuts            cuts of a trainer of GEO-SGD
 
 In both:
 

@@ -46,12 +46,14 @@ from dtrans.ops import (
     send_rows_p,
 )
 from dtrans.protocol.buffers import BufferPool
+from dtrans.protocol.epochs import NewEpoch
 from dtrans.protocol.server_blocks import RowGradient
 from dtrans.protocol.tables.cached_rows import CachedRows
 from dtrans.protocol.tables.table_rows import WantedRows, put_in_place, wanted_of
+from dtrans.protocol.trainer.geo_steps import GeoCut, GeoReturn
 from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.traffic import Leaf
-from dtrans.run.parameter_server.communicator import Communicator, Connect, NoteLost
+from dtrans.run.parameter_server.communicator import Communicator, Connect, Counts, NoteLost
 from dtrans.run.parameter_server.geo import GeoTrainer, pushed_leaves, split_push
 from dtrans.run.parameter_server.tables.new_rows import RowMaker
 
@@ -75,11 +77,14 @@ class BackgroundComm:
     Args:
       connect: function that connects to servers.
       lost: reports a lost server, and returns the exception to raise.
+      rejoin: leaves the connections of an old epoch, given the smallest number of the next one.
       deadline: seconds that a server may take to answer.
     """
 
-    def __init__(self, connect: Connect, lost: NoteLost, deadline: float) -> None:
-        self._connect, self._lost = connect, lost
+    def __init__(
+        self, connect: Connect, lost: NoteLost, rejoin: Callable[[int], None], deadline: float
+    ) -> None:
+        self._connect, self._lost, self._leave_epoch = connect, lost, rejoin
         self._deadline = deadline
         self._leaves: dict[str, Leaf] = {}  # the parameters to receive, by name of the first block
         self._endpoints: set[str] = set()  # endpoints of the servers of tables
@@ -89,6 +94,8 @@ class BackgroundComm:
         self._config: CommunicatorConfig = ONE_BY_ONE
         self._communicator: Communicator | None = None
         self._geo: GeoTrainer | None = None
+        # GEO-SGD: cut with which a process of the trainer begins, and `push_every`
+        self.cut: tuple[GeoCut, int] | None = None
         # the startup program's tables and their local rows, until GEO-SGD starts
         self._tables: dict[str, tuple[Leaf, CachedRows]] = {}
         self._rules: dict[Primitive, Callable[..., Sequence[Any]]] = {
@@ -99,6 +106,11 @@ class BackgroundComm:
             geo_prefetch_p: self._geo_prefetch,
             geo_init_p: self._geo_init,
         }
+
+    @property
+    def geo(self) -> GeoTrainer | None:
+        """GEO-SGD of this trainer; None before its startup program has run."""
+        return self._geo
 
     def prepare(self, program: Program) -> None:
         """Collect a program's parameters and servers of tables, before its first run.
@@ -193,7 +205,7 @@ class BackgroundComm:
         """Receive rows for evaluation; return False and do nothing if no communicator runs."""
         if self._communicator is None:
             return False
-        self._communicator.look_up(wanted, train=False)
+        self._in_epochs(lambda running: running.look_up(wanted, train=False))
         return True
 
     @property
@@ -206,8 +218,7 @@ class BackgroundComm:
 
         Call this method only if `keeps_running` is True.
         """
-        assert self._communicator is not None
-        return self._communicator.between(begin)
+        return self._in_epochs(lambda running: running.between(begin))
 
     def drain(self, *, discard: bool = False) -> None:
         """Send all queued gradients, stop the communicator, and release its connections.
@@ -215,27 +226,30 @@ class BackgroundComm:
         Args:
           discard: True to drop the queued gradients.
         """
-        communicator, self._communicator = self._communicator, None
-        geo, self._geo = self._geo, None
         self._received = None
         try:
-            if geo is not None and not discard:
-                geo.finish()
-                for line in geo.report:
-                    log.info("%s", line)
+            if self._geo is not None and not discard:
+                self._finish_geo(self._geo)
         except BaseException:
             discard = True
             raise
         finally:
+            communicator, self._communicator, self._geo = self._communicator, None, None
             if communicator is not None:
                 communicator.stop(discard=discard)
 
-    def _start(self, name: str, local_tables: Mapping[str, Leaf] = {}) -> Communicator:
+    def _start(
+        self,
+        name: str,
+        local_tables: Mapping[str, Leaf] = {},
+        counts: Counts = lambda received: {},
+    ) -> Communicator:
         """Return the communicator; start it if none runs.
 
         Args:
           name: the trainer, for errors.
           local_tables: tables with local rows, by name.
+          counts: as for `Communicator`.
         """
         if self._communicator is None:
             self._communicator = Communicator(
@@ -247,6 +261,7 @@ class BackgroundComm:
                 name=name,
                 endpoints=sorted(self._endpoints),
                 local_tables=local_tables,
+                counts=counts,
             )
         return self._communicator
 
@@ -256,11 +271,13 @@ class BackgroundComm:
         """End a step of GEO-SGD. In the startup program (push_every=0), start GEO-SGD."""
         if not eqn.params["push_every"]:
             return self._geo_start(eqn, values)
-        geo = self._require_geo()
+        geo, p = self._require_geo(), eqn.params
         params, rows_of_tables = split_push(eqn, values)
         for table, uniq, rows in rows_of_tables:
             geo.rows(table).put(_drop_padding(uniq, geo.leaf(table)), rows)
-        return geo.step(params, eqn.params["push_every"], block_on_pull=eqn.params["block_on_pull"])
+        geo.end_step(params, p["push_every"], block_on_pull=p["block_on_pull"])
+        self._in_epochs(lambda running: geo.settle())
+        return geo.local
 
     def _geo_start(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         self.drain()
@@ -273,11 +290,17 @@ class BackgroundComm:
         for n, (leaf, rows) in tables.items():
             local_tables[n] = leaf
             deltas_of_tables[n] = as_deltas(leaf), rows
-        communicator = self._start(f"trainer {eqn.params['trainer_id']}", local_tables)
-        deltas = list(map(as_deltas, leaves))
-        trainers = eqn.params["trainers"]
-        self._geo = GeoTrainer(communicator, deltas, trainers, params, deltas_of_tables)
-        return params
+        name, trainers = f"trainer {eqn.params['trainer_id']}", eqn.params["trainers"]
+        counts: Counts = lambda received: {}
+        if self.cut is not None:
+            cut, every = self.cut
+            counts = lambda received: GeoReturn(cut, received, trainers, every).counts
+        communicator = self._start(name, local_tables, counts)
+        deltas, before = list(map(as_deltas, leaves)), communicator.received_before
+        self._geo = GeoTrainer(communicator, deltas, trainers, params, deltas_of_tables, before)
+        if self.cut is not None:
+            self._geo.resume(*self.cut)
+        return self._geo.local
 
     def _geo_init(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
         """Register a table without local rows, and the initializer of its optimizer state."""
@@ -297,9 +320,53 @@ class BackgroundComm:
         if len(new):
             t = eqn.params["types"][0]
             rows = np.empty((len(new), *t.shape[1:]), t.dtype)
-            self._fetch(eqn, new, rows)
+            self._in_epochs(lambda running: self._fetch(eqn, new, rows))
             local.add(new, rows)
         return local.take(ids, len(uniq))
+
+    def _finish_geo(self, geo: GeoTrainer) -> None:
+        """Push the remaining changes of GEO-SGD, and wait until the servers have received them."""
+
+        def finish(running: Communicator) -> None:
+            geo.finish()
+            running.barrier()
+
+        self._in_epochs(finish)
+        for line in geo.report:
+            log.info("%s", line)
+
+    def _in_epochs(self, act: Callable[[Communicator], T]) -> T:
+        """Run an action with the communicator; return its result.
+
+        If a process is lost, a trainer of GEO-SGD connects again, and repeats the action.
+
+        Raises:
+          NewEpoch: a process was lost, and the trainer does not use GEO-SGD.
+        """
+        while True:
+            assert self._communicator is not None
+            try:
+                return act(self._communicator)
+            except NewEpoch as e:
+                if self._geo is None:
+                    raise
+                self._rejoin(self._geo, e.number)
+
+    def _rejoin(self, geo: GeoTrainer, epoch: int) -> None:
+        """Connect to the servers of a later epoch, and continue with a new communicator."""
+        assert self._communicator is not None
+        name, tables = self._communicator.name, self._communicator.local_tables
+        self._communicator.stop(discard=True)
+        self._communicator = None
+        while True:
+            self._leave_epoch(epoch)
+            try:
+                communicator = self._start(name, tables, geo.counts)
+                break
+            except NewEpoch as e:
+                epoch = e.number
+        log.warning("%s continues after the loss of a process", name)
+        geo.rejoin(communicator, communicator.received_before)
 
     def _require_geo(self) -> GeoTrainer:
         if self._geo is None:

@@ -31,6 +31,9 @@ T = TypeVar("T")
 # A function that connects to servers; it returns the transport, and each server's link by endpoint.
 Connect = Callable[[Collection[str]], tuple[Transport, Mapping[str, ServerLink]]]
 NoteLost = Callable[[LostPeerError], BaseException]
+# A function from the number of the trainer's steps that each server has received, by endpoint, to
+# the numbers that the servers must count.
+Counts = Callable[[Mapping[str, int]], Mapping[str, int]]
 
 
 class Communicator:
@@ -46,6 +49,11 @@ class Communicator:
       endpoints: endpoints of the servers that store rows of tables.
       local_tables: tables with local rows on the trainer. From these tables, the communicator
         receives only local rows that other trainers have changed.
+      counts: function from `received` to the argument `counts` of `Traffic`.
+
+    Attributes:
+      local_tables: the argument.
+      received_before: number of this trainer's steps that each server had received, by endpoint.
 
     If an error has ended the thread, every method raises this error: PeerError, DeadlineError,
     WireError, or an error of JAX.
@@ -62,13 +70,15 @@ class Communicator:
         name: str,
         endpoints: Collection[str] = (),
         local_tables: Mapping[str, Leaf] = {},
+        counts: Counts = lambda received: {},
     ) -> None:
-        self.config = config
+        self.config, self.local_tables = config, local_tables
         self.name, self._lost = name, lost
         servers = dict.fromkeys(endpoints)
         for leaf in (*leaves.values(), *local_tables.values()):
             servers |= dict.fromkeys(leaf.endpoints)
         self._transport, links = connect(servers)
+        self.received_before = {ep: links[ep].line.count for ep in servers}
         traffic = Traffic(
             {ep: links[ep].line for ep in servers},
             dict(leaves),
@@ -77,6 +87,7 @@ class Communicator:
             name=name,
             room=BufferPool().take,
             cached=dict(local_tables),
+            counts=counts(self.received_before),
         )
         self._changed = threading.Condition()
         self._loop = TrafficLoop(self._transport, links, traffic, config, self._notify)
@@ -88,10 +99,15 @@ class Communicator:
 
     # -- calls of steps --------------------------------------------------------------------------
 
-    def put(self, group: Group) -> None:
-        """Put the gradients of a step into the queue; wait while the queue is full."""
+    def put(self, group: Group, steps: int = 1) -> None:
+        """Put the gradients of a step into the queue; wait while the queue is full.
+
+        Args:
+          group: the gradients, or a push of GEO-SGD.
+          steps: number of steps that it contains.
+        """
         self._wait_for(lambda: self._loop.has_room)
-        self._loop.put(group)
+        self._loop.put(group, steps)
         self._transport.wake()
 
     def newest(self) -> dict[str, Any]:

@@ -206,16 +206,16 @@ def _other_mode(path: Path, before: str, now: str) -> str:
 def check_cuts(plan: PServerPlan, cuts: Cuts) -> None:
     """Raise ConfigError if a plan has state that cuts do not contain, or does not allow an option.
 
-    Cuts contain the state of servers, and leaves that synchronous trainers compute. With
-    `staleness`, a step uses older rows, which cuts do not contain.
+    Cuts contain the state of servers, and leaves that trainers of synchronous jobs and of GEO-SGD
+    compute. With `staleness`, a step uses older rows, which cuts do not contain.
     """
     remedy = "leave cuts out, and restart from checkpoints (docs/reliability.md)"
-    if plan.push_every:
+    if plan.push_every and plan.tables.of:
         raise ConfigError(
-            "cuts: with dtrans.Geo, the optimizer's state is only on trainers, and cuts contain "
-            f"the servers' state; pass mode=dtrans.Async(), or {remedy}"
+            f"cuts: with dtrans.Geo, trainers store rows of {next(iter(plan.tables.of))}, and cuts "
+            f"do not contain these rows; pass mode=dtrans.Async(), or {remedy}"
         )
-    computed = [] if plan.sync_mode else computed_leaves(plan)
+    computed = [] if plan.sync_mode or plan.push_every else computed_leaves(plan)
     if computed:
         raise ConfigError(
             f"cuts: {computed[0]} is computed by each trainer, and cuts of asynchronous servers do "

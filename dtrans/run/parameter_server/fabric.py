@@ -57,11 +57,13 @@ from dtrans.ops import (
 )
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.tables.table_rows import unique_ids
+from dtrans.protocol.trainer.geo_steps import GeoCut
 from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.traffic import Leaf, rows_of
 from dtrans.protocol.trainer.trainer_steps import Landing, TrainerSteps
 from dtrans.run.base.nonfinite import NonfiniteCheck
 from dtrans.run.parameter_server.background import BackgroundComm, leaf_of
+from dtrans.run.parameter_server.geo import GeoTrainer
 from dtrans.run.parameter_server.server import Server
 from dtrans.run.parameter_server.server_connections import ServerConnections
 from dtrans.run.parameter_server.server_saves import ServerStorage
@@ -103,7 +105,9 @@ class EndpointFabric:
         self.storage = ServerStorage()
         self.connections, self._steps = connections, connections.steps
         self._lookups = RowLookups(connections)
-        self._background = BackgroundComm(connections.connect, connections.lost, deadline)
+        self._background = BackgroundComm(
+            connections.connect, connections.lost, connections.rejoin, deadline
+        )
         self._pool = BufferPool()
         self._landings: list[Landing] = []  # blocks that `recv` has recorded
         # endpoints of this step's `send_barrier`, until the message that ends the step is sent
@@ -254,6 +258,20 @@ class EndpointFabric:
         """Receive all recorded rows and blocks, with one request to each server."""
         self.receive_rows()
         self._receive()
+
+    @property
+    def geo(self) -> GeoTrainer | None:
+        """GEO-SGD of this trainer; None before its startup program has run."""
+        return self._background.geo
+
+    def begin_with(self, cut: GeoCut, push_every: int) -> None:
+        """Begin GEO-SGD with a cut of this trainer when the startup program runs.
+
+        Args:
+          cut: the cut.
+          push_every: number of steps between two pushes.
+        """
+        self._background.cut = cut, push_every
 
     # -- between steps ---------------------------------------------------------------------------
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from dtrans._jax import JaxprEqn
 from dtrans.errors import StateError
+from dtrans.ops import DELTA
 from dtrans.protocol.tables.cached_rows import CachedRows
-from dtrans.protocol.trainer.geo_steps import GeoSteps, Values
+from dtrans.protocol.trainer.geo_steps import GeoCut, GeoReturn, GeoSteps, Values
 from dtrans.protocol.trainer.traffic import Group, Leaf
 
 
@@ -26,8 +28,8 @@ class PushQueue(Protocol):
 
     name: str
 
-    def put(self, group: Group, /) -> None:
-        """Queue a push."""
+    def put(self, group: Group, steps: int, /) -> None:
+        """Queue a push that contains the changes of some steps."""
 
     def newest(self) -> Mapping[str, Any]:
         """Return the newest answer.
@@ -52,6 +54,11 @@ class GeoTrainer:
       trainers: the number of trainers.
       values: the parameters at the start.
       tables: maps the name of each table to a leaf like those in `leaves`, and to its local rows.
+      received_before: by endpoint, the number of this trainer's steps that each server had received
+        before.
+
+    Attributes:
+      received_before: the argument.
     """
 
     def __init__(
@@ -61,10 +68,13 @@ class GeoTrainer:
         trainers: int,
         values: Sequence[Any],
         tables: Mapping[str, tuple[Leaf, CachedRows]] = {},
+        received_before: Mapping[str, int] = {},
     ) -> None:
-        self._communicator = communicator
+        self._communicator, self.received_before = communicator, received_before
         self._leaves, self._tables, self._trainers = leaves, tables, trainers
-        self._steps = GeoSteps(self, DeviceArithmetic(), trainers, list(values))
+        count = max(received_before.values(), default=0)
+        self._steps = GeoSteps(self, DeviceArithmetic(), trainers, list(values), count)
+        self._rows_of_push: list[tuple[Leaf, Any]] = []  # deltas of rows in the last push
 
     def step(self, values: Sequence[Any], every: int, *, block_on_pull: bool) -> Sequence[Any]:
         """End a step; return the parameters for the next step.
@@ -74,8 +84,17 @@ class GeoTrainer:
           every: the number of steps between two pushes.
           block_on_pull: True to wait for the answer to each push.
         """
-        self._steps.step(values, every, block_on_pull=block_on_pull)
-        self._settle()
+        self.end_step(values, every, block_on_pull=block_on_pull)
+        self.settle()
+        return self.local
+
+    def end_step(self, values: Sequence[Any], every: int, *, block_on_pull: bool) -> None:
+        """End a step without communication. The arguments are those of `step`."""
+        self._steps.end_step(values, every, block_on_pull=block_on_pull)
+
+    @property
+    def local(self) -> Sequence[Any]:
+        """Parameters for the next step."""
         return self._steps.local
 
     def rows(self, table: str) -> CachedRows:
@@ -109,21 +128,88 @@ class GeoTrainer:
                 "changes since the last push are lost; close the job or executor before that "
                 "computation"
             )
-        self._steps.finish()
-        self._settle()
+        if self._steps.owes:
+            self._steps.finish()
+            self.settle()
 
-    def _settle(self) -> None:
-        """Wait for answers to pushes until the next step may begin."""
+    def settle(self) -> None:
+        """Pull and push what is due, and wait for answers until the next step may begin."""
+        self._communicator.received()  # raises the error of a communicator that has ended
+        self._steps.go_on()
         while self._steps.waits:
             self._communicator.barrier()
             self._steps.go_on()
 
+    # -- losses ----------------------------------------------------------------------------------
+
+    def counts(self, received: Mapping[str, int]) -> Mapping[str, int]:
+        """Return the number of steps that each server must count (`GeoSteps.counts`)."""
+        return self._steps.counts(received)
+
+    def rejoin(self, communicator: PushQueue, received: Mapping[str, int]) -> None:
+        """Continue with another communicator, after the loss of a process.
+
+        Args:
+          communicator: the communicator.
+          received: number of this trainer's steps that each server has received, by endpoint.
+        """
+        self._communicator = communicator
+        self._steps.rejoin(received)
+
+    def cut(self, step: int, params: Mapping[str, Any], local: Mapping[str, Any]) -> GeoCut:
+        """Return a cut of this trainer.
+
+        Args:
+          step: number of steps so far.
+          params: parameters before the next step, by the name of their first block. The names of
+            parameters in the cut are the same.
+          local: leaves that only this trainer has, by name.
+        """
+        steps, names = self._steps, self._names
+        changes = dict(zip(names, steps.unpushed([params[n] for n in names]), strict=True))
+        deltas, pending = steps.pending
+        by_name = dict(zip(names, deltas, strict=True)) if pending else {}
+        return GeoCut(step, steps.count, pending, changes, by_name, local)
+
+    def resume(self, cut: GeoCut, push_every: int) -> None:
+        """Begin with a cut, in a process that takes the place of a lost trainer.
+
+        Args:
+          cut: the cut.
+          push_every: number of steps between two pushes.
+        """
+        begin = GeoReturn(cut, self.received_before, self._trainers, push_every)
+        changes, deltas = [], []
+        for name, leaf in zip(self._names, self._leaves, strict=True):
+            change = np.array(cut.changes[name])
+            delta = np.array(cut.deltas.get(name, np.zeros_like(change)))
+            blocks = zip(leaf.blocks(change), leaf.blocks(delta), strict=True)
+            for (endpoint, _, x), (_, _, d) in blocks:
+                x[...], d[...] = begin.split(endpoint, x, d)
+            changes.append(change)
+            deltas.append(delta)
+        self._steps.resume(changes, deltas, begin, self.received_before)
+
+    @property
+    def _names(self) -> list[str]:
+        return [leaf.names[0].removesuffix(DELTA) for leaf in self._leaves]
+
     # -- the queue of `GeoSteps` -------------------------------------------------------------------
 
-    def put(self, deltas: Values) -> None:
+    def put(self, deltas: Values, steps: int) -> None:
         """Queue a push: deltas of parameters, and deltas of local rows."""
-        rows = [(leaf, local.pushed(self._trainers)) for leaf, local in self._tables.values()]
-        self._communicator.put([*zip(self._leaves, deltas, strict=True), *rows])
+        self._rows_of_push = []
+        for leaf, local in self._tables.values():
+            self._rows_of_push.append((leaf, local.pushed(self._trainers)))
+        group = [*zip(self._leaves, deltas, strict=True), *self._rows_of_push]
+        self._communicator.put(group, steps)
+
+    def repeat(self, deltas: Values, steps: int, endpoints: Collection[str]) -> None:
+        """Queue a push again, only for these servers."""
+        group = []
+        for leaf, x in zip(self._leaves, deltas, strict=True):
+            group += _blocks_at(endpoints, leaf, np.asarray(x))
+        self._communicator.put(group, steps)
 
     def received(self) -> int:
         """Return the number of pushes that the newest answer includes."""
@@ -135,6 +221,18 @@ class GeoTrainer:
         for table, (_, rows) in self._tables.items():
             rows.pulled(newest[table])
         return jax.device_put([newest[str(i)] for i in range(len(self._leaves))])
+
+
+def _blocks_at(
+    endpoints: Collection[str], leaf: Leaf, array: np.ndarray
+) -> list[tuple[Leaf, np.ndarray]]:
+    """Return the blocks of an array on some servers, each as a leaf with its values."""
+    found = []
+    for endpoint, name, rows in leaf.blocks(array):
+        if endpoint in endpoints:
+            block = Leaf((endpoint,), (name,), rows.shape[:1], rows.shape, rows.dtype)
+            found.append((block, rows))
+    return found
 
 
 def pushed_leaves(eqn: JaxprEqn) -> list[Leaf]:

@@ -640,7 +640,7 @@ class _OrderedTrainer:
 
     # -- the `PushQueue` of `GeoTrainer` ---------------------------------------------------------
 
-    def put(self, group: Group) -> None:
+    def put(self, group: Group, steps: int) -> None:
         """Let servers apply a push, and store their answer for the next step."""
         for leaf, x in group:
             if isinstance(x, RowGradient):

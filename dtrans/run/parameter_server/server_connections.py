@@ -217,6 +217,22 @@ class ServerConnections:
             self._opened.close()
             self._opened = None
 
+    def rejoin(self, epoch: int) -> None:
+        """Leave the connections of an old epoch, so that the next use connects to a later one.
+
+        Args:
+          epoch: the smallest possible number of the later epoch.
+
+        Raises:
+          ReplacedError: the launcher has started another process of this trainer.
+        """
+        self._member = self._member.rejoin()
+        self.abandon()
+        self.steps.forget_connections()
+        self._least_epoch, self._session = epoch, new_run()
+        if self._me is not None and self._me[0] == 0:
+            note(TRAINER, self._session)
+
     def close(self, reason: str | None) -> None:
         """Leave every server and close all connections, even if a server raises an error.
 

@@ -26,7 +26,7 @@ from dtrans.errors import ConfigError
 from dtrans.ir.array_fns import words_type
 from dtrans.ir.program import Program
 from dtrans.ir.selection import omit, retain, subset, values_at
-from dtrans.ops import BACKUP, OptimizeBlock, backup_of, listen_and_serv_p
+from dtrans.ops import BACKUP, DELTA, OptimizeBlock, backup_of, listen_and_serv_p
 from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.protocol.server.exchange import Exchange
 from dtrans.protocol.server_blocks import ServerBlocks, TableSpec, Vectors
@@ -146,6 +146,7 @@ class ServerUpdate:
             tables[n] = self._served_rows(n, t)
         backed = frozenset(n for n in self.params if backup_of(n, 0) in self.types)
         dense_gradients = omit(self.grad_types, of_tables)
+        adds_changes = any(n.endswith(DELTA) for n in self.grad_types)
         return ServerBlocks(
             self.endpoint,
             p["Fanin"],
@@ -158,6 +159,7 @@ class ServerUpdate:
             self.exchanges,
             backed,
             tables,
+            adds_changes=adds_changes,
         )
 
     def _served_rows(self, name: str, table: TableBlock) -> TableSpec:

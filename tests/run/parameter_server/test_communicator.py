@@ -283,8 +283,8 @@ def test_a_full_queue_is_waited_for(
     lengths = []
     put = TrafficLoop.put
 
-    def noted(self: TrafficLoop, group: Any) -> None:
-        put(self, group)
+    def noted(self: TrafficLoop, group: Any, steps: int) -> None:
+        put(self, group, steps)
         lengths.append(len(self._queue))
 
     monkeypatch.setattr(TrafficLoop, "put", noted)
@@ -643,9 +643,9 @@ def test_only_what_is_computed_is_put_into_the_queue(
     ready: list[bool] = []
     put = Communicator.put
 
-    def noted(self: Communicator, group: Any) -> None:
+    def noted(self: Communicator, group: Any, steps: int = 1) -> None:
         ready.extend(x.is_ready() for _, x in group)
-        put(self, group)
+        put(self, group, steps)
 
     monkeypatch.setattr(Communicator, "put", noted)
     sizes = (256, 512, 512, 8)

@@ -201,11 +201,11 @@ def test_beside_the_steps_nothing_is_lost_and_nothing_counts_twice(
     pushed: dict[str, list[Any]] = {}
     put = Communicator.put
 
-    def noted(self: Communicator, group: Any) -> None:
+    def noted(self: Communicator, group: Any, steps: int) -> None:
         pushed.setdefault(self.name, []).append(
             {leaf.names[0].split("/")[1].split(".")[0]: x for leaf, x in group}
         )
-        put(self, group)
+        put(self, group, steps)
 
     monkeypatch.setattr(Communicator, "put", noted)
     on_servers, ended = run(role_threads, plan, params, batches)

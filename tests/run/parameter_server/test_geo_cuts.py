@@ -1,0 +1,321 @@
+"""Jobs of GEO-SGD with cuts: kills of servers and trainers, and the cuts of trainers."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from paths import ROOT
+
+import dtrans
+from dtrans.errors import StateError
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.protocol.epochs import Epoch, ReplacedError
+from dtrans.protocol.trainer.geo_steps import GeoCut
+from dtrans.run.distributed.launcher import launch
+from dtrans.run.net.epoch_folder import EpochFolder
+from dtrans.run.parameter_server.geo_cuts import GeoCuts
+
+
+FINAL, EVERY, CUTS = 60, 4, 10
+
+# A constant gradient: the sum of all changes of a trainer is known
+MODEL = """
+import jax, jax.numpy as jnp, optax
+import dtrans
+
+key, tx = jax.random.key(0), optax.sgd(1.0, momentum=0.0)
+x = jax.ShapeDtypeStruct((4, 3), float)
+
+def step(params, opt_state, x):
+    loss = lambda net: -jnp.mean(x @ net["w"]) - jnp.sum(net["b"])
+    value, grads = dtrans.value_and_grad(loss)(params["net"])
+    updates, opt_state = tx.update(grads, opt_state, params["net"])
+    params = {"net": optax.apply_updates(params["net"], updates), "seen": params["seen"] + 1}
+    return params, opt_state, value
+
+def init(key):
+    net = {"w": jnp.zeros((3, 2)), "b": jnp.zeros(5)}
+    return {"net": net, "seen": jnp.zeros((), int)}, tx.init(net)
+
+main = dtrans.trace(step, *jax.eval_shape(init, key), x)
+startup = dtrans.trace(init, key)
+"""
+# The last trainer kills a process before a step, and trainers wait for each other.
+TRAIN = """
+import os, signal, time
+import jax
+import numpy as np
+import dtrans
+from dtrans.run.net.epoch_folder import EpochFolder
+from model import key, main, startup, x
+
+SERVERS = ["pserver 0", "pserver 1"]
+role = dtrans.Role.from_env()
+open(f"pid {role.name}", "w").write(str(os.getpid()))
+
+def await_cuts(number):
+    # all servers have a cut, and another one than at the kill before
+    folder, before = EpochFolder.from_environment(role.name), None
+    if number:
+        before = open(f"cuts {number - 1}").read()
+    while not (cuts := folder.cuts_alone(SERVERS)) or str(cuts) == before:
+        time.sleep(0.01)
+    open(f"cuts {number}", "w").write(str(cuts))
+
+def batch(step):
+    for number, (at, victim) in enumerate({kills}):
+        if step == at and role.trainer_id == role.trainers - 1:
+            try:
+                os.mkdir(f"kill {number}")
+            except FileExistsError:
+                continue
+            await_cuts(number)
+            os.kill(int(open(f"pid {victim}").read()), signal.SIGKILL)
+    open(f"step {role.trainer_id} {step}", "w")
+    while any(not os.path.exists(f"step {k} {max(0, step - 3)}") for k in range(role.trainers)):
+        time.sleep(0.01)
+    return (np.ones(x.shape, np.float32),)
+
+plan = dtrans.pserver(
+    main, startup, pservers=role.pservers, trainers=role.trainers, mode=dtrans.Geo(4, {waits}),
+    placement=dtrans.BlockPlacement(min_block_size=1),
+)
+with plan.on_cluster() as job:
+    state = job.init(key)
+    if role.is_pserver:
+        state = job.serve(state, cuts=10)
+        np.savez(f"end {role.name}.npz", **state)
+    else:
+        before = job.step_count
+        for state, loss in job.steps(state, batch, stop=60):
+            pass
+        print(f"began after {before}, and has seen {int(job.params(state)['seen'])} steps")
+"""
+
+
+def run(
+    folder: Path,
+    kills: list[tuple[int, str]],
+    monkeypatch: Any,
+    *,
+    trainers: int,
+    waits: bool = False,
+) -> dict[str, np.ndarray]:
+    """Run the job; return the servers' arrays at its end, by name."""
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "model.py").write_text(MODEL)
+    script = TRAIN.replace("{waits}", str(waits)).replace("{kills}", repr(kills))
+    (folder / "survive.py").write_text(script)
+    env = {"PYTHONPATH": f"{folder}:{ROOT}", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "survive.py"]
+    launch(command, trainers=trainers, pservers=2, env=env, restarts=len(kills) or 1)
+    found: dict[str, np.ndarray] = {}
+    for i in range(2):
+        with np.load(folder / f"end pserver {i}.npz") as file:
+            found |= file
+    return found
+
+
+def last_steps(name: str, output: str) -> tuple[int, int]:
+    """Return the first step of a trainer's last process, and the steps that its leaf has counted."""
+    found = re.findall(rf"\[{name}\] began after (\d+), and has seen (\d+) steps", output)
+    return int(found[-1][0]), int(found[-1][1])
+
+
+def pushed(trainers: int) -> float:
+    """Return the sum of the changes that a trainer pushes in all steps, if each change is 1."""
+    rest = 0.0
+    for _ in range(FINAL // EVERY):
+        rest = (rest + EVERY) * (1 - 1 / trainers)
+    return FINAL - rest
+
+
+@pytest.mark.parametrize("waits", [False, pytest.param(True, marks=pytest.mark.rotated)])
+def test_the_only_trainer_loses_steps_of_its_own_leaves_alone(
+    waits: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Servers apply each of its changes once."""
+    kills = [(27, "trainer 0"), (51, "trainer 0")]
+    servers = run(tmp_path / "killed", kills, monkeypatch, trainers=1, waits=waits)
+    output = capsys.readouterr()
+    assert output.err.count("it starts again, and the other roles continue") == 2
+    for name, x in servers.items():
+        np.testing.assert_array_equal(x, FINAL if name.startswith("params/net/b") else FINAL / 2)
+    returns = re.findall(
+        r"trainer 0 continues after step (\d+), with its optimizer's state after step (\d+)",
+        output.err,
+    )
+    lost = [int(step) - int(cut) for step, cut in returns]
+    assert len(lost) == 2 and all(0 <= x <= CUTS for x in lost)
+    began, seen = last_steps("trainer 0", output.out)
+    # batches are read one step ahead, and the push of step 48 may not have been sent
+    assert 44 <= began <= 51 and seen == FINAL - sum(lost)
+
+
+@pytest.mark.parametrize(
+    "waits", [False, pytest.param(True, marks=pytest.mark.rotated)], ids=["beside", "waits"]
+)
+def test_a_lost_server_goes_back_alone_and_trainers_keep_their_steps(
+    waits: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kills = [(25, "pserver 0"), (44, "trainer 0")]
+    servers = run(tmp_path / "killed", kills, monkeypatch, trainers=2, waits=waits)
+    output = capsys.readouterr()
+    assert output.err.count("it starts again, and the other roles continue") == 2
+    assert "all roles start again" not in output.err
+    went_back = re.findall(r"\[pserver 0\] .* continues from its cut after (\d+) steps", output.err)
+    assert len(went_back) == 1
+    lacks = re.findall(r"\[pserver 0\] .* lacks (\d+) steps of trainer \d, which", output.err)
+    most = 2 * CUTS + 2 * EVERY
+    assert sum(map(int, lacks)) <= most
+
+    # trainer 1 and its leaves lived; trainer 0 has lost steps since its cut
+    assert last_steps("trainer 1", output.out) == (0, FINAL)
+    began, seen = last_steps("trainer 0", output.out)
+    (returned,) = re.findall(
+        r"trainer 0 continues after step (\d+), with its optimizer's state after step (\d+)",
+        output.err,
+    )
+    step, cut = map(int, returned)
+    assert began == step and 0 <= step - cut <= CUTS and seen == FINAL - (step - cut)
+    both = 2 * pushed(2)
+    for name, x in servers.items():
+        changes = x if name.startswith("params/net/b") else 2 * x
+        lost = (step - cut) + (most if name in blocks_of(0, tmp_path) else 0)
+        assert np.all(changes <= both + 1e-3) and np.all(changes >= both - lost - 1e-3)
+
+
+def blocks_of(server: int, folder: Path) -> set[str]:
+    with np.load(folder / "killed" / f"end pserver {server}.npz") as file:
+        return set(file.files)
+
+
+# -- cuts of a trainer -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model() -> dict[str, Any]:
+    """The names of the script `model.py`."""
+    found: dict[str, Any] = {}
+    exec(MODEL, found)
+    return found
+
+
+def plan_of(model: dict[str, Any], **options: Any) -> PServerPlan:
+    return dtrans.pserver(
+        *(model["main"], model["startup"]),
+        pservers="127.0.0.1:6174,127.0.0.1:6175",
+        trainers=2,
+        mode=dtrans.Geo(4),
+        placement=dtrans.BlockPlacement(min_block_size=1),
+        **options,
+    )
+
+
+class StandIn:
+    """GEO-SGD of a trainer that has pushed the changes of eight steps; the last push is pending."""
+
+    def cut(self, step: int, params: dict[str, Any], local: dict[str, Any]) -> GeoCut:
+        return GeoCut(step, 8, 4, params, {n: -x for n, x in params.items()}, local)
+
+
+def connections(*, every: int = 10) -> Any:
+    return types.SimpleNamespace(steps_between_cuts=every, is_in_epoch=True)
+
+
+def cuts_of(plan: PServerPlan, path: Path) -> GeoCuts:
+    folder = EpochFolder(path, "trainer 1")
+    folder.grant(Epoch(), "a run", trainers=2)
+    return GeoCuts(folder, plan, "trainer 1")
+
+
+def test_a_trainer_writes_cuts_and_begins_with_the_newest(
+    model: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan, geo = plan_of(model), StandIn()
+    cuts, state = cuts_of(plan, tmp_path), model["init"](model["key"])
+    assert cuts.read() is None
+    assert cuts.begin({"a": 0, "b": 0}, state) == (state, 0)
+    for step in (0, 9, 11, 12, 20, 21):
+        changed = jax.tree.map(lambda x, step=step: x + step, state)
+        cuts.before_step(connections(), geo, step, changed)
+    assert [x.name for x in tmp_path.glob("trainer-1/*")] == ["20.npz"]
+
+    again = cuts_of(plan, tmp_path)
+    cut = again.read()
+    assert cut is not None and (cut.step, cut.pushed, cut.pending) == (20, 8, 4)
+    w = "params/net/w.block0"
+    np.testing.assert_array_equal(cut.changes[w], np.full((3, 2), 20.0))
+    np.testing.assert_array_equal(cut.deltas[w], np.full((3, 2), -20.0))
+    # the servers' parameters, with leaves that only the trainer has
+    (params, opt_state), step = again.begin({"a": 24, "b": 20}, state)
+    assert step == 24 and params["seen"] == 20 and params["net"]["b"].tolist() == [0] * 5
+    trace = jax.tree.leaves(opt_state)
+    assert trace and all(np.all(x == 20) for x in trace)
+    assert caplog.messages == [
+        "trainer 1 continues after step 24, with its optimizer's state after step 20"
+    ]
+
+
+def test_a_trainer_without_a_cut_continues_with_the_initial_optimizer_state(
+    model: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuts, state = cuts_of(plan_of(model), tmp_path), model["init"](model["key"])
+    assert cuts.read() is None
+    assert cuts.begin({"a": 4, "b": 8}, state) == (state, 8)
+    assert "continues after step 8, with its optimizer's state after step 0" in caplog.text
+
+
+def test_a_cut_that_cannot_be_written_is_logged(
+    model: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cuts, state = cuts_of(plan_of(model), tmp_path), model["init"](model["key"])
+    cuts.before_step(connections(), StandIn(), 10, state)
+    with monkeypatch.context() as full:
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        full.setattr(np, "savez", fail)
+        cuts.before_step(connections(), StandIn(), 20, state)
+    (message,) = caplog.messages
+    assert message.startswith("trainer 1 cannot write its cut after step 20, so after a restart")
+    assert "would be that after step 10: " in message
+    (tmp_path / "trainer-1/10.npz").write_bytes(b"")
+    with pytest.raises(StateError, match="the cut of trainer 1 after step 10 cannot be read from"):
+        cuts_of(plan_of(model), tmp_path).read()
+
+
+def test_a_replaced_process_writes_no_cut(model: dict[str, Any], tmp_path: Path) -> None:
+    cuts, state = cuts_of(plan_of(model), tmp_path), model["init"](model["key"])
+    EpochFolder(tmp_path).grant(Epoch(1), "a run", trainers=2, started={"trainer 1": 1})
+    with pytest.raises(ReplacedError):
+        cuts.before_step(connections(), StandIn(), 10, state)
+    assert not list(tmp_path.glob("trainer-1/*"))
+
+
+def test_cuts_of_trainers_are_forgotten_with_those_of_servers(tmp_path: Path) -> None:
+    """A new start of all roles without a cut of each server begins with the initial state."""
+    folder = EpochFolder(tmp_path)
+    for forget in (folder.forget_marks, folder.clear):
+        folder.grant(Epoch(), "a run", trainers=2)
+        (tmp_path / "trainer-1").mkdir()
+        forget()
+        assert not (tmp_path / "trainer-1").exists()

@@ -1,0 +1,254 @@
+"""Simulated trainer of GEO-SGD.
+
+In a job with cuts, the trainer writes its changes and its optimizer's state, as
+`dtrans.run.parameter_server.geo_cuts` does. The optimizer's state is the number of its steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from dtrans.protocol.epochs import is_cut_due_alone
+from dtrans.protocol.server_blocks import RowGradient
+from dtrans.protocol.tables.cached_rows import CachedRows
+from dtrans.protocol.trainer.geo_steps import GeoCut, GeoReturn, GeoSteps, Values
+from dtrans.protocol.trainer.traffic import Leaf
+from dtrans.protocol.trainer.traffic_loop import TrafficLoop
+from tools.simulate.trainer_role import CommunicatingTrainer, Script, as_gradient, table_of
+from tools.simulate.updates import InNumpy, added, gradient, looked_up, row_gradient, spread
+
+
+Blocks = Mapping[str, np.ndarray]  # block name to an array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Push:
+    """Push of a trainer of GEO-SGD.
+
+    Attributes:
+      first, end: numbers of the first step whose changes it contains, and of the step after them.
+      deltas: block name to the deltas.
+      rest: block name to the changes of earlier steps that remain after the push.
+    """
+
+    first: int
+    end: int
+    deltas: Blocks
+    rest: Blocks
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Return:
+    """Begin of a process that takes the place of a lost trainer.
+
+    Attributes:
+      step: number of steps before the first step of this process.
+      cut: the trainer's cut; None without one.
+      received: endpoint of each server to the number of the trainer's steps that it has received.
+      changes: block name to the changes that the trainer has added to the servers' parameters.
+    """
+
+    step: int
+    cut: GeoCut | None
+    received: Mapping[str, int]
+    changes: Blocks
+
+
+class GeoSgdTrainer(CommunicatingTrainer):
+    """Simulated trainer of GEO-SGD.
+
+    Attributes:
+      agreed: for each pull, its number of included pushes, and the ids and `old` values of the
+        rows that the trainer stored at its request.
+      pushes: pushes of this process. A push that was repeated is contained again.
+      returned: the begin of this process, if it takes the place of another one.
+      step_count: number of the trainer's steps.
+      geo: pushes and pulls; None before the first parameters.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.agreed: list[tuple[int, np.ndarray, np.ndarray]] = []
+        self.pushes: list[Push] = []
+        self.returned: Return | None = None
+        self.step_count = 0
+        self.geo: GeoSteps | None = None
+        self._all: Mapping[str, Leaf] = {}
+        self._stored = CachedRows([np.empty(0, np.float32)])
+        self._had = 0  # number of stored rows at the last push
+        self._put = 0  # number of pushes
+        self._cut: GeoCut | None = None
+        self._newest_cut = 0  # step of the newest cut
+
+    @property
+    def _received(self) -> dict[str, int]:
+        return {ep: link.line.count for ep, link in self._links.items()}
+
+    def _counts(self) -> Mapping[str, int]:
+        if self.geo is not None:
+            return self.geo.counts(self._received)
+        if self._launcher is None:
+            return {}
+        self._cut = self._launcher.geo_cut(self.name)
+        return {} if self._cut is None else self._return_to(self._cut).counts
+
+    def _return_to(self, cut: GeoCut) -> GeoReturn:
+        return GeoReturn(cut, self._received, self.case.trainers, self.case.every)
+
+    def _steps_beside(self, loop: TrafficLoop, leaves: Mapping[str, Leaf]) -> Script:
+        case, self._all = self.case, leaves
+        if self.geo is None:
+            count = max(self._received.values())
+            self.geo = GeoSteps(self, InNumpy(), case.trainers, self.newest(), count)
+            self._begin(self.geo, count)
+        else:
+            self.geo.rejoin(self._received)
+        geo = self.geo
+        yield from self._settled(loop, geo)
+        while self.step_count < case.steps[self.k]:
+            yield self._write_if_due(geo)
+            yield from self._change_rows(loop, self.step_count)
+            yield self.random.expovariate(1.0) * case.pace
+            changed = []
+            for x, leaf in zip(geo.local, leaves.values(), strict=True):
+                changes = [gradient(n, case.blocks[n], self.k, self.step_count) for n in leaf.names]
+                changed.append(added(x, np.concatenate(changes)))
+            self.step_count += 1
+            geo.step(changed, case.every, block_on_pull=case.waits)
+            yield from self._settled(loop, geo)
+        geo.finish()
+        yield from self._settled(loop, geo)
+
+    def _settled(self, loop: TrafficLoop, steps: GeoSteps) -> Script:
+        while steps.waits:
+            yield lambda: loop.is_settled
+            steps.go_on()
+
+    def _change_rows(self, loop: TrafficLoop, step: int) -> Script:
+        """Look up the rows of a step, and change them locally."""
+        if not self.case.tables:
+            return
+        stored, ids = self._stored, looked_up(self.case, self.k, step)
+        new = stored.missing(ids)
+        if len(new):
+            found = self._room_for(new)
+            request = loop.look_up(found.wanted, train=True)
+            yield lambda: request.done
+            stored.add(new, found.rows)
+        (rows,) = stored.take(ids, len(ids))
+        stored.put(ids, [added(rows, row_gradient(rows, self.k, step))])
+
+    # -- cuts ------------------------------------------------------------------------------------
+
+    def _begin(self, geo: GeoSteps, count: int) -> None:
+        """Begin with the trainer's cut, as `GeoCuts` and `GeoTrainer.resume` do."""
+        if self._cut is None and not count:
+            return
+        zeros = {n: np.zeros(size, np.float32) for n, size in self.case.blocks.items()}
+        self.step_count, full = count, dict(zeros)
+        if self._cut is not None:
+            cut, begin = self._cut, self._return_to(self._cut)
+            self._newest_cut, self.step_count = cut.step, begin.step
+            changes, deltas = {}, {}
+            for n, delta in (zeros | dict(cut.deltas)).items():
+                endpoint = n.split("/")[0]
+                changes[n], deltas[n] = begin.split(endpoint, cut.changes[n], delta)
+                full[n] = changes[n] + deltas[n]
+            parts = self._by_leaf(changes), self._by_leaf(deltas)
+            geo.resume(*parts, begin, self._received)
+        self.returned = Return(self.step_count, self._cut, self._received, full)
+
+    def _by_leaf(self, blocks: Blocks) -> list[np.ndarray]:
+        found = []
+        for leaf in self._all.values():
+            found.append(np.concatenate([blocks[n] for n in leaf.names]))
+        return found
+
+    def _write_if_due(self, geo: GeoSteps) -> float:
+        """Write a cut if it is due; return the seconds of the write."""
+        launcher, every = self._launcher, self._links[self.case.endpoints[0]].line.every
+        if launcher is None or not is_cut_due_alone(self.step_count, self._newest_cut, every):
+            return 0.0
+        self._newest_cut = self.step_count
+        deltas, pending = geo.pending
+        pushed = self._by_block(deltas) if pending else {}
+        changes = self._by_block(geo.unpushed(geo.local))
+        cut = GeoCut(self.step_count, geo.count, pending, changes, pushed, {})
+        return launcher.write_geo_cut(self, self.name, cut) - self.now
+
+    def _by_block(self, values: Values) -> dict[str, np.ndarray]:
+        found: dict[str, np.ndarray] = {}
+        for leaf, x in zip(self._all.values(), values, strict=True):
+            found |= {name: rows for _, name, rows in leaf.blocks(x)}
+        return found
+
+    def rest(self) -> Blocks:
+        """Return the changes that the trainer has not pushed at its end, by block."""
+        assert self.geo is not None
+        return self._by_block(self.geo.unpushed(self.geo.local))
+
+    # -- the queue of `GeoSteps` -----------------------------------------------------------------
+
+    def put(self, deltas: Values, steps: int) -> None:
+        """Implement `dtrans.protocol.trainer.geo_steps.GeoQueue`."""
+        self._put += 1
+        self._note_push(deltas, steps)
+        for name, x in self._by_block(deltas).items():
+            self.pushed.setdefault(name, []).append(x)
+        group: list[tuple[Leaf, Any]] = []
+        for leaf, x in zip(self._all.values(), deltas, strict=True):
+            group.append((as_gradient(leaf), x))
+        if self.case.tables:
+            self._had, table = len(self._stored), table_of(self.case)
+            deltas_of_rows = self._stored.pushed(self.case.trainers)
+            ids = deltas_of_rows.ids
+            for name, run in zip(table.names, table.spans, strict=True):
+                at = run.among(ids)
+                mine = RowGradient(run.local(ids[at]), deltas_of_rows.rows[at])
+                self.pushed.setdefault(name, []).append(spread(mine, run.rows))
+            group.append((as_gradient(table), deltas_of_rows))
+        self._running.put(group, steps)
+
+    def _note_push(self, deltas: Values, steps: int) -> None:
+        if self.geo is None:
+            return
+        end, rest = self.geo.count, {}
+        for n, x in self._by_block(self.geo.unpushed(self.geo.local)).items():
+            later = range(end, self.step_count)
+            rest[n] = x - sum(gradient(n, len(x), self.k, step) for step in later)
+        self.pushes.append(Push(end - steps, end, self._by_block(deltas), rest))
+
+    def repeat(self, deltas: Values, steps: int, endpoints: Collection[str]) -> None:
+        """Implement `dtrans.protocol.trainer.geo_steps.GeoQueue`."""
+        self._note_push(deltas, steps)
+        group: list[tuple[Leaf, Any]] = []
+        for name, x in self._by_block(deltas).items():
+            endpoint = name.split("/")[0]
+            if endpoint in endpoints:
+                leaf = Leaf((endpoint,), (name,), x.shape, x.shape, x.dtype)
+                group.append((as_gradient(leaf), x))
+        self._running.put(group, steps)
+
+    @property
+    def _running(self) -> TrafficLoop:
+        assert self._loop is not None
+        return self._loop
+
+    def received(self) -> int:
+        """Implement `dtrans.protocol.trainer.geo_steps.GeoQueue`."""
+        return self._running.received
+
+    def newest(self) -> Values:
+        """Implement `dtrans.protocol.trainer.geo_steps.GeoQueue`."""
+        newest = self._running.newest
+        assert newest is not None
+        self._note(self._running)
+        if self.case.tables and self._put:
+            self._stored.pulled(newest[1]["t"])
+            had = self._stored.ids[: self._had].copy(), self._stored.old[: self._had].copy()
+            self.agreed.append((self._put, *had))
+        return [newest[1][key] for key in self._all]

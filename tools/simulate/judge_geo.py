@@ -1,0 +1,225 @@
+"""Checks of a job of GEO-SGD with cuts (`dtrans.protocol.trainer.geo_steps`).
+
+- A server applies the changes of each step of a trainer at most once, whatever roles were lost.
+- A server that was not lost has applied all pushes of the job.
+- Such a server has the sum of each trainer's changes, except changes that the trainer has lost or
+  not pushed.
+- A trainer that starts again loses only changes after its cut. The servers have not received them.
+- It continues at most as many steps after its cut as there are between two cuts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from tools.simulate.case import Case
+from tools.simulate.geo_trainer import GeoSgdTrainer, Push, Return
+from tools.simulate.launcher import SimulatedLauncher
+from tools.simulate.server_role import SimulatedServer
+from tools.simulate.updates import gradient
+
+
+# block name and deltas of a push -> id of the trainer, and the push
+PushesByDelta = Mapping[tuple[str, bytes], tuple[int, Push]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Checked:
+    """Pushes of one trainer that a server has applied to a block.
+
+    Attributes:
+      case: the simulated case.
+      processes: processes of the trainer.
+      endpoint: endpoint of the server.
+      block: name of the block.
+      pushes: the pushes, in order.
+    """
+
+    case: Case
+    processes: Sequence[GeoSgdTrainer]
+    endpoint: str
+    block: str
+    pushes: Sequence[Push]
+
+    @property
+    def name(self) -> str:
+        """Name of the trainer."""
+        return self.processes[-1].name
+
+    def next_step(self, end: int) -> int:
+        """Return the first step of the push after one that ends at step `end`.
+
+        A trainer that starts again without a cut does not repeat a push that some servers lack.
+        """
+        for process in self.processes:
+            begin = process.returned
+            if begin is not None and begin.cut is None and begin.received[self.endpoint] == end:
+                return begin.step
+        return end
+
+    def changes(self, first: int, end: int) -> np.ndarray:
+        """Return the sum of the trainer's changes in some steps."""
+        total = np.zeros(self.case.blocks[self.block])
+        for step in range(first, end):
+            total += self.change(step)
+        return total
+
+    def change(self, step: int) -> np.ndarray:
+        """Return the trainer's change in a step."""
+        k = self.processes[-1].k
+        return gradient(self.block, self.case.blocks[self.block], k, step)
+
+
+def faults_of_geo_cuts(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
+    """Yield the promises that a job of GEO-SGD with cuts violated."""
+    trainers: dict[int, list[GeoSgdTrainer]] = {k: [] for k in range(case.trainers)}
+    for process in launcher.processes:
+        if isinstance(process, GeoSgdTrainer) and process.geo is not None:
+            trainers[process.k].append(process)
+    pushes = _index(trainers)
+    for processes in trainers.values():
+        for process in processes:
+            yield from _faults_of_lag(case, process)
+    for endpoint in case.endpoints:
+        servers = _processes_of(launcher, endpoint)
+        for block in case.blocks:
+            if not block.startswith(f"{endpoint}/"):
+                continue
+            by_trainer: dict[int, list[Push]] = {k: [] for k in trainers}
+            for entry in _applied(servers, servers[-1], block):
+                if (block, entry) not in pushes:
+                    yield f"pserver {endpoint} applied changes to {block} that nobody pushed"
+                    continue
+                k, push = pushes[block, entry]
+                by_trainer[k].append(push)
+            for k, found in by_trainer.items():
+                checked = _Checked(case, trainers[k], endpoint, block, found)
+                yield from _faults_of_order(checked)
+                if len(servers) == 1 and trainers[k]:
+                    yield from _faults_of_sum(checked, case.steps[k])
+
+
+def _index(trainers: Mapping[int, Sequence[GeoSgdTrainer]]) -> PushesByDelta:
+    found = {}
+    for k, processes in trainers.items():
+        for process in processes:
+            for push in process.pushes:
+                for block, x in push.deltas.items():
+                    found[block, x.tobytes()] = k, push
+    return found
+
+
+def _processes_of(launcher: SimulatedLauncher, endpoint: str) -> list[SimulatedServer]:
+    found = []
+    for process in launcher.processes:
+        is_server = isinstance(process, SimulatedServer) and process.endpoint == endpoint
+        if is_server and process.begun:
+            found.append(process)
+    return found
+
+
+def _applied(
+    servers: Sequence[SimulatedServer], server: SimulatedServer, block: str
+) -> list[bytes]:
+    """Return the changes in a block of a process, with those of the cut with which it began."""
+    assert server.blocks is not None
+    log = [x for name, x in server.blocks.log if name == block]
+    cut = server.loaded
+    if cut is None:
+        return log
+    writer = next(x for x in servers if x.blocks is cut.server)
+    before = _applied(servers, writer, block)
+    assert writer.blocks is not None
+    since = [name for name, _ in writer.blocks.log].count(block) - cut.begun
+    return before[: len(before) - since] + log
+
+
+def _faults_of_lag(case: Case, process: GeoSgdTrainer) -> Iterator[str]:
+    if process.returned is None:
+        return
+    cut, step = process.returned.cut, process.returned.step
+    before = 0 if cut is None else cut.step
+    if step - before > case.cuts:
+        yield f"{process.name} continued after step {step}, with the cut of step {before}"
+
+
+def _faults_of_order(checked: _Checked) -> Iterator[str]:
+    end = 0
+    for push in checked.pushes:
+        if push.first < end:
+            yield (
+                f"pserver {checked.endpoint} applied changes of {checked.name} after step "
+                f"{push.first} to {checked.block} twice"
+            )
+        end = push.end
+
+
+def _faults_of_sum(checked: _Checked, steps: int) -> Iterator[str]:
+    """Yield a wrong sum of changes on a server that was not lost."""
+    end = 0
+    for push in checked.pushes:
+        if push.first != checked.next_step(end):
+            yield (
+                f"pserver {checked.endpoint} lacks changes of {checked.name} from step {end} to "
+                f"{push.first}"
+            )
+        end = push.end
+    last, block = checked.processes[-1], checked.block
+    if last.error is not None or last.ended is None:
+        return
+    if checked.next_step(end) != steps:
+        yield f"pserver {checked.endpoint} has {end} of {steps} steps of {checked.name}"
+    total = last.rest()[block].astype(float)
+    for push in checked.pushes:
+        total += push.deltas[block]
+    since = 0  # changes before this step were lost earlier
+    for i, process in enumerate(checked.processes):
+        if process.returned is None:
+            continue
+        lost = _lost(checked, i, process.returned)
+        expected = _expected_loss(checked, process.returned, since)
+        since = process.returned.step
+        if not np.allclose(lost, expected, rtol=1e-4, atol=1e-5):
+            yield f"{process.name} lost changes {lost} of {block}, expected {expected}"
+        total += lost
+    wanted = checked.changes(0, steps)
+    if not np.allclose(total, wanted, rtol=1e-4, atol=1e-5):
+        yield (
+            f"pserver {checked.endpoint} has changes {total} of {checked.name} in {block}, "
+            f"expected {wanted}"
+        )
+
+
+def _lost(checked: _Checked, i: int, returned: Return) -> np.ndarray:
+    """Return the changes that a trainer lost when its i-th process started."""
+    count = returned.received[checked.endpoint]
+    rest = _rest_before(checked, i, count) + checked.changes(count, returned.step)
+    return rest - returned.changes[checked.block]
+
+
+def _rest_before(checked: _Checked, i: int, count: int) -> np.ndarray:
+    """Return the changes of the first `count` steps that earlier processes did not push."""
+    applied = {(push.end, push.deltas[checked.block].tobytes()) for push in checked.pushes}
+    for process in reversed(checked.processes[:i]):
+        for push in reversed(process.pushes):
+            is_applied = (push.end, push.deltas[checked.block].tobytes()) in applied
+            if push.end == count and is_applied:
+                return push.rest[checked.block].astype(float)
+        if process.returned is not None:
+            later = checked.changes(count, process.returned.step)
+            return process.returned.changes[checked.block] - later
+    return np.zeros(checked.case.blocks[checked.block])
+
+
+def _expected_loss(checked: _Checked, returned: Return, since: int) -> np.ndarray:
+    """Return the changes after the cut that pushes before the loss did not contain."""
+    count = returned.received[checked.endpoint]
+    cut_step = 0 if returned.cut is None else returned.cut.step
+    total = np.zeros(checked.case.blocks[checked.block])
+    for step in range(max(cut_step, since), returned.step):
+        sent = sum(step < push.end <= count for push in checked.pushes)
+        total += checked.change(step) * (1 - 1 / checked.case.trainers) ** sent
+    return total
