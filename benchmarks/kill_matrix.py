@@ -1,12 +1,20 @@
-"""Reactions of a job to the loss of one process: messages, times, and leftover files.
+"""Cost of the loss of one process, in each mode: seconds, repeated steps, and bits.
 
     python benchmarks/kill_matrix.py                        print a table
     python benchmarks/kill_matrix.py docs/reliability.md    also write the table into this page
 
-Each row is a job of processes on this host. One process, `who`, gets a signal at the moment `when`.
-`known`: seconds from the signal until every other process has logged that this process ended.
-`ended`: seconds from the signal until every other process has exited. Asynchronous jobs continue
-without a lost trainer, and their servers log this.
+Each row is a mode, and the process that is lost by SIGKILL before step 26. Columns:
+
+    others notice       without a launcher: seconds until every other process has logged the loss
+    others end          without a launcher: seconds until every other process has exited
+    with checkpoints    `dtrans launch --restarts 1`, and a checkpoint every 10 steps: seconds until
+                        all trainers take steps again, and the largest number of steps that a
+                        trainer repeats
+    with cuts           the same with a cut every 10 steps
+    with a spare        the same with `--spares 1`, too
+    bits                True if the last checkpoints have the bits of an undisturbed job
+
+The jobs have two trainers, and two parameter servers or two stages, on this host.
 """
 
 from __future__ import annotations
@@ -15,36 +23,47 @@ import contextlib
 import dataclasses
 import os
 import re
-import selectors
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+import dtrans
 from dtrans.endpoints import ReservedEndpoints
+from dtrans.run.distributed.role import Role, roles_of, trainer_roles
 
 
-STEPS = 4000  # no job reaches this step
-MOMENTS = {"before the first step": "ready", "between steps": "step 20"}
-PATIENCE = 60.0  # longest wait for an event, in seconds
-SILENCE = 3.5  # seconds without a message after which a process counts as lost
+STEPS, LOSS, EVERY = 40, 25, 10  # steps of a job, before the loss, and between two checkpoints
+LIMIT = 120.0  # longest wait for an event, in seconds
+VICTIMS = {
+    "sync": ("trainer 1", "pserver 1"),
+    "async": ("trainer 1", "pserver 1"),
+    "nccl2": ("trainer 1",),
+    "pipeline": ("trainer 1",),
+}
+SERVERS = ("sync", "async")
 # lines in which a process logs that another process has ended
-KNOWS = re.compile(
-    r"has ended|has left|went away|continues without|ended without a "
-    r"goodbye|PeerError|DeadlineError|detected fatal"
+NOTICES = re.compile(
+    r"has ended|went away|continues without|ended without a goodbye|PeerError|detected fatal"
 )
 BEGIN, END = "<!-- kill matrix -->", "<!-- end of the kill matrix -->"
+HEAD = (
+    "| mode | lost | others notice | others end | with checkpoints | with cuts | with a spare "
+    "| bits |\n| --- | --- | --- | --- | --- | --- | --- | --- |"
+)
 
 
-# -- a process of a job
-# ------------------------------------------------------------------------------
+# -- a process of a job ----------------------------------------------------------------------------
 
 
 def loss(params, x, y):
@@ -56,216 +75,305 @@ def init(key):
     return params, optax.adam(1e-3).init(params)
 
 
-def work(mode: str) -> None:
-    """Run one role, and print a line for each step."""
-    import dtrans
+def batch(step):
+    """The batch of a step. Trainers wait before one step until the test has killed a process."""
+    if step == LOSS:
+        print("waits", flush=True)
+        while not Path("go").exists():
+            time.sleep(0.01)
+    key = jax.random.fold_in(jax.random.key(1), step)
+    return jax.random.normal(key, (8, 16)), jnp.ones((8, 1))
 
-    cluster = None if mode in ("sync", "async") else dtrans.connect(deadline=30, patience=SILENCE)
-    role = dtrans.Role.from_env()
+
+def traced():
+    """The programs of a step and of the initial state."""
     key = jax.random.key(0)
-    x, y = jax.random.normal(key, (8, 16)), jnp.ones((8, 1))
+    shapes = jax.ShapeDtypeStruct((8, 16), float), jax.ShapeDtypeStruct((8, 1), float)
     step = dtrans.make_train_step(loss, optax.adam(1e-3))
-    main, startup = dtrans.trace(step, *jax.eval_shape(init, key), x, y), dtrans.trace(init, key)
+    return dtrans.trace(step, *jax.eval_shape(init, key), *shapes), dtrans.trace(init, key)
+
+
+def work(mode: str, kind: str) -> None:
+    """Run one role, and print a line for each step.
+
+    Args:
+      mode: the mode.
+      kind: "cuts" to write cuts; else the job writes checkpoints.
+    """
+    cluster = None if mode in SERVERS else dtrans.connect(deadline=30)
+    main, startup = traced()
+    if "DTRANS_SPARE" in os.environ:
+        print("spare", flush=True)
+    role = dtrans.Role.from_env()
+    print(f"pid {os.getpid()}", flush=True)
     if mode == "nccl2":
-        plan = dtrans.nccl2(main, startup, trainers=role.trainers)
+        plan: Any = dtrans.nccl2(main, startup, trainers=role.trainers)
     elif mode == "pipeline":
         plan = dtrans.pipeline(main, startup, num_stages=role.trainers, num_micro_batch=2)
     else:
-        kind = dtrans.Sync() if mode == "sync" else dtrans.Async()
-        plan = dtrans.pserver(
-            main, startup, pservers=role.pservers, trainers=role.trainers, mode=kind
-        )
-    with plan.on_cluster(**({} if cluster else {"deadline": 60, "patience": SILENCE})) as job:
-        state = job.init(key)
-        print("ready", flush=True)
-        if role.is_pserver:
-            job.serve(state)
+        way = {"sync": dtrans.Sync, "async": dtrans.Async}[mode]()
+        servers, trainers = role.pservers, role.trainers
+        plan = dtrans.pserver(main, startup, pservers=servers, trainers=trainers, mode=way)
+    path = None if kind == "cuts" else dtrans.checkpoint.latest("ckpt")
+    with plan.on_cluster() as job:
+        state = job.init(jax.random.key(0))
+        first = 0 if path is None else int(path.name)
+        if path is not None and not (cluster is None and role.is_trainer):
+            state = dtrans.checkpoint.restore(path, job)
+        if cluster is not None:
+            train_collectively(job, state, first)
+        elif role.is_trainer:
+            train_with_servers(job, state, first, kind)
+        elif kind == "cuts":
+            job.serve(state, checkpoints="ckpt", cuts=EVERY, on_failure="drop")
+        else:
+            job.serve(state, checkpoints="ckpt")
+
+
+def train_collectively(job, state, first: int) -> None:
+    for step in range(first, STEPS):
+        state, value = job.step(state, *job.shard_batch(*batch(step)))
+        jax.block_until_ready(value)
+        print(f"step {step + 1}", flush=True)
+        if (step + 1) % EVERY == 0:
+            dtrans.checkpoint.save(f"ckpt/{step + 1}", job, state)
+
+
+def train_with_servers(job, state, first: int, kind: str) -> None:
+    shards = lambda step: job.shard_batch(*batch(step))
+    for _, value in job.steps(state, shards, start=first, stop=STEPS):
+        jax.block_until_ready(value)
+        step = job.step_count + (first if kind != "cuts" else 0)
+        print(f"step {step}", flush=True)
+        if step % EVERY == 0 and (kind != "cuts" or step == STEPS):
+            job.save(str(step))
+
+
+# -- a job -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """Line that a process printed, with its time in seconds."""
+
+    at: float
+    role: str
+    text: str
+
+
+class Job:
+    """Job in a separate folder, and the lines that its processes have printed.
+
+    Args:
+      mode: the mode.
+      kind: "alone" without a launcher, else "checkpoints", "cuts" or "spare".
+      folder: the folder.
+    """
+
+    def __init__(self, mode: str, kind: str, folder: Path) -> None:
+        self.folder, self.lines = folder, list[Line]()
+        self.ended: dict[str, float] = {}  # role -> time of its end
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+        self._changed = threading.Condition()
+        script = [__file__, "--work", mode, "cuts" if kind in ("cuts", "spare") else "checkpoints"]
+        if kind == "alone":
+            for role in roles(mode):
+                self._start(role.name, [sys.executable, *script], role.environment())
             return
-        own = slice(
-            role.trainer_id * 8 // role.trainers, (role.trainer_id + 1) * 8 // role.trainers
+        options = ["--pservers", "2"] if mode in SERVERS else ["--mode", "nccl2"]
+        if kind in ("cuts", "spare"):
+            options += ["--cuts", "cuts", "--spares", str(int(kind == "spare"))]
+        launch = ["-m", "dtrans", "launch", "--restarts", "1", "--trainers", "2", *options]
+        self._start("launcher", [sys.executable, *launch, *script], {})
+
+    def _start(self, name: str, command: list[str], env: dict[str, str]) -> None:
+        plain = {k: v for k, v in os.environ.items() if not k.startswith("DTRANS_")}
+        process = subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=plain | env | {"JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
-        for i in range(STEPS):
-            state, value = job.step(state, x[own], y[own])
-            jax.block_until_ready(value)
-            print(f"step {i}", flush=True)
+        self.processes[name] = process
+        threading.Thread(target=self._read, args=(name, process), daemon=True).start()
 
+    def _read(self, name: str, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for text in process.stdout:
+            role = re.match(r"\[([^]]+)\] ", text) if name == "launcher" else None
+            with self._changed:
+                words = text.strip().removeprefix(role[0] if role else "")
+                self.lines.append(Line(time.monotonic(), role[1] if role else name, words))
+                self._changed.notify_all()
+        process.wait()
+        with self._changed:
+            self.ended[name] = time.monotonic()
+            self._changed.notify_all()
 
-# -- one row
-# -----------------------------------------------------------------------------------------
+    def wait(self, what: str, condition: Callable[[], Any]) -> Any:
+        """Return the first true value of a condition on `lines` and `ended`.
 
+        Raises:
+          RuntimeError: the condition has not become true.
+        """
+        with self._changed:
+            found = self._changed.wait_for(condition, LIMIT)
+        if not found:
+            output = "\n".join(f"{line.role}: {line.text}" for line in self.lines)
+            raise RuntimeError(f"waited in vain for {what}:\n{output}")
+        return found
 
-@dataclasses.dataclass
-class Row:
-    """One row of the table: a job, its signal, and the reactions."""
+    def last(self, role: str, pattern: str, since: float = 0.0) -> re.Match[str] | None:
+        """The last line of a role that matches a pattern; None without one."""
+        found = None
+        for line in self.lines:
+            if line.role == role and line.at > since:
+                found = re.fullmatch(pattern, line.text) or found
+        return found
 
-    mode: str
-    victim: str
-    how: str
-    moment: str
-    known: str
-    ended: str
-    said: dict[str, str]
-    left: str
+    def first_at(self, role: str, pattern: re.Pattern[str], since: float) -> float | None:
+        """The time of the first line of a role after `since` in which a pattern occurs."""
+        for line in self.lines:
+            if line.role == role and line.at > since and pattern.search(line.text):
+                return line.at
+        return None
 
-    def __str__(self) -> str:
-        said = "<br>".join(f"{name}: {what}" for name, what in self.said.items())
-        seconds = f"{self.known} | {self.ended}"
-        return (
-            f"| {self.mode} | {self.victim} | {self.how} | {self.moment} | {seconds} | {said} "
-            f"| {self.left} |"
-        )
+    def kill(self, victim: str, *, with_spare: bool) -> float:
+        """Kill a process while both trainers wait, and let the others continue; the time."""
+        waits = lambda: all(self.last(f"trainer {k}", "waits") for k in range(2))
+        self.wait("trainers that wait", waits)
+        if with_spare:
+            self.wait("a spare", lambda: self.last("spare", "spare"))
+        pid = self.last(victim, r"pid (\d+)")
+        assert pid is not None
+        begin = time.monotonic()
+        os.kill(int(pid[1]), signal.SIGKILL)
+        (self.folder / "go").touch()
+        return begin
+
+    def state(self) -> list[bytes]:
+        """The bytes of all arrays of the last checkpoint, after the end of the job."""
+        self.wait("the end of the job", lambda: "launcher" in self.ended)
+        path = dtrans.checkpoint.latest(self.folder / "ckpt")
+        if path is None or path.name != str(STEPS):
+            raise RuntimeError("\n".join(f"{x.role}: {x.text}" for x in self.lines))
+        found = dtrans.checkpoint.load(path, traced()[0])
+        return [np.asarray(x).tobytes() for x in jax.tree.leaves(found)]
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
 
 
 ENDPOINTS = ReservedEndpoints()  # endpoints of all jobs, reserved until this process ends
 
 
-class Job:
-    """Processes of a job in a separate folder, whose output is read line by line."""
-
-    def __init__(self, mode: str, folder: Path) -> None:
-        from dtrans.run.distributed.role import roles_of, trainer_roles
-
-        pservers = mode in ("sync", "async")
-        roles = roles_of(2, ENDPOINTS.choose(2)) if pservers else trainer_roles(ENDPOINTS.choose(2))
-        plain = {k: v for k, v in os.environ.items() if not k.startswith("DTRANS_")}
-        self.folder = folder
-        self.lines: dict[str, list[str]] = {}
-        self.ended: dict[str, float] = {}
-        self.knew: dict[str, float] = {}  # the time at which a process logged the loss of another
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._selector = selectors.DefaultSelector()
-        self._rest: dict[str, bytes] = {}
-        for role in roles:
-            process = subprocess.Popen(
-                [sys.executable, __file__, "--work", mode],
-                env=plain | role.environment() | {"TMPDIR": str(folder), "JAX_PLATFORMS": "cpu"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            self.processes[role.name] = process
-            self.lines[role.name], self._rest[role.name] = [], b""
-            self._selector.register(process.stdout, selectors.EVENT_READ, role.name)
-
-    def follow(self, until) -> bool:
-        """Read the output of all processes until `until()` is true.
-
-        Return False if it is still false after `PATIENCE` seconds.
-        """
-        limit = time.monotonic() + PATIENCE
-        while not until():
-            left = limit - time.monotonic()
-            if left <= 0 or not self._selector.get_map():
-                return until()
-            for ready, _ in self._selector.select(left):
-                name, data = ready.data, os.read(ready.fd, 1 << 16)
-                if not data:
-                    self._selector.unregister(ready.fileobj)
-                    self.processes[name].wait()
-                    self.ended[name] = time.monotonic()
-                *lines, self._rest[name] = (self._rest[name] + data).split(b"\n")
-                self.lines[name] += [x.decode(errors="replace") for x in lines]
-                if any(KNOWS.search(x) for x in self.lines[name][-len(lines) :]) and lines:
-                    self.knew.setdefault(name, time.monotonic())
-        return True
-
-    def last_words(self, name: str) -> str:
-        """Return the last error that a process printed, or the line that tells that it continues."""
-        own = [
-            x
-            for x in self.lines[name]
-            if not re.match(r"step \d+$|ready$", x) and x.strip(" @*")[:2] not in ("", "0x")
-        ]
-        named = [x for x in own if re.match(r"dtrans\.\S*Error\b|SystemExit", x)] or [
-            x for x in own if "has ended" in x
-        ]
-        errors = [x for x in own if re.match(r"F\d{4} |(jax\.\S*Error|\w*Error)\b", x)]
-        what = (named or [x for x in own if "continues" in x] or errors or own or [""])[-1]
-        what = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:PORT", re.sub(r"^dtrans\.errors\.", "", what))
-        code = self.processes[name].poll()
-        return (what[:200] or "nothing") + ("" if code is None else f" (exit code {code})")
-
-    def close(self) -> None:
-        for process in self.processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            process.stdout.close()
+def roles(mode: str) -> tuple[Role, ...]:
+    if mode in SERVERS:
+        return roles_of(2, ENDPOINTS.choose(2))
+    return trainer_roles(ENDPOINTS.choose(2))
 
 
-def row(mode: str, victim: str, how: signal.Signals, moment: str) -> Row:
-    """Run one job, send a signal to its process `victim`, and describe the reactions."""
+@contextlib.contextmanager
+def job_of(mode: str, kind: str) -> Iterator[Job]:
     with tempfile.TemporaryDirectory(prefix="kill-") as folder:
-        job = Job(mode, Path(folder))
+        job = Job(mode, kind, Path(folder))
         try:
-            others = [n for n in job.processes if n != victim]
-            if victim.startswith("pserver"):  # servers print no steps
-                told = lambda: all(
-                    MOMENTS[moment] in job.lines[n] for n in others if n.startswith("trainer")
-                )
-            else:
-                told = lambda: MOMENTS[moment] in job.lines[victim]
-            if not job.follow(told):
-                return Row(mode, victim, how.name, moment, "did not come to it", "", {}, "")
-            begin = time.monotonic()
-            job.processes[victim].send_signal(how)
-            continues = mode == "async" and victim.startswith("trainer")
-            survivors = [n for n in others if n.startswith("pserver")] if continues else others
-            job.follow(lambda: all(n in job.knew or n in job.ended for n in survivors))
-            since = lambda when: f"{max((when[n] for n in survivors), default=begin) - begin:.1f}"
-            known = since(job.knew) if job.knew.keys() >= {*survivors} else "never"
-            ended = f"over {PATIENCE:.0f}"
-            if continues:
-                ended = "continues"
-            elif job.follow(lambda: all(n in job.ended for n in others)):
-                ended = since(job.ended)
-            said = {n: job.last_words(n) for n in others}
-            if how == signal.SIGSTOP:
-                job.processes[victim].kill()
-            job.follow(lambda: len(job.ended) == len(job.processes) or continues)
-            names = {re.sub(r"-.*", "-*", x) for x in os.listdir(folder)}
-            left = "nothing"
-            if names and not continues:  # roles that continue still use their folders
-                left = f"{', '.join(sorted(names))}, which the next server removes"
-            return Row(mode, victim, how.name, moment, known, ended, said, left)
+            yield job
         finally:
             job.close()
 
 
-def rows() -> Iterator[Row]:
-    """Yield the rows of the table, for all combinations."""
-    servers, trainers = ("trainer 1", "pserver 1"), ("trainer 0", "trainer 1")
-    victims = {"sync": servers, "async": servers, "nccl2": trainers, "pipeline": trainers}
-    for mode in ("sync", "async", "nccl2", "pipeline"):
-        for victim in victims[mode]:
-            for how in (signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP):
-                for moment in MOMENTS:
-                    if how == signal.SIGKILL or moment == "between steps":
-                        yield row(mode, victim, how, moment)
+# -- one row ---------------------------------------------------------------------------------------
 
 
-HEAD = (
-    "| mode | who | signal | when | known | ended | messages of the others | left behind |\n"
-    "| --- | --- | --- | --- | --- | --- | --- | --- |"
-)
+def react(mode: str, victim: str) -> tuple[str, str]:
+    """The seconds until the others notice a loss, and end, without a launcher."""
+    with job_of(mode, "alone") as job:
+        begin = job.kill(victim, with_spare=False)
+        continues = mode == "async" and victim.startswith("trainer")
+        others = [name for name in job.processes if name != victim]
+        asked = [name for name in others if not continues or name.startswith("pserver")]
+
+        def noticed() -> list[float]:
+            found = [job.first_at(name, NOTICES, begin) or job.ended.get(name) for name in asked]
+            return [] if None in found else [x for x in found if x is not None]
+
+        notice = max(job.wait("others that notice", noticed)) - begin
+        if continues:
+            return f"{notice:.1f} s", "continue"
+        job.wait("the end", lambda: all(name in job.ended for name in others))
+        return f"{notice:.1f} s", f"{max(job.ended[name] for name in others) - begin:.1f} s"
+
+
+def restart(mode: str, victim: str, kind: str, expected: list[bytes]) -> tuple[str, bool]:
+    """The cost of a loss under a launcher, and True if the result has the expected bits."""
+    with job_of(mode, kind) as job:
+        begin = job.kill(victim, with_spare=kind == "spare")
+        step = re.compile(r"^step \d+$")
+        again = re.compile("starts again|start again|takes its place")
+
+        def steps() -> list[float]:
+            restarted = job.first_at("launcher", again, begin)
+            if restarted is None:
+                return []
+            # an asynchronous trainer may not stop for the loss of another one
+            found = [job.first_at(f"trainer {k}", step, restarted) for k in range(2)]
+            return [] if None in found else [x for x in found if x is not None]
+
+        seconds = max(job.wait("steps after the loss", steps)) - begin
+        is_equal = job.state() == expected
+        repeated = 0
+        for k in range(2):
+            texts = [x.text for x in job.lines if x.role == f"trainer {k}"]
+            made = [text for text in texts if step.search(text)]
+            repeated = max(repeated, len(made) - len(set(made)))
+        return f"{seconds:.1f} s, {repeated} steps", is_equal
+
+
+def rows() -> Iterator[str]:
+    """The rows of the table."""
+    for mode, victims in VICTIMS.items():
+        with job_of(mode, "checkpoints") as job:
+            (job.folder / "go").touch()
+            expected = job.state()
+        for victim in victims:
+            cells, equal = list(react(mode, victim)), []
+            for kind in ("checkpoints", "cuts", "spare"):
+                if kind != "checkpoints" and mode not in SERVERS:
+                    cells.append("-")
+                    continue
+                cost, is_equal = restart(mode, victim, kind, expected)
+                cells.append(cost)
+                equal.append(is_equal)
+            name = "a server" if victim.startswith("pserver") else "a trainer"
+            bits = "equal" if all(equal) else "differ"
+            yield f"| {mode} | {name} | {' | '.join(cells)} | {bits} |"
 
 
 def main(page: Path | None) -> None:
-    print(f"{HEAD}   (load {os.getloadavg()[0]:.1f})", flush=True)
-    made = []
-    for found in rows():
-        print(found, flush=True)
-        made.append(str(found))
+    print(HEAD, flush=True)
+    found, loads = [], [os.getloadavg()[0]]
+    for row in rows():
+        print(row, flush=True)
+        found.append(row)
+        loads.append(os.getloadavg()[0])
+    low, high = min(loads), max(loads)
+    end = f"Measured on {os.cpu_count()} cores, at a load of {low:.0f} to {high:.0f}."
+    print(end)
     if page is not None:
-        text = page.read_text()
-        before, rest = text.split(BEGIN)
-        page.write_text(
-            before + BEGIN + "\n\n" + "\n".join([HEAD, *made]) + "\n\n" + END + rest.split(END)[1]
-        )
+        before, rest = page.read_text().split(BEGIN)
+        table = "\n".join([HEAD, *found])
+        page.write_text(f"{before}{BEGIN}\n\n{table}\n\n{end}\n\n{END}{rest.split(END)[1]}")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--work"]:
-        work(sys.argv[2])
+        work(*sys.argv[2:])
     else:
         main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
