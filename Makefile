@@ -76,7 +76,7 @@ bench-smoke: $(STAMP) ## run every benchmark once, of its smallest size
 chaos: $(STAMP) ## kill and stop processes of jobs at random moments, and compare their results (takes an hour)
 	$(BIN)/python benchmarks/chaos.py --rounds 100
 
-reliability: $(STAMP) ## end processes of jobs, and write what the others do into docs/reliability.md
+reliability: $(STAMP) ## kill processes of jobs, and write the cost of each loss into docs/reliability.md
 	$(BIN)/python benchmarks/kill_matrix.py docs/reliability.md
 
 notebooks: $(STAMP) ## run the notebooks from top to bottom

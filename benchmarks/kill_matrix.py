@@ -29,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,9 @@ import optax
 
 import dtrans
 from dtrans.endpoints import ReservedEndpoints
+from dtrans.errors import CheckpointWarning
 from dtrans.run.distributed.role import Role, roles_of, trainer_roles
+from dtrans.run.net.epoch_folder import EpochFolder
 
 
 STEPS, LOSS, EVERY = 40, 25, 10  # steps of a job, before the loss, and between two checkpoints
@@ -241,12 +244,20 @@ class Job:
                 return line.at
         return None
 
-    def kill(self, victim: str, *, with_spare: bool) -> float:
-        """Kill a process while both trainers wait, and let the others continue; the time."""
+    def kill(self, victim: str, *, with_spare: bool = False, cuts: bool = False) -> float:
+        """Kill a process while both trainers wait, and let the others continue; the time.
+
+        Args:
+          victim: the process.
+          with_spare: True to wait for a spare first.
+          cuts: True to wait for the newest cut first, because steps are faster than its write.
+        """
         waits = lambda: all(self.last(f"trainer {k}", "waits") for k in range(2))
         self.wait("trainers that wait", waits)
         if with_spare:
             self.wait("a spare", lambda: self.last("spare", "spare"))
+        if cuts:
+            self._wait_for_cut()
         pid = self.last(victim, r"pid (\d+)")
         assert pid is not None
         begin = time.monotonic()
@@ -254,13 +265,22 @@ class Job:
         (self.folder / "go").touch()
         return begin
 
+    def _wait_for_cut(self) -> None:
+        folder, limit = EpochFolder(self.folder / "cuts"), time.monotonic() + LIMIT
+        while folder.newest_cut(["pserver 0", "pserver 1"]) != LOSS // EVERY * EVERY:
+            if time.monotonic() > limit:
+                raise RuntimeError("waited in vain for the newest cut")
+            time.sleep(0.01)
+
     def state(self) -> list[bytes]:
         """The bytes of all arrays of the last checkpoint, after the end of the job."""
         self.wait("the end of the job", lambda: "launcher" in self.ended)
         path = dtrans.checkpoint.latest(self.folder / "ckpt")
         if path is None or path.name != str(STEPS):
             raise RuntimeError("\n".join(f"{x.role}: {x.text}" for x in self.lines))
-        found = dtrans.checkpoint.load(path, traced()[0])
+        with warnings.catch_warnings():  # asynchronous servers have different counts of steps
+            warnings.simplefilter("ignore", CheckpointWarning)
+            found = dtrans.checkpoint.load(path, traced()[0])
         return [np.asarray(x).tobytes() for x in jax.tree.leaves(found)]
 
     def close(self) -> None:
@@ -295,7 +315,7 @@ def job_of(mode: str, kind: str) -> Iterator[Job]:
 def react(mode: str, victim: str) -> tuple[str, str]:
     """The seconds until the others notice a loss, and end, without a launcher."""
     with job_of(mode, "alone") as job:
-        begin = job.kill(victim, with_spare=False)
+        begin = job.kill(victim)
         continues = mode == "async" and victim.startswith("trainer")
         others = [name for name in job.processes if name != victim]
         asked = [name for name in others if not continues or name.startswith("pserver")]
@@ -314,7 +334,8 @@ def react(mode: str, victim: str) -> tuple[str, str]:
 def restart(mode: str, victim: str, kind: str, expected: list[bytes]) -> tuple[str, bool]:
     """The cost of a loss under a launcher, and True if the result has the expected bits."""
     with job_of(mode, kind) as job:
-        begin = job.kill(victim, with_spare=kind == "spare")
+        has_cuts = mode == "sync" and kind != "checkpoints"
+        begin = job.kill(victim, with_spare=kind == "spare", cuts=has_cuts)
         step = re.compile(r"^step \d+$")
         again = re.compile("starts again|start again|takes its place")
 
