@@ -66,6 +66,8 @@ class ServerConnections:
         self._opened: ZmqTransport | None = None
         self._me: tuple[int, int] | None = None  # (id of this trainer, number of trainers)
         self._session = new_run()
+        # servers of the old epoch, which wait for this trainer in the new one, too
+        self._endpoints: tuple[str, ...] = ()
 
     @property
     def is_known(self) -> bool:
@@ -161,7 +163,7 @@ class ServerConnections:
 
     def connect(self, endpoints: Collection[str]) -> tuple[ZmqTransport, Mapping[str, ServerLink]]:
         """Connect to servers; return the transport, and a map from endpoints to connections."""
-        for endpoint in endpoints:
+        for endpoint in (*self._endpoints, *endpoints):
             self.link(endpoint)
         return self._transport, self._links
 
@@ -227,6 +229,7 @@ class ServerConnections:
           ReplacedError: the launcher has started another process of this trainer.
         """
         self._member = self._member.rejoin()
+        self._endpoints = tuple(dict.fromkeys((*self._endpoints, *self._links)))
         self.abandon()
         self.steps.forget_connections()
         self._least_epoch, self._session = epoch, new_run()

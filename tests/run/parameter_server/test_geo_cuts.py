@@ -21,6 +21,7 @@ from dtrans.protocol.trainer.geo_steps import GeoCut
 from dtrans.run.distributed.launcher import launch
 from dtrans.run.net.epoch_folder import EpochFolder
 from dtrans.run.parameter_server.geo_cuts import GeoCuts
+from dtrans.run.parameter_server.server_connections import ServerConnections
 
 
 FINAL, EVERY, CUTS = 60, 4, 10
@@ -56,7 +57,7 @@ import dtrans
 from dtrans.run.net.epoch_folder import EpochFolder
 from model import key, main, startup, x
 
-SERVERS = ["pserver 0", "pserver 1"]
+SERVERS = [f"pserver {i}" for i in range({servers})]
 role = dtrans.Role.from_env()
 open(f"pid {role.name}", "w").write(str(os.getpid()))
 
@@ -85,7 +86,7 @@ def batch(step):
 
 plan = dtrans.pserver(
     main, startup, pservers=role.pservers, trainers=role.trainers, mode=dtrans.Geo(4, {waits}),
-    placement=dtrans.BlockPlacement(min_block_size=1),
+    placement=dtrans.BlockPlacement(min_block_size={size}),
 )
 with plan.on_cluster() as job:
     state = job.init(key)
@@ -107,18 +108,22 @@ def run(
     *,
     trainers: int,
     waits: bool = False,
+    servers: int = 2,
 ) -> dict[str, np.ndarray]:
     """Run the job; return the servers' arrays at its end, by name."""
     folder.mkdir()
     monkeypatch.chdir(folder)
     (folder / "model.py").write_text(MODEL)
     script = TRAIN.replace("{waits}", str(waits)).replace("{kills}", repr(kills))
+    # with three servers, the last one has no block
+    size = 1 if servers == 2 else 100
+    script = script.replace("{servers}", str(servers)).replace("{size}", str(size))
     (folder / "survive.py").write_text(script)
     env = {"PYTHONPATH": f"{folder}:{ROOT}", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "survive.py"]
-    launch(command, trainers=trainers, pservers=2, env=env, restarts=len(kills) or 1)
+    launch(command, trainers=trainers, pservers=servers, env=env, restarts=len(kills) or 1)
     found: dict[str, np.ndarray] = {}
-    for i in range(2):
+    for i in range(servers):
         with np.load(folder / f"end pserver {i}.npz") as file:
             found |= file
     return found
@@ -164,16 +169,22 @@ def test_the_only_trainer_loses_steps_of_its_own_leaves_alone(
 
 
 @pytest.mark.parametrize(
-    "waits", [False, pytest.param(True, marks=pytest.mark.rotated)], ids=["beside", "waits"]
+    ("waits", "count"),
+    [
+        pytest.param(False, 2, id="beside"),
+        pytest.param(True, 2, id="waits", marks=pytest.mark.rotated),
+        pytest.param(False, 3, id="a server without blocks", marks=pytest.mark.rotated),
+    ],
 )
 def test_a_lost_server_goes_back_alone_and_trainers_keep_their_steps(
     waits: bool,
+    count: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     kills = [(25, "pserver 0"), (44, "trainer 0")]
-    servers = run(tmp_path / "killed", kills, monkeypatch, trainers=2, waits=waits)
+    servers = run(tmp_path / "killed", kills, monkeypatch, trainers=2, waits=waits, servers=count)
     output = capsys.readouterr()
     assert output.err.count("it starts again, and the other roles continue") == 2
     assert "all roles start again" not in output.err
@@ -319,3 +330,28 @@ def test_cuts_of_trainers_are_forgotten_with_those_of_servers(tmp_path: Path) ->
         (tmp_path / "trainer-1").mkdir()
         forget()
         assert not (tmp_path / "trainer-1").exists()
+
+
+def test_a_trainer_connects_to_the_servers_without_blocks_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every server waits for all trainers in each epoch."""
+    greeted = []
+
+    def link(self: Any, endpoint: str) -> Any:
+        greeted.append(endpoint)
+        return self._links.setdefault(endpoint, types.SimpleNamespace(close=lambda: None))
+
+    monkeypatch.setattr(ServerConnections, "link", link)
+    connections = ServerConnections(
+        deadline=1.0, patience=1.0, wait_port=True, encryption="disabled"
+    )
+    try:
+        for epoch in (1, 2):
+            connections.connect(["a", "b", "without blocks"] if epoch == 1 else ["b"])
+            connections.rejoin(epoch)
+            greeted.clear()
+            connections.connect(["a", "b"])
+            assert {*greeted} == {"a", "b", "without blocks"}
+    finally:
+        connections.abandon()
