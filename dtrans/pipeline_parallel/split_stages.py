@@ -29,7 +29,7 @@ from dtrans.tensor_parallel.defaults import default_cuts
 
 
 @dataclasses.dataclass(frozen=True)
-class Cuts:
+class StageCuts:
     """Parameters and optimizer state that are cut over the shards of stages.
 
     Attributes:
@@ -84,7 +84,7 @@ def cuts_of(
     stages: Sequence[StagePrograms],
     shards: Sequence[int],
     users: Mapping[str, Sequence[int]],
-) -> Cuts:
+) -> StageCuts:
     """Return the parameters and optimizer state that split scopes cut.
 
     A parameter is cut only if a single stage reads it.
@@ -109,7 +109,7 @@ def cuts_of(
         for i, axis in default_cuts(p.jaxpr, places, count, _is_split).items():
             params[p.in_names[i]] = axis
     if not params:
-        return Cuts(tuple(shards), {})
+        return StageCuts(tuple(shards), {})
 
     # An array of optimizer state is cut like its parameter if it has an entry for each row that is
     # cut.
@@ -123,7 +123,7 @@ def cuts_of(
         has_home = plain.home(plain.layout(plain.inputs[name])) is not None
         if has_home and isinstance(row, RowAxis) and row.leaf in params and row.width == 1:
             state[name] = row.axis
-    return Cuts(tuple(shards), state)
+    return StageCuts(tuple(shards), state)
 
 
 def _is_split(eqn: object) -> bool:
@@ -132,7 +132,7 @@ def _is_split(eqn: object) -> bool:
 
 
 def split_stages(
-    stages: Sequence[StagePrograms], cuts: Cuts
+    stages: Sequence[StagePrograms], cuts: StageCuts
 ) -> tuple[tuple[StagePrograms, ...], dict[tuple[int, str], int]]:
     """Rewrite the programs of split stages for one shard.
 
@@ -158,7 +158,11 @@ def split_stages(
 
 
 def _split(
-    p: Program, s: StagePrograms, cuts: Cuts, values: dict[str, int], replicated: Collection[str]
+    p: Program,
+    s: StagePrograms,
+    cuts: StageCuts,
+    values: dict[str, int],
+    replicated: Collection[str],
 ) -> Program:
     """Rewrite a program of a split stage for one shard.
 
@@ -187,7 +191,7 @@ def _split(
 
 
 def split_update(
-    placed: PlacedUpdate, cuts: Cuts, sums: Mapping[str, tuple[str, int, int | None]]
+    placed: PlacedUpdate, cuts: StageCuts, sums: Mapping[str, tuple[str, int, int | None]]
 ) -> PlacedUpdate:
     """Rewrite the update so that the pieces of a split stage compute one shard.
 

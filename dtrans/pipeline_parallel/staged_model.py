@@ -18,7 +18,7 @@ from dtrans.ir.selection import retain, values_at
 from dtrans.pipeline_parallel.forward_pass import ForwardPass, forward_pass
 from dtrans.pipeline_parallel.options import PipelineOptions
 from dtrans.pipeline_parallel.results import results_program
-from dtrans.pipeline_parallel.split_stages import Cuts, split_stages
+from dtrans.pipeline_parallel.split_stages import StageCuts, split_stages
 from dtrans.pipeline_parallel.stage_programs import StagePrograms, StageProgramWriter
 from dtrans.pipeline_parallel.stage_scan import ScanSplits, StageRows, split_scans, unstack_params
 from dtrans.pipeline_parallel.update import slices_of_sums
@@ -66,7 +66,7 @@ class StagedModel:
     stage_of: tuple[int, ...]
     homes: Mapping[str, int]
     users: Mapping[str, tuple[int, ...]]
-    cuts: Cuts
+    cuts: StageCuts
     scan_splits: ScanSplits
     stacks: Mapping[str, tuple[StageRows, ...]]
     merges: Mapping[str, str]
@@ -191,7 +191,7 @@ def step_programs(
     forward: ForwardPass,
     stages: Sequence[StagePrograms],
     merges: Mapping[str, str],
-    cuts: Cuts,
+    cuts: StageCuts,
     o: PipelineOptions,
 ) -> StepPrograms:
     """Return the programs of all stages, and the programs that merge their results."""

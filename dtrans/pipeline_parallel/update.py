@@ -30,7 +30,7 @@ from dtrans.ir.pytree import TreeSpec, tuple_of, unused_name
 from dtrans.ir.selection import exclude, subset, values_at
 from dtrans.pipeline_parallel.balance import contiguous, part_of_each
 from dtrans.pipeline_parallel.options import PipelineOptions
-from dtrans.pipeline_parallel.split_stages import Cuts, split_update
+from dtrans.pipeline_parallel.split_stages import StageCuts, split_update
 from dtrans.pipeline_parallel.stage_scan import StageRows, concatenate_along
 from dtrans.pipeline_parallel.update_by_stage import PlacedUpdate, grouped, place
 from dtrans.rows.analysis import leaves_of_state
@@ -85,7 +85,7 @@ def update_of(
     sums: Mapping[str, Any],
     homes: Mapping[str, int],
     users: Mapping[str, Sequence[int]],
-    cuts: Cuts,
+    cuts: StageCuts,
     rows: Mapping[str, Sequence[StageRows]],
     o: PipelineOptions,
 ) -> Update:
