@@ -50,6 +50,7 @@ from dtrans.run.base.summary_writer import SummaryWriter
 from dtrans.run.distributed.connect import connect
 from dtrans.run.distributed.role import Role
 from dtrans.run.executor import Executor
+from dtrans.run.job_replay import replay
 from dtrans.run.parameter_server.tables.job_tables import ChangedRows, TablesReport
 from dtrans.step import summary
 from dtrans.step.batch_sharing import Batch, UnevenPart, shard_batch
@@ -126,6 +127,7 @@ __all__ = [
     "paddle",
     "pipeline",
     "pserver",
+    "replay",
     "replicate",
     "role_table",
     "shard_batch",

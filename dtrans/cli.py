@@ -100,10 +100,19 @@ def launch_command(
     on_trainer_loss: Annotated[
         str,
         typer.Option(
-            help="`abort` ends the job when a trainer fails. `drop` continues without the trainer "
-            "(nccl2 and asynchronous jobs)."
+            help="`restart` starts a lost trainer again, as often as --restarts allows. `abort` "
+            "ends the job. `drop` continues without the trainer (jobs with cuts, asynchronous "
+            "jobs, and nccl2)."
         ),
-    ] = "abort",
+    ] = "restart",
+    quorum: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="With `--on-trainer-loss drop`, in a job with cuts: smallest number of trainers "
+            "with which the job continues.",
+        ),
+    ] = 1,
     restarts: Annotated[
         int,
         typer.Option(
@@ -271,8 +280,8 @@ def launch_command(
         "log_dir": log_dir,
         "restarts": restarts,
     }
-    if cuts is not None or spares:
-        options["restarts"] = RestartOptions(restarts, cuts, spares, _record(context))
+    if cuts is not None or spares or quorum > 1:
+        options["restarts"] = RestartOptions(restarts, cuts, spares, _record(context), quorum)
     check_one_of("--on", on, (None, "ray"))
     if on is None:
         _refuse_options(context, RAY, "--on ray")

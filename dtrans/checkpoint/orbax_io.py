@@ -411,6 +411,9 @@ def write(
 ) -> None:
     """Write the piece of one saver; leave an existing piece of the same run and step unchanged.
 
+    An existing piece of the same job and another run is replaced, because the job has undone the
+    piece's step.
+
     Args:
       path: the folder of the checkpoint.
       layout: the pieces.
@@ -434,6 +437,8 @@ def write(
         existing = _read_or_torn(place) if place.exists() else None
         if existing and mark.step is not None and _are_one_save([existing, about]):
             return
+        if existing and mark.job and _is_undone(existing, mark):
+            _remove(place)
         for piece in _stale_pieces(path, layout, who, about, mark):
             _remove(piece)
         # folders that get a new entry, whose names must be flushed to the disk
@@ -445,6 +450,11 @@ def write(
         _save_piece(place, values, about, serving=serving)
         for folder in changed_folders:
             _sync(folder)
+
+
+def _is_undone(about: Mapping[str, Any], mark: Mark) -> bool:
+    """Return True if a piece is from the same job as `mark`, before the job dropped a trainer."""
+    return bool(about.get("job") == mark.job and mark.run[0] not in _run_of(about))
 
 
 def _about(layout: PieceLayout, who: str, mark: Mark) -> dict[str, Any]:
@@ -464,6 +474,7 @@ def _about(layout: PieceLayout, who: str, mark: Mark) -> dict[str, Any]:
         "pieces": dict(layout.pieces),
         "types": _types_of(layout.main),
         "rows": saver_rows,
+        "job": mark.job,
     }
 
 

@@ -58,12 +58,15 @@ class Mark:
       tag: the user's name of the save.
       shared: True if other processes of the run know one of the identifiers. With False, a piece of
         an earlier run cannot be told from a piece of another process of this run.
+      job: identifier of a job that goes back to cuts; empty for other jobs. After a drop of a
+        trainer, the job has another run, and pieces of undone steps are replaced.
     """
 
     run: tuple[str, ...] = ()
     step: int | None = None
     tag: str | None = None
     shared: bool = True
+    job: str = ""
 
 
 def mark_of(run: str, tag: str | None = None, *, alone: bool = False) -> Mark:

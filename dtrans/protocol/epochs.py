@@ -9,6 +9,9 @@ all roles have written, and grants a new epoch that begins there. Live servers l
 continue with new state machines, so that no state of the old epoch has to be cleared. Live
 trainers connect again and repeat the steps after the cut. Only the lost process is started again.
 
+The launcher may also drop a lost trainer (`dtrans launch --on-trainer-loss drop`). The set of
+trainers is a part of the epoch. So all servers use the gradients of the same trainers in a step.
+
 Asynchronous trainers share no step, so each asynchronous server has its own cuts. A server that
 lives keeps its state, and a lost server continues from its newest cut. Each trainer continues after
 the last of its steps that a server has received.
@@ -44,11 +47,13 @@ class Epoch:
         with the cuts of asynchronous servers.
       is_ending: True if a role was lost, and the launcher waits until servers have written the
         states after their newest steps.
+      dropped: ids of the trainers that were lost, and without which the job continues; increasing.
     """
 
     number: int = 0
     cut: int | None = None
     is_ending: bool = False
+    dropped: tuple[int, ...] = ()
 
     def is_cut_due(self, step: int, first: int, every: int) -> bool:
         """Return True if roles write a cut after a step of a synchronous job.
@@ -90,7 +95,7 @@ class NewEpoch(Exception):
 
 
 class ReplacedError(StateError):
-    """The launcher has lost this process, and has started another one in its place.
+    """The launcher has lost this process, and has started another one or has dropped its trainer.
 
     The process ends. It sends servers no reason, because an error of a trainer would end the job.
     """

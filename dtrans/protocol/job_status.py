@@ -36,6 +36,7 @@ EACH = 0.9  # seconds between two samples of the counts, at least
 # states of a trainer, worst first
 STATES = (
     "failed",
+    "dropped",
     "not here yet",
     "connection lost",
     "left",
@@ -243,10 +244,12 @@ class ObservedTrainers(Protocol):
     Attributes:
       count: number of trainers of the job.
       started: time at which the process began to wait for trainers.
+      dropped: ids of the lost trainers without which the job continues.
     """
 
     count: int
     started: float
+    dropped: frozenset[int]
 
     @property
     def plan(self) -> Mapping[str, str]:
@@ -402,7 +405,8 @@ class StatusReporter:
         kind, known, counts = self._kind, self._trainers.known.get(k), sample.sent is not None
         if known is None:
             size = 0 if counts else None
-            return TrainerStatus(k, "not here yet", "", None, None, None, None, size, size)
+            state = "dropped" if k in self._trainers.dropped else "not here yet"
+            return TrainerStatus(k, state, "", None, None, None, None, size, size)
         step, rate = sample.steps.get(k), None
         if step is not None:
             rate = _rate(step - first.steps.get(k, 0), sample, first)

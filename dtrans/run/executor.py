@@ -182,12 +182,7 @@ class Executor:
         self._check_complete()
         if pieces is None:
             self._fabric.prepare(program)
-            self._pieces[program] = pieces = cut_program(
-                program,
-                computed=_computed(program),
-                carried={init_on_use_p},
-                group_bytes=GROUP_BYTES,
-            )
+            self._pieces[program] = pieces = cut_for_role(program)
         run = pieces.run(flat, self._compute)
         outs: Any = None
         while True:
@@ -197,7 +192,7 @@ class Executor:
                 # the arrays of a final `recv` must be filled before JAX reads them
                 self._fabric.settle()
                 self._interrupted = None
-                return program.out.unflatten(_put_on_device(done.value))
+                return program.out.unflatten(put_on_device(done.value))
             if eqn.primitive in (gen_nccl_id_p, broadcast_p):
                 outs = self._cluster.carry_out(eqn, values)
             else:
@@ -256,7 +251,7 @@ class Executor:
           ways: for each value, the rule that merges it; see `dtrans.ops.rpc`.
           values: this trainer's values.
         """
-        return _put_on_device(self._fabric.exchange(endpoint, number, ways, values))
+        return put_on_device(self._fabric.exchange(endpoint, number, ways, values))
 
     def look_up(self, program: Program, table: str, ids: np.ndarray) -> np.ndarray:
         """Return rows of a table, between two steps.
@@ -342,6 +337,16 @@ class Executor:
         self.close(None if is_exit else error)
 
 
+def cut_for_role(program: Program) -> Segments:
+    """Cut the program of a role with parameter servers into compiled pieces."""
+    return cut_program(
+        program,
+        computed=_computed(program),
+        carried={init_on_use_p},
+        group_bytes=GROUP_BYTES,
+    )
+
+
 def _computed(program: Program) -> Rules:
     """Return the implementation of `trainer_index` that compiled pieces use."""
     return {trainer_index_p: functools.partial(_trainer_index, program)}
@@ -353,7 +358,7 @@ def _trainer_index(program: Program, *, over: Any) -> list[Any]:
     return [jnp.int32(index)]
 
 
-def _put_on_device(values: list[Any]) -> list[Any]:
+def put_on_device(values: list[Any]) -> list[Any]:
     """Replace NumPy arrays by JAX arrays, in place.
 
     One call moves all arrays, because one call per array takes as long as a small step.

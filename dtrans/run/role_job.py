@@ -38,7 +38,7 @@ from dtrans.run.distributed.role import Role
 from dtrans.run.executor import Executor
 from dtrans.run.net.epoch_folder import EpochFolder
 from dtrans.run.parameter_server.checkpoints import ServerCheckpoints
-from dtrans.run.parameter_server.cuts import ServerCuts, check_cuts
+from dtrans.run.parameter_server.cuts import ServerCuts, check_cuts, check_drops
 from dtrans.run.parameter_server.geo_cuts import GeoCuts
 from dtrans.run.parameter_server.return_to_cut import ReturnToCut
 from dtrans.run.parameter_server.server_saves import ServerStorage
@@ -486,6 +486,8 @@ class ServerJob(RoleJob):
                 cuts = Cuts(cuts)
             check_cuts(self.plan, cuts)
             if self._epochs is not None:
+                if self._epochs.drops_trainers:
+                    check_drops(self.plan)
                 load_orbax()
             endpoint = self.role.current_endpoint
             written = ServerCuts(

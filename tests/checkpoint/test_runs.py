@@ -144,6 +144,24 @@ def test_a_whole_checkpoint_is_never_written_over(tmp_path: Path) -> None:
     assert values(path, plan) == [1]
 
 
+def test_a_job_replaces_pieces_of_steps_that_it_has_undone(tmp_path: Path) -> None:
+    """It has another run after the drop of a trainer."""
+    before = Mark(("job", "a"), 10, job="job")
+    after = Mark(("job-2", "b"), 10, job="job")
+    plan, path = servers(2), tmp_path / "10"
+    for k in range(2):
+        save(path, plan, k, 1, before)
+    save(path, plan, 0, 1, before)  # a repeated step without a drop
+    save(path, plan, 0, 2, after)
+    with pytest.warns(CheckpointWarning, match="10 is skipped: "):
+        assert checkpoint.latest(tmp_path) is None
+    save(path, plan, 1, 2, after)
+    save(path, plan, 1, 3, Mark(("job-2", "c"), 10, job="job"))  # repeated in a later epoch
+    assert values(path, plan) == [2]
+    with pytest.raises(ConfigError, match="exists already"):
+        save(path, plan, 0, 4, Mark(("another", "d"), 10, job="another"))
+
+
 def test_a_process_that_knows_no_run_replaces_nothing(tmp_path: Path) -> None:
     """What is there may be of a process of its own run."""
     plan, path = servers(2), tmp_path / "10"

@@ -229,6 +229,31 @@ def test_a_greeting_of_an_earlier_epoch_cannot_take_the_place_back(epoch: int) -
     assert trainers.by_address == {b"new": 0} and trainers.known[0].session == "new"
 
 
+def test_a_dropped_trainer_is_not_awaited_and_refused() -> None:
+    trainers = TrainerRegistry(served(PLAIN, SERVER), deadline=10.0, dropped=[1])
+    assert trainers.unseen == [0]
+    with pytest.raises(WireError, match="^trainer 1 was lost, and the job continues without it$"):
+        trainers.hello(b"1", hello(1, epoch=2), None)
+    trainers.hello(b"0", hello(epoch=2), None)
+    assert trainers.unseen == [] and trainers.all_said([0])
+    trainers.died(1, "signal SIGKILL", 0.0)
+    assert trainers.lost(100.0) == {}
+    trainers.known[0].done = True
+    assert trainers.served
+
+
+def test_checkpoints_of_undone_steps_are_forgotten() -> None:
+    server = greeted(Epochs())
+    server.serving.saved = {"10": 10, "20": 20}
+    server.serving.keep = lambda name, steps: 1
+    for step in (12, 22):
+        name = str(step)
+        server.serving._saves[name], server.serving._blocks[name] = (step, []), 1
+    server.serving.undo_saves([("12", ""), ("22", "")], last=15)
+    assert server.serving.saved == {"10": 10, "12": 12}
+    assert server.serving.asked() == {"10": 10, "12": 12}
+
+
 # -- the loop of a server --------------------------------------------------------------------------
 
 

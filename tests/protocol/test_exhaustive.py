@@ -35,6 +35,22 @@ def test_all_runs_in_which_one_role_dies_hold() -> None:
     assert found.states > 5000
 
 
+@pytest.mark.plan
+def test_all_runs_in_which_a_trainer_is_dropped_hold() -> None:
+    found = Explorer(small_case(steps=1, quorum=1), roles=["trainer 1"]).run()
+    assert not found.faults, str(found)
+    assert found.states > 4000
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("role", ROLES)
+def test_all_runs_of_two_steps_in_which_trainers_are_dropped_hold(role: str) -> None:
+    found = Explorer(small_case(quorum=1), roles=[role]).run()
+    assert not found.faults, str(found)
+    assert found.states > 10_000
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("role", ROLES)

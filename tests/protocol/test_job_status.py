@@ -89,6 +89,15 @@ class Observed:
         return read_report(wire.parse([wire.header(op, **fields)]))
 
 
+def test_a_dropped_trainer_is_not_awaited() -> None:
+    job = Observed()
+    job.machine.trainers.dropped = frozenset({1})
+    job.hello(0)
+    server, (first, second) = job.status()
+    assert (server.doing, first.state) == ("serving", "present")
+    assert (second.state, second.doing, second.step) == ("dropped", "", None)
+
+
 def test_who_is_there_and_what_each_does() -> None:
     job = Observed()
     server, trainers = job.status()

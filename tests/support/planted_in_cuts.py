@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from dtrans.protocol.server.async_server import AsyncServer
 from dtrans.protocol.server.epoch_gate import EpochGate
 from dtrans.protocol.server.step_counts import StepCounts
 from dtrans.protocol.server.sync_server import SyncServer
+from dtrans.protocol.server.trainer_exits import TrainerExits
+from dtrans.protocol.server.trainer_registry import TrainerRegistry
 from dtrans.protocol.trainer.geo_steps import GeoReturn, GeoSteps
 from dtrans.protocol.trainer.server_connection import ServerConnection
 from tools.simulate.launcher import SimulatedEpochs, SimulatedLauncher
@@ -44,11 +47,11 @@ def _admits_earlier_greetings(real: Any) -> Any:
     return admits
 
 
-def _takes_the_newest_cut_of_any(self: Any) -> int | None:
+def _takes_the_newest_cut_of_any(self: Any, dropped: Any = ()) -> int | None:
     return max(set[int]().union(*self._cuts.values()), default=None)
 
 
-def _takes_the_newest_cut_of_servers(self: Any) -> int | None:
+def _takes_the_newest_cut_of_servers(self: Any, dropped: Any = ()) -> int | None:
     cuts = [set(self._cuts[endpoint]) for endpoint in self._case.endpoints]
     return max(set.intersection(*cuts), default=None)
 
@@ -146,6 +149,40 @@ def _reports_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimulatedEpochs, "report_lost", _do_nothing)
 
 
+def _drops_without_an_epoch(real: Any) -> Any:
+    def lost(self: Any, now: float) -> dict[int, str]:
+        for k in real(self, now):
+            self.known[k].done = True
+        return {}
+
+    return lost
+
+
+def _counts_dropped_trainers(real: Any) -> Any:
+    return lambda self: sorted({*real(self), *self._trainers.dropped})
+
+
+def _waits_for_leaves_of_dropped_trainers(real: Any) -> Any:
+    return lambda self, dropped=(): real(self)
+
+
+def _logs_all_trainers(real: Any) -> Any:
+    def grant(self: Any, restarts: str, dropped: tuple[int, ...]) -> None:
+        real(self, restarts, dropped)
+        members = tuple(range(self._case.trainers))
+        self.records[-1] = dataclasses.replace(self.records[-1], members=members)
+
+    return grant
+
+
+def _keeps_cuts_of_undone_steps(real: Any) -> Any:
+    def note_cut(self: Any, epoch: int, who: str, step: int, cut: Any) -> None:
+        files = self.__dict__.setdefault("files", {})
+        real(self, epoch, who, step, files.setdefault((who, step), cut))
+
+    return note_cut
+
+
 PLANTED_IN_CUTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a server has no fence": lambda m: m.setattr(EpochGate, "admits", lambda *_, **__: True),
     "greetings of later epochs are dropped": lambda m: m.setattr(
@@ -207,6 +244,28 @@ PLANTED_IN_CUTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     ),
     "a server of GEO-SGD applies a part of a push": lambda m: m.setattr(
         AsyncServer, "__init__", _applies_parts_of_pushes(AsyncServer.__init__)
+    ),
+    "servers use the gradients of two sets of trainers in one step": lambda m: m.setattr(
+        TrainerRegistry, "lost", _drops_without_an_epoch(TrainerRegistry.lost)
+    ),
+    "the gradient of a dropped trainer is used": lambda m: m.setattr(
+        TrainerExits, "counted", _counts_dropped_trainers(TrainerExits.counted)
+    ),
+    "cuts wait for the leaves of a dropped trainer": lambda m: m.setattr(
+        SimulatedLauncher,
+        "_newest_cut",
+        _waits_for_leaves_of_dropped_trainers(SimulatedLauncher._newest_cut),
+    ),
+    "a trainer is dropped without a quorum": lambda m: m.setattr(
+        SimulatedLauncher, "_drops", lambda self, name: "trainer" in name and self._case.quorum
+    ),
+    "a cut keeps the state of an undone step": lambda m: m.setattr(
+        SimulatedLauncher,
+        "_note_cut",
+        _keeps_cuts_of_undone_steps(SimulatedLauncher._note_cut),
+    ),
+    "the log has a dropped trainer": lambda m: m.setattr(
+        SimulatedLauncher, "_grant", _logs_all_trainers(SimulatedLauncher._grant)
     ),
 }
 

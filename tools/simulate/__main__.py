@@ -31,6 +31,9 @@ def simulate(
     servers: Annotated[int, typer.Option(min=1, help="Servers of the small job.")] = 1,
     deaths: Annotated[int, typer.Option(min=0, help="Deaths of processes in each run.")] = 1,
     breaks: Annotated[int, typer.Option(min=0, help="Broken connections in each run.")] = 0,
+    drop: Annotated[
+        bool, typer.Option("--drop", help="Continue the small job without a lost trainer.")
+    ] = False,
 ) -> None:
     """Run jobs of parameter servers over a simulated network with faults.
 
@@ -42,7 +45,7 @@ def simulate(
     any process may die at any moment.
     """
     if exhaustive:
-        case = small_case(steps=steps, servers=servers)
+        case = small_case(steps=steps, servers=servers, quorum=int(drop))
         explored = Explorer(case, deaths=deaths, breaks=breaks).run()
         print(explored)
         raise typer.Exit(bool(explored.faults))

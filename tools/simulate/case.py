@@ -174,6 +174,8 @@ class Case:
       has_means: in a job with cuts, True if each trainer computes a running mean of its gradients,
         which no server stores.
       at_loss: in a job with cuts, True if servers also write a cut when a role is lost.
+      quorum: smallest number of trainers with which a job with cuts continues after the loss of a
+        trainer; 0 if a lost trainer starts again.
     """
 
     seed: int
@@ -202,6 +204,7 @@ class Case:
     cuts: int = 0
     has_means: bool = False
     at_loss: bool = False
+    quorum: int = 0
 
     @property
     def sync_mode(self) -> bool:
@@ -304,6 +307,7 @@ class Case:
             text += f"\n  cuts every {self.cuts} steps"
             text += ", with a running mean of each trainer" * self.has_means
             text += ", and cuts at losses" * self.at_loss
+            text += f", lost trainers are dropped, quorum {self.quorum}" * bool(self.quorum)
         return text + "\n  the same job again on the same endpoints" * self.is_followed
 
 
@@ -429,7 +433,16 @@ def drawn_with_cuts(seed: int) -> Case:
     case = _with_short_breaks(r, _with_second_death(r, _job_with_cuts(r, case)))
     # a trainer that leaves before the others writes no later cuts
     has_means = seed % 3 == 2 and len(set(case.steps)) == 1 and case.sync_mode
-    return dataclasses.replace(case, has_means=has_means)
+    case = dataclasses.replace(case, has_means=has_means)
+    # drawn last, so that all other parts of a seed's case stay the same
+    if not case.sync_mode or case.trainers == 1 or r.random() < 0.5:
+        return case
+    events = case.events
+    if r.random() < 0.6:
+        death = Event("crash", r.random() * _span(case), f"trainer {r.randrange(case.trainers)}")
+        events = (*events, death)
+    # a step with exchanges between trainers needs all trainers
+    return dataclasses.replace(case, quorum=r.randint(1, case.trainers), rounds=0, events=events)
 
 
 def drawn_at_loss(seed: int) -> Case:

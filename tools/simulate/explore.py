@@ -53,10 +53,18 @@ FAULTS: Part = ("faults", "")  # the part of the state with the faults that are 
 ALL: Part = ("all", "")  # all parts that the launcher uses, together
 
 
-def small_case(*, steps: int = 2, servers: int = 1) -> Case:
+def small_case(*, steps: int = 2, servers: int = 1, quorum: int = 0) -> Case:
     """Return a job of two trainers with a cut after each step, in which no deadline passes."""
     sizes = ((2,),) * servers
-    return Case(seed=0, mode="sync", steps=(steps, steps), servers=sizes, cuts=1, deadline=1e9)
+    return Case(
+        seed=0,
+        mode="sync",
+        steps=(steps, steps),
+        servers=sizes,
+        cuts=1,
+        deadline=1e9,
+        quorum=quorum,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 - The job ends without an error, whatever roles were lost.
 - In every epoch, all parameters and rows that a process of a trainer received have the bits of one
-  device after the same step.
+  device after the same step. That device computes each step with the trainers that took part in the
+  last epoch that made the step.
 - In every epoch, the running mean of a trainer's gradients has the bits of one process that takes
   all steps of the trainer.
 - A trainer skips no step: after parameters of step s come those of step s + 1, or of a cut.
@@ -15,15 +16,17 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
 
 from dtrans.errors import LostPeerError
+from dtrans.run.net.epoch_log import members_of_steps
 from tools.simulate.case import Case
 from tools.simulate.judge_alone import faults_of_alone
 from tools.simulate.launcher import SimulatedLauncher
-from tools.simulate.one_device import values_of
+from tools.simulate.one_device import on_one_device
 from tools.simulate.process import Process
 from tools.simulate.server_role import SimulatedServer
 from tools.simulate.trainer_role import SimulatedTrainer
@@ -33,16 +36,23 @@ from tools.simulate.updates import initial_mean, round_part, running_mean
 def faults_of_cuts(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
     """Yield the promises that a job with cuts violated."""
     for process in launcher.processes:
-        yield from _faults_of_end(process, is_last=launcher.roles[process.name] is process)
+        is_last = launcher.roles[process.name] is process
+        dropped = [f"trainer {k}" for k in launcher.epoch.dropped]
+        is_dropped = process.name in dropped
+        yield from _faults_of_end(process, is_last=is_last, is_dropped=is_dropped)
+    if case.quorum and case.trainers - len(launcher.epoch.dropped) < case.quorum:
+        yield f"the trainers {launcher.epoch.dropped} were dropped, but the quorum is {case.quorum}"
     if not case.sync_mode:
         yield from faults_of_alone(case, launcher)
         return
-    expected = _values_of(case)
+    expected = _Expected(case, launcher).values(launcher.epoch.number)
     yield from faults_so_far(case, launcher)
     for name, role in launcher.roles.items():
         if isinstance(role, SimulatedServer) and role.error is None and role.ended is not None:
-            if role.machine.kind.step != max(case.steps):
-                yield f"{name} ended after {role.machine.kind.step} of {max(case.steps)} steps"
+            steps, count = len(expected) - 1, role.machine.kind.step
+            if count != steps:
+                yield f"{name} ended after {count} of {steps} steps"
+                continue
             for n, x in role.machine.kind.state.items():
                 if x.tobytes() != expected[-1][n].tobytes():
                     yield f"{name} has {x} as {n} at the end, but one device has {expected[-1][n]}"
@@ -50,7 +60,7 @@ def faults_of_cuts(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
 
 def faults_so_far(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
     """Yield the promises that a job with cuts has violated before its end."""
-    expected = _values_of(case)
+    expected = _Expected(case, launcher)
     for newest, cut in launcher.rewinds:
         # A server begins a cut when the previous one is written. So the slowest server has made
         # fewer than two steps of cuts since the last common one, and the others one step more.
@@ -67,12 +77,27 @@ def faults_so_far(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
             yield from _faults_of_mean(process)
 
 
-_values_of = functools.cache(values_of)
+class _Expected:
+    """Parameters of one device after each step, for each epoch of a job."""
+
+    def __init__(self, case: Case, launcher: SimulatedLauncher) -> None:
+        self._case, self._records = case, launcher.records
+
+    def values(self, epoch: int) -> list[dict[str, np.ndarray]]:
+        """Return the values after each step, with the steps that an epoch has repeated."""
+        records = self._records[: epoch + 1]
+        members = members_of_steps(records, 0, max(self._case.steps))
+        return _values_of(self._case, tuple(members))
 
 
-def _faults_of_end(process: Process, *, is_last: bool) -> Iterator[str]:
+@functools.lru_cache(maxsize=64)
+def _values_of(case: Case, members: tuple[tuple[int, ...], ...]) -> list[dict[str, np.ndarray]]:
+    return on_one_device(case, members).values
+
+
+def _faults_of_end(process: Process, *, is_last: bool, is_dropped: bool) -> Iterator[str]:
     if process.killed:
-        if is_last:
+        if is_last and not is_dropped:
             yield f"{process.name} was killed, and not started again"
     elif process.ended is None:
         yield f"{process.name} did not end"
@@ -99,24 +124,27 @@ def _faults_of_mean(t: SimulatedTrainer) -> Iterator[str]:
             yield f"{t.name} has the mean {x} after step {step}, expected {expected[step]}"
 
 
-def _faults_of_trainer(
-    case: Case, t: SimulatedTrainer, expected: list[dict[str, np.ndarray]]
-) -> Iterator[str]:
+def _faults_of_trainer(case: Case, t: SimulatedTrainer, expected: _Expected) -> Iterator[str]:
     before: int | None = None
-    for step, pulled in t.pulled:
+    for step, _ in t.pulled:
         if before is not None and step > before + 1:
             yield f"{t.name} received step {step} after step {before}"
         before = step
-        for n, x in pulled.items():
-            if x.tobytes() != expected[step][n].tobytes():
-                yield (
-                    f"{t.name} received {x} as {n} after step {step}, but one device has "
-                    f"{expected[step][n]}"
-                )
-    for step, ids, rows in t.looked_up:
-        table = np.concatenate([expected[step][n] for n in case.tables])
-        if rows.tobytes() != table[ids].tobytes():
-            yield f"{t.name} looked up {rows} for step {step}, but one device has {table[ids]}"
+    end = (0, len(t.pulled), len(t.looked_up))
+    for begin, next_begin in itertools.pairwise((*t.begun_epochs, end)):
+        (epoch, pulls, lookups), (_, last_pull, last_lookup) = begin, next_begin
+        values = expected.values(epoch)
+        for step, pulled in t.pulled[pulls:last_pull]:
+            for n, x in pulled.items():
+                if x.tobytes() != values[step][n].tobytes():
+                    yield (
+                        f"{t.name} received {x} as {n} after step {step} in epoch {epoch}, but one "
+                        f"device has {values[step][n]}"
+                    )
+        for step, ids, rows in t.looked_up[lookups:last_lookup]:
+            table = np.concatenate([values[step][n] for n in case.tables])
+            if rows.tobytes() != table[ids].tobytes():
+                yield f"{t.name} looked up {rows} for step {step}, but one device has {table[ids]}"
     if t.error is None and t.ended is not None and (before is None or before < case.steps[t.k]):
         yield f"{t.name} ended after {before} of {case.steps[t.k]} steps"
     for step, number, found in t.reduced:

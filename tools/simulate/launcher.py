@@ -2,14 +2,14 @@
 
 It follows the rules of `dtrans.run.distributed.launcher`. A lost role alone is started again if all
 other roles take part in the epoch and there is a complete cut. Otherwise all roles are started
-again.
+again. A job with a quorum drops a lost trainer in the first case, while enough trainers are left.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from random import Random
 from typing import Any
 
@@ -17,6 +17,7 @@ from dtrans.errors import CheckpointError, LostPeerError
 from dtrans.protocol.epochs import Epoch
 from dtrans.protocol.trainer.geo_steps import GeoCut
 from dtrans.run.distributed.job_epochs import WRITE_PATIENCE
+from dtrans.run.net.epoch_log import EpochRecord
 from tools.simulate.case import Case
 from tools.simulate.clock import Clock, Slot
 from tools.simulate.network import drawn_delay
@@ -59,8 +60,10 @@ class SimulatedLauncher:
       roles: the current process of each role, by name.
       processes: all processes so far.
       epoch: the current epoch.
+      records: the log of all epochs.
       rewinds: for each epoch after the first, (step of the newest server, step of the cut).
-      restarts: for each of these epochs, the started roles: "in place" or "all".
+      restarts: for each of these epochs, the started roles: "in place" or "all"; or "none" after a
+        trainer was dropped.
       ends: ends of epochs for which all live servers have written their newest states.
       late: names of the live servers that did not begin to write them in time.
     """
@@ -69,6 +72,7 @@ class SimulatedLauncher:
         self, case: Case, clock: Clock, random: Random, new_role: Callable[[str], Any]
     ) -> None:
         self.epoch = Epoch()
+        self.records = [EpochRecord(0, None, tuple(range(case.trainers)))]
         self.roles: dict[str, Any] = {}
         self.processes: list[Any] = []
         self.rewinds: list[tuple[int, int]] = []
@@ -291,25 +295,47 @@ class SimulatedLauncher:
 
     def _replace(self, name: str) -> None:
         """Start a lost role again, and the others if they cannot go back by themselves."""
-        others = [x for x in self.roles if x != name]
+        if name in self._dropped(self.epoch.dropped):
+            return
+        others = [x for x in self.roles if x != name and x not in self._dropped(self.epoch.dropped)]
         can_go_back = all(
             not self.roles[x].over and x in self._entered and x not in self._left for x in others
         )
+        if self._drops(name):
+            dropped = self._dropped_with(name)
+            if can_go_back and self._newest_cut(dropped) is not None:
+                self._grant("none", dropped)
+                self._entered.pop(name, None)
+                return
         if not can_go_back or not self._has_cut:
             self._start_all()
             return
-        self._grant("in place")
+        self._grant("in place", self.epoch.dropped)
         self._entered.pop(name, None)
         self._left.discard(name)
         self._start_later(name)
+
+    def _drops(self, name: str) -> bool:
+        """Return True if a lost role is a trainer, and enough trainers are left without it."""
+        left = self._case.trainers - len(self.epoch.dropped) - 1
+        return name.startswith("trainer") and left >= self._case.quorum > 0
+
+    def _dropped_with(self, name: str) -> tuple[int, ...]:
+        return tuple(sorted({*self.epoch.dropped, int(name.removeprefix("trainer "))}))
+
+    def _dropped(self, trainers: Collection[int]) -> set[str]:
+        """Return the names of trainers."""
+        return {f"trainer {k}" for k in trainers}
 
     def _start_all(self) -> None:
         """End all roles, and start all of them in a new epoch."""
         if not self._case.sync_mode and not self._has_cut:
             self._forget_cuts(None)
             self._geo_cuts.clear()
-        self._grant("all")
+        self._grant("all", self.epoch.dropped)
         for name, role in list(self.roles.items()):
+            if name in self._dropped(self.epoch.dropped):
+                continue
             role.when_over = None
             if not role.over:
                 role.kill()
@@ -322,24 +348,29 @@ class SimulatedLauncher:
             self._starting.add(name)
             self._later(self._start, name, typical=START)
 
-    def _newest_cut(self) -> int | None:
-        return max(set.intersection(*(set(x) for x in self._cuts.values())), default=None)
+    def _newest_cut(self, dropped: Collection[int] = ()) -> int | None:
+        """Return the newest cut that all roles except dropped trainers have written."""
+        out = self._dropped(dropped)
+        written = [set(cuts) for writer, cuts in self._cuts.items() if writer not in out]
+        return max(set.intersection(*written), default=None)
 
     @property
     def _has_cut(self) -> bool:
         if self._case.sync_mode:
-            return self._newest_cut() is not None
+            return self._newest_cut(self.epoch.dropped) is not None
         return all(self._cuts.values())
 
-    def _grant(self, restarts: str) -> None:
+    def _grant(self, restarts: str, dropped: tuple[int, ...]) -> None:
         self.restarts.append(restarts)
         cut = None
         if self._case.sync_mode:
-            cut = self._newest_cut()
+            cut = self._newest_cut(dropped)
             self.rewinds.append((self._newest, cut or 0))
             self._newest = cut or 0
             self._forget_cuts(cut)
-        self.epoch = Epoch(self.epoch.number + 1, cut)
+        self.epoch = Epoch(self.epoch.number + 1, cut, dropped=dropped)
+        members = tuple(k for k in range(self._case.trainers) if k not in dropped)
+        self.records.append(EpochRecord(self.epoch.number, cut, members))
 
     def _forget_cuts(self, after: int | None) -> None:
         """Forget the cuts after a step, as `EpochFolder.enter` does; all cuts for None."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -46,8 +46,14 @@ def values_of(case: Case) -> list[dict[str, np.ndarray]]:
     return on_one_device(case).values
 
 
-def on_one_device(case: Case) -> OneDevice:
-    """Compute the steps of a synchronous job on one device."""
+def on_one_device(case: Case, members: Sequence[Sequence[int]] = ()) -> OneDevice:
+    """Compute the steps of a synchronous job on one device.
+
+    Args:
+      case: the simulated case.
+      members: for each step, the ids of the trainers that take part; by default, all trainers.
+    """
+    everyone = range(case.trainers)
     sizes = {
         block_name(ep, i): n
         for ep, row in zip(case.endpoints, case.servers, strict=True)
@@ -59,9 +65,11 @@ def on_one_device(case: Case) -> OneDevice:
     moments = lambda: {n: at.copy() for n, at in tables.changed_at.items()}
     found = OneDevice(values, [moments()], [(new, moments())])
     for step in range(max(case.steps)):
-        means = {}
+        here, means = members[step] if members else everyone, {}
+        if not any(case.steps[k] > step for k in here):
+            break  # the trainers with the most steps were dropped
         for n, size in sizes.items():
-            parts = [_counted(case, n, size, k, step) for k in range(case.trainers)]
+            parts = [_counted(case, n, size, k, step) for k in here]
             means[n] = mean([*itertools.chain(*parts)])
         norm = np.float32(0)
         if case.mode == "exchange":
@@ -70,7 +78,7 @@ def on_one_device(case: Case) -> OneDevice:
                 norm += norm_part(of_server)[0]
         new = {n: applied(values[-1][n], means[n], norm) for n in sizes}
         for i, n in enumerate(case.tables):
-            by_trainer = [_rows_counted(case, values, i, k, step) for k in range(case.trainers)]
+            by_trainer = [_rows_counted(case, values, i, k, step) for k in here]
             rows = [*itertools.chain(*by_trainer)]
             new[n] = with_rows(values[-1][n], rows) if rows else values[-1][n]
             tables.touch(n, [g.ids for g in rows])

@@ -71,7 +71,9 @@ class SimulatedServer(Process):
         self._epoch, self._noted = epoch, epoch.cut or 0
         blocks = served(case, endpoint)
         work: Callable[[], None] = lambda: self.spend(random.expovariate(1.0) * 0.01)
-        trainers = TrainerRegistry(blocks, deadline=case.deadline, plan={"init": "one"})
+        trainers = TrainerRegistry(
+            blocks, deadline=case.deadline, plan={"init": "one"}, dropped=epoch.dropped
+        )
         launcher = self._launcher
         self._loop = ServerLoop(
             self._transport,

@@ -55,8 +55,10 @@ STATELESS = (
 UNUSED: dict[type, frozenset[str]] = {
     Process: frozenset({"spent", "killed_at", "_took", "ended", "_free", "_wakes"}),
     SimulatedTrainer: frozenset(
-        {"pulled", "pushed", "reduced", "looked_up", "left_at", "greeted_at", "welcomed_at"}
-        | {"newest_received"}
+        {
+            *("pulled", "pushed", "reduced", "looked_up", "begun_epochs", "newest_received"),
+            *("left_at", "greeted_at", "welcomed_at"),
+        }
     ),
     Serving: frozenset({"_now"}),
     ServerLoop: frozenset({"_next_look", "_next_epoch_look"}),

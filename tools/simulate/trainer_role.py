@@ -76,6 +76,8 @@ class SimulatedTrainer(Process):
         of the trainer's steps in the servers' state.
       newest_received: in a job with cuts, the newest step of the current epoch whose parameters the
         trainer has received; 0 before all servers have welcomed it.
+      begun_epochs: for each of these epochs, its number, and the number of elements of `pulled` and
+        of `looked_up` before it.
       reduced: step, number and result of each round.
       looked_up: step, row ids and received rows of each lookup.
       left_at: time at which the trainer sent `complete` on a connection, by the connection's name.
@@ -111,6 +113,7 @@ class SimulatedTrainer(Process):
         self.pulled: list[tuple[int, dict[str, np.ndarray]]] = []
         self.pushed: dict[str, list[np.ndarray]] = {}
         self.firsts: list[tuple[int, int]] = []
+        self.begun_epochs: list[tuple[int, int, int]] = []
         self.reduced: list[tuple[int, int, np.ndarray]] = []
         self.looked_up: list[tuple[int, np.ndarray, np.ndarray]] = []
         self.left_at: dict[str, float] = {}
@@ -182,6 +185,9 @@ class SimulatedTrainer(Process):
 
     def _train(self) -> Script:
         yield from self._greet()
+        if self._member.epoch is not None:
+            counts = len(self.pulled), len(self.looked_up)
+            self.begun_epochs.append((self._member.epoch.number, *counts))
         first = self._first_step()
         if self.mean is not None:
             self.mean.begin(self._member.epoch, first)

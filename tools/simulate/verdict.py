@@ -176,6 +176,7 @@ def reduced(case: Case) -> Iterator[Case]:
         ("cuts", min(case.cuts, 1)),
         ("has_means", False),
         ("at_loss", False),
+        ("quorum", 0),
     ):
         if getattr(case, name) != plain:
             yield replace(case, **{name: plain})

@@ -16,7 +16,7 @@ the next job on this endpoint. It has to wait for the end of this job.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dtrans.errors import DtransError, StateError, WireError
@@ -136,6 +136,20 @@ class Serving:
         for name, (steps, _) in before._saves.items():
             self._saves[name] = steps, []
             self.status.saving[name] = before.status.saving[name]
+
+    def undo_saves(self, ended: Iterable[tuple[str, str]], last: int) -> None:
+        """Forget the checkpoints of undone steps, because repeated steps will have other results.
+
+        Args:
+          ended: (name, error text) for each checkpoint that was pending.
+          last: the last step that is not undone.
+        """
+        for name, error in ended:
+            steps, _ = self._saves.pop(name)
+            del self._blocks[name]
+            if not error:
+                self.saved[name] = steps
+        self.saved = {name: steps for name, steps in self.saved.items() if steps <= last}
 
     def greet_again(self, early: Mapping[bytes, wire.Message], now: float) -> None:
         """Handle the greetings that the previous epoch has stored.

@@ -118,10 +118,12 @@ class TrainerRegistry:
       retry: seconds for which the server waits for a reconnection.
       busy: ids of trainers that were connected in the previous epoch. They greet the server after
         their current work between two steps, for which no deadline applies.
+      dropped: ids of the trainers that take no part in this epoch (`Epoch.dropped`).
 
     Attributes:
       endpoint: endpoint of the server.
       plan: the argument `plan`.
+      dropped: the argument `dropped`.
       count: number of trainers of the job.
       deadline: the argument `deadline`.
       started: time at which the server began to wait for trainers.
@@ -140,8 +142,9 @@ class TrainerRegistry:
         secret: str = "",
         retry: float = RETRY,
         busy: Collection[int] = (),
+        dropped: Collection[int] = (),
     ) -> None:
-        self._busy = frozenset(busy)
+        self._busy, self.dropped = frozenset(busy), frozenset(dropped)
         self.endpoint, self.count = served.endpoint, served.trainers
         self.plan, self.deadline = plan, deadline
         self.secret, self._retry = secret, retry
@@ -167,12 +170,12 @@ class TrainerRegistry:
     @property
     def unseen(self) -> list[int]:
         """Ids of the trainers that have not connected yet."""
-        return [k for k in range(self.count) if k not in self.known]
+        return [k for k in range(self.count) if k not in self.known and k not in self.dropped]
 
     @property
     def served(self) -> bool:
         """True if all trainers have connected and left."""
-        return len(self.known) == self.count and all(t.done for t in self.known.values())
+        return not self.unseen and all(t.done for t in self.known.values())
 
     def due(self, said: Collection[int]) -> list[int]:
         """Return the ids of the trainers that are not in `said`, without trainers that have left.
@@ -221,6 +224,8 @@ class TrainerRegistry:
         """
         k = message["trainer"]
         check_job(self._served, message)
+        if k in self.dropped:
+            raise WireError(f"trainer {k} was lost, and the job continues without it")
         if k in self.known and _is_replaced(self.known[k], message):
             # The trainer has left its earlier connection, on which it has only sent `hello`.
             self.by_address.pop(self.known.pop(k).address, None)
@@ -353,7 +358,7 @@ class TrainerRegistry:
         """
         found: dict[int, str] = {}
         for k, (since, how) in self._dead.items():
-            if now - since <= GRACE or not 0 <= k < self.count:
+            if now - since <= GRACE or not 0 <= k < self.count or k in self.dropped:
                 continue
             if k in self.known and self.known[k].done:
                 continue

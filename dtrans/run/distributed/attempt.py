@@ -10,7 +10,7 @@ import queue
 import re
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from queue import SimpleQueue
 
 from dtrans.errors import LaunchError
@@ -37,7 +37,7 @@ class Attempt:
     Args:
       events: the queue of ended roles and signals.
       grace: seconds between SIGTERM and SIGKILL.
-      optional: ids of the trainers whose failure does not end the job.
+      is_optional: returns True for the name of a role whose failure does not end the job.
       site: the hosts of the roles.
       guard: kills the roles if this process is killed.
       ended_roles: the folder from which roles learn that other roles have ended.
@@ -57,7 +57,7 @@ class Attempt:
         self,
         events: SimpleQueue[Event],
         grace: float,
-        optional: Collection[int],
+        is_optional: Callable[[str], bool],
         site: Site,
         guard: Guard,
         ended_roles: EndedRoles,
@@ -66,7 +66,7 @@ class Attempt:
         self._ended_roles, self._look = ended_roles, look
         self.epoch = 0
         self._site, self._guard = site, guard
-        self._optional = {f"trainer {k}" for k in optional}
+        self._is_optional = is_optional
         self.dropped: dict[str, Child] = {}
         self.signum: int | None = None
         self.events = events
@@ -218,7 +218,7 @@ class Attempt:
         self._site.ended(child, stopped=self._ending)
         if not child.code or self._ending:
             return
-        if role.name in self._optional:
+        if self._is_optional(role.name):
             self.dropped[role.name] = child
             if role.trainers > len(self.dropped):
                 say(f"{role.name}{child.where} failed with {how}; the others continue")

@@ -3,6 +3,7 @@
     epoch folder    roles report their epochs and cuts there, the launcher grants epochs
     in place        a restart of the lost role alone; the other roles live. Synchronous servers and
                     their trainers go back to a cut
+    dropped         a lost trainer does not start again, and the job continues without it
     pending         True from the grant of an epoch until all roles have entered it
 
 The launcher alone grants epochs. `dtrans.protocol.epochs` describes what the roles do.
@@ -20,10 +21,12 @@ from pathlib import Path
 from dtrans.checkpoint.runs import new_run
 from dtrans.errors import ConfigError
 from dtrans.protocol.epochs import Epoch
+from dtrans.protocol.server.trainer_registry import named
 from dtrans.run.distributed.launch_record import LaunchRecord
 from dtrans.run.distributed.role import Role
 from dtrans.run.distributed.role_output import say
 from dtrans.run.net.epoch_folder import LAUNCH, EpochFolder
+from dtrans.run.net.epoch_log import EpochLog, EpochRecord
 from dtrans.run.net.role_marks import LostReport, RoleMark
 from dtrans.run.net.temp_dir import TempDir
 
@@ -51,14 +54,23 @@ class JobEpochs:
       path: the folder.
       roles: every role of the job.
       lock: file descriptor of a lock for the guard of the roles; None for a temporary folder.
+      drops_trainers: True if the job may continue without a lost trainer.
 
     Raises:
       ConfigError: the folder belongs to a job with other roles.
     """
 
-    def __init__(self, path: Path, roles: Sequence[Role], lock: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        roles: Sequence[Role],
+        lock: int | None = None,
+        *,
+        drops_trainers: bool = False,
+    ) -> None:
         self.lock = lock
-        self._folder = EpochFolder(path)
+        self._folder, self._log = EpochFolder(path), EpochLog(path)
+        self._drops_trainers = drops_trainers
         self._names = [role.name for role in roles]
         self._servers = [role.name for role in roles if role.is_pserver]
         self._trainers, self._endpoints = roles[0].trainers, roles[0].pserver_endpoints
@@ -79,7 +91,7 @@ class JobEpochs:
             self._run = new_run()
             self._folder.forget_marks()
             self._started = dict.fromkeys(self._names, 0)
-            self._grant()
+            self._grant("", "the job starts")
 
     def _continue(self, path: Path) -> None:
         trainers, servers = self._folder.trainers, len(self._folder.endpoints)
@@ -90,13 +102,16 @@ class JobEpochs:
                 "many as before, or another folder"
             )
         self._run, self.epoch = self._folder.run, self._folder.current()
-        self.start_again()
+        self.start_again("", "the launcher starts again")
         where = "with the initial state, since not all servers have a cut"
         if self.epoch.cut is not None:
             where = f"at step {self.epoch.cut}"
         elif self._folder.cuts_alone(self._servers):
             where = "with the newest cut of each server"
-        say(f"the job of {path} continues {where}")
+        without = ""
+        if self.epoch.dropped:
+            without = f", without {named(self.epoch.dropped)}"
+        say(f"the job of {path} continues {where}{without}")
 
     def environment(self, name: str) -> dict[str, str]:
         """Return the environment variables of a role that is started now."""
@@ -111,13 +126,30 @@ class JobEpochs:
         """Remove the cuts of a job that has ended without an error."""
         self._folder.clear()
 
+    # -- members ---------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ids of the trainers of the current epoch, increasing."""
+        return tuple(k for k in range(self._trainers) if k not in self.epoch.dropped)
+
+    def takes_part(self, name: str) -> bool:
+        """Return True for a role that was not dropped."""
+        return name in self._active
+
+    @property
+    def _active(self) -> list[str]:
+        """Names of the roles that were not dropped."""
+        dropped = {f"trainer {k}" for k in self.epoch.dropped}
+        return [name for name in self._names if name not in dropped]
+
     # -- losses ----------------------------------------------------------------------------------
 
     @property
     def have_all_entered(self) -> bool:
         """True if all roles take part in the current epoch, and none has left the job."""
         marks = self._current_marks()
-        found = [marks.get(name, RoleMark(epoch=-1)) for name in self._names]
+        found = [marks.get(name, RoleMark(epoch=-1)) for name in self._active]
         return all(mark.epoch == self.epoch.number and not mark.left for mark in found)
 
     def end_epoch(self, lost: str, running: Callable[[], Collection[str]]) -> None:
@@ -155,13 +187,19 @@ class JobEpochs:
         self._losses[name] = newest
         return is_crash_loop
 
-    def _newest(self) -> int | tuple[int, ...] | None:
-        """Return the newest common cut, or asynchronous servers' newest cuts, or None."""
-        alone = self._folder.cuts_alone(self._servers)
-        return alone or self._folder.newest_cut(self._servers)
+    def _newest(self, dropped: Collection[int] | None = None) -> int | tuple[int, ...] | None:
+        """Return the newest common cut, or asynchronous servers' newest cuts, or None.
 
-    def can_go_back(self, lost: str, running: Collection[str]) -> bool:
-        """Return True if a lost role can start again in place, while the others go back to a cut.
+        Args:
+          dropped: as for `EpochFolder.newest_cut`.
+        """
+        alone = self._folder.cuts_alone(self._servers)
+        return alone or self._folder.newest_cut(self._servers, dropped)
+
+    def can_go_back(
+        self, lost: str, running: Collection[str], *, without_lost: bool = False
+    ) -> bool:
+        """Return True if all roles except a lost role can go back to a cut.
 
         All other roles must run, and must not have left the job. A role that has not entered an
         epoch since its start is an obstacle, unless an epoch is pending. Then it has just replaced
@@ -170,9 +208,10 @@ class JobEpochs:
         Args:
           lost: name of the lost role.
           running: names of the running roles.
+          without_lost: True if the lost trainer would be dropped.
         """
         marks = self._current_marks()
-        for name in self._names:
+        for name in self._active:
             if name == lost:
                 continue
             mark = marks.get(name)
@@ -180,13 +219,29 @@ class JobEpochs:
                 return False
             if mark is not None and mark.left:
                 return False
-        return self._newest() is not None
+        return self._newest(self._dropped_with(lost) if without_lost else None) is not None
 
-    def go_back(self, lost: str) -> None:
-        """Grant the next epoch, before a lost role starts again in place."""
+    def go_back(self, lost: str, reason: str = "") -> None:
+        """Grant the next epoch, before a lost role starts again in place.
+
+        Args:
+          lost: name of the lost role.
+          reason: cause of the loss, for the log.
+        """
         self._started[lost] = self.epoch.number + 1
-        self._grant_next()
+        self._grant_next(lost, reason, self.epoch.dropped)
         self._is_pending = True
+
+    def drop(self, lost: str, reason: str = "") -> None:
+        """Grant the next epoch, without a lost trainer. For the arguments, see `go_back`."""
+        # a process of the trainer that still lives, on a lost host, ends when it reads the epoch
+        self._started[lost] = self.epoch.number + 1
+        self._grant_next(lost, reason, self._dropped_with(lost))
+        self._is_pending = True
+
+    def _dropped_with(self, lost: str) -> tuple[int, ...]:
+        """Return the ids of the dropped trainers, and of a lost trainer."""
+        return tuple(sorted({*self.epoch.dropped, int(lost.removeprefix("trainer "))}))
 
     @property
     def other_roles(self) -> str:
@@ -195,13 +250,18 @@ class JobEpochs:
             return "the other roles continue"
         return f"all roles go back to step {self.epoch.cut}"
 
-    def start_again(self) -> None:
-        """Grant the next epoch, before all roles start again."""
+    def start_again(self, lost: str = "", reason: str = "") -> None:
+        """Grant the next epoch, before all roles start again. Dropped trainers do not.
+
+        Args:
+          lost: name of the lost role; empty without one.
+          reason: cause of the restart, for the log.
+        """
         self._started = dict.fromkeys(self._names, self.epoch.number + 1)
         self._is_pending = False
         if self._newest() is None:
             self._folder.forget_marks()  # no server begins with a cut if another one has none
-        self._grant_next()
+        self._grant_next(lost, reason, self.epoch.dropped)
 
     def find_unable(self, running: Collection[str]) -> str | None:
         """Return a role that left or ended before it entered a pending epoch, or None.
@@ -212,7 +272,7 @@ class JobEpochs:
         if not self._is_pending:
             return None
         marks, missing = self._current_marks(), False
-        for name in self._names:
+        for name in self._active:
             mark = marks.get(name)
             if mark is not None and mark.epoch == self.epoch.number:
                 continue
@@ -251,16 +311,17 @@ class JobEpochs:
 
     # -- parts -----------------------------------------------------------------------------------
 
-    def _grant_next(self) -> None:
+    def _grant_next(self, lost: str, reason: str, dropped: tuple[int, ...]) -> None:
         cut = None  # asynchronous servers have no common cut
         if not self._folder.cuts_alone(self._servers):
-            cut = self._folder.newest_cut(self._servers)
-        self.epoch = Epoch(self.epoch.number + 1, cut)
-        self._grant()
+            cut = self._folder.newest_cut(self._servers, dropped)
+        self.epoch = Epoch(self.epoch.number + 1, cut, dropped=dropped)
+        self._grant(lost, reason)
 
-    def _grant(self) -> None:
-        job = self._run, self._trainers, self._endpoints
-        self._folder.grant(self.epoch, *job, self._started)
+    def _grant(self, lost: str, reason: str) -> None:
+        epoch, job = self.epoch, (self._run, self._trainers, self._endpoints)
+        self._log.add(EpochRecord(epoch.number, epoch.cut, self.members, lost, reason))
+        self._folder.grant(epoch, *job, self._started, drops_trainers=self._drops_trainers)
 
     def _current_marks(self) -> dict[str, RoleMark]:
         """Return the marks of the current processes, without those of earlier processes."""
@@ -284,6 +345,8 @@ def open_epochs(
     roles: Sequence[Role],
     cuts: str | os.PathLike[str] | None,
     record: LaunchRecord | None = None,
+    *,
+    drops_trainers: bool = False,
 ) -> Iterator[JobEpochs]:
     """Yield the epochs of a job.
 
@@ -291,6 +354,7 @@ def open_epochs(
       roles: every role of the job.
       cuts: the folder of the epochs and cuts; None for a temporary one.
       record: the command line of the launcher, for `dtrans launch --resume`; None without one.
+      drops_trainers: as for `JobEpochs`.
 
     Raises:
       ConfigError: the folder cannot be used.
@@ -299,12 +363,12 @@ def open_epochs(
         if cuts is None:
             temporary = TempDir()
             stack.callback(temporary.close)
-            yield JobEpochs(temporary.path, roles)
+            yield JobEpochs(temporary.path, roles, drops_trainers=drops_trainers)
             return
         path = Path(cuts)
         stack.enter_context(_lock(path, LOCK))
         lock = stack.enter_context(_lock(path, ROLES_LOCK, patience=ROLES_END))
-        epochs = JobEpochs(path, roles, lock)
+        epochs = JobEpochs(path, roles, lock, drops_trainers=drops_trainers)
         (path / LAUNCH).unlink(missing_ok=True)
         if record is not None:
             record.write(path)

@@ -43,6 +43,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from dtrans.checkpoint.runs import VARIABLE as RUN
+from dtrans.checks import check_one_of
 from dtrans.errors import ConfigError, DeadlineError, LaunchError
 from dtrans.protocol import token
 from dtrans.run.distributed.attempt import Attempt, Event
@@ -70,7 +71,7 @@ def launch(
     trainers: int = 1,
     pservers: int | None = None,
     mode: str = "pserver",
-    on_trainer_loss: str = "abort",
+    on_trainer_loss: str = "restart",
     deadline: float | None = None,
     grace: float = GRACE,
     env: Mapping[str, str] | None = None,
@@ -91,9 +92,11 @@ def launch(
       trainers: number of trainers.
       pservers: number of pservers; by default one, and none in nccl2 mode.
       mode: "pserver" or "nccl2".
-      on_trainer_loss: "abort" ends all roles when one fails. With "drop", the job continues after
-        the failure of a trainer while another trainer runs. This works in nccl2 mode, if trainer 0
-        does not fail (see `dtrans.connect`), and with asynchronous parameter servers.
+      on_trainer_loss: the reaction to the loss of a trainer. "restart": it starts again while
+        `restarts` allows, then the job ends. "abort": the job ends. With "drop", the job continues
+        without the trainer while another trainer runs. Parameter servers with cuts (`job.serve`)
+        go back to the newest cut. Without cuts, "drop" works with asynchronous parameter servers.
+        In nccl2 mode it works if trainer 0 does not fail (see `dtrans.connect`).
       deadline: seconds that the whole job may take.
       grace: seconds between SIGTERM and SIGKILL.
       env: variables of the roles, in addition to this process's environment.
@@ -106,10 +109,10 @@ def launch(
         starts again, and the job continues from the newest cut. In other jobs, and after the loss
         of a host, all roles start again. The variable DTRANS_RESTARTS of each role has the number
         of restarts so far. After the deadline no restart begins, and the loss is the job's error.
-        `RestartOptions` can also set the folder of the cuts, and the number of spares. On several
-        hosts, a job has cuts only in such a folder, which all hosts must share. A job on this host
-        with restarts has a temporary compilation cache of JAX, unless the environment sets or
-        disables the cache.
+        `RestartOptions` can also set the folder of the cuts, the number of spares, and the smallest
+        number of trainers with which "drop" continues. On several hosts, a job has cuts only in
+        such a folder, which all hosts must share. A job on this host with restarts has a temporary
+        compilation cache of JAX, unless the environment sets or disables the cache.
 
     Raises:
       ConfigError: an argument has an invalid value.
@@ -127,6 +130,7 @@ def launch(
     """
     options = restarts if isinstance(restarts, RestartOptions) else RestartOptions(restarts)
     _check_arguments(command, mode, trainers, pservers, on_trainer_loss, options.most)
+    _check_quorum(options.quorum, trainers, mode, on_trainer_loss)
     site = site or Site()
     if options.cuts is not None:
         _check_cuts(options.cuts, mode, on_trainer_loss, options.most)
@@ -148,7 +152,7 @@ def launch(
         base[STATUS] = site.status_endpoint(roles)
     observed = roles[0].pserver_endpoints or base.get(STATUS, "").split()
     # without trainer 0, JAX's coordinator, no trainer of nccl2 mode can continue
-    optional = range(mode == "nccl2", trainers) if drops else ()
+    optional = {f"trainer {k}" for k in range(mode == "nccl2", trainers) if drops}
 
     with (
         contextlib.closing(site),
@@ -168,13 +172,16 @@ def launch(
             logs={role.name: open_log(role.name) for role in roles},
             inherit_stdout=inherit_stdout,
         )
+        # in a job with cuts, the loss of a trainer begins an epoch
+        is_optional = lambda name: name in optional and (epochs is None or not epochs.has_marks)
         attempts = Restarts(
             roles,
             starter,
-            functools.partial(Attempt, events, grace, optional, site, guard),
+            functools.partial(Attempt, events, grace, is_optional, site, guard),
             spares=spares,
             limit=limit,
-            restarts=options.most,
+            options=options,
+            on_trainer_loss=on_trainer_loss,
             epochs=epochs,
         )
         attempt = attempts.run()
@@ -192,13 +199,13 @@ def _epochs_of(
       roles: every role of the job.
       site: the hosts of the roles.
       options: the restarts that the launcher may make.
-      drops: True if the job continues without a lost trainer, which then does not start again.
+      drops: True if the job may continue without a lost trainer.
     """
     has_servers = any(role.is_pserver for role in roles)
     can_share = site.is_this_host or options.cuts is not None
-    if not options.most or not has_servers or not can_share or drops:
+    if not has_servers or not can_share or not (options.most or drops):
         return contextlib.nullcontext()
-    return open_epochs(roles, options.cuts, options.record)
+    return open_epochs(roles, options.cuts, options.record, drops_trainers=drops)
 
 
 def _cache_of(
@@ -267,8 +274,7 @@ def _check_arguments(
         raise ConfigError(
             f"pservers={pservers}: mode='nccl2' has no parameter servers; leave pservers out"
         )
-    if on_trainer_loss not in ("abort", "drop"):
-        raise ConfigError(f"on_trainer_loss must be 'abort' or 'drop', it is {on_trainer_loss!r}")
+    check_one_of("on_trainer_loss", on_trainer_loss, ("restart", "drop", "abort"))
     for name, count in (("trainers", trainers), ("pservers", pservers)):
         if count is not None and count < 1:
             raise ConfigError(f"{name} must be 1 or more, it is {count}")
@@ -286,15 +292,23 @@ def _check_cuts(
             f"{argument}: mode='nccl2' has no parameter servers, which write cuts; leave cuts out, "
             "and save checkpoints"
         )
-    if on_trainer_loss == "drop":
-        raise ConfigError(
-            f"{argument}: with on_trainer_loss='drop' a lost trainer does not start again; leave "
-            "cuts or on_trainer_loss out"
-        )
-    if not restarts:
+    if not restarts and on_trainer_loss != "drop":
         raise ConfigError(
             f"{argument} needs restarts, since cuts are for restarts of lost roles; write "
             "restarts=3, or leave cuts out"
+        )
+
+
+def _check_quorum(quorum: int, trainers: int, mode: str, on_trainer_loss: str) -> None:
+    """Raise ConfigError if a job cannot use a quorum."""
+    if not 1 <= quorum <= trainers:
+        raise ConfigError(
+            f"quorum must be between 1 and the number of trainers, {trainers}, it is {quorum}"
+        )
+    if quorum > 1 and (mode == "nccl2" or on_trainer_loss != "drop"):
+        raise ConfigError(
+            f"quorum={quorum} is for parameter servers with on_trainer_loss='drop'; write both, or "
+            "leave quorum out"
         )
 
 

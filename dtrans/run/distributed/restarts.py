@@ -6,6 +6,9 @@ A role is lost if a signal ended it, or if its host was lost. There are two kind
     in place     the launcher starts only the lost role; the others continue from a cut.
                  If there is a spare (`dtrans.run.distributed.spares`), it becomes the lost role.
 
+With `on_trainer_loss="drop"`, a lost trainer does not start again while enough trainers are left.
+The others go back to a cut, and continue without it. This is no restart.
+
 A restart in place needs cuts: every other role takes part in the current epoch and has not left,
 and all servers have a common cut (`dtrans.run.distributed.job_epochs`). Asynchronous servers have
 separate cuts, and only a lost server goes back to its newest cut. After the loss of a host, all
@@ -27,6 +30,7 @@ from queue import SimpleQueue
 
 from dtrans.checkpoint.runs import VARIABLE as RUN, new_run
 from dtrans.errors import LaunchError
+from dtrans.protocol.server.trainer_registry import named
 from dtrans.run.distributed.attempt import Attempt, Event, is_lost
 from dtrans.run.distributed.child_process import Child, Emit
 from dtrans.run.distributed.job_epochs import JobEpochs
@@ -61,12 +65,15 @@ class RestartOptions:
       spares: number of processes that run the script up to `Role.from_env`, and wait there to take
         the place of a lost role.
       record: the launcher's command line, which is written to the folder of the cuts.
+      quorum: with `on_trainer_loss="drop"`, the smallest number of trainers with which the job
+        continues. If a loss would leave fewer trainers, the lost trainer starts again.
     """
 
     most: int = 0
     cuts: str | os.PathLike[str] | None = None
     spares: int = 0
     record: LaunchRecord | None = None
+    quorum: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +125,8 @@ class Restarts:
       new_attempt: creates an attempt without roles, from `ended_roles` and `look` of `Attempt`.
       spares: spares of the job.
       limit: end of the job's deadline, in seconds of the monotonic clock, or None.
-      restarts: the largest number of restarts.
+      options: the restarts that the launcher may make.
+      on_trainer_loss: as for `launch`.
       epochs: epochs of the job, or None if the job has no cuts.
     """
 
@@ -130,11 +138,13 @@ class Restarts:
         *,
         spares: Spares,
         limit: float | None = None,
-        restarts: int = 0,
+        options: RestartOptions,
+        on_trainer_loss: str,
         epochs: JobEpochs | None = None,
     ) -> None:
         self._roles, self._starter, self._new_attempt = roles, starter, new_attempt
-        self._limit, self._restarts = limit, restarts
+        self._limit, self._restarts = limit, options.most
+        self._on_trainer_loss, self._quorum = on_trainer_loss, options.quorum
         self._epochs, self._spares = epochs, spares
         self._count = 0  # restarts so far
         self._of_all = 0  # restarts of all roles so far, which determine the pauses
@@ -148,13 +158,18 @@ class Restarts:
                 self._spares.warn_without_cuts(self._epochs)
             if attempt.signum is not None:
                 return attempt
+            name, reason = "", attempt.superseded
             if attempt.superseded:
-                # `_count` already includes this restart: it replaces the last restart in place.
-                say(f"{attempt.superseded}; all roles start again ({self._number()})")
+                # `_count` already includes this restart: it replaces the last restart in place. Or
+                # the last loss was that of a dropped trainer, after which nothing starts.
+                number = f" ({self._number()})" if self._count else ""
+                say(f"{attempt.superseded}; all roles start again{number}")
             elif lost is None or not self._restarts_all(attempt, lost):
                 return attempt
+            else:
+                name, reason = lost.role.name, lost.how()
             if self._epochs is not None:
-                self._epochs.start_again()
+                self._epochs.start_again(name, reason)
 
     def _run_once(self) -> tuple[Attempt, Child | None]:
         """Start all roles, restart lost roles in place, and wait until all roles have ended.
@@ -170,11 +185,11 @@ class Restarts:
                 attempt.begin_epoch(self._epochs.epoch.number)
             try:
                 for role in self._roles:
-                    self._start(attempt, role, shared)
+                    if self._epochs is None or self._epochs.takes_part(role.name):
+                        self._start(attempt, role, shared)
                 attempt.wait(self._limit)
                 lost = self._find_loss(attempt)
-                while lost is not None and self._can_go_back(attempt, lost):
-                    self._restart_in_place(attempt, lost, shared)
+                while lost is not None and self._goes_back(attempt, lost, shared):
                     attempt.wait(self._limit)
                     lost = self._find_loss(attempt)
             finally:
@@ -205,16 +220,79 @@ class Restarts:
         """Return the lost role that ended an attempt, or None if no restart may follow."""
         has_cuts = self._epochs is not None and self._epochs.has_marks
         lost = attempt.lost(was_reached=self._count > 0, has_cuts=has_cuts)
-        if lost is None or attempt.signum is not None or self._count == self._restarts:
+        if lost is None or attempt.signum is not None:
+            return None
+        if not has_cuts and not self._may_restart(lost.role):
             return None
         if self._epochs is not None:
             self._epochs.end_epoch(lost.role.name, attempt.find_alive)
+        if has_cuts and self._can_drop(attempt, lost):
+            return lost
+        if not self._may_restart(lost.role):
+            if self._on_trainer_loss == "drop" and lost.role.is_trainer:
+                attempt.failed, attempt.note = lost, self._why_not_dropped(lost)
+            return None
         if self._epochs is None or lost.is_host_lost(was_reached=True):
             return lost  # a host that stays lost for some restarts is no fault of the role
         if self._epochs.note_loss(lost.role.name):
             attempt.failed, attempt.note = lost, "it was lost again before a new cut"
             return None
         return lost
+
+    def _may_restart(self, role: Role) -> bool:
+        """Return True if a restart may follow the loss of a role."""
+        aborts = self._on_trainer_loss == "abort" and role.is_trainer
+        return self._count < self._restarts and not aborts
+
+    def _leaves_quorum(self, role: Role) -> bool:
+        """Return True if enough trainers are left without a lost role, which is a trainer."""
+        if self._epochs is None or self._on_trainer_loss != "drop" or not role.is_trainer:
+            return False
+        return len(self._epochs.members) > self._quorum
+
+    def _can_drop(self, attempt: Attempt, lost: Child) -> bool:
+        """Return True if a job with cuts can continue in place without a lost trainer."""
+        if self._is_late() or not self._leaves_quorum(lost.role):
+            return False
+        assert self._epochs is not None
+        if attempt.failed is not lost or not is_lost(lost, was_reached=True):
+            return False
+        return self._epochs.can_go_back(lost.role.name, _names(attempt), without_lost=True)
+
+    def _why_not_dropped(self, lost: Child) -> str:
+        """Return the reason why a job ends with a lost trainer although it may drop trainers."""
+        assert self._epochs is not None
+        others, restarts = len(self._epochs.members) - 1, f"{self._restarts} restarts"
+        if self._leaves_quorum(lost.role):
+            return (
+                "the other roles could not go back to a cut in place, and no restart of all roles "
+                f"is left, of {restarts}"
+            )
+        trainers = "1 trainer" if others == 1 else f"{others} trainers"
+        return (
+            f"without it, {trainers} would be left, but quorum={self._quorum}, and no restart is "
+            f"left, of {restarts}"
+        )
+
+    def _goes_back(self, attempt: Attempt, lost: Child, shared: Mapping[str, str]) -> bool:
+        """Continue in place, with or without the lost role. Return False if that is impossible."""
+        if self._epochs is not None and self._can_drop(attempt, lost):
+            self._drop(attempt, lost)
+        elif self._can_go_back(attempt, lost):
+            self._restart_in_place(attempt, lost, shared)
+        else:
+            return False
+        return True
+
+    def _drop(self, attempt: Attempt, lost: Child) -> None:
+        """Continue without a lost trainer, while the others go back to a cut."""
+        assert self._epochs is not None
+        self._epochs.drop(lost.role.name, lost.how())
+        attempt.begin_epoch(self._epochs.epoch.number)
+        say(
+            f"{lost.role.name}{lost.where} failed with {lost.how()}; the job continues with "
+            f"{named(self._epochs.members)}, and {self._epochs.other_roles}"
+        )
 
     def _can_go_back(self, attempt: Attempt, lost: Child) -> bool:
         """Return True if a lost role can start again in place."""
@@ -230,7 +308,7 @@ class Restarts:
     def _restart_in_place(self, attempt: Attempt, lost: Child, shared: Mapping[str, str]) -> None:
         """Start a lost role again, or give it to a spare, while the others go back to a cut."""
         assert self._epochs is not None
-        self._epochs.go_back(lost.role.name)
+        self._epochs.go_back(lost.role.name, lost.how())
         attempt.begin_epoch(self._epochs.epoch.number)
         self._count += 1
         spare = self._spares.take()
@@ -282,13 +360,13 @@ class Restarts:
         name = self._epochs.reported_role(report)
         reason = " ".join(report.reason.split())
         child = attempt.find_running(name)
-        if child is not None and self._count < self._restarts:
+        if child is not None and self._continues_after(child.role):
             if child is not self._reports.killed:
                 self._reports.killed = child
-                say(
-                    f"{report.reporter} has lost {name}{child.where} ({reason}), which is ended "
-                    "and starts again"
-                )
+                then = "which is ended"
+                if not self._leaves_quorum(child.role):
+                    then += " and starts again"
+                say(f"{report.reporter} has lost {name}{child.where} ({reason}), {then}")
                 attempt.kill(child)
         elif name in attempt.dropped:
             attempt.failed = attempt.dropped[name]
@@ -299,6 +377,10 @@ class Restarts:
                 f"{report.reason}",
                 role=name,
             )
+
+    def _continues_after(self, role: Role) -> bool:
+        """Return True if the job may continue after the loss of a role."""
+        return self._may_restart(role) or self._leaves_quorum(role)
 
 
 class _FirstReport:

@@ -49,6 +49,7 @@ class WatchedTrainers:
     tables: StoredTables | None = None
     plan: Mapping[str, str] = {}
     bytes_sent = None
+    dropped: frozenset[int] = frozenset()
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
 """Folder in which a launcher and the roles of a job agree on epochs and cuts.
 
     epoch.json      the launcher: the job's run and its current epoch
+    epochs.jsonl    the launcher: all epochs of the job (`dtrans.run.net.epoch_log`)
     launch.json     the launcher: its command line (`dtrans.run.distributed.launch_record`)
     roles/ROLE      each role: the epoch in which it takes part, and its written cuts
     lost/ROLE       each role: the last role that it has lost
@@ -104,6 +105,8 @@ class EpochFolder:
         trainers: int = 0,
         endpoints: Sequence[str] = (),
         started: Mapping[str, int] = {},
+        *,
+        drops_trainers: bool = False,
     ) -> None:
         """Begin an epoch. The file is flushed to the disk before the method returns.
 
@@ -116,9 +119,10 @@ class EpochFolder:
           endpoints: endpoints of the servers. Pieces of cuts and checkpoints contain them.
           started: for each role, the number of the epoch in which its process was started. Earlier
             processes of the role, on a host that the launcher has lost, end when they read it.
+          drops_trainers: True if the launcher may drop lost trainers.
         """
         job: dict[str, Any] = {"run": run, "trainers": trainers, "endpoints": list(endpoints)}
-        job["started"] = dict(started)
+        job |= {"started": dict(started), "drops_trainers": drops_trainers}
         _write(self.path / "epoch.json", {**dataclasses.asdict(epoch), **job})
 
     def announce_end(self) -> None:
@@ -131,6 +135,11 @@ class EpochFolder:
         return int(self._granted()["trainers"])
 
     @property
+    def drops_trainers(self) -> bool:
+        """True if the launcher may drop lost trainers."""
+        return bool(self._granted().get("drops_trainers"))
+
+    @property
     def endpoints(self) -> tuple[str, ...]:
         """Endpoints of the job's servers."""
         return tuple(self._granted()["endpoints"])
@@ -139,7 +148,7 @@ class EpochFolder:
         """Remove all files of a job that has ended without an error."""
         (self.path / "epoch.json").unlink()
         (self.path / LAUNCH).unlink(missing_ok=True)
-        for path in self.path.iterdir():
+        for path in self.path.iterdir():  # the log of epochs stays
             has_cuts = path.name.isdecimal() or path.name.startswith(("pserver-", "trainer-"))
             if path.name in ("roles", "lost") or has_cuts:
                 shutil.rmtree(path)
@@ -154,16 +163,19 @@ class EpochFolder:
         files = _read_all(self.path / "roles")
         return {name: mark_of(fields) for name, fields in files.items()}
 
-    def newest_cut(self, servers: Collection[str]) -> int | None:
+    def newest_cut(
+        self, servers: Collection[str], dropped: Collection[int] | None = None
+    ) -> int | None:
         """Return the step of the newest complete cut; None if there is none.
 
         A cut is complete if every server has written its piece. If trainers write parts of cuts,
-        every trainer has written its part, too.
+        every trainer that was not dropped has written its part, too.
 
         Args:
           servers: names of all servers.
+          dropped: ids of the dropped trainers; None for those of the current epoch.
         """
-        return max(self._complete_cuts(servers), default=None)
+        return max(self._complete_cuts(servers, dropped), default=None)
 
     def cuts_alone(self, servers: Collection[str]) -> tuple[int, ...]:
         """Return the newest cut of each server, if all are asynchronous and have one; else ().
@@ -186,15 +198,19 @@ class EpochFolder:
 
         Raises:
           ConfigError: the folder has no epoch, since no launcher uses it.
-          ReplacedError: the launcher has started another process of this role.
+          ReplacedError: the launcher has started another process of this role, or has dropped it.
         """
         fields = self._granted()
+        dropped, is_ending = tuple(fields.get("dropped", ())), fields.get("is_ending", False)
+        epoch = Epoch(fields["number"], fields["cut"], is_ending, dropped)
         if fields.get("started", {}).get(self._role, 0) > self._started:
+            what = "has started another one"
+            if self._role in [f"trainer {k}" for k in epoch.dropped]:
+                what = "the job continues without it"
             raise ReplacedError(
-                f"the launcher has lost this process of {self._role}, and has started another one; "
-                "this process ends"
+                f"the launcher has lost this process of {self._role}, and {what}; this process ends"
             )
-        return Epoch(fields["number"], fields["cut"], fields.get("is_ending", False))
+        return epoch
 
     @property
     def run(self) -> str:
@@ -322,10 +338,13 @@ class EpochFolder:
         fields = {"epoch": epoch, "role": role, "reason": reason}
         _write(self.path / "lost" / self._role, fields)
 
-    def _complete_cuts(self, servers: Collection[str]) -> set[int]:
+    def _complete_cuts(
+        self, servers: Collection[str], dropped: Collection[int] | None = None
+    ) -> set[int]:
         marks, roles = self.marks(), {*servers}
         if any(name in marks and marks[name].with_trainers for name in servers):
-            roles |= {f"trainer {k}" for k in range(self.trainers)}
+            out = self.current().dropped if dropped is None else dropped
+            roles |= {f"trainer {k}" for k in range(self.trainers) if k not in out}
         return complete_cuts(marks, roles)
 
     def old_cut(self, servers: Collection[str]) -> int:

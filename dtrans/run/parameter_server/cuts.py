@@ -203,6 +203,30 @@ def _other_mode(path: Path, before: str, now: str) -> str:
     )
 
 
+def check_drops(plan: PServerPlan) -> None:
+    """Raise ConfigError if a job with cuts cannot continue without a lost trainer.
+
+    It continues by the rule for trainers that leave early: on_trainer_exit="drop".
+    """
+    restart = "launch the job with --on-trainer-loss restart"
+    if not plan.sync_mode:
+        raise ConfigError(
+            "on_trainer_loss='drop': asynchronous servers with cuts start a lost trainer again; "
+            f"leave cuts out of job.serve, or {restart}"
+        )
+    if plan.shared is not None and not plan.shared.proven:
+        raise ConfigError(
+            "on_trainer_loss='drop': the step needs values of the whole batch "
+            f"({plan.shared.reason}), which the remaining trainers cannot compute; pass "
+            f"batch='local', or {restart}"
+        )
+    if plan.options.on_trainer_exit == "error":
+        raise ConfigError(
+            "on_trainer_loss='drop': with on_trainer_exit='error' an update needs the gradients of "
+            f"all trainers; pass on_trainer_exit='drop', or {restart}"
+        )
+
+
 def check_cuts(plan: PServerPlan, cuts: Cuts) -> None:
     """Raise ConfigError if a plan has state that cuts do not contain, or does not allow an option.
 

@@ -123,8 +123,8 @@ class EndpointFabric:
             split_ids_p: lambda eqn, values: [unique_ids(values, **eqn.params)],
             prefetch_p: self._lookups.prefetch,
             send_rows_p: self._lookups.send_rows,
-            fake_init_p: _fake_init,
-            concat_p: _concat,
+            fake_init_p: fake_init,
+            concat_p: concat_blocks,
             listen_and_serv_p: self._serve,
             init_on_use_p: new_rows,
         }
@@ -398,11 +398,13 @@ def _split(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
     return rows_of(np.asarray(x), eqn.params["sections"])
 
 
-def _fake_init(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+def fake_init(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+    """Return zeros, such as an array with 0 rows in place of a table."""
     return [np.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
 
 
-def _concat(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+def concat_blocks(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+    """Concatenate the blocks of a leaf, without a copy if they share memory."""
     if all(isinstance(v, np.ndarray) for v in values):
         memory = _shared_memory(values)
         if memory is not None:

@@ -89,7 +89,9 @@ class Server:
           before: the state machines of the previous epoch, if there was one.
         """
         start = self._enter_epoch(state, before)
-        trainers = self._new_registry(before)
+        if before is not None and before.trainers.dropped != {*start.epoch.dropped}:
+            before.undo_saves(self._saves.finish(), start.step)
+        trainers = self._new_registry(start.epoch, before)
         self._loop = ServerLoop(
             self._transport,
             trainers,
@@ -127,7 +129,7 @@ class Server:
             cuts.enter_alone(), self._update.state, counts=before.kind.counts.by_trainer
         )
 
-    def _new_registry(self, before: Serving | None) -> TrainerRegistry:
+    def _new_registry(self, epoch: Epoch, before: Serving | None) -> TrainerRegistry:
         """Return the registry of an epoch; synchronous trainers of the last epoch may be busy."""
         served = self._served_update.served
         return TrainerRegistry(
@@ -137,6 +139,7 @@ class Server:
             secret=self._keys.secret,
             retry=self._retry,
             busy=() if before is None or served.sync_mode else before.trainers.present,
+            dropped=epoch.dropped,
         )
 
     def _new_kind(
@@ -215,7 +218,7 @@ class Server:
                 self._rewind()
             self._saves.end()
             protocol = self._protocol
-            note(protocol.kind.endpoint, protocol.trainers.known[0].session)
+            note(protocol.kind.endpoint, protocol.trainers.sessions[0])
             for block in self._update.server_tables.report():
                 log.info("pserver %s: %s", protocol.kind.endpoint, block)
             return self._saves.state()

@@ -121,6 +121,12 @@ class ServerSaves:
         if self._writer is not None:
             yield from self._writer.ended()
 
+    def finish(self) -> list[tuple[str, str]]:
+        """Wait until all checkpoints and cuts are written; return the last results of `ended`."""
+        writer = self._writer
+        self.end()
+        return [] if writer is None else list(writer.ended())
+
     def end(self) -> None:
         """Wait until all checkpoints and cuts are written."""
         if self._writer is not None:
@@ -217,12 +223,15 @@ class ServerSaves:
         """Return the mark of the state after a step.
 
         In a job with cuts, pieces of different epochs may form one checkpoint, because repeated
-        steps have the same bits.
+        steps have the same bits. After the drop of a trainer they have other bits, so the run has
+        another name.
         """
         runs = self._protocol.trainers.sessions
-        if self._cuts is not None:
-            runs = (self._cuts.epochs.run, *runs)
-        return Mark(runs, step)
+        if self._cuts is None:
+            return Mark(runs, step)
+        job = self._cuts.epochs.run
+        without = "".join(f"-{k}" for k in self._epoch.dropped)
+        return Mark((job + without, *runs), step, job=job)
 
     def _snapshot(self) -> tuple[dict[str, Any], list[str]]:
         """Return the current state, and the names of those arrays that must be copied.

@@ -164,8 +164,7 @@ class SyncUpdate:
         gone = self._trainers - present
         if gone and not any(trainers == present for trainers, _ in self._compiled):
             log.warning(
-                "pserver %s continues without %s, which left: step %d and later steps use "
-                "gradients of %s",
+                "pserver %s continues without %s: step %d and later steps use gradients of %s",
                 self._update.endpoint,
                 named(sorted(gone)),
                 step + 1,

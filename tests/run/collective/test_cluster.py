@@ -665,7 +665,7 @@ def test_the_launcher_goes_on_with_those_left(
     [
         (
             {"on_trainer_loss": "wait", "mode": "nccl2"},
-            "on_trainer_loss must be 'abort' or 'drop', it is 'wait'",
+            "on_trainer_loss must be 'restart', 'drop' or 'abort', it is 'wait'",
         ),
     ],
 )

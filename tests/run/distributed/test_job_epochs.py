@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from dtrans.errors import ConfigError
-from dtrans.protocol.epochs import Epoch
+from dtrans.protocol.epochs import Epoch, ReplacedError
 from dtrans.run.distributed.job_epochs import JobEpochs, endpoints_of, open_epochs
 from dtrans.run.distributed.role import roles_of
 from dtrans.run.net.ended_roles import EndedRoles, ended_roles
 from dtrans.run.net.epoch_folder import EpochFolder
+from dtrans.run.net.epoch_log import read_log
 
 
 ROLES = roles_of(2, ("127.0.0.1:1",))
@@ -169,8 +170,64 @@ def test_a_job_that_ended_well_leaves_no_cuts(job: Job, tmp_path: Path) -> None:
     (tmp_path / "10").mkdir()
     (tmp_path / "of the user").touch()
     job.epochs.end()
-    assert [x.name for x in tmp_path.iterdir()] == ["of the user"]
+    assert {x.name for x in tmp_path.iterdir()} == {"epochs.jsonl", "of the user"}
     assert Job(tmp_path).epochs.epoch == Epoch()
+    assert [x.epoch for x in read_log(tmp_path / "epochs.jsonl")] == [0]
+
+
+def test_a_dropped_trainer_takes_no_part(job: Job) -> None:
+    assert job.epochs.can_go_back("trainer 1", RUNNING - {"trainer 1"}, without_lost=True)
+    job.epochs.drop("trainer 1", "signal SIGKILL")
+    assert job.epochs.epoch == Epoch(1, 10, dropped=(1,))
+    assert (job.epochs.members, job.epochs.takes_part("trainer 1")) == ((0,), False)
+    assert job.folders["pserver 0"].current() == Epoch(1, 10, dropped=(1,))
+    job.enter("pserver 0", "trainer 0")
+    assert job.epochs.have_all_entered and job.epochs.find_unable(RUNNING) is None
+    # it stays dropped, whatever follows
+    job.epochs.go_back("pserver 0", "signal SIGSEGV")
+    job.epochs.start_again()
+    assert job.epochs.epoch == Epoch(3, 10, dropped=(1,))
+
+
+def test_a_process_of_a_dropped_trainer_ends(tmp_path: Path) -> None:
+    """It may live on a host that was lost."""
+    epochs, old = JobEpochs(tmp_path, ROLES), EpochFolder(tmp_path, "trainer 1")
+    assert old.current() == Epoch()
+    epochs.drop("trainer 1")
+    with pytest.raises(ReplacedError, match="of trainer 1, and the job continues without it; this"):
+        old.current()
+
+
+def test_another_launcher_continues_without_a_dropped_trainer(
+    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.epochs.drop("trainer 1", "signal SIGKILL")
+    again = JobEpochs(tmp_path, ROLES)
+    assert again.epoch == Epoch(2, 10, dropped=(1,))
+    assert "continues at step 10, without trainer 1" in capsys.readouterr().err
+    assert [(x.cut, x.members, x.lost, x.reason) for x in read_log(tmp_path / "epochs.jsonl")] == [
+        (None, (0, 1), "", "the job starts"),
+        (10, (0,), "trainer 1", "signal SIGKILL"),
+        (10, (0,), "", "the launcher starts again"),
+    ]
+
+
+def test_leaves_of_a_dropped_trainer_are_not_needed(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    server, first, second = (job.folders[x] for x in ("pserver 0", "trainer 0", "trainer 1"))
+    server.enter(Epoch(), with_trainers=True)
+    job.enter("trainer 0", "trainer 1")
+    server.note_cut(0, 10)
+    first.note_cut(0, 10)
+    running = RUNNING - {"trainer 1"}
+    assert not job.epochs.can_go_back("trainer 1", running)
+    assert job.epochs.can_go_back("trainer 1", running, without_lost=True)
+    second.note_cut(0, 10)
+    server.note_cut(0, 20)
+    first.note_cut(0, 20)
+    job.epochs.drop("trainer 1")
+    assert job.epochs.epoch == Epoch(1, 20, dropped=(1,))
+    assert server.old_cut(["pserver 0"]) == 10
 
 
 def test_one_launcher_has_a_folder(tmp_path: Path) -> None:

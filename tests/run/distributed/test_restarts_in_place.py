@@ -26,6 +26,7 @@ from dtrans.run.distributed.launcher import launch
 from dtrans.run.distributed.restarts import RestartOptions
 from dtrans.run.distributed.site import Site
 from dtrans.run.net.epoch_folder import EpochFolder
+from dtrans.run.net.epoch_log import read_log
 
 
 PATIENCE = 60.0  # seconds for something that takes milliseconds on an idle machine
@@ -284,15 +285,213 @@ def test_a_cause_comes_before_a_lost_peer(script: Any) -> None:
 def test_a_dropped_trainer_does_not_start_again(
     script: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Servers write no cuts then: they would wait for the trainer."""
+    """These servers write no cuts."""
     command = script("""
-        assert epochs is None
         if name == "trainer 1":
             die()
         wait(ended_roles)
     """)
     launch(command, restarts=3, on_trainer_loss="drop", **JOB)
     assert Output(capsys).said == ["trainer 1 failed with signal SIGKILL; the others continue"]
+
+
+# -- trainers that are dropped ---------------------------------------------------------------------
+
+DROP: dict[str, Any] = {**JOB, "trainers": 3, "on_trainer_loss": "drop"}
+NO_RESTART = {"DTRANS_RESTARTS": "0"}  # the scripts print it
+# the last trainer is lost, and the others go back without it
+DIES = """
+    dropped = {dropped!r}
+
+    def all_but_dropped(number):
+        marks = epochs.marks()
+        return len([x for n, x in marks.items() if x.epoch >= number and n not in dropped]) == 5 - len(dropped)
+
+    if enter() == 0:
+        cut(10, 20)
+        if name == "trainer 2":
+            wait(lambda: all_in(0))
+            die()
+        enter(1)
+"""
+END = """
+    wait(lambda: all_but_dropped({number}))
+    epochs.leave()
+"""
+
+
+def test_the_job_continues_without_a_lost_trainer(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = script(DIES.format(dropped=["trainer 2"]) + END.format(number=1))
+    options = RestartOptions(0, tmp_path / "cuts")
+    launch(command, restarts=options, env=NO_RESTART, **DROP)
+    seen = Output(capsys)
+    assert seen.said == [
+        "trainer 2 failed with signal SIGKILL; the job continues with trainers 0, 1, and all roles "
+        "go back to step 20"
+    ]
+    assert seen.entered["trainer 2"] == [(0, None)]
+    for role in ROLES:
+        assert seen.entered[role] == [(0, None), (1, 20)] and len(set(seen.pids[role])) == 1
+    assert [path.name for path in (tmp_path / "cuts").glob("[!.]*")] == ["epochs.jsonl"]
+    first, second = read_log(tmp_path / "cuts" / "epochs.jsonl")
+    assert (first.cut, first.members, first.lost) == (None, (0, 1, 2), "")
+    assert (second.cut, second.members) == (20, (0, 1))
+    assert (second.lost, second.reason) == ("trainer 2", "signal SIGKILL")
+
+
+def test_a_server_starts_again_after_a_trainer_was_dropped(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dies_next = """
+    if epochs.current().number == 1:
+        if name == "pserver 1":
+            wait(lambda: all_but_dropped(1))
+            die()
+        enter(2)
+    """
+    command = script(DIES.format(dropped=["trainer 2"]) + dies_next + END.format(number=2))
+    launch(command, restarts=1, **DROP)
+    seen = Output(capsys)
+    assert seen.said[1] == (
+        "pserver 1 failed with signal SIGKILL; it starts again, and all roles go back to step 20 "
+        "(restart 1 of 1)"
+    )
+    assert {seen.entered[role][-1] for role in ROLES} == {(2, 20)}
+    assert seen.entered["trainer 2"] == [(0, None)]
+
+
+def test_a_lost_trainer_starts_again_without_a_quorum(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = script(DIES.format(dropped=[]) + END.format(number=1))
+    launch(command, restarts=RestartOptions(1, quorum=3), **DROP)
+    seen = Output(capsys)
+    assert seen.said == [
+        "trainer 2 failed with signal SIGKILL; it starts again, and all roles go back to step 20 "
+        "(restart 1 of 1)"
+    ]
+    assert seen.entered["trainer 2"] == [(0, None), (1, 20)]
+
+
+def test_the_job_ends_without_a_quorum_and_restarts(script: Any) -> None:
+    command = script(DIES.format(dropped=[]) + "    forever()")
+    with pytest.raises(
+        LaunchError,
+        match="^trainer 2 failed with signal SIGKILL, and the other roles were ended; without it, "
+        "2 trainers would be left, but quorum=3, and no restart is left, of 0 restarts; it wrote",
+    ):
+        launch(command, restarts=RestartOptions(0, quorum=3), env=NO_RESTART, **DROP)
+
+
+def test_the_job_ends_if_all_would_start_again_without_restarts(script: Any) -> None:
+    """The servers have no cut yet."""
+    command = script("""
+        enter()
+        if name == "trainer 2":
+            wait(lambda: all_in(0))
+            die()
+        forever()
+    """)
+    with pytest.raises(
+        LaunchError, match="; the other roles could not go back to a cut in place, and no restart"
+    ):
+        launch(command, env=NO_RESTART, **DROP)
+
+
+def test_the_lost_trainer_starts_with_the_others_if_all_start_again(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = script("""
+        if enter() == 0:
+            if name == "trainer 2":
+                wait(lambda: all_in(0))
+                die()
+            forever()
+        finish(1)
+    """)
+    launch(command, restarts=1, **DROP)
+    seen = Output(capsys)
+    assert seen.said == [
+        "trainer 2 failed with signal SIGKILL; all roles start again (restart 1 of 1)"
+    ]
+    assert {x[-1] for x in seen.entered.values()} == {(1, None)} and len(seen.entered) == 5
+
+
+def test_a_reported_trainer_is_dropped(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    command = script("""
+        if enter() == 0:
+            cut(10, 20)
+            if name == "pserver 0":
+                wait(lambda: all_in(0))
+                epochs.report_lost(0, "trainer 2", "silence")
+            if name == "trainer 2":
+                forever()
+            enter(1)
+        wait(lambda: len([x for x in epochs.marks().values() if x.epoch >= 1]) == 4)
+        epochs.leave()
+    """)
+    launch(command, env=NO_RESTART, **DROP)
+    reported, dropped = Output(capsys).said
+    assert reported == "pserver 0 has lost trainer 2 (silence), which is ended"
+    assert dropped.startswith("trainer 2 failed with signal SIGKILL; the job continues with train")
+
+
+def test_dropped_trainers_stay_dropped_when_all_start_again(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = script("""
+        number = enter()
+        if number == 0:
+            cut(10, 20)
+            if name == "trainer 2":
+                wait(lambda: all_in(0))
+                die()
+            wait(lambda: epochs.current().number)
+            if name == "trainer 0":
+                epochs.leave()
+            forever()
+        wait(lambda: len([x for x in epochs.marks().values() if x.epoch >= 2]) == 4)
+        epochs.leave()
+    """)
+    launch(command, env=NO_RESTART, **DROP)
+    seen = Output(capsys)
+    assert seen.said[1] == "trainer 0 had left the job, and cannot go back; all roles start again"
+    assert seen.entered["trainer 2"] == [(0, None)]
+    assert {seen.entered[role][-1] for role in ROLES} == {(2, 20)}
+
+
+def test_the_loss_of_a_trainer_ends_a_job_that_aborts(script: Any) -> None:
+    command = script(DIES.format(dropped=[]) + "    forever()")
+    with pytest.raises(LaunchError, match="^trainer 2 failed with signal SIGKILL, and the other"):
+        launch(command, restarts=3, **{**DROP, "on_trainer_loss": "abort"})
+
+
+def test_a_job_that_aborts_restarts_servers(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch(script(IN_PLACE.format(victim="pserver 1")), restarts=3, on_trainer_loss="abort", **JOB)
+    assert len(Output(capsys).said) == 1
+
+
+def test_a_quorum_is_for_dropped_trainers() -> None:
+    for wanted, options, message in [
+        (
+            RestartOptions(1, quorum=3),
+            {},
+            "quorum=3 is for parameter servers with on_trainer_loss=",
+        ),
+        (RestartOptions(quorum=2), {"mode": "nccl2", "on_trainer_loss": "drop"}, "quorum=2 is for"),
+        (
+            RestartOptions(quorum=4),
+            {},
+            "quorum must be between 1 and the number of trainers, 3, it",
+        ),
+        (RestartOptions(quorum=0), {}, "quorum must be between 1 and .* it is 0"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            launch(["true"], restarts=wanted, trainers=3, **options)
 
 
 # -- spares ----------------------------------------------------------------------------------------
@@ -744,7 +943,6 @@ def test_cuts_are_for_servers_and_restarts(tmp_path: Path) -> None:
     for wanted, options, message in [
         (RestartOptions(0, "x"), {}, "cuts='x' needs restarts, .* write restarts=3, or leave cuts"),
         (one, {"mode": "nccl2"}, "cuts='x': mode='nccl2' has no parameter servers"),
-        (one, {"on_trainer_loss": "drop"}, "cuts='x': with on_trainer_loss='drop' a lost trainer"),
         (RestartOptions(1, tmp_path / "file"), {}, "cuts='.*file' cannot be created: "),
     ]:
         with pytest.raises(ConfigError, match=message):

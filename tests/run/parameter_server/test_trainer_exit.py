@@ -414,9 +414,9 @@ def test_an_update_is_compiled_once_for_each_set_of_trainers(
     run(role_threads, plan_for(pservers, 3, optax.adam(1e-2)), (2, 7, 4))
     assert made == [{"0", "1", "2"}, {"1", "2"}, {"1"}]
     assert [r.getMessage() for r in caplog.records] == [
-        f"pserver {ep} continues without trainer 0, which left: step 3 and later steps use "
+        f"pserver {ep} continues without trainer 0: step 3 and later steps use "
         "gradients of trainers 1, 2",
-        f"pserver {ep} continues without trainers 0, 2, which left: step 5 and later steps use "
+        f"pserver {ep} continues without trainers 0, 2: step 5 and later steps use "
         "gradients of trainer 1",
     ]
 

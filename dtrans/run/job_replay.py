@@ -1,0 +1,367 @@
+"""Replay of a job with cuts in one process, with the trainers that its log names.
+
+    log       the trainers of each step (`dtrans.run.net.epoch_log`)
+    trainer   runs the same compiled pieces as a process of the job (`dtrans.run.executor`)
+    server    runs the same update as a process of the job (`SyncUpdate`)
+
+In each step, all trainers compute gradients, one after the other. Then the servers update their
+blocks, and the trainers receive the new values. Function calls replace messages. The results have
+the bits of the job, because an update is a function of the state and the gradients.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dtrans._jax import JaxprEqn, Primitive
+from dtrans.checkpoint.pserver_state import gather
+from dtrans.checks import check_int
+from dtrans.errors import ConfigError
+from dtrans.ir.program import Program
+from dtrans.ir.selection import omit
+from dtrans.ops import (
+    concat_p,
+    fake_init_p,
+    fetch_barrier_p,
+    prefetch_p,
+    recv_p,
+    send_barrier_p,
+    send_p,
+    send_rows_p,
+    split_byref_p,
+    split_ids_p,
+)
+from dtrans.parameter_server.plan import PServerPlan, ServerPrograms
+from dtrans.protocol.server_blocks import RowGradient, Vectors
+from dtrans.protocol.tables.table_rows import put_in_place, unique_ids
+from dtrans.protocol.trainer.traffic import Leaf, rows_of
+from dtrans.run.base.batch import on_one_device
+from dtrans.run.executor import Executor, cut_for_role, put_on_device
+from dtrans.run.net.epoch_log import EpochRecord, members_of_steps, read_log
+from dtrans.run.parameter_server.background import leaf_of, rows_wanted
+from dtrans.run.parameter_server.fabric import concat_blocks, fake_init
+from dtrans.run.parameter_server.ordered_job import part_axes
+from dtrans.run.parameter_server.sync_update import SyncUpdate
+from dtrans.run.parameter_server.trainer_calls import TrainerCalls
+from dtrans.run.parameter_server.update import ServerUpdate, copy_state
+from dtrans.step.batch_sharing import part_of_batch
+
+
+# Run of a trainer's program. It yields once, when it has sent its gradients.
+ProgramRun = Generator[None, None, Any]
+
+
+def replay(
+    plan: PServerPlan,
+    log: str | os.PathLike[str],
+    batch: Callable[[int], Sequence[Any]],
+    *,
+    init: Sequence[Any],
+    stop: int,
+) -> tuple[Any, Any]:
+    """Recompute a synchronous job with cuts in this process, with the trainers of each step.
+
+    The result has the same bits as the job's parameters and optimizer state. The job must have
+    started from `job.init`, and all its trainers must have made the same steps. Evictions of table
+    rows are not repeated.
+
+    Args:
+      plan: the job's plan, with the same options. The endpoints may differ.
+      log: the file `epochs.jsonl` in the folder of `dtrans launch --cuts`.
+      batch: function from the number of a step to the global batch, the arguments of
+        `job.shard_batch`.
+      init: arguments of `job.init`.
+      stop: number of steps of the job.
+
+    Returns:
+      (params, opt_state), in the pytrees of the step.
+
+    Raises:
+      ConfigError: the plan cannot be replayed, or the log's job has other trainers.
+
+    Example:
+      >>> import tempfile
+      >>> import jax.numpy as jnp, optax, dtrans
+      >>> from dtrans.run.net.epoch_log import EpochLog, EpochRecord
+      >>> tx = optax.sgd(0.5)
+      >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((params["w"] - x) ** 2), tx)
+      >>> init = lambda: (p := {"w": jnp.zeros(1)}, tx.init(p))
+      >>> x = jnp.array([[1.0], [5.0]])
+      >>> plan = dtrans.pserver(dtrans.trace(step, *init(), x), dtrans.trace(init), trainers=2)
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     log = EpochLog(folder)
+      ...     log.add(EpochRecord(0, None, (0, 1)))
+      ...     log.add(EpochRecord(1, 0, (0,), "trainer 1", "signal SIGKILL"))
+      ...     params, _ = dtrans.replay(plan, log.path, lambda step: (x,), init=(), stop=1)
+      >>> params["w"].tolist()
+      [1.0]
+    """
+    _check_plan(plan)
+    check_int("stop", stop, "a number of steps", least=0)
+    records = read_log(log)
+    _check_trainers(plan, records)
+    job = _ReplayedJob(plan, init)
+    for step, members in enumerate(members_of_steps(records, 0, stop)):
+        job.step(step, members, batch(step))
+    return job.result(records[-1].members[0])
+
+
+def _check_plan(plan: Any) -> None:
+    if not isinstance(plan, PServerPlan) or not plan.sync_mode:
+        raise ConfigError(
+            "replay needs a plan of dtrans.pserver with mode=dtrans.Sync(); the log does not have "
+            "the order of updates in other modes"
+        )
+    if plan.shared is not None and not plan.shared.proven and plan.trainers > 1:
+        raise ConfigError(
+            f"replay: the step needs values of the whole batch ({plan.shared.reason}), which "
+            "trainers exchange within a step; such a job drops no trainers, so its result is that "
+            "of plan.on_mesh()"
+        )
+
+
+def _check_trainers(plan: PServerPlan, records: Sequence[EpochRecord]) -> None:
+    everyone = tuple(range(plan.trainers))
+    if not records or records[0].members != everyone:
+        found = "no epoch" if not records else f"trainers {list(records[0].members)} at its start"
+        raise ConfigError(
+            f"replay: the log has {found}, but the plan has trainers {list(everyone)}; pass the "
+            "log and the plan of the same job"
+        )
+
+
+class _ReplayedJob:
+    """Servers and trainers of a job.
+
+    Args:
+      plan: the plan.
+      init: arguments of the user's `init`.
+    """
+
+    def __init__(self, plan: PServerPlan, init: Sequence[Any]) -> None:
+        self._plan = plan
+        self._servers = {}
+        with Executor() as executor:
+            for ep, programs in plan.servers.items():
+                state = executor.run(programs.startup, *init)
+                self._servers[ep] = _ReplayedServer(programs, state, plan.trainers)
+        self._trainers = [_ReplayedTrainer(plan, k, self._servers) for k in range(plan.trainers)]
+        for trainer in self._trainers:
+            trainer.start(init)
+
+    def step(self, step: int, members: Sequence[int], batch: Sequence[Any]) -> None:
+        """Make a step with some trainers.
+
+        Args:
+          step: number of the step.
+          members: ids of the trainers, increasing.
+          batch: the global batch.
+        """
+        runs = {k: self._trainers[k].step(batch) for k in members}
+        for run in runs.values():
+            next(run)  # up to the barrier
+        self._update(frozenset(members), step)
+        for k, run in runs.items():
+            self._trainers[k].params = _result_of(run)[0]
+
+    def _update(self, members: frozenset[int], step: int) -> None:
+        """Update all servers, with the exchanges between servers in increasing levels."""
+        sent: dict[str, Vectors] = {}  # endpoint of a server that waits -> its outgoing vectors
+        for ep, server in self._servers.items():
+            vectors = server.begin(members, step)
+            if vectors is not None:
+                sent[ep] = vectors
+        while sent:
+            exchanges = {ep: self._servers[ep].exchange for ep in sent}
+            level = min(exchange.level for exchange in exchanges.values())
+            ready = [ep for ep, exchange in exchanges.items() if exchange.level == level]
+            arrived: dict[str, Vectors] = {}
+            for ep in ready:
+                arrived[ep] = {source: sent[source][ep] for source in exchanges[ep].sources}
+            for ep in ready:
+                vectors = self._servers[ep].update.go_on(arrived[ep])
+                if vectors is None:
+                    del sent[ep]
+                else:
+                    sent[ep] = vectors
+
+    def result(self, trainer: int) -> tuple[Any, Any]:
+        """Return (params, opt_state), with the leaves that only trainers have from one trainer."""
+        states = {ep: server.state for ep, server in self._servers.items()}
+        return gather(self._plan, states, self._trainers[trainer].params)
+
+
+class _ReplayedServer:
+    """One server.
+
+    Args:
+      programs: the server's programs.
+      state: the initial arrays, by name.
+      trainers: number of trainers of the job.
+
+    Attributes:
+      update: the server's state and its update.
+      gradients: the gradients of the current step, by name.
+    """
+
+    def __init__(self, programs: ServerPrograms, state: Mapping[str, Any], trainers: int) -> None:
+        update = ServerUpdate.from_program(programs.main)
+        tables: set[str] = set()
+        for t in update.tables.values():
+            if not t.updates_all:
+                tables.update(t.arrays)
+        values = {**state, **copy_state(omit(state, tables))}
+        self.update = SyncUpdate(update, values, trainers)
+        self.gradients: dict[str, Any] = {}
+
+    @property
+    def exchange(self) -> Any:
+        """Exchange at which the update waits for other servers."""
+        assert self.update.exchange is not None
+        return self.update.exchange
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """All arrays, by name."""
+        return {**self.update.state, **self.update.tables()}
+
+    def begin(self, members: frozenset[int], step: int) -> Vectors | None:
+        """Begin the update of a step with the gradients of some trainers.
+
+        Returns:
+          The vectors for other servers; None if the update is complete.
+        """
+        gradients, self.gradients = self.gradients, {}
+        return self.update.begin(gradients, members, step)
+
+
+class _ReplayedTrainer:
+    """One trainer, which calls the servers.
+
+    Args:
+      plan: the plan.
+      number: id of the trainer.
+      servers: all servers, by endpoint.
+
+    Attributes:
+      params: the trainer's parameters.
+    """
+
+    def __init__(
+        self, plan: PServerPlan, number: int, servers: Mapping[str, _ReplayedServer]
+    ) -> None:
+        self.params: Any = None
+        self._plan, self._number, self._servers = plan, number, servers
+        self._calls = TrainerCalls(plan, number)
+        self._pieces: dict[Program, Any] = {}
+        self._received: list[np.ndarray] = []
+        # name of a table's block -> ids of the rows that the step has looked up
+        self._looked_up: dict[str, np.ndarray] = {}
+        self._rules: dict[Primitive, Callable[[JaxprEqn, list[Any]], Sequence[Any]]] = {
+            split_byref_p: lambda eqn, values: rows_of(
+                np.asarray(values[0]), eqn.params["sections"]
+            ),
+            send_p: self._send,
+            send_barrier_p: lambda eqn, values: [None],
+            recv_p: self._recv,
+            fetch_barrier_p: self._fetch_barrier,
+            split_ids_p: lambda eqn, values: [unique_ids(values, **eqn.params)],
+            prefetch_p: self._prefetch,
+            send_rows_p: self._send_rows,
+            fake_init_p: fake_init,
+            concat_p: concat_blocks,
+        }
+
+    def start(self, init: Sequence[Any]) -> None:
+        """Receive the initial parameters."""
+        startup = self._plan.trainer_startup_program(self._number)
+        self.params = _result_of(self._run(startup, *init))
+
+    def step(self, batch: Sequence[Any]) -> ProgramRun:
+        """Make a step on this trainer's part of a global batch."""
+        plan, part = self._plan, (self._number, self._plan.trainers)
+        if plan.trainers > 1:
+            uneven = plan.trainers if plan.takes_uneven_batches else 0
+            batch = part_of_batch(plan.main.args[2:], batch, part_axes(plan), part, uneven)
+        call = self._calls(batch)
+        return self._run(call.program, self.params, *call.batch)
+
+    def _run(self, program: Program, *args: Any) -> ProgramRun:
+        """Run a program as `Executor.run` does. Yield when the gradients are sent."""
+        flat = program.flatten(*args)
+        program = program.specialize_flat(flat)
+        flat = [*map(on_one_device, flat)]
+        if program not in self._pieces:
+            self._pieces[program] = cut_for_role(program)
+        run = self._pieces[program].run(flat)
+        outs: Any = None
+        while True:
+            try:
+                eqn, values = run.send(outs)
+            except StopIteration as done:
+                return program.out.unflatten(put_on_device(done.value))
+            outs = self._rules[eqn.primitive](eqn, values)
+            if eqn.primitive is send_barrier_p:
+                yield
+
+    # -- equations -------------------------------------------------------------------------------
+
+    def _send(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        if "sections" in eqn.params:
+            blocks = leaf_of(eqn, eqn.invars[0].aval).blocks(np.asarray(values[0]))
+            values = [rows for _, _, rows in blocks]
+        for x, ep, name in zip(values, eqn.params["epmap"], eqn.params["names"], strict=True):
+            self._servers[ep].gradients[name] = np.array(x)
+        return [None]
+
+    def _recv(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        types, names = eqn.params["types"], eqn.params["names"]
+        if len(types) == 1:
+            leaf = leaf_of(eqn, types[0])
+        else:
+            rows = tuple(t.shape[0] for t in types)
+            shape = (sum(rows), *types[0].shape[1:])
+            leaf = Leaf(eqn.params["epmap"], names, rows, shape, types[0].dtype)
+        memory = np.empty(leaf.shape, leaf.dtype)
+        received = []
+        for ep, name, block in leaf.blocks(memory):
+            block[...] = self._servers[ep].update.values[name]
+            received.append(block)
+        self._received += received
+        return [memory] if len(types) == 1 else received
+
+    def _fetch_barrier(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        received, self._received = self._received, []
+        return received
+
+    def _prefetch(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        (uniq,), (t,) = values, eqn.params["types"]
+        rows = np.empty(t.shape, t.dtype)
+        wanted = rows_wanted(eqn, uniq, rows)
+        for ep, name, ids, memory in wanted:
+            memory[...] = self._servers[ep].update.rows(name, ids, train=True)
+            self._looked_up[name] = ids
+        put_in_place(uniq, rows, wanted, eqn.params["spans"])
+        return [rows]
+
+    def _send_rows(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        p, (uniq, grad) = eqn.params, values
+        blocks = [name for _, name, _, _ in rows_wanted(eqn, uniq, np.asarray(grad))]
+        for ep, sent, span, block in zip(p["epmap"], p["names"], p["spans"], blocks, strict=True):
+            rows = np.asarray(grad)[span.among(uniq)]
+            self._servers[ep].gradients[sent] = RowGradient(self._looked_up[block], rows)
+        return [None]
+
+
+def _result_of(run: ProgramRun) -> Any:
+    """Run a program to its end; return its result."""
+    try:
+        next(run)
+    except StopIteration as done:
+        return jax.block_until_ready(done.value)
+    raise AssertionError("a program has one barrier")

@@ -1,0 +1,129 @@
+"""Log of a job's epochs: the trainers of each step, for `dtrans.replay`.
+
+The launcher adds one line to `epochs.jsonl` before it grants an epoch. When the job has ended, the
+log stays in the folder of the cuts. A new job in the folder begins a new log.
+
+A launcher may be killed between the line and the grant. Its successor then grants another epoch
+with the same number, so the last line with a number counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dtrans.errors import ConfigError
+from dtrans.run.net.epoch_folder import write_file
+
+
+NAME = "epochs.jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochRecord:
+    """Line of the log.
+
+    Attributes:
+      epoch: number of the epoch.
+      cut: step of the cut with which the epoch begins; None if it begins with the initial state, or
+        with the cuts of asynchronous servers.
+      members: ids of the trainers that take part, increasing.
+      lost: name of the role whose loss ended the previous epoch; empty without a loss.
+      reason: cause of the loss, or of the epoch.
+      time: time of the line, in seconds since 1970.
+    """
+
+    epoch: int
+    cut: int | None
+    members: tuple[int, ...]
+    lost: str = ""
+    reason: str = ""
+    time: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochLog:
+    """Log in a folder of cuts.
+
+    Attributes:
+      folder: the folder.
+
+    Example:
+      >>> import tempfile
+      >>> from dtrans.run.net.epoch_log import EpochLog, EpochRecord, read_log
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     log = EpochLog(folder)
+      ...     log.add(EpochRecord(0, None, (0, 1, 2)))
+      ...     log.add(EpochRecord(1, 20, (0, 1), "trainer 2", "signal SIGKILL"))
+      ...     [record.members for record in read_log(log.path)]
+      [(0, 1, 2), (0, 1)]
+    """
+
+    folder: str | os.PathLike[str]
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return Path(self.folder) / NAME
+
+    def add(self, record: EpochRecord) -> None:
+        """Add a line, and flush it to the disk. The line of epoch 0 begins a new log."""
+        before = b""
+        if record.epoch and self.path.exists():
+            before = self.path.read_bytes()
+        fields = {**dataclasses.asdict(record), "time": round(time.time(), 3)}
+        line = json.dumps(fields).encode() + b"\n"
+        # the file is replaced, so a crash leaves no incomplete line
+        write_file(self.path, lambda file: file.write(before + line))
+
+
+def read_log(path: str | os.PathLike[str]) -> list[EpochRecord]:
+    """Return the epochs of a log, in their order.
+
+    Raises:
+      ConfigError: the file does not exist, or is not a log of epochs.
+    """
+    records: dict[int, EpochRecord] = {}
+    try:
+        lines = Path(path).read_text().splitlines()
+        for line in lines:
+            fields: dict[str, Any] = json.loads(line)
+            record = EpochRecord(**{**fields, "members": tuple(fields["members"])})
+            records[record.epoch] = record
+    except FileNotFoundError as e:
+        raise ConfigError(
+            f"the log {os.fspath(path)} does not exist; pass the file {NAME} of the folder that "
+            "`dtrans launch --cuts` has used"
+        ) from e
+    except (ValueError, TypeError, KeyError) as e:
+        raise ConfigError(
+            f"{os.fspath(path)} is not a log of epochs ({e}); pass the file {NAME} of a folder of "
+            "cuts"
+        ) from e
+    return list(records.values())
+
+
+def members_of_steps(
+    records: Sequence[EpochRecord], first: int, stop: int
+) -> list[tuple[int, ...]]:
+    """Return the trainers of each step of a synchronous job, in the last epoch that made the step.
+
+    Args:
+      records: the epochs of the job.
+      first: number of steps before the job.
+      stop: number of steps at the end of the job.
+
+    Returns:
+      The ids of the trainers of step `first`, `first` + 1, and so on.
+    """
+    found: list[tuple[int, ...]] = []
+    for record in records:
+        begin = first if record.cut is None else record.cut
+        # later epochs have repeated the steps after their cuts
+        found[begin - first :] = [record.members] * (stop - begin)
+    return found

@@ -1,0 +1,308 @@
+"""Jobs with cuts that continue without a lost trainer, and the replay of their logs."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import init_of, mlp_batch, mlp_loss, mlp_params
+from paths import DOCS, ROOT
+
+import dtrans
+from dtrans.errors import ConfigError, LaunchError
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.protocol.epochs import Epoch
+from dtrans.run.distributed.launcher import launch
+from dtrans.run.distributed.restarts import RestartOptions
+from dtrans.run.net.epoch_folder import EpochFolder
+from dtrans.run.net.epoch_log import EpochLog, EpochRecord, read_log
+from dtrans.run.parameter_server.cuts import check_drops
+
+
+STEPS = 40
+# servers exchange the norm of the gradients
+DENSE = """
+import jax, jax.numpy as jnp, optax
+import dtrans
+
+key, x = jax.random.key(0), jax.ShapeDtypeStruct((12, 4), float)
+tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))
+
+def loss(params, x):
+    return jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) @ params["v"] - 1) ** 2)
+
+def init(key):
+    params = {"w": jax.random.normal(key, (4, 6)), "b": jnp.zeros(6), "v": jnp.ones(6)}
+    return params, tx.init(params)
+
+def batch(step):
+    return (jax.random.normal(jax.random.fold_in(key, step), (12, 4)),)
+"""
+TABLES = """
+import jax, jax.numpy as jnp, optax
+import dtrans
+
+key, x = jax.random.key(0), jax.ShapeDtypeStruct((12,), int)
+tx = optax.adam(0.1)
+
+def loss(params, ids):
+    return jnp.mean((params["rows"][ids] @ params["w"] - 1) ** 2)
+
+def init(key):
+    params = {"rows": jax.random.normal(key, (50, 4)), "w": jnp.ones(4)}
+    return params, tx.init(params)
+
+def batch(step):
+    return (jax.random.randint(jax.random.fold_in(key, step), (12,), 0, 50),)
+"""
+PLAN = """
+main = dtrans.trace(dtrans.make_train_step(loss, tx), *jax.eval_shape(init, key), x)
+startup = dtrans.trace(init, key)
+
+def plan_for(pservers, trainers):
+    return dtrans.pserver(
+        main, startup, pservers=pservers, trainers=trainers,
+        placement=dtrans.BlockPlacement(min_block_size=1),
+    )
+"""
+# trainer 1 kills other roles, and is never lost
+TRAIN = """
+import os, signal
+import dtrans
+
+role = dtrans.Role.from_env()
+open(f"pid {{role.name}}", "w").write(str(os.getpid()))
+
+from model import batch, key, plan_for
+
+def batch_or_kill(step):
+    for number, at, victim in {kills!r}:
+        is_due = len(os.listdir("kills")) == number and step == at
+        if role.name == "trainer 1" and is_due:
+            open(f"kills/{{number}}", "w")
+            os.kill(int(open(f"pid {{victim}}").read()), signal.SIGKILL)
+    return batch(step)
+
+plan = plan_for(role.pservers, role.trainers)
+with plan.on_cluster() as job:
+    state = job.init(key)
+    if role.is_pserver:
+        job.serve(state, checkpoints="ckpt", cuts=5)
+    else:
+        steps = job.steps(state, lambda step: job.shard_batch(*batch_or_kill(step)), stop={stop})
+        for state, loss in steps:
+            if job.step_count == 12:
+                job.save("12")
+        job.save("end")
+"""
+
+
+def run_job(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kills: Sequence[tuple[int, int, str]],
+    *,
+    model: str = DENSE,
+    **options: Any,
+) -> dict[str, Any]:
+    """Run a job of three trainers and two servers; return the names of its model."""
+    monkeypatch.chdir(folder)
+    (folder / "kills").mkdir()
+    (folder / "model.py").write_text(model + PLAN)
+    (folder / "train.py").write_text(TRAIN.format(kills=list(kills), stop=STEPS))
+    env = {"PYTHONPATH": f"{folder}:{ROOT}", "JAX_PLATFORMS": "cpu"}
+    launch(
+        [sys.executable, "train.py"],
+        trainers=3,
+        pservers=2,
+        env=env,
+        on_trainer_loss="drop",
+        restarts=RestartOptions(cuts="cuts", **options),
+    )
+    found: dict[str, Any] = {}
+    exec(model + PLAN, found)
+    return found
+
+
+def assert_replayed(model: dict[str, Any]) -> None:
+    """Check that the job's checkpoints have the bits of the replay of its log."""
+    plan = model["plan_for"]("127.0.0.1:1,127.0.0.1:2", 3)
+    for name, stop in (("12", 12), ("end", STEPS)):
+        saved = dtrans.checkpoint.load(f"ckpt/{name}", model["main"], model["startup"])
+        log, init = "cuts/epochs.jsonl", (model["key"],)
+        found = dtrans.replay(plan, log, model["batch"], init=init, stop=stop)
+        for x, y in zip(jax.tree.leaves(saved), jax.tree.leaves(found), strict=True):
+            assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("model", "victim"),
+    [
+        (DENSE, "trainer 2"),
+        pytest.param(DENSE, "trainer 0", marks=pytest.mark.rotated),
+        pytest.param(TABLES, "trainer 2", marks=pytest.mark.rotated),
+    ],
+    ids=["trainer 2", "trainer 0", "tables"],
+)
+def test_the_job_ends_with_the_bits_of_its_replay(
+    model: str,
+    victim: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # the job makes steps 11 to 14 again, and writes the checkpoint of step 12 again
+    found = run_job(tmp_path, monkeypatch, [(0, 14, victim)], model=model)
+    assert f"{victim} failed with signal SIGKILL; the job continues with trainers" in (
+        capsys.readouterr().err
+    )
+    _, after = read_log("cuts/epochs.jsonl")
+    assert after.cut in (5, 10) and len(after.members) == 2 and after.lost == victim
+    assert_replayed(found)
+
+
+def test_servers_start_again_and_a_second_trainer_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = [(0, 12, "trainer 0"), (1, 21, "pserver 1"), (2, 33, "trainer 2")]
+    found = run_job(tmp_path, monkeypatch, kills, most=1)
+    records = read_log("cuts/epochs.jsonl")
+    assert [x.members for x in records] == [(0, 1, 2), (1, 2), (1, 2), (1,)]
+    assert_replayed(found)
+
+
+@pytest.mark.rotated
+def test_a_lost_trainer_starts_again_without_a_quorum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = [(0, 12, "trainer 0"), (1, 21, "trainer 2")]
+    found = run_job(tmp_path, monkeypatch, kills, most=1, quorum=2)
+    records = read_log("cuts/epochs.jsonl")
+    assert [x.members for x in records] == [(0, 1, 2), (1, 2), (1, 2)]
+    assert_replayed(found)
+
+
+def test_the_error_names_the_quorum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LaunchError, match="2 trainers would be left, but quorum=3, and no restart"):
+        run_job(tmp_path, monkeypatch, [(0, 12, "trainer 2")], quorum=3)
+
+
+@pytest.mark.rotated
+def test_the_page_replays_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last trainer kills itself."""
+    monkeypatch.chdir(tmp_path)
+    for page in (ROOT / "README.md", DOCS / "cuts.md", DOCS / "cuts_members.md"):
+        for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page.read_text(), re.S):
+            Path(name).write_text(code)
+    script = Path("survive.py").read_text()
+    kill = "if step == 25 and role.name == 'trainer 3': os.kill(os.getpid(), signal.SIGKILL)"
+    first = "# a function of the step alone\n"
+    assert script.count(first) == 1
+    script = script.replace(first, "\n    " + kill + "\n")
+    Path("survive.py").write_text("import os, signal\n" + script)
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "JAX_PLATFORMS": "cpu"}
+    launch(
+        [sys.executable, "survive.py"],
+        trainers=4,
+        pservers=2,
+        env=env,
+        on_trainer_loss="drop",
+        restarts=RestartOptions(2, "cuts", quorum=3),
+    )
+    assert [x.members for x in read_log("cuts/epochs.jsonl")] == [(0, 1, 2, 3), (0, 1, 2)]
+    monkeypatch.syspath_prepend(tmp_path)
+    found = runpy.run_path("replay.py")
+    saved = dtrans.checkpoint.load("ckpt/60", found["main"], found["startup"])
+    replayed = found["params"], found["opt_state"]
+    for x, y in zip(jax.tree.leaves(saved), jax.tree.leaves(replayed), strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+# -- the replay alone ------------------------------------------------------------------------------
+
+
+def plan_for(trainers: int = 3, **options: Any) -> PServerPlan:
+    params, tx = mlp_params(), optax.adam(0.1)
+    types = params, jax.eval_shape(tx.init, params), *mlp_batch(6)
+    traced = dtrans.trace(dtrans.make_train_step(mlp_loss, tx), *types)
+    startup = dtrans.trace(init_of(tx), params)
+    endpoints = "127.0.0.1:1,127.0.0.1:2"
+    return dtrans.pserver(traced, startup, pservers=endpoints, trainers=trainers, **options)
+
+
+def test_a_replay_uses_the_rows_of_the_members_of_each_step(tmp_path: Path) -> None:
+    """A single device gets the same rows."""
+    log = EpochLog(tmp_path)
+    log.add(EpochRecord(0, None, (0, 1, 2)))
+    log.add(EpochRecord(1, 2, (0, 2), "trainer 1"))
+    log.add(EpochRecord(2, 4, (2,), "trainer 0"))
+    batches = [mlp_batch(6, seed=s) for s in range(6)]
+    params, tx = mlp_params(), optax.adam(0.1)
+    found, _ = dtrans.replay(plan_for(), log.path, lambda s: batches[s], init=(params,), stop=6)
+    step, state = jax.jit(dtrans.make_train_step(mlp_loss, tx)), tx.init(params)
+    members = [(0, 1, 2), (0, 1, 2), (0, 2), (0, 2), (2,), (2,)]
+    for some, batch in zip(members, batches, strict=True):
+        rows = jnp.array([i for k in some for i in (2 * k, 2 * k + 1)])
+        params, state, _ = step(params, state, *(x[rows] for x in batch))
+    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": dtrans.Async()}, "replay needs a plan of dtrans.pserver with mode=dtrans.Sync"),
+        ({"trainers": 2}, r"the log has trainers \[0, 1, 2\] at its start, but the plan has tr"),
+    ],
+)
+def test_a_replay_needs_a_synchronous_plan_of_the_same_job(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    log = EpochLog(tmp_path)
+    log.add(EpochRecord(0, None, (0, 1, 2)))
+    with pytest.raises(ConfigError, match=message):
+        dtrans.replay(plan_for(**options), log.path, lambda step: (), init=(), stop=0)
+
+
+# -- plans that cannot continue without a trainer --------------------------------------------------
+
+
+def plan_with_batch_norm() -> PServerPlan:
+    params, tx = mlp_params(), optax.adam(0.1)
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        return mlp_loss(params, (x - x.mean(0)) / (x.std(0) + 1), y)
+
+    types = params, jax.eval_shape(tx.init, params), *mlp_batch(6)
+    traced = dtrans.trace(dtrans.make_train_step(loss, tx), *types)
+    return dtrans.pserver(traced, dtrans.trace(init_of(tx), params), trainers=3)
+
+
+def test_plans_that_need_all_trainers_are_refused() -> None:
+    check_drops(plan_for())
+    for plan, message in [
+        (plan_for(mode=dtrans.Async()), "asynchronous servers with cuts start a lost trainer aga"),
+        (plan_for(on_trainer_exit="error"), "with on_trainer_exit='error' an update needs the gr"),
+        (plan_with_batch_norm(), r"the step needs values of the whole batch \(.*pass batch='local"),
+    ]:
+        with pytest.raises(ConfigError, match=f"^on_trainer_loss='drop': .*{message}"):
+            check_drops(plan)
+
+
+def test_a_server_reads_whether_trainers_may_be_dropped(tmp_path: Path) -> None:
+    folder = EpochFolder(tmp_path)
+    folder.grant(Epoch(), "a run")
+    assert not folder.drops_trainers
+    folder.grant(Epoch(1, 10, dropped=(2,)), "a run", drops_trainers=True)
+    assert folder.drops_trainers and folder.current().dropped == (2,)
+    assert os.listdir(tmp_path) == ["epoch.json"]
