@@ -43,6 +43,17 @@ class SeekableBatches(Protocol):
         """Return an iterator over the batches from there on."""
 
 
+@runtime_checkable
+class CountedBatches(Protocol):
+    """Batches that count the batches of finished steps, such as those of `dtrans.feed`."""
+
+    def read_ahead(self) -> Iterator[Sequence[Any]]:
+        """Yield the batches of the next steps, and leave the count as it is."""
+
+    def advance(self, batch: Sequence[Any]) -> None:
+        """Count the batch of a finished step."""
+
+
 def _numbered_steps(
     job: Job,
     state: Any,
@@ -60,9 +71,14 @@ def _numbered_steps(
     job.repeats_steps = True
     try:
         while True:
-            numbered = _batches_from(batches, offset + job.first_step, stop)
+            first = offset + job.first_step
             try:
-                yield from _steps_ahead(job, state, numbered, ahead)
+                if isinstance(batches, SeekableBatches):
+                    batches.seek(first)
+                    count = max(0, stop - first)
+                    yield from _steps_ahead(job, state, batches, ahead, count)
+                else:
+                    yield from _steps_ahead(job, state, map(batches, range(first, stop)), ahead)
                 job.check_return()  # a process may be lost after the last step
             except Rewound as e:
                 state = e.state
@@ -70,16 +86,6 @@ def _numbered_steps(
                 return
     finally:
         job.repeats_steps = False
-
-
-def _batches_from(
-    batches: BatchOfStep | SeekableBatches, first: int, stop: int
-) -> Iterator[Sequence[Any]]:
-    """Return the batches of the steps from `first` to `stop` - 1."""
-    if isinstance(batches, SeekableBatches):
-        batches.seek(first)
-        return itertools.islice(batches, max(0, stop - first))
-    return map(batches, range(first, stop))
 
 
 def _numbers(start: int, stop: int | None) -> tuple[int, int]:
@@ -93,19 +99,28 @@ def _numbers(start: int, stop: int | None) -> tuple[int, int]:
 
 
 def _steps_ahead(
-    job: Job, state: Any, batches: Iterable[Sequence[Any]], ahead: int
+    job: Job, state: Any, batches: Iterable[Sequence[Any]], ahead: int, count: int | None = None
 ) -> Iterator[tuple[Any, ...]]:
+    """Run a step for each batch, or for the first `count` batches."""
+    counted = batches if isinstance(batches, CountedBatches) else None
+    source = iter(batches) if counted is None else counted.read_ahead()
+    for batch in _announced(job, itertools.islice(source, count), ahead):
+        state, *results = job.step(state, *batch)
+        if counted is not None:
+            counted.advance(batch)
+        yield state, *results
+
+
+def _announced(job: Job, batches: Iterable[Sequence[Any]], ahead: int) -> Iterator[Sequence[Any]]:
+    """Yield each batch after `job.prefetch` of the next `ahead` batches."""
     waiting = collections.deque[Sequence[Any]]()
     for batch in batches:
         if waiting:
             job.prefetch(*batch)
         waiting.append(batch)
         if len(waiting) > ahead:
-            state, *results = job.step(state, *waiting.popleft())
-            yield state, *results
-    while waiting:
-        state, *results = job.step(state, *waiting.popleft())
-        yield state, *results
+            yield waiting.popleft()
+    yield from waiting
 
 
 # These methods create arrays or compile, so they must run outside the caller's mesh.

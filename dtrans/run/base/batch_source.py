@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -148,18 +149,21 @@ class StatefulSource(BatchSource):
             next(self)
 
     def restore(self, position: int, state: Any) -> None:
+        state = copy.deepcopy(state)
         self._go_to(position, state)
         self._marks = {position: state}
         self._first, self._spacing = position, 1
 
     def _go_to(self, position: int, state: Any) -> None:
-        getattr(self._stateful, self._methods.restore)(state)
+        # a loader may use the dict as its live state, and would change the mark
+        getattr(self._stateful, self._methods.restore)(copy.deepcopy(state))
         if self._stateful is self._batches:
             self._iterator = iter(self._batches)
         self.position, self.state = position, state
 
     def _save(self) -> Any:
-        return getattr(self._stateful, self._methods.save)()
+        # the next batch may change the dict, if it is the loader's live state
+        return copy.deepcopy(getattr(self._stateful, self._methods.save)())
 
 
 def open_source(batches: Iterable[Any] | Callable[[int], Any]) -> BatchSource:

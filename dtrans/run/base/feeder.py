@@ -8,22 +8,28 @@
 `tf.data.Dataset.as_numpy_iterator()`, or a generator. Each process cuts its part out of a batch
 (`job.shard_batch`). On a mesh, `feed` copies batches to the devices where steps read them.
 
+`job.steps` reads batches before their steps. The position counts a batch only after its step, so
+that a saved position is the number of the next step.
+
 To go back to an earlier batch, `feed` ends the thread, and starts another at this batch.
 `dtrans.run.base.batch_source` finds the batch.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
 
 from dtrans.checks import check_int
+from dtrans.errors import StateError
 from dtrans.job import Job
 from dtrans.run.base.batch_source import BatchSource, open_source
 
@@ -46,7 +52,7 @@ class Feed(Iterator[Any]):
     """Iterator over the batches that a thread loads. `dtrans.feed` creates it.
 
     Attributes:
-      position: number of batches before the next one.
+      position: number of batches before the next one. `job.steps` increases it after each step.
     """
 
     def __init__(self, source: BatchSource, job: Job, ahead: int) -> None:
@@ -54,10 +60,46 @@ class Feed(Iterator[Any]):
         # jax.enable_x64 is set for each thread, so the loading thread copies the caller's setting
         self._wide = bool(jax.config.read("jax_enable_x64"))
         self._end: BaseException | None = None
-        self.position, self._state = source.position, source.state
+        self._read_ahead: collections.deque[_Loaded] = collections.deque()
+        self._state: Future[Any]  # the source's state at `position`
+        self.position = source.position
         self._start()
 
     def __next__(self) -> Any:
+        loaded = self._read_ahead.popleft() if self._read_ahead else self._receive()
+        self._count(loaded)
+        return loaded.batch
+
+    def read_ahead(self) -> Iterator[Any]:
+        """Yield the batches of the next steps. `job.steps` calls it, and `advance` after each step.
+
+        If the loop ends before `advance`, the remaining batches stay the next ones.
+        """
+        for loaded in tuple(self._read_ahead):
+            yield loaded.batch
+        while True:
+            try:
+                loaded = self._receive()
+            except StopIteration:
+                return
+            self._read_ahead.append(loaded)
+            yield loaded.batch
+
+    def advance(self, batch: Any) -> None:
+        """Count a batch of `read_ahead`, because its step has ended.
+
+        Raises:
+          StateError: another caller has changed the position since `read_ahead`.
+        """
+        if not self._read_ahead or self._read_ahead[0].batch is not batch:
+            raise StateError(
+                "a loop over job.steps reads this feed, but the feed's position has changed since "
+                "the last step; call next, seek and load_state_dict after the loop"
+            )
+        self._count(self._read_ahead.popleft())
+
+    def _receive(self) -> _Loaded:
+        """Wait for a batch of the loading thread."""
         if self._end is not None:
             raise self._end
         start = time.perf_counter()
@@ -66,8 +108,12 @@ class Feed(Iterator[Any]):
         if loaded.error is not None:
             self._end = StopIteration()
             raise loaded.error
-        self.position, self._state = self.position + 1, loaded.state
-        return loaded.batch
+        return loaded
+
+    def _count(self, loaded: _Loaded) -> None:
+        self.position += 1
+        self._state = Future()
+        self._state.set_result(loaded.state)
 
     def seek(self, step: int) -> None:
         """Continue with the batch of a step. `job.steps` calls it after the loss of a process.
@@ -85,9 +131,13 @@ class Feed(Iterator[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next batch, in a dict for `load_state_dict`.
 
-        The dict contains the loader's state if the loader has `get_state` or `state_dict`.
+        The dict contains the loader's state if the loader has `get_state` or `state_dict`. After
+        `seek` or `load_state_dict`, the method waits until the source has changed its position.
+
+        Raises:
+          ConfigError: the source cannot go to the position.
         """
-        return {"position": self.position, "source": self._state}
+        return {"position": self.position, "source": self._state.result()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position that `state_dict` returned, also in another process.
@@ -98,7 +148,6 @@ class Feed(Iterator[Any]):
         self.close()
         position, saved = state["position"], state["source"]
         self._go_to(position, lambda: self._source.restore(position, saved))
-        self._state = saved
 
     def close(self) -> None:
         """Drop loaded batches, and wait until the loading thread has ended."""
@@ -108,6 +157,7 @@ class Feed(Iterator[Any]):
             with contextlib.suppress(queue.Empty):
                 self._ready.get(timeout=0.02)
         self._thread.join()
+        self._read_ahead.clear()
         self._end = StopIteration()
 
     def _go_to(self, position: int, move: Callable[[], None]) -> None:
@@ -120,6 +170,7 @@ class Feed(Iterator[Any]):
         Args:
           move: changes the position of the source.
         """
+        self._state = Future()
         self._ready: queue.Queue[_Loaded] = queue.Queue(self._ahead)
         self._stopped = threading.Event()
         self._thread = threading.Thread(
@@ -128,10 +179,11 @@ class Feed(Iterator[Any]):
         self._thread.start()
 
     def _load(self, move: Callable[[], None]) -> None:
-        ready, stopped = self._ready, self._stopped
+        ready, stopped, state = self._ready, self._stopped, self._state
         try:
             with jax.enable_x64(self._wide):
                 move()
+                state.set_result(self._source.state)
                 for batch in self._source:
                     if stopped.is_set():
                         return
@@ -140,6 +192,8 @@ class Feed(Iterator[Any]):
                         return
             ready.put(_Loaded(error=StopIteration()))
         except BaseException as e:  # `__next__` raises the error in the loop
+            if not state.done():
+                state.set_exception(e)
             ready.put(_Loaded(error=e))
 
     def _place(self, batch: Any) -> Any:

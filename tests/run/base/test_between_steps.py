@@ -20,7 +20,7 @@ import pytest
 from helpers import distance
 
 import dtrans
-from dtrans.errors import BatchError, ConfigError, TraceError
+from dtrans.errors import BatchError, ConfigError, StateError, TraceError
 from dtrans.run.role_job import TrainerJob
 
 
@@ -328,11 +328,30 @@ class StatefulLoader:
         self._restored = state["next"]
 
 
+class LiveLoader(StatefulLoader):
+    """A loader that returns its live state, and continues with the dict that it is given."""
+
+    def __init__(self, batches: list[np.ndarray]) -> None:
+        self._batches, self._state = batches, {"next": 0}
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        while self._state["next"] < len(self._batches):
+            self._state["next"] += 1
+            yield self._batches[self._state["next"] - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return self._state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._state = state
+
+
 SOURCES: dict[str, Callable[[list[np.ndarray]], Any]] = {
     "function": lambda batches: lambda step: batches[step],
     "seek": Seekable,
     "get_state": StatefulIterator,
     "state_dict": StatefulLoader,
+    "live state_dict": LiveLoader,
 }
 
 
@@ -366,6 +385,54 @@ def test_another_feed_continues_at_a_saved_position(kind: str) -> None:
         assert int(next(batches)[0, 0]) == 5
 
 
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_position_is_saved_right_after_a_move(kind: str) -> None:
+    """Before the next batch is read; a trainer may start again at its last step."""
+    with dtrans.feed(SOURCES[kind](rows(9)), job_of()) as batches:
+        next(batches)
+        batches.seek(5)
+        saved = batches.state_dict()
+    assert batches.state_dict() == saved and saved["position"] == 5
+    with dtrans.feed(SOURCES[kind](rows(9)), job_of()) as batches:
+        batches.load_state_dict(saved)
+        assert int(next(batches)[0, 0]) == 5
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("numbers", [{}, {"stop": 8}])
+def test_a_position_saved_between_steps_is_that_of_the_next_step(
+    kind: str, numbers: dict[str, int]
+) -> None:
+    """`job.steps` has read the next batches; they are not lost if the loop ends early."""
+    job = job_of()
+    source = lambda: SOURCES[kind]([(x,) for x in rows(9)])
+    take = lambda: [float(x) for _, x in job.steps(job.init(), batches, start=3, stop=6)]
+    with dtrans.feed(source(), job) as batches:
+        steps = job.steps(job.init(), batches, ahead=2, **numbers)
+        for count in (1, 2, 3):
+            next(steps)
+            saved = pickle.dumps(batches.state_dict())
+            assert batches.position == count
+        expected = take()
+        assert batches.position == 6 and int(next(batches)[0][0, 0]) == 6
+    with dtrans.feed(source(), job) as batches:
+        batches.load_state_dict(pickle.loads(saved))
+        assert take() == expected and len({*expected}) == 3
+        batches.load_state_dict(pickle.loads(saved))
+        assert int(next(batches)[0][0, 0]) == 3
+
+
+@pytest.mark.parametrize("change", [next, lambda batches: batches.seek(7)])
+def test_a_loop_over_steps_notices_another_reader(change: Callable[[Any], object]) -> None:
+    job = job_of()
+    with dtrans.feed(lambda step: (rows(9)[step],), job) as batches:
+        steps = job.steps(job.init(), batches)
+        next(steps)
+        change(batches)
+        with pytest.raises(StateError, match="call next, seek and load_state_dict after the loop"):
+            next(steps)
+
+
 def test_a_loader_skips_from_the_nearest_mark() -> None:
     """There are few marks, and nothing before the first one."""
     source = StatefulIterator(rows(1000))
@@ -389,6 +456,8 @@ def test_a_generator_cannot_go_back() -> None:
         next(batches)
         batches.seek(0)
         message = "list_iterator is at batch [23], and cannot go to batch 0; pass dtrans.feed a fun"
+        with pytest.raises(ConfigError, match=message):
+            batches.state_dict()
         with pytest.raises(ConfigError, match=message):
             next(batches)
         with pytest.raises(StopIteration):
