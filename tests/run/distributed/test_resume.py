@@ -20,7 +20,7 @@ from dtrans.errors import ConfigError
 from dtrans.protocol.epochs import Epoch
 from dtrans.run.distributed import job_epochs
 from dtrans.run.distributed.child_process import Guard
-from dtrans.run.distributed.job_epochs import LOCK, ROLES_LOCK, open_epochs
+from dtrans.run.distributed.job_epochs import ROLES_LOCK, open_epochs
 from dtrans.run.distributed.launch_record import LaunchRecord
 from dtrans.run.distributed.role import roles_of
 from dtrans.run.net.epoch_folder import EpochFolder
@@ -161,19 +161,25 @@ def test_a_guard_has_the_lock_until_its_roles_have_ended(tmp_path: Path) -> None
     os.close(lock(path))
 
 
-def test_a_launcher_waits_for_the_roles_of_a_killed_one(tmp_path: Path) -> None:
-    file = lock(tmp_path / ROLES_LOCK)
-    begun, found = threading.Event(), []
+def test_a_launcher_waits_for_the_roles_of_a_killed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries, try_to_lock = list[bool](), job_epochs._try_to_lock
+
+    def noted(*arguments: Any, **options: Any) -> bool:
+        tries.append(try_to_lock(*arguments, **options))
+        return tries[-1]
+
+    monkeypatch.setattr(job_epochs, "_try_to_lock", noted)
+    file, found = lock(tmp_path / ROLES_LOCK), []
 
     def launch() -> None:
-        begun.set()
         with open_epochs(ROLES, tmp_path) as epochs:
             found.append(epochs.epoch)
 
     thread = threading.Thread(target=launch)
     thread.start()
-    assert begun.wait(HANG)
-    until(lambda: (tmp_path / LOCK).exists(), "the lock of the launcher")
+    until(lambda: False in tries, "a launcher that waits")
     assert not EpochFolder(tmp_path).is_used
     os.close(file)
     thread.join(HANG)
