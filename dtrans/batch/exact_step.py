@@ -115,7 +115,7 @@ def shard_step(
     open_state: bool = False,
     noun: str = "trainer",
 ) -> ExactStep:
-    """Shard the batch of a step exactly.
+    """Write the step of one trainer, so that all trainers together compute one device's numbers.
 
     Args:
       step: the user's step, traced on a trainer's part, with all gradients that are used.
@@ -177,7 +177,7 @@ def shard_step(
 
 
 def shard_alone(step: Cut, batch: Batch, parts: int, name: str) -> ExactStep:
-    """Shard a step into parts that only communicate gradients and results.
+    """Shard the batch of a step into parts that exchange only gradients and results.
 
     Args:
       step: the user's step, traced on a part.
@@ -205,7 +205,7 @@ def parts_error(step: Cut, shared: ExactStep, name: str, kind: str = "local") ->
 
     Args:
       step: the step.
-      shared: its sharded form, with the communication.
+      shared: the sharded step, with a list of its communication.
       name: description of the parts, e.g. "micro-batches".
       kind: the value of `batch` that the error proposes.
     """
@@ -280,7 +280,7 @@ def rows_of(program: Program, axes: Mapping[str, int], noun: str) -> int:
 
 
 def split_merges(ways: Mapping[str, str | int]) -> tuple[dict[str, str], dict[str, int]]:
-    """Split the merges of a `TrainerStep` into the `merges` and `joined` of an `ExactStep`."""
+    """Split merges into rules and axes: {"a": 1} becomes ({"a": "concat"}, {"a": 1})."""
     merges: dict[str, str] = {}
     joined: dict[str, int] = {}
     for name, way in ways.items():

@@ -54,7 +54,9 @@ class Spot:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Precomputed:
-    """Precomputed values of a step.
+    """Values to compute once from the full batch, because one part of it does not determine them.
+
+    An example is the number of tokens in the batch. The values depend on no trained parameter.
 
     Attributes:
       spots: position of each value in the step.
@@ -80,7 +82,7 @@ class Precomputed:
         return step
 
     def with_precomputed(self, program: Program) -> Program:
-        """Return the step with the precomputed values as its last arguments.
+        """Return a step that takes the precomputed values as its last arguments.
 
         Raises:
           BatchError: the equations differ from those of the step that was planned.
@@ -132,7 +134,9 @@ class Precomputed:
         return eqn.replace(invars=operands, params={**eqn.params, "loss": eliminate_dead(new)})
 
     def precompute_program(self, program: Program) -> Program:
-        """Return the program that computes the values; `program` is the step on the full batch.
+        """Return a program that computes the precomputed values of a full batch.
+
+        `program` is the step on the full batch.
 
         Raises:
           BatchError: the equations differ from those of the step that was planned.
@@ -220,12 +224,12 @@ class FlatStep:
 
     @property
     def operands(self) -> dict[Var, Atom]:
-        """Value of the step that is passed to each input of the loss function."""
+        """Input variable of the loss function -> the step's value that is passed to it."""
         atoms = () if self.loss is None else self.loss.invars
         return dict(zip(opened(self.body).invars, atoms, strict=True))
 
     def value(self, spot: Spot) -> Var:
-        """Return the value at a position."""
+        """Return the variable at a position in the step or in its loss function."""
         of = opened(self.body) if spot.in_loss else self.inner
         return of.eqns[spot.eqn].outvars[spot.out]
 

@@ -28,7 +28,7 @@ from dtrans.step.cut import cut
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PrecomputedMicroSteps:
-    """Micro-steps of trainers, and their precomputed values.
+    """Micro-steps of trainers, and the programs that compute the values to pass to micro-steps.
 
     Attributes:
       full_step: step on the full batch; a captured loss is one equation (`dtrans.step.capture`).
@@ -94,7 +94,7 @@ def shard_by_parts(
     noun: str,
     part: Program | None = None,
 ) -> tuple[ExactStep, WrittenParts]:
-    """Shard a step into parts that need no communication.
+    """Shard the batch of a step into parts, such as micro-batches, that need no communication.
 
     Args:
       full_step: step on the full batch; a captured loss is one equation (`dtrans.step.capture`).

@@ -59,7 +59,10 @@ from dtrans.step.marks import mark_p
 
 @dataclasses.dataclass(frozen=True)
 class PartScale:
-    """Exponents: an output of the user's step is trainers**exponent times that of the derived step.
+    """Exponents that relate outputs of the user's step on a part to one device's outputs.
+
+    An output is trainers**exponent times the part's term of one device's sum. The exponent is 1 for
+    a mean over the batch, and 0 for a sum.
 
     Attributes:
       gradients: exponent of all gradients: 0 (to sum over trainers) or 1 (to average).
@@ -132,7 +135,7 @@ def _half(program: Program, gradients: Mapping[str, Atom], results: Sequence[str
 
 
 class _Pairing:
-    """Proof for one pair of programs: it pairs their equations and computes exponents.
+    """Proof that pairs the equations of two programs, and finds the ratio of each pair of values.
 
     Args:
       trainers: number of trainers.
@@ -202,7 +205,7 @@ class _Pairing:
         return [power(*p) for p in outs]
 
     def ratio(self, here: Any, there: Any) -> Power:
-        """Return the exponent for which `here` is trainers**exponent times its pair `there`."""
+        """Return the exponent for which `here` equals `there` times trainers**exponent."""
         if here.dtype == object or here.shape != there.shape:
             raise _NoScaleError
         if np.array_equal(here, there, equal_nan=here.dtype.kind in "fc"):

@@ -88,7 +88,7 @@ class TrainerStep:
       scaled: see `ShardValues.scaled` in `dtrans.engine.values`.
       local: True if some equations are inside `dtrans.local`.
       takes_index: True if the last argument of the program is the trainer's index.
-      sliced: replicated input -> row dimension, for inputs that trainers only read by rows.
+      sliced: maps each replicated input that trainers only read by rows to its row dimension.
     """
 
     program: Program

@@ -47,7 +47,7 @@ from dtrans.step.cut import cut
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WrittenParts:
-    """Writer of the step of a part, with precomputed values.
+    """Writer of the step on one part of the batch, which takes precomputed values as arguments.
 
     Attributes:
       values: the precomputed values, except the indices of parts.
@@ -211,10 +211,10 @@ def _values_to_precompute(
     fixed: Collection[str],
     part: Program | None,
 ) -> dict[Spot, bool | None]:
-    """Find the values to precompute: position -> True, False or None.
+    """Find the values to precompute; return for each position True, False or None.
 
-    These are the values for which a part would need communication, or its index. If `part` is
-    passed, numbers in the update that depend on the batch size are added.
+    A part would need communication, or its index, to compute these values. If `part` is passed,
+    numbers in the update that depend on the batch size are included.
 
       True    each part gets its rows of the value
       False   each part gets the full value
@@ -270,7 +270,7 @@ def _values_to_precompute(
 
 
 def _sized(flat: FlatStep, part: Program, spots: Sequence[Spot]) -> set[Spot]:
-    """Return the positions whose values depend on the batch size.
+    """Return the positions among `spots` whose values depend on the batch size.
 
     Args:
       flat: step on the full batch.

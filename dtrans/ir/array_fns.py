@@ -41,7 +41,7 @@ def array_type(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def padded_to(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Pad `axis` at its end to `size` entries: with zeros, or for random keys by the first key."""
+    """Pad the end of `axis` to `size` entries, with zeros; pad random keys with the first key."""
     if x.shape[axis] == size:
         return x
     missing = size - x.shape[axis]
@@ -105,7 +105,7 @@ def words(x: Any) -> Any:
 
 
 def words_type(aval: Any) -> Any:
-    """Return the type of `words(x)` for an `x` of this type."""
+    """Return the type of `words(x)` for an `x` of type `aval`."""
     if not is_key(aval.dtype):
         return aval
     sent = jax.eval_shape(words, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
@@ -119,6 +119,6 @@ def keys_of(impl: str) -> Callable[[jax.Array], jax.Array]:
 
 
 def together(*xs: jax.Array) -> Sequence[jax.Array]:
-    """Return the arrays behind one optimization barrier: XLA computes all before it reads any."""
+    """Pass the arrays through one `optimization_barrier`: XLA computes all before any is read."""
     outputs: Sequence[jax.Array] = jax.lax.optimization_barrier(xs)
     return outputs

@@ -58,7 +58,10 @@ _SCATTER_FIELDS = (
 
 
 def batched_gathers(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """Turn gathers and scatters with row numbers as indices into batched ones, also in bodies.
+    """Rewrite gathers and scatters, such as `x[arange(n), y]`, so that they have batch dimensions.
+
+    An index array that equals `arange` along a dimension becomes a batch dimension. Loops,
+    branches and calls are rewritten too.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -85,7 +88,7 @@ def _rewritten(jaxpr: Any, numbers: Facts[Fact]) -> Any:
 
     Args:
       jaxpr: an open or closed jaxpr. The result is open or closed, like `jaxpr`.
-      numbers: proven facts about its integer arrays.
+      numbers: integer arrays that are constant, or equal `arange` along a dimension.
     """
     inner = opened(jaxpr)
     if not _has_picks(inner):
@@ -135,7 +138,7 @@ def _with_rewritten_bodies(eqn: JaxprEqn, inside: Mapping[int, Facts[Fact]]) -> 
 
 
 def _components(indices: Atom, before: Sequence[JaxprEqn]) -> list[Atom]:
-    """Return the operands of the concatenation that computes `indices`; [] if there is none."""
+    """Return the operands of the `concatenate` that computes `indices`; [] for other equations."""
     eqn = next((e for e in before if len(e.outvars) == 1 and e.outvars[0] is indices), None)
     if eqn is None or eqn.primitive.name != "concatenate":
         return []
@@ -155,12 +158,12 @@ def _batched(
 ) -> Atom | None:
     """Write a gather or scatter with batch dimensions, and return its output.
 
-    Write nothing and return None if no component of its indices counts a dimension.
+    Write nothing and return None if no part of the indices equals `arange` along a dimension.
 
     Args:
       eqn: the gather or scatter.
       env: maps variables of the old jaxpr to values of the new one.
-      numbers: proven facts about integer arrays.
+      numbers: integer arrays that are constant, or equal `arange` along a dimension.
       before: equations before `eqn`.
       b: builder of the new jaxpr.
     """

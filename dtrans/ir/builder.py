@@ -42,7 +42,7 @@ def _traced(fn: Callable[..., Any], types: tuple[Any, ...]) -> ClosedJaxpr:
 
 
 def read_from(env: Mapping[Var, Atom], atoms: Iterable[Atom]) -> list[Atom]:
-    """Replace the variables that are in `env`; return other variables and literals unchanged."""
+    """Return `env[atom]` for each atom in `env`; return other variables and literals unchanged."""
     return [env.get(a, a) if isinstance(a, Var) else a for a in atoms]
 
 
@@ -134,7 +134,7 @@ class Builder:
         eqns: Iterable[JaxprEqn],
         wanted: Iterable[Atom],
     ) -> list[Atom]:
-        """Write some equations of another jaxpr; return the wanted values.
+        """Copy some equations of another jaxpr; return the copies of the values in `wanted`.
 
         Args:
           jaxpr: the other jaxpr.
@@ -249,7 +249,7 @@ class Builder:
         return rebuilt(eqn, new, atoms, outvars, first)
 
     def keep(self, eqn: JaxprEqn, invars: Sequence[Atom] | None = None) -> None:
-        """Write an equation of the old jaxpr without renaming its outputs.
+        """Append an equation of the old jaxpr with the same output variables.
 
         Args:
           eqn: the equation.

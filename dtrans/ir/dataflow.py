@@ -98,7 +98,7 @@ def free_variables(eqns: Sequence[JaxprEqn]) -> list[Var]:
 
 
 def bits_of(bits: Mapping[Var, int], *atoms: Atom) -> int:
-    """Return the union of the bit sets (ints) of values; literals and absent variables add none."""
+    """Return the bitwise OR of `bits[atom]` over all atoms that are in `bits`; 0 if none is."""
     union = 0
     for a in atoms:
         if isinstance(a, Var):
@@ -109,15 +109,15 @@ def bits_of(bits: Mapping[Var, int], *atoms: Atom) -> int:
 def propagate(
     eqns: Sequence[JaxprEqn], seeds: Mapping[Var, int], fixed: Mapping[Var, int]
 ) -> dict[Var, int]:
-    """Propagate bit sets forward: outputs of an equation get the union of its operands' bits.
+    """Propagate bits forward: the outputs of an equation get the bitwise OR of its operands' bits.
 
     Args:
       eqns: equations in order.
-      seeds: bits of some variables, as an int.
-      fixed: bits of variables that no equation changes, even if it computes the variable.
+      seeds: bits of some inputs: variable -> int.
+      fixed: bits of other variables, which do not change even if an equation computes the variable.
 
     Returns:
-      The bits of each variable; variables without bits may be absent.
+      A dict: variable -> int. Variables whose bits are 0 may be absent.
     """
     bits = {**seeds, **fixed}
     for eqn in eqns:

@@ -57,7 +57,7 @@ class FingerprintedProgram(Protocol):
 
 
 def environment() -> dict[str, str]:
-    """Return the parts that describe this process: versions of JAX and dtrans, and the x64 mode."""
+    """Return the versions of JAX and dtrans and the x64 mode of this process, as texts by name."""
     from dtrans import __version__
 
     config: Any = jax.config
@@ -68,10 +68,9 @@ def environment() -> dict[str, str]:
 def program_parts(
     program: FingerprintedProgram, groups: Mapping[str, Sequence[str]]
 ) -> dict[str, str]:
-    """Return the fingerprint of a program: a digest for each part.
+    """Return a digest for each part of a program, e.g. for its loss and for its update.
 
-    The text of a part names inputs. Values that one part computes and another reads have separate
-    numbers. So a change in one part does not change the digests of other parts.
+    A change in one part does not change the digests of other parts.
 
     Args:
       program: the program.
@@ -176,7 +175,7 @@ def number(literal: Literal) -> str:
 
 
 def canonical_text(value: Any) -> str:
-    """Return the canonical text of options, jaxprs, arrays, or containers of them."""
+    """Return a text that is equal in all processes for equal options, jaxprs or arrays."""
     return _Writer().value(value)
 
 
@@ -196,13 +195,13 @@ def table(rows: Mapping[str, Any]) -> str:
 def differences(
     me: str, mine: Mapping[str, str], other: str, theirs: Mapping[str, str]
 ) -> list[str]:
-    """Return a text for each part in which two roles differ, to show in an error.
+    """Compare the fingerprints of two roles; return a line of text for each part that differs.
 
     Args:
       me: name of this role.
-      mine: parts of this role.
+      mine: fingerprint of this role: part -> digest or text.
       other: name of the other role.
-      theirs: parts of the other role. They come from a message, so only their types are trusted.
+      theirs: fingerprint of the other role. It comes from a message, so only its types are trusted.
     """
     found = []
     # two traces of one loss differ if their batch sizes differ, so this is no error
@@ -228,7 +227,7 @@ def differences(
 
 
 def _named_lines(text: str) -> dict[str, str]:
-    """Return the lines of a part as a dict from the first word to the rest of the line."""
+    """Parse lines `name value` into a dict: name -> value."""
     rows = {}
     for line in text.splitlines():
         name, _, value = line.partition(" ")
@@ -247,7 +246,7 @@ def brief(value: Any) -> str:
 
 
 class _Writer:
-    """Writer of canonical text; it writes a jaxpr that occurs several times once."""
+    """Writer of texts for `canonical_text`, which caches the digests of jaxprs."""
 
     def __init__(self) -> None:
         # id of a jaxpr -> (jaxpr, its text); the reference keeps the id from being reused
@@ -294,7 +293,7 @@ class _Writer:
         return known
 
     def equations(self, eqns: Sequence[JaxprEqn], numbers: dict[Var, str]) -> list[str]:
-        """Return a line for each equation, and add the numbers of its outputs to `numbers`."""
+        """Return a line of text for each equation; add numbers for its outputs to `numbers`."""
         lines, counter = [], itertools.count()
         for eqn in eqns:
             ins = " ".join([self.atom(a, numbers) for a in eqn.invars])

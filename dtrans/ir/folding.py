@@ -21,7 +21,7 @@ from dtrans._jax import JaxprEqn, Var, facts_of, moved_operands, same_operand, z
 
 @dataclasses.dataclass(frozen=True)
 class Alias:
-    """Fact about a value that equals an input."""
+    """Fact: the value equals the input `var`."""
 
     var: Var
 
@@ -48,15 +48,18 @@ def fold(
     is_factor: Callable[[int], bool],
     number_of: Callable[[JaxprEqn, Sequence[Number]], Any],
 ) -> Number | Alias | None:
-    """Return the fact about an output of an equation: its number, an `Alias`, or None if unknown.
+    """Return the number that all entries of an output have, or the input that the output equals.
 
     Args:
       eqn: the equation.
       out: index of the output.
-      ins: facts about its operands.
+      ins: for each operand its number, an `Alias` of an input, or another object if unknown.
       is_factor: returns True if 0 * x and 0 / x may be folded to 0, where x is the operand with
         this index. For an infinite or NaN x, this would be wrong.
       number_of: computes an elementwise equation on numbers; returns None if it cannot.
+
+    Returns:
+        A 0-d array, an `Alias`, or None if neither is known.
     """
     name, aval = eqn.primitive.name, eqn.outvars[out].aval
     moved = moved_operands(eqn, out)

@@ -62,10 +62,10 @@ def _any_branch(decision: Any) -> int | None:
 
 
 class ForwardAnalysis(NamedTuple, Generic[Fact]):
-    """Analysis from inputs to outputs.
+    """Dataflow analysis from inputs to outputs, which computes a fact (e.g. a bool) for each value.
 
     Attributes:
-      join: (fact, fact) -> fact that covers both.
+      join: (fact, fact) -> fact of a value that has the first or the second fact.
       rule: (equation, facts of its operands) -> facts of its outputs. If it returns None, the
         driver enters the equation's bodies; outputs of an equation without bodies get the default.
       default: (type, value) -> fact of a literal or constant; the value is None if unknown.
@@ -88,7 +88,7 @@ class ForwardAnalysis(NamedTuple, Generic[Fact]):
 
 
 class BackwardAnalysis(NamedTuple, Generic[Fact]):
-    """Analysis from outputs to inputs.
+    """Dataflow analysis from outputs to inputs, which computes a fact (e.g. a bool) for each value.
 
     Attributes:
       join: (fact, fact) -> fact of a value that two equations read.
@@ -114,7 +114,7 @@ class BackwardAnalysis(NamedTuple, Generic[Fact]):
 
 
 class Entered(NamedTuple, Generic[Fact, Result]):
-    """Facts of an equation with bodies, joined over all iterations and branches.
+    """Facts about the values of a loop, branch or call, joined over iterations and branches.
 
     Attributes:
       operands: fact of each operand; facts of carried operands are joined over the iterations.
@@ -141,13 +141,13 @@ Run = Callable[[int, Any, list[Fact]], tuple[Result, Sequence[Fact]]]
 def enter(
     analysis: ForwardAnalysis[Fact], eqn: JaxprEqn, ins: Sequence[Fact], run: Run[Fact, Result]
 ) -> Entered[Fact, Result]:
-    """Evaluate the bodies of an equation forward, until the facts of carried values stop changing.
+    """Analyze the bodies of a loop, branch or call forward, until carried facts stop changing.
 
     Args:
       analysis: functions that join and convert facts; its `rule` is not called here.
       eqn: the equation.
       ins: facts of its operands.
-      run: evaluates one body. `Entered.bodies` has the result of the last call for each body.
+      run: analyzes one body. `Entered.bodies` has the result of the last call for each body.
     """
     wires, inner = wiring(eqn), bodies(eqn)
     found: dict[int, Result] = {}
@@ -188,13 +188,13 @@ def enter(
 def enter_backward(
     analysis: BackwardAnalysis[Fact], eqn: JaxprEqn, outs: Sequence[Fact], run: Run[Fact, Result]
 ) -> Entered[Fact, Result]:
-    """Evaluate the bodies of an equation backward, until the facts of carried values stop changing.
+    """Analyze the bodies of a loop, branch or call backward, until carried facts stop changing.
 
     Args:
       analysis: functions that join and convert facts; its `rule` is not called here.
       eqn: the equation.
       outs: facts of its outputs.
-      run: evaluates one body backward. `Entered.bodies` has the result of the last call.
+      run: analyzes one body backward. `Entered.bodies` has the result of the last call.
     """
     wires, inner = wiring(eqn), bodies(eqn)
     found: dict[int, Result] = {}
@@ -239,7 +239,7 @@ def _settle(
       join: joins two facts.
       start: facts before the first iteration.
       carried: for each carried value: index in `start` -> index in the results of `turn`.
-      turn: evaluates one iteration.
+      turn: analyzes one iteration.
 
     Returns:
       The facts before and after the last iteration.
@@ -297,7 +297,7 @@ class Facts(Generic[Fact]):
 def forward(
     analysis: ForwardAnalysis[Fact], eqns: Sequence[JaxprEqn], start: Mapping[Var, Fact]
 ) -> Facts[Fact]:
-    """Attach facts to the values of equations, forward.
+    """Run a forward analysis: find the fact of each value that the equations compute.
 
     Args:
       analysis: the analysis.
@@ -331,7 +331,7 @@ def forward(
 
 
 def forward_jaxpr(analysis: ForwardAnalysis[Fact], jaxpr: Any, ins: Sequence[Fact]) -> Facts[Fact]:
-    """Attach facts to the values of an open or closed jaxpr, forward from its inputs."""
+    """Run a forward analysis of an open or closed jaxpr; `ins` are the facts of its inputs."""
     inner = opened(jaxpr)
     start = dict(zip(inner.invars, ins, strict=True))
     for v, value in zip(inner.constvars, constants(jaxpr), strict=False):
@@ -342,7 +342,7 @@ def forward_jaxpr(analysis: ForwardAnalysis[Fact], jaxpr: Any, ins: Sequence[Fac
 def backward(
     analysis: BackwardAnalysis[Fact], eqns: Sequence[JaxprEqn], end: Iterable[tuple[Atom, Fact]]
 ) -> Facts[Fact]:
-    """Attach facts to the values of equations, backward.
+    """Run a backward analysis: find the fact of each value that the equations read or compute.
 
     Args:
       analysis: the analysis.

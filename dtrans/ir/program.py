@@ -238,8 +238,8 @@ class Program(NamedJaxpr):
     ) -> Program:
         """Return `pass_(self)`, with a specializer that runs the pass again for other shapes.
 
-        The specializer gets new types of the result's inputs. It first specializes this program:
-        inputs other than state get the new types with the same names.
+        For new types of its inputs, the result first specializes this program to the types with the
+        same names, and then runs the pass. State keeps its types.
 
         Args:
           pass_: returns the rewritten program, for any shapes.
@@ -424,7 +424,7 @@ def _retrace(program: Program, wanted: Signature) -> Program:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rewrite:
-    """Specializer of a rewritten program: runs the pass again on the specialized source.
+    """Function that returns a rewritten program for other shapes, by running the pass again.
 
     Attributes:
       source: the program that the pass rewrote.

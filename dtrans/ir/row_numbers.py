@@ -54,7 +54,7 @@ def numbers_of(jaxpr: Any) -> Facts[Fact]:
 
 
 def known_of(fact: Fact, component: Entry = None) -> Known:
-    """Return the fact about a value, or about one entry of its last dimension."""
+    """Return what `fact` says about an array `x`, or with a component about `x[..., component]`."""
     place = 0 if component is None else 1 + component
     if place < len(fact):
         return fact[place]
@@ -71,7 +71,7 @@ def _of_equation(eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact] | None:
 
 
 def _output_fact(eqn: JaxprEqn, ins: Sequence[Fact], component: Entry) -> Known:
-    """Return the fact about the output of an equation, or about one entry of its last dimension."""
+    """Return the fact about the output `y` of an equation, or about `y[..., component]`."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     if name == "iota":
         d, size = eqn.params["dimension"], out.shape[eqn.params["dimension"]]
@@ -101,7 +101,7 @@ def _counts(aval: Any) -> bool:
 
 
 def _entries(aval: Any) -> tuple[Entry, ...]:
-    """Return the entries that have a fact: None (all), and each index of a short last axis."""
+    """Return the keys of facts about an array: None (all), and the indices of a short last axis."""
     if aval.ndim and aval.shape[-1] <= _MOST_COMPONENTS:
         return (None, *range(aval.shape[-1]))
     return (None,)
@@ -139,7 +139,7 @@ def _of_constant(aval: Any, value: Any) -> Fact:
 
 
 def _of_value(value: np.ndarray[Any, Any]) -> Known:
-    """Return the fact about a constant. Two entries are compared first, because this is cheap."""
+    """Return `Count` or `Same` for a constant array; None if neither is true."""
     first, last = value.flat[0], value.flat[-1]
     if first == last and np.all(value == first):
         of_one_row = value.shape == (1,) and value.dtype.kind != "b" and value[0] == 0
@@ -165,7 +165,7 @@ def _fits(number: int, dtype: Any) -> bool:
 
 
 def _moved(eqn: JaxprEqn, known: Known) -> Known:
-    """Return the fact about the output of a transpose, squeeze or reshape."""
+    """Return the fact about a transpose, squeeze or reshape; `known` is the operand's fact."""
     if not isinstance(known, Count):
         return known
     axis, name = known.axis, eqn.primitive.name
@@ -186,7 +186,7 @@ def _moved(eqn: JaxprEqn, known: Known) -> Known:
 
 
 def _ends(known: Count | Same) -> tuple[int, int]:
-    """Return the smallest and the largest entry."""
+    """Return the smallest and the largest entry of an array with this fact."""
     if isinstance(known, Count):
         return (0, known.size - 1)
     return (known.value, known.value)
@@ -273,7 +273,7 @@ _BY_ENTRY: Mapping[str, Callable[[JaxprEqn, Sequence[Known]], Known]] = {
 
 
 def _turn(fact: Fact) -> Fact:
-    """Return the fact about the slice of a scanned array that one iteration reads."""
+    """Convert the fact about a scanned array to the fact about one iteration's slice."""
     return _with_axes_moved(fact, -1)
 
 

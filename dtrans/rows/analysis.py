@@ -40,9 +40,10 @@ from dtrans.step.cut import Gradient, Name, OptimizeHalf
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Leaves that must stay unsliced on one server, together.
+    """Parameters that one server must store in full, because the update mixes their rows.
 
-    `reason` describes the first equation that bound them; None for a 0-d leaf.
+    `reason` describes the first equation that mixes rows, such as `dot_general mixes rows of
+    f32[5,5]`. For a 0-d leaf, `reason` is None.
     """
 
     leaves: tuple[str, ...]
@@ -51,11 +52,11 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowAnalysis:
-    """Result of the row analysis of an update (`analyse`).
+    """Result of `analyse`: layouts that relate values of an optimizer's update to parameter rows.
 
     Attributes:
       half: the analysed optimize half, with branches and loops split by `dtrans.rows.normalize`.
-      flow: layout of each value, and the `Step` of each equation on rows.
+      flow: layout of each value, and how each equation runs on a block of rows.
       groups: maps each leaf that cannot be sliced to its group.
       params: names of the leaves, in leaf order.
       axes: maps leaves whose rows are not dimension 0 to the dimension of their rows.
@@ -82,13 +83,13 @@ class RowAnalysis:
         return self.half.outvars
 
     def home(self, layout: Layout) -> str | None:
-        """Return the home (see `home_of`) of values with this layout; None for shared values."""
+        """Return the leaf whose servers compute values with this layout; None if all servers do."""
         if layout is SHARED:
             return None
         return self.home_of(min(leaves_of([layout])))
 
     def home_of(self, leaf: str) -> str:
-        """Return the first leaf of the group of a leaf, or the leaf if it is in no group."""
+        """Return the first leaf of the group of `leaf`; return `leaf` if it is in no group."""
         if leaf not in self.groups:
             return leaf
         return self.groups[leaf].leaves[0]
@@ -100,7 +101,7 @@ class RowAnalysis:
 
     @cached_property
     def state_of(self) -> dict[str | None, tuple[str, ...]]:
-        """Names of the optimizer state of each home; the key None has the names of shared state."""
+        """Names of the optimizer state that is stored with each leaf; None -> shared state."""
         new = set(self.outputs) - set(self.params)
         found: dict[str | None, tuple[str, ...]] = {None: ()}
         for var, name in self.input_names.items():
@@ -162,7 +163,11 @@ def analyse(
 
 
 def leaves_of_state(half: OptimizeHalf, params: Sequence[str]) -> dict[str, str]:
-    """Return, for each array of unshared optimizer state, the leaf on whose server the array is."""
+    """Return the leaf with which each array of optimizer state is stored.
+
+    For example, `opt_state/0/mu/w` is stored with `params/w`. State that all servers store, such
+    as a step count, is omitted.
+    """
     found: dict[str, str] = {}
     for leaf, names in analyse(half, params).state_of.items():
         if leaf is not None:
@@ -173,9 +178,9 @@ def leaves_of_state(half: OptimizeHalf, params: Sequence[str]) -> dict[str, str]
 def _settled(
     half: OptimizeHalf, params: Sequence[str], unsliced: Collection[str], axes: Mapping[str, int]
 ) -> tuple[Flow, list[Colocated]]:
-    """Repeat the forward pass until the layouts of state inputs no longer change.
+    """Find layouts; repeat until the layouts of the optimizer state no longer change.
 
-    Return the last pass, and the layouts whose leaves must stay unsliced on one server.
+    Return the final layouts, and those layouts whose leaves one server must store in full.
     """
     inner = half.inner
     inputs = half.invars
@@ -226,7 +231,7 @@ def _settled(
 
 
 def _groups(bound: Sequence[Colocated], params: Sequence[str]) -> dict[str, Group]:
-    """Return the group of each leaf in `bound`. Leaves of one entry of `bound` are in one group."""
+    """Return the group of each leaf in `bound`; all leaves of one layout are in one group."""
     parent: dict[str, str] = {}
 
     def find(leaf: str) -> str:

@@ -44,14 +44,15 @@ from dtrans.rows.rules import Step, step_of
 
 @dataclasses.dataclass(eq=False)
 class Flow:
-    """Result of a forward pass over equations.
+    """Layouts of the values of some equations, and how each equation runs on a block of rows.
 
     Attributes:
       layouts: layout of each value that is not shared.
-      steps: index of an equation -> its `Step` on a block of rows.
-      bound: layouts whose leaves must stay unsliced on one server.
+      steps: index of an equation -> how it runs on a block of rows.
+      bound: layouts whose leaves one server must store in full.
       crosses: True if the equations need communication between servers.
-      claims: state input with unknown layout -> layouts of the rows that equations combine with it.
+      claims: state input whose layout is not known yet -> layouts of the rows that equations
+        combine with this input.
     """
 
     layouts: dict[Var, Layout]
@@ -68,7 +69,7 @@ class Flow:
 
 
 class FlowPass:
-    """Forward pass over the equations of a jaxpr or a body.
+    """Forward pass that finds the layouts of the values of a jaxpr, or of a body.
 
     Args:
       unsliced: leaves that stay unsliced in any case.
@@ -86,7 +87,7 @@ class FlowPass:
         self.within = within
 
     def over(self, eqns: Iterable[JaxprEqn], start: Mapping[Var, Layout]) -> Flow:
-        """Run the pass; `start` maps inputs to their layouts."""
+        """Find the layout of each value of some equations; `start` maps inputs to layouts."""
         flow = Flow(dict(start))
         for i, eqn in enumerate(eqns):
             ins = [flow.layout(a) for a in eqn.invars]
@@ -113,7 +114,7 @@ class FlowPass:
         return False
 
     def _step(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
-        """Return the `Step` of an equation; at least one operand is not shared."""
+        """Return how an equation runs on a block of rows; at least one operand is not shared."""
         stuck = []
         for a, x in zip(eqn.invars, ins, strict=True):
             if isinstance(x, Colocated) and x.reason and a.aval.ndim:
@@ -158,14 +159,14 @@ class FlowPass:
     # -- loops and branches ----------------------------------------------------------------------
 
     def _inside(self, eqn: JaxprEqn) -> FlowPass:
-        """Return a new pass for the body of an equation."""
+        """Return a pass, with the same options, for the body of an equation."""
         return FlowPass(self.unsliced, within=self.within or eqn)
 
     def _control(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
-        """Return the `Step` of a loop or branch.
+        """Return how a loop or branch runs on a block of rows.
 
-        A loop that runs on the rows of one leaf without communication lets this leaf be sliced. The
-        leaves of any other loop must stay unsliced.
+        A loop over rows of one leaf needs only a block of rows if it does not communicate. Any
+        other loop needs its leaves in full on one server.
         """
         rows_are_turns = []
 
@@ -208,7 +209,7 @@ class FlowPass:
     def _note_branches(
         self, flow: Flow, which: Layout, outs: Sequence[Layout], branches: Sequence[Flow]
     ) -> None:
-        """Record the leaves that must stay unsliced, and whether branches need communication.
+        """Record the leaves that branches need in full, and whether branches need communication.
 
         `dtrans.rows.normalize` later splits a branch that combines values of several servers.
         """
@@ -221,7 +222,10 @@ class FlowPass:
     def _bound(
         self, eqn: JaxprEqn, ins: Sequence[Layout], what: str, bodies: Sequence[Flow] = ()
     ) -> Step:
-        """Return the `Step` of an equation whose leaves must stay unsliced; `what` says why."""
+        """Return the `Step` of an equation that needs its leaves in full.
+
+        `what` says why, e.g. "mixes rows"; `bodies` are the analyzed bodies of a loop.
+        """
         layouts: list[Layout] = []
         for body in bodies:
             layouts += body.bound
@@ -256,9 +260,9 @@ _NO_ROWS = frozenset({RowAxis("", 0), RowAxis("", 1)})
 
 
 def _moved(x: Layout, by: int) -> Layout | None:
-    """Return the layout of the slice that an iteration reads (by=-1), or of stacked outputs (1).
+    """Convert the layout of a scanned array to that of one iteration's slice, or back.
 
-    Return None if the loop iterates over the rows.
+    `by` is -1 for a slice, and 1 for a stacked output. Return None if the scan iterates over rows.
     """
     if not isinstance(x, RowAxis):
         return x

@@ -22,10 +22,10 @@ class Shared:
 
 @dataclasses.dataclass(frozen=True)
 class RowOrder:
-    """Order of runs of entries on the shards, for layouts in which the runs are not consecutive.
+    """Order in which shards store runs of consecutive entries, if it is not 0, 1, 2, and so on.
 
     Attributes:
-      slots: for each shard, the index of the run in each slot; -1 for padding.
+      slots: for each shard, the indices of its runs, e.g. `((0, 3), (1, 2))`; -1 for padding.
     """
 
     slots: tuple[tuple[int, ...], ...]
@@ -34,6 +34,8 @@ class RowOrder:
 @dataclasses.dataclass(frozen=True)
 class RowAxis:
     """Layout of a value with `width` entries along `axis` for each row of `leaf`.
+
+    For example, `w.T` has the layout `RowAxis("w", axis=1)`.
 
     `order` is None if each shard has consecutive rows. Only `dtrans.engine` uses other orders.
     """
@@ -97,7 +99,7 @@ def sendable(x: Layout) -> bool:
 
 
 def binding(layouts: Iterable[Layout]) -> list[Colocated]:
-    """Return the layouts with a reason or with several leaves: their leaves must stay unsliced."""
+    """Return the layouts with a reason or several leaves: one server must store these leaves."""
     found = []
     for x in layouts:
         if isinstance(x, Colocated) and (x.reason or len(x.leaves) > 1):
@@ -106,7 +108,7 @@ def binding(layouts: Iterable[Layout]) -> list[Colocated]:
 
 
 def first_reason(layouts: Iterable[Layout]) -> str | None:
-    """Return the first reason among layouts; None if there is none."""
+    """Return the first `Colocated.reason` among layouts; None if there is none."""
     for x in layouts:
         if isinstance(x, Colocated) and x.reason:
             return x.reason

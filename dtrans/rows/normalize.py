@@ -81,11 +81,14 @@ def inline_inside(eqn: JaxprEqn) -> JaxprEqn:
 
 
 def normalise(jaxpr: ClosedJaxpr, flow: Flow, roots: Mapping[str, str]) -> ClosedJaxpr | None:
-    """Split the branches and loops of an update; return None if nothing changes.
+    """Split each `cond` or loop that updates leaves of several servers into one for each server.
+
+    For example, `cond[p] (w, b) -> (w', b')` becomes `cond[p] w -> w'` and `cond[p] b -> b'`.
+    Return None if nothing changes.
 
     Args:
       jaxpr: the update.
-      flow: result of the forward pass over its equations.
+      flow: layouts of the values of the update.
       roots: maps each leaf in a group to the first leaf of the group.
     """
     rewriter = _Rewriter(jaxpr, roots)
@@ -96,7 +99,7 @@ def normalise(jaxpr: ClosedJaxpr, flow: Flow, roots: Mapping[str, str]) -> Close
 
 
 class _Rewriter:
-    """Rewriter of one jaxpr: the update, or a body."""
+    """Rewriter of one jaxpr: an optimizer's update, or the body of one of its loops or branches."""
 
     def __init__(self, jaxpr: ClosedJaxpr, roots: Mapping[str, str]) -> None:
         self.jaxpr = jaxpr
@@ -155,9 +158,9 @@ class _Rewriter:
         return outputs
 
     def place(self, layout: Layout) -> str | None:
-        """Return the leaf on whose server a value with this layout is; None for a shared value.
+        """Return the leaf whose server computes a value with this layout; None for a shared value.
 
-        For the leaves of a group, this is the first leaf of the group.
+        The leaves of a group are on one server, so the first leaf represents the group.
         """
         if layout is SHARED:
             return None
@@ -197,7 +200,10 @@ class _Rewriter:
     def loop(
         self, eqn: JaxprEqn, atoms: Sequence[Atom], outs: Sequence[Layout]
     ) -> Sequence[Atom] | None:
-        """Write a loop twice, once for its shared outputs; dead code is removed from both later."""
+        """Split a loop in two: one computes its shared outputs, the other its outputs with rows.
+
+        Both are copies of the loop; dead code is removed later. Return None if no split is needed.
+        """
         shared = [x is SHARED for x in outs]
         reads_shared = False
         for is_shared, v in zip(shared, eqn.outvars, strict=True):

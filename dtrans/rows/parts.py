@@ -36,7 +36,7 @@ Want = tuple[Atom, Slice | None]  # (operand, its slice); None for the full oper
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Instructions to compute a slice of an output.
+    """Way to compute a slice of an equation's output from slices of its operands.
 
     Attributes:
       needs: pairs (operand, slice of it) that the recipe reads.
@@ -48,7 +48,9 @@ class Recipe:
 
 
 def recipe_of(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Return the recipe for slice `part` of output `out`; None if the slice needs full operands.
+    """Return how to compute slice `part` of output number `out` from slices of the operands.
+
+    Return None if the slice needs full operands.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -63,7 +65,7 @@ def recipe_of(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _by_row_analysis(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Return a recipe that runs the equation on slices, by the rules of the row analysis."""
+    """Return a recipe that runs the equation on slices, by the rules in `dtrans.rows.rules`."""
     step = rows_of_operands(eqn, RowAxis("", part.axis), out)
     if step is None:
         return None
@@ -85,12 +87,12 @@ def _by_row_analysis(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 def _on_parts(
     eqn: JaxprEqn, out: int, types: Sequence[Any], needs: Sequence[Want], params: Mapping[str, Any]
 ) -> Recipe:
-    """Return a recipe that runs the equation on slices; its outputs have the types `types`."""
+    """Return a recipe that runs an equation on the slices `needs`; `types` are its output types."""
     return Recipe(tuple(needs), lambda b, atoms: b.copy(eqn, atoms, types, **params)[out])
 
 
 def _copied(eqn: JaxprEqn, part: Slice, needs: Sequence[Want], **params: Any) -> Recipe:
-    """Return a recipe that runs a one-output equation on slices, with other parameters."""
+    """Return a recipe that runs a one-output equation on slices, with parameters `params`."""
     return _on_parts(eqn, 0, [part.of(eqn.outvars[0].aval)], needs, params)
 
 

@@ -30,7 +30,7 @@ from dtrans._jax import ShapedArray, new_primitive, threefry2x32_p
 
 
 def counts(key_type: Any) -> bool:
-    """Return True if keys of this type have a counter-based generator in JAX's present mode.
+    """Return True if, in JAX's present mode, each random entry depends on its key and index only.
 
     Example:
       >>> import jax
@@ -43,7 +43,7 @@ def counts(key_type: Any) -> bool:
 
 
 def is_counted(eqn: Any) -> bool:
-    """Return True if a `random_bits` equation is counter-based in the mode of its trace."""
+    """Return True if a `random_bits` equation computes each entry from its key and index only."""
     mode = getattr(getattr(eqn, "ctx", None), "threefry_partitionable", True)
     known = set(eqn.params) == {"bit_width", "shape"}
     return known and mode and bool(eqn.invars[0].aval.dtype == _threefry_type())
@@ -117,7 +117,9 @@ def _hash(key0: jax.Array, key1: jax.Array, high: jax.Array, low: jax.Array) -> 
 def counters(
     shape: Sequence[int], axis: int, start: int, stop: int, at: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the row-major indices of entries `start` to `stop` along `axis`, as (high, low) words.
+    """Return the row-major indices of entries `start` to `stop` along `axis`, in two uint32 arrays.
+
+    The first array has the high words of the 64-bit indices, the second the low words.
 
     Args:
       shape: shape of the full array.

@@ -27,7 +27,7 @@ from dtrans.rows.slices import Slice, Start
 
 @dataclasses.dataclass(frozen=True)
 class RowBuckets:
-    """Rows of a block: the rows in buckets `start` to `stop`.
+    """Rows of a block: the rows in buckets `start` to `stop`; row `n` is in bucket `n % count`.
 
     Attributes:
       start, stop: range of buckets.
@@ -80,7 +80,7 @@ class RowBuckets:
         return np.flatnonzero((bucket >= self.start) & (bucket < self.stop) & (ids < self.size))
 
     def along(self, row: RowAxis) -> RowBuckets:
-        """Return the buckets for a value that has `row.width` entries for each row."""
+        """Return the entries of these rows in a value that has `row.width` entries for each row."""
         return RowBuckets(*(n * row.width for n in dataclasses.astuple(self)))
 
     @property
@@ -93,7 +93,7 @@ class RowBuckets:
 
 
 class BucketRows:
-    """Rows in buckets, for one program; implements `dtrans.rows.writer.BlockRows`."""
+    """Rows of some buckets, for the writer of one program (`dtrans.rows.writer.BlockRows`)."""
 
     def __init__(self, rows: RowBuckets) -> None:
         self._rows = rows
@@ -104,11 +104,11 @@ class BucketRows:
         return Slice(row.axis, self._start, self._rows.rows).widened(row.width)
 
     def inside(self, b: Builder) -> BucketRows:
-        """Return an object with these rows for use in a body, whose builder is `b`."""
+        """Return the same rows for the body of a loop or branch that `b` builds."""
         return BucketRows(self._rows)
 
     def operands(self) -> Sequence[Atom]:
-        """Return (), because a body computes the ids itself."""
+        """Return (): a body needs no additional operands, because it computes the ids of rows."""
         return ()
 
 

@@ -22,7 +22,7 @@ from dtrans.rows.layout import SHARED, Layout, RowAxis, all_shared, row_axes
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One way to run an equation on a block of rows.
+    """Description of how an equation runs on a block of rows instead of full arrays.
 
     Attributes:
       operands: for each operand, the layout of the rows to read; None for the full operand.
@@ -42,7 +42,7 @@ class Step:
 
 
 def step_of(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Return the `Step` of an equation on a block of rows; None if the equation mixes rows."""
+    """Return how an equation runs on a block of rows; None if the equation mixes rows."""
     facts = facts_of(eqn)
     if facts.elementwise:
         return _elementwise(eqn, ins)
@@ -56,7 +56,9 @@ def step_of(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def rows_of_operands(eqn: JaxprEqn, row: RowAxis, out: int = 0) -> Step | None:
-    """Return the `Step` whose output number `out` has layout `row`; None if there is none.
+    """Return how an equation computes rows of output number `out` from rows of its operands.
+
+    `row` is the layout of the output. Return None if the rows need full operands.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -79,7 +81,7 @@ def rows_of_operands(eqn: JaxprEqn, row: RowAxis, out: int = 0) -> Step | None:
 
 
 def _common_rows(ins: Sequence[Layout]) -> RowAxis | None:
-    """Return the layout of all operands that have rows; None if their layouts differ."""
+    """Return the layout that all operands with rows have; None if their layouts differ."""
     rows = set(row_axes(ins))
     if len(rows) == 1:
         return rows.pop()

@@ -25,7 +25,7 @@ from dtrans.ir.builder import Builder
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Start:
-    """Start of a slice, or ids of its entries, which only the running program knows.
+    """Start of a slice, or vector of the ids of its entries, that the running program computes.
 
     Objects are compared by identity.
 
@@ -46,7 +46,10 @@ class Start:
         return atom
 
     def widened(self, width: int) -> Start:
-        """Return the start, or the ids, for an axis in which each entry became `width` entries."""
+        """Return the start, or the ids, for an axis in which each entry became `width` entries.
+
+        For a width of 2, the start 3 becomes 6, and the ids `[3]` become `[6, 7]`.
+        """
         if width not in self._cache:
             self._cache[width] = Start(
                 lambda b: b.call(_widened(width), self.value(b))[0], self.reach * width

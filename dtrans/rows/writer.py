@@ -39,13 +39,13 @@ from dtrans.rows.slices import Slice
 
 
 class BlockRows(Protocol):
-    """Rows of a block."""
+    """Interface of the rows of a block, as a slice of each value."""
 
     def of(self, row: RowAxis) -> Slice:
-        """Return the slice that selects these rows of a value; equal rows give equal slices."""
+        """Return the slice that selects these rows of a value with layout `row`."""
 
     def inside(self, b: Builder) -> BlockRows:
-        """Return these rows for a body with builder `b`; this may add inputs to the body."""
+        """Return the same rows for the body that `b` builds; may add inputs to the body."""
 
     def operands(self) -> Sequence[Atom]:
         """Return the operands for the inputs that `inside` added to a body."""
@@ -68,11 +68,11 @@ class RowRange:
         return Slice(row.axis, self.start * row.width, self.rows * row.width)
 
     def inside(self, b: Builder) -> RowRange:
-        """Return this range, because it needs no inputs in a body."""
+        """Return this range: it needs no inputs in the body of a loop or branch."""
         return self
 
     def operands(self) -> Sequence[Atom]:
-        """Return (), because the rows are known when the program is written."""
+        """Return (): a body needs no additional operands, because the range is constant."""
         return ()
 
     def numbers(self) -> np.ndarray:
@@ -104,11 +104,11 @@ RowSet = RowRange | RowBuckets  # rows of a block
 
 
 class RowWriter:
-    """Writer of equations for one block of rows.
+    """Writer of an update's equations for one block of rows, e.g. rows 2 to 5 of `params/w`.
 
     Args:
       b: builder of the program.
-      flow: result of the forward pass over the equations.
+      flow: layouts of the values, and how each equation runs on a block of rows.
       rows: rows of the block; None if the block has full leaves.
       producers: maps each value to the equation that computes it.
       read_block: (value that this writer has not computed) -> the block's rows of the value, or
@@ -146,7 +146,7 @@ class RowWriter:
         self._types: dict[Any, Any] = {}
 
     def place(self, layout: Layout) -> dict[Var, Atom]:
-        """Return `env` or `shared`, the dict for values with this layout."""
+        """Return the dict of written values with this layout: `env` or `shared`."""
         if isinstance(layout, RowAxis) or (self.rows is None and layout is not SHARED):
             return self.env
         return self.shared
@@ -199,7 +199,7 @@ class RowWriter:
     # -- equations -------------------------------------------------------------------------------
 
     def cut(self, aval: Any, layout: Layout) -> Any:
-        """Return the type that a value with this layout has in the block."""
+        """Return the type of the block's part of a value with full type `aval` and this layout."""
         if self.rows is None or not isinstance(layout, RowAxis):
             return aval
         key = (aval.shape, aval.dtype, aval.weak_type, layout)
@@ -222,7 +222,7 @@ class RowWriter:
         return self.b.copy(eqn, atoms, types, **params)
 
     def _body(self, jaxpr: ClosedJaxpr, flow: Flow, outs: Sequence[Layout]) -> ClosedJaxpr:
-        """Return a body rewritten for the block; `outs` has the layouts of its outputs."""
+        """Rewrite a loop's body for the block; `outs` has the layouts of its outputs."""
         inner = opened(jaxpr)
         b = Builder(jaxpr)
         rows = None if self.rows is None else self.rows.inside(b)

@@ -31,7 +31,7 @@ class Block:
       span: range of rows or of buckets (`dtrans.rows.row_buckets`); None for a 0-d leaf.
       shape, dtype: type of the block.
       endpoint: server of the block.
-      word: word before the index in the name: "block", or another word if a leaf has that name.
+      word: word before the index in names: "block", or another word if a leaf has such a name.
       is_table: True for a block of a table. Its update is written for a range of rows, even if the
         block has all rows of the leaf.
     """
@@ -53,7 +53,7 @@ class Block:
         return cls(leaf, 0, 1, span, tuple(aval.shape), aval.dtype, endpoint)
 
     def named(self, base: str) -> str:
-        """Return the name of this block of the array `base`: `opt_state/0/mu/w.block0`."""
+        """Return the name of this block's rows of array `base`, e.g. `opt_state/0/mu/w.block0`."""
         if self.count == 1:
             return base
         return f"{base}.{self.word}{self.index}"
@@ -106,7 +106,7 @@ def _from_trainer(name: str, trainer_id: int, trainers: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Blocks that are updated together: one block, or the full leaves of a group."""
+    """Blocks that a server updates together: one block, or leaves that an equation combines."""
 
     blocks: tuple[Block, ...]
 
@@ -170,6 +170,6 @@ class Placement:
         return tuple(b for blocks in self.blocks.values() for b in blocks)
 
     def map(self, fn: Callable[[Block], Block]) -> Placement:
-        """Return the placement with each block replaced by `fn(block)`."""
+        """Return a placement in which `fn(block)` replaces each block."""
         changed = {leaf: tuple(map(fn, blocks)) for leaf, blocks in self.blocks.items()}
         return dataclasses.replace(self, blocks=changed)

@@ -26,7 +26,7 @@ def reduce_gradients(op: str, grads: Sequence[jax.Array]) -> jax.Array:
 
 
 def sent_by(block: OptimizeBlock, present: Collection[int]) -> OptimizeBlock:
-    """Return the block, changed to read only the gradients of the trainers in `present`."""
+    """Rewrite a server's program to read only the gradients of the trainers in `present`."""
     grads = []
     for g in block.grads:
         sent = {k: n for k, n in g.sent.items() if k in present}

@@ -28,7 +28,7 @@ from dtrans.rows.slices import Slice, Start
 
 
 def write_parts(b: Builder, jaxpr: ClosedJaxpr, wanted: Sequence[Want]) -> list[Atom]:
-    """Write the equations of an init that compute some parts of its values.
+    """Write the equations that compute some slices of the values of an init.
 
     Args:
       b: builder of a program with the inputs of `jaxpr`.
@@ -36,7 +36,7 @@ def write_parts(b: Builder, jaxpr: ClosedJaxpr, wanted: Sequence[Want]) -> list[
       wanted: pairs (variable of `jaxpr`, wanted slice, or None for the full value).
 
     Returns:
-      The wanted parts, in order.
+      The wanted slices or values, in order.
 
     Example:
       >>> import jax
@@ -125,10 +125,10 @@ def makes_rows(jaxpr: ClosedJaxpr, output: Atom, axis: int) -> bool:
 
 
 class _Plan:
-    """Wanted parts of each value, and the recipes that compute these parts.
+    """Slices of each value to compute, and how the equations of an init compute these slices.
 
     Attributes:
-      cuts: pairs (value, part) for parts that are sliced from the full value.
+      cuts: pairs (value, slice) for slices that are cut from the full value.
     """
 
     def __init__(self, eqns: Sequence[JaxprEqn], wanted: Sequence[Want]) -> None:
@@ -157,22 +157,25 @@ class _Plan:
                 self._cut(value)
 
     def _cut(self, value: Atom) -> None:
-        """Add the wanted parts of a value to `cuts`."""
+        """Add the wanted slices of a value to `cuts`: the value is computed in full."""
         self.cuts += [(value, part) for part in self._parts(value)]
 
     def steps(self) -> Iterator[tuple[JaxprEqn, list[tuple[Want, Recipe]] | None]]:
-        """Yield (equation, [(part, its recipe), ...]), or (equation, None) for full outputs."""
+        """Yield pairs (equation, recipes): each recipe computes a wanted slice of an output.
+
+        `recipes` is None if the equation runs on full arrays.
+        """
         return ((eqn, self._recipes[i]) for i, eqn in enumerate(self.eqns))
 
     def normal(self, want: Want) -> Want:
-        """Return the wanted part; if its slice covers the full value, replace the slice by None."""
+        """Replace the slice in a pair (value, slice) by None if the slice covers the full value."""
         atom, part = want
         if part is None or isinstance(atom, Literal) or part.is_all(atom.aval):
             return atom, None
         return want
 
     def _of(self, eqn: JaxprEqn) -> list[tuple[Want, Recipe]] | None:
-        """Return a recipe for each wanted part of an equation's outputs.
+        """Return a recipe for each wanted slice of an equation's outputs.
 
         Return None if the equation must be computed in full.
         """
@@ -199,15 +202,15 @@ class _Plan:
     def _is_full(self, var: Var) -> bool:
         """Return True if a value is computed in full.
 
-        This is so if the full value is wanted, or if the wanted parts together have more than twice
-        the size of the full value.
+        This is so if the full value is wanted, or if all wanted slices together are more than twice
+        as large as the full value.
         """
         if None in self._wanted.get(var, ()):
             return True
         return sum(p.size / var.aval.shape[p.axis] for p in self._parts(var)) > 2
 
     def _parts(self, var: Atom) -> list[Slice]:
-        """Return the wanted parts of a value, sorted by axis and start."""
+        """Return the wanted slices of a value, sorted by axis and start."""
         parts = [p for p in self._wanted.get(var, ()) if p is not None]
         return sorted(parts, key=_position)
 

@@ -30,15 +30,15 @@ from dtrans.rows.layout import SHARED, Colocated, row_axes
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CrossServerValue:
-    """Value that is computed at a home and read on other servers.
+    """Value, such as a norm, that the servers of one leaf compute and other servers read.
 
     Attributes:
       name: name on every server, e.g. `all_reduce/3`.
       var: variable of the value.
-      op: operation that combines the parts of the value, one from each block.
+      op: operation, e.g. "all_reduce", that combines the parts of the value, one from each block.
       part: type of a part.
       home: leaf whose servers compute the parts.
-      level: level at which parts are computed; the value is known at the next level.
+      level: number of exchanges before the parts are computed; the value is known one later.
     """
 
     name: str
@@ -50,7 +50,9 @@ class CrossServerValue:
 
 
 class ExchangeRounds:
-    """Levels of all values in an analysed optimize half: the rounds after which they are known.
+    """Levels of all values of an update: a level is the number of exchanges before it is known.
+
+    Servers exchange values, such as norms, in rounds. Level 0 needs no exchange.
 
     Args:
       analysis: row analysis of the half.
@@ -58,7 +60,7 @@ class ExchangeRounds:
 
     Attributes:
       crossings: maps variables to their cross-server values.
-      eqns_of: maps each home to the indices of the equations that run there, in order.
+      eqns_of: maps each leaf to the indices of the equations that its servers run, in order.
       makers: maps each variable, except cross-server values, to the equation that computes it.
     """
 
@@ -95,7 +97,7 @@ class ExchangeRounds:
     # -- homes and levels ------------------------------------------------------------------------
 
     def home_of(self, i: int) -> str | None:
-        """Return the home of equation `i`; None if each server that reads its outputs runs it."""
+        """Return the leaf whose servers run equation `i`; None if every server may run it."""
         step = self.analysis.flow.steps.get(i)
         if step is None:
             return None
@@ -106,24 +108,24 @@ class ExchangeRounds:
         return None
 
     def at_home(self, var: Var) -> int:
-        """Return the level at which a value is known at its home."""
+        """Return the number of exchanges before the servers of a value's leaf know the value."""
         return self._at_home.get(var, 0)
 
     def shared(self, atom: Atom) -> int:
-        """Return the level at which all servers know a value."""
+        """Return the number of exchanges before all servers know a value."""
         if isinstance(atom, Literal):
             return 0
         return self._shared.get(atom, 0)
 
     def of_eqn(self, i: int) -> int:
-        """Return the level at which an equation with a home runs."""
+        """Return the number of exchanges before an equation that runs on one leaf's servers."""
         out = self.eqns[i].outvars[0]
         if out in self._parts:
             return self._parts[out]
         return self.at_home(out)
 
     def read(self, atom: Atom, home: str | None) -> int:
-        """Return the level at which the servers of `home` (None: all servers) know a value."""
+        """Return the number of exchanges before servers of leaf `home` (None: all) know a value."""
         layout = self.analysis.layout(atom)
         if home is not None and layout is not SHARED and self.analysis.home(layout) == home:
             assert isinstance(atom, Var)
@@ -131,11 +133,10 @@ class ExchangeRounds:
         return self.shared(atom)
 
     def derived(self, var: Var) -> bool:
-        """Return True if servers should send the operands of a value instead of the value.
+        """Return True if servers send a value's operands, from which readers compute the value.
 
-        The value belongs to an unsliced leaf. The operands are sent if they are smaller, such as a
-        scalar that is broadcast. They are also sent if they are equally large but known one round
-        earlier, such as a 0-d leaf that is squared.
+        Servers send operands that are smaller, such as a scalar that is broadcast. They also send
+        operands of equal size that are known one exchange earlier. The value's leaf is unsliced.
         """
         i = self.producers.get(var)
         if i is None or not isinstance(self.analysis.layout(var), Colocated):
@@ -180,7 +181,7 @@ class ExchangeRounds:
             self._cross(out, op, home, self._parts[out])
 
     def _note_read(self, atom: Atom, home: str | None) -> None:
-        """Record that the servers of `home` (None: all servers) read a value."""
+        """Record that the servers of leaf `home` (None: all servers) read a value."""
         layout = self.analysis.layout(atom)
         if not isinstance(layout, Colocated) or self.analysis.home(layout) == home:
             return

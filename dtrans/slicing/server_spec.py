@@ -27,10 +27,10 @@ from dtrans.step.cut import Gradient
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServerSpec:
-    """Work of one server: its units, and the values that it reads and computes.
+    """Work of one server: the leaves that it updates, and the values that it reads and computes.
 
     Attributes:
-      units: the units of the server, with their programs.
+      units: blocks or leaves that the server updates together, with their programs.
       computed: shared values that the server computes.
       crossings: cross-server values that the server reads.
       inputs: inputs of the update on which shared values depend; units have further inputs.
@@ -51,13 +51,13 @@ class ServerSpec:
         return found
 
     def parts_of(self, crossing: CrossServerValue) -> list[str]:
-        """Return the names of this server's parts of a cross-server value."""
+        """Return the names of this server's terms of a value that several servers compute."""
         return [part_name(unit, crossing) for unit in self._units_of.get(crossing.home, ())]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UpdateSpec:
-    """Division of an optimize half among servers.
+    """Division of an optimizer's update among servers.
 
     Attributes:
       rounds: the equations, and the level at which each value is known.
@@ -67,7 +67,7 @@ class UpdateSpec:
       requested: shared state that trainers request before each step.
       exact: leaves whose sums over rows have the same bits for every placement.
       names: maps each name in the update to a description of its value, for errors.
-      owners: maps each home to the servers that have parts of its cross-server values.
+      owners: maps each leaf to the servers that compute parts of its cross-server values.
       servers: endpoint -> work of the server; a server without work is absent.
       over: maps each cross-server value to the servers that have parts of the value or read it.
     """
@@ -94,7 +94,7 @@ class UpdateSpec:
         return self.analysis.state_of[None]
 
     def stays(self, crossing: CrossServerValue) -> bool:
-        """Return True if only one server uses a cross-server value, so that no exchange is needed.
+        """Return True if only one server computes and reads a value, so that no exchange is needed.
 
         With exact sums, a single server also runs the exchange: XLA would compile the program
         without exchanges differently, and the results would round differently.
@@ -102,7 +102,7 @@ class UpdateSpec:
         return len(self.over[crossing.var]) == 1 and not self.exact
 
     def holder_of(self, name: str) -> str:
-        """Return the server that trainers ask for an array of shared state: its first holder."""
+        """Return the first server that stores an array of shared state. Trainers ask this server."""
         return next(ep for ep, server in self.servers.items() if name in server.shared_state)
 
     def readers_of(self, name: str) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ def analyse_update(
     requested: Collection[str] = (),
     exact: Collection[str] = (),
 ) -> UpdateSpec:
-    """Divide an optimize half among servers.
+    """Divide an optimizer's update among servers.
 
     Args:
       analysis: row analysis of the optimize half.
@@ -208,7 +208,7 @@ def claim(
 def _server_spec(
     rounds: ExchangeRounds, units: tuple[UnitProgram, ...], state: Iterable[str] = ()
 ) -> ServerSpec:
-    """Return the spec of a server: its units, and all shared values that these units need.
+    """Return the work of a server: its units, and all shared values that these units need.
 
     Args:
       rounds: equations, and the levels of all values.

@@ -41,13 +41,13 @@ from dtrans.slicing.unit_program import LevelProgram, LevelWriter
 
 @dataclasses.dataclass(frozen=True)
 class ServerVariable:
-    """Value that a server stores.
+    """Array that a server stores, such as rows of a parameter or of optimizer state.
 
     Attributes:
-      of: name of the array of the step from which the initial value comes.
+      of: name of the array of the step that has the initial value.
       block: index of the block to which the variable belongs.
       part: rows of the array `of`; None for all rows.
-      beside: name of the full value, if the step has no such array, e.g. `params/w.trainer_1_bak`.
+      beside: name of the full array, if the step has no such array, e.g. `params/w.trainer_1_bak`.
       zeros: True if the initial value is zeros; then `of` determines only the type.
       buckets: the buckets of the rows, if rows are assigned to buckets.
     """
@@ -61,11 +61,11 @@ class ServerVariable:
 
     @property
     def origin(self) -> str:
-        """Name of the full value from which the rows of the variable come."""
+        """Name of the full array that contains the rows of the variable."""
         return self.beside or self.of
 
     def cut(self, aval: Any) -> Any:
-        """Return the type of this variable, if `aval` is the type of the full value."""
+        """Return the type of this variable; `aval` is the type of the full array."""
         if self.part is None:
             return aval
         return self.part.of(aval)
@@ -73,11 +73,11 @@ class ServerVariable:
 
 @dataclasses.dataclass(frozen=True)
 class ServerWork:
-    """Optimize blocks and stored values of one server.
+    """Programs that one server runs in a step (optimize blocks), and the arrays that it stores.
 
     Attributes:
       blocks: optimize blocks in the order in which they run.
-      variables: maps the name of each stored value to the value.
+      variables: description of each stored array, by name.
     """
 
     blocks: tuple[OptimizeBlock, ...]
@@ -85,7 +85,7 @@ class ServerWork:
 
     @property
     def grads(self) -> dict[str, int]:
-        """Number (from 1) of the block that reads each gradient, such as `params/w@GRAD.block0`."""
+        """Number (from 1) of the optimize block that reads a gradient, by the gradient's name."""
         found: dict[str, int] = {}
         for i, block in enumerate(self.blocks, 1):
             found |= dict.fromkeys((g.name for g in block.grads), i)
@@ -93,7 +93,7 @@ class ServerWork:
 
 
 def write_server(spec: UpdateSpec, endpoint: str) -> ServerWork:
-    """Write the optimize blocks of one server.
+    """Write the programs (optimize blocks) that one server runs in a step.
 
     Raises:
       ConfigError: the name of a leaf is also the name of a step argument or of a shared value.
@@ -132,7 +132,7 @@ def write_server(spec: UpdateSpec, endpoint: str) -> ServerWork:
 
 
 def inline_update(b: Builder, work: ServerWork, values: Mapping[str, Atom]) -> dict[str, Atom]:
-    """Write all blocks of a single server into a program.
+    """Write the update of a job with a single server into a program.
 
     Args:
       b: builder of the program.
@@ -252,7 +252,7 @@ def _write_shared(
 def _joins(
     spec: UpdateSpec, server: ServerSpec, endpoint: str
 ) -> dict[int, list[CrossServerValue]]:
-    """Return, for each level, the cross-server values whose parts the server combines or sends."""
+    """Return, by level, the cross-server values whose parts the server combines or sends."""
     found: dict[int, list[CrossServerValue]] = {}
     for var, crossing in spec.rounds.crossings.items():
         if endpoint not in spec.over[var]:
@@ -266,7 +266,7 @@ def _joins(
 def _join(
     spec: UpdateSpec, server: ServerSpec, crossings: Sequence[CrossServerValue]
 ) -> OptimizeBlock:
-    """Write the last block of a level: combine parts of this server, then reduce over servers."""
+    """Write the last program of a level: reduce cross-server values, first on this server."""
     b = Builder(spec.analysis.half.jaxpr)
     in_names: list[str] = []
     joined: list[Atom] = []

@@ -32,7 +32,10 @@ from dtrans.step.cut import Gradient
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LevelProgram:
-    """Equations of a unit, or of shared values, that run after the same number of rounds.
+    """Program of the equations of a unit that run between two exchanges of servers.
+
+    A unit is a block, or several leaves, that a server updates together. Another such program
+    computes shared values.
 
     Attributes:
       jaxpr: the equations.
@@ -49,20 +52,20 @@ class LevelProgram:
     def block(
         self, name: str, role: str, level: int, name_of: Callable[[Var], str]
     ) -> OptimizeBlock:
-        """Return this program as an optimize block; `name_of` maps shared values to names."""
+        """Return this program as an optimize block; `name_of` returns names of shared values."""
         in_names = tuple(n if isinstance(n, str) else name_of(n) for n in self.reads)
         return OptimizeBlock(name, role, self.jaxpr, in_names, self.out_names, level, self.grads)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnitProgram:
-    """Programs that update one unit.
+    """Programs that update one unit: a block, or several leaves that a server updates together.
 
     Attributes:
       unit: the unit.
-      home: home of the unit's leaves (`dtrans.slicing.rounds`).
+      home: first leaf of the unit.
       names: name of a leaf or of its state -> name of the unit's block of that array.
-      levels: level -> program.
+      levels: number of exchanges before a program -> program.
     """
 
     unit: Unit
@@ -80,12 +83,12 @@ class UnitProgram:
 
 
 def part_name(unit: Unit, crossing: CrossServerValue) -> str:
-    """Return the name of a unit's part of a cross-server value."""
+    """Return the name of a unit's term of a value, such as a norm, that servers sum."""
     return f"{unit.name}/{crossing.name}"
 
 
 class LevelWriter:
-    """Writer of the program of one level.
+    """Writer of the program that runs after a number of exchanges between servers, the level.
 
     Args:
       rounds: equations of the update, with the level of each value.
@@ -116,7 +119,7 @@ class LevelWriter:
         return self.b.input(aval)
 
     def _outside(self, var: Var) -> Atom | None:
-        """Return an input for a shared value; None if this program computes the value."""
+        """Return a program input for a shared value; None if this program computes the value."""
         crossing = self._rounds.crossings.get(var)
         if crossing is None:
             if self._computes(var) or not self._rounds.depends(var):
@@ -136,7 +139,7 @@ class LevelWriter:
 def write_unit(
     rounds: ExchangeRounds, unit: Unit, gradients: Sequence[BlockGradient]
 ) -> UnitProgram:
-    """Write the programs of one unit.
+    """Write the programs that update one unit: a block, or leaves that are updated together.
 
     Args:
       rounds: equations of the update, with the level of each value.
@@ -179,7 +182,7 @@ def write_unit(
 
 
 class _UnitLevels:
-    """Writers of the programs of one unit.
+    """Writers of the programs of one unit, one for each level.
 
     Args:
       rounds: equations of the update, with the level of each value.
@@ -198,7 +201,7 @@ class _UnitLevels:
         self._handed: dict[Var, str] = {}  # value that a later level reads -> name of the value
 
     def at(self, level: int) -> LevelWriter:
-        """Return the writer of a level; create it if there is none."""
+        """Return the writer of a level; the first call creates it."""
         if level not in self.writers:
             span = self._unit.span
             rows = BucketRows(span) if isinstance(span, RowBuckets) else span
@@ -217,7 +220,7 @@ class _UnitLevels:
         return w.writer.env[var]
 
     def _from_earlier(self, level: int, var: Var) -> str | None:
-        """Add a value that an earlier level computes to that level's outputs; return its name.
+        """Make a value of an earlier level an output of that level; return its name.
 
         Return None if no earlier level computes the value.
         """
