@@ -102,7 +102,7 @@ class UpdateSpec:
         return len(self.over[crossing.var]) == 1 and not self.exact
 
     def holder_of(self, name: str) -> str:
-        """Return the first server that stores an array of shared state. Trainers ask this server."""
+        """Return the first server that stores an array of shared state, to ask for it."""
         return next(ep for ep, server in self.servers.items() if name in server.shared_state)
 
     def readers_of(self, name: str) -> tuple[str, ...]:
