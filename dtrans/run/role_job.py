@@ -473,6 +473,7 @@ class ServerJob(RoleJob):
         """
         self._check_open()
         check_one_of("on_failure", on_failure, (None, "save", "drop"))
+        self._check_folders(checkpoints)
         if init is not None:
             state = with_makers(state, self._init(*init))
         if checkpoints is None and on_failure == "save":
@@ -502,6 +503,16 @@ class ServerJob(RoleJob):
         program = self.plan.servers[self.role.current_endpoint].main
         final: dict[str, Any] = self._executor.run(program, state)
         return final
+
+    def _check_folders(self, checkpoints: str | os.PathLike[str] | None) -> None:
+        """Raise ConfigError if the folder of cuts, which roles clean, also has the checkpoints."""
+        if checkpoints is None or self._epochs is None:
+            return
+        if Path(checkpoints).absolute() == self._epochs.path.absolute():
+            raise ConfigError(
+                f"checkpoints={os.fspath(checkpoints)!r} is also the folder of `dtrans launch "
+                "--cuts`, whose files are removed; pass another folder to job.serve(checkpoints=)"
+            )
 
     @property
     def _number_of_restored(self) -> int:

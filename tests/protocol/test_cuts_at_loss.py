@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,14 @@ import table_jobs
 from helpers import mlp_batch, mlp_loss, mlp_params
 
 import dtrans
-from dtrans.errors import ConfigError
+from dtrans.errors import ConfigError, LaunchError
 from dtrans.protocol import wire
 from dtrans.protocol.epochs import Epoch
 from dtrans.protocol.server.epoch_gate import EpochGate
 from dtrans.run.distributed import job_epochs
 from dtrans.run.distributed.job_epochs import JobEpochs
 from dtrans.run.distributed.role import roles_of
+from dtrans.run.net import epoch_folder
 from dtrans.run.net.epoch_folder import EpochFolder
 from dtrans.run.parameter_server.cuts import check_cuts
 
@@ -86,7 +89,8 @@ class Job:
 
 def test_the_launcher_waits_for_the_newest_states_of_all_live_servers(tmp_path: Path) -> None:
     job = Job(tmp_path, writes_newest=True)
-    answers = {1: ("pserver 0", 7, 6), 3: ("pserver 1", 6)}
+    # the first look precedes the announcement
+    answers = {2: ("pserver 0", 7, 6), 4: ("pserver 1", 6)}
 
     def running() -> set[str]:
         job.looks += 1
@@ -101,14 +105,73 @@ def test_the_launcher_waits_for_the_newest_states_of_all_live_servers(tmp_path: 
     assert job.epochs.epoch == Epoch(1, 6)
 
 
-def test_the_launcher_does_not_wait_for_lost_servers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("lost", "running"),
+    [
+        pytest.param("pserver 1", {"pserver 0", "pserver 1", "trainer 0"}, id="the lost role"),
+        pytest.param("trainer 0", {"pserver 0"}, id="another role, such as one on a lost host"),
+    ],
+)
+def test_the_launcher_does_not_wait_if_a_server_is_lost(
+    lost: str, running: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither for the lost role, nor for a server that ends meanwhile."""
+    """No cut can become complete."""
     monkeypatch.setattr(job_epochs, "WRITE_PATIENCE", float("inf"))
     job = Job(tmp_path, writes_newest=True)
-    job.epochs.end_epoch("pserver 1", lambda: {"trainer 0", "pserver 1"})
+    job.epochs.end_epoch(lost, lambda: running)
+    assert not job.folders["pserver 0"].current().is_ending
+
+
+def test_the_launcher_does_not_wait_for_a_server_that_ends_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_epochs, "WRITE_PATIENCE", float("inf"))
+    job = Job(tmp_path, writes_newest=True)
+    looks = iter([{"pserver 0", "pserver 1"}, {"pserver 0"}])
+    job.epochs.end_epoch("trainer 0", lambda: next(looks))
     assert job.folders["pserver 0"].current().is_ending
+
+
+def test_the_launcher_does_not_wait_when_the_job_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a signal, or at the time limit of the job."""
+    monkeypatch.setattr(job_epochs, "WRITE_PATIENCE", float("inf"))
+    job = Job(tmp_path, writes_newest=True)
+    stops = iter([False, True, True])
+    job.epochs.end_epoch("trainer 0", lambda: {"pserver 0", "pserver 1"}, lambda: next(stops))
+    assert not capsys.readouterr().err
+
+
+def test_a_job_continues_from_an_earlier_cut_if_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The launcher removes cuts that it does not need, and then grants the next epoch."""
+    job = Job(tmp_path, writes_newest=True)
+    for name in ("pserver 0", "pserver 1"):
+        for step in (10, 20):
+            (tmp_path / str(step)).mkdir(exist_ok=True)
+            job.folders[name].note_cut(0, step)
+    write = epoch_folder.write_file
+
+    def write_file(path: Path, contents: Any) -> None:
+        if (tmp_path / "10").exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, contents)
+
+    monkeypatch.setattr(epoch_folder, "write_file", write_file)
+    job.epochs.end_epoch("trainer 0", lambda: {"pserver 0", "pserver 1"})
+    text = "the servers write no cut at this loss, because .* cannot be written: No space left on"
+    assert re.search(text, capsys.readouterr().err)
+    job.folders["pserver 0"].report_lost(0, "trainer 0", "it went away")  # writes a warning
+    job.epochs.go_back("trainer 0")
+    assert job.folders["pserver 0"].current() == Epoch(1, 20)
+    assert {x.name for x in tmp_path.iterdir() if x.name.isdecimal()} == {"20"}
+
+    (tmp_path / "10").mkdir()
+    monkeypatch.setattr(EpochFolder, "remove_other_cuts", lambda *_: None)
+    with pytest.raises(LaunchError, match="cannot be written: No space left .*; free space there"):
+        job.epochs.go_back("trainer 0")
 
 
 def test_the_launcher_waits_for_a_limited_time(

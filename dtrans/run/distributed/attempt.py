@@ -97,12 +97,34 @@ class Attempt:
 
     def find_alive(self) -> set[str]:
         """Return the names of the running roles whose end is not in the queue, either."""
+        events = self._queued()
+        return {child.role.name for child in self.running if child not in events}
+
+    @property
+    def has_signal(self) -> bool:
+        """True if this process has received a signal, which may still be in the queue."""
+        return self.signum is not None or any(isinstance(x, int) for x in self._queued())
+
+    def take_signal(self) -> bool:
+        """Read the first signal in the queue. Return True if this process has received one."""
+        events = self._queued()
+        while not self.events.empty():
+            self.events.get()
+        for event in events:
+            if isinstance(event, int) and self.signum is None:
+                self.signum = event
+            else:
+                self.events.put(event)
+        return self.signum is not None
+
+    def _queued(self) -> list[Event]:
+        """Return the events in the queue, which stay there."""
         events = []
         while not self.events.empty():
             events.append(self.events.get())
         for event in events:
             self.events.put(event)
-        return {child.role.name for child in self.running if child not in events}
+        return events
 
     def begin_epoch(self, number: int) -> None:
         """Continue in a new epoch without the failed role, whose process will be replaced."""

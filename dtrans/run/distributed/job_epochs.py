@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from dtrans.checkpoint.runs import new_run
-from dtrans.errors import ConfigError
+from dtrans.errors import ConfigError, LaunchError
 from dtrans.protocol.epochs import Epoch
 from dtrans.protocol.server.trainer_registry import named
 from dtrans.run.distributed.launch_record import LaunchRecord
@@ -57,7 +57,7 @@ class JobEpochs:
       drops_trainers: True if the job may continue without a lost trainer.
 
     Raises:
-      ConfigError: the folder belongs to a job with other roles.
+      ConfigError: the folder belongs to a job with other roles, or has checkpoints.
     """
 
     def __init__(
@@ -88,6 +88,11 @@ class JobEpochs:
         if self._folder.is_used:
             self._continue(path)
         else:
+            if steps := self._folder.steps():
+                raise ConfigError(
+                    f"cuts={str(path)!r} already has a folder {steps[0]}, which may be a "
+                    "checkpoint; write another folder, whose files this job may remove"
+                )
             self._run = new_run()
             self._folder.forget_marks()
             self._started = dict.fromkeys(self._names, 0)
@@ -152,31 +157,47 @@ class JobEpochs:
         found = [marks.get(name, RoleMark(epoch=-1)) for name in self._active]
         return all(mark.epoch == self.epoch.number and not mark.left for mark in found)
 
-    def end_epoch(self, lost: str, running: Callable[[], Collection[str]]) -> None:
+    def end_epoch(
+        self,
+        lost: str,
+        running: Callable[[], Collection[str]],
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Let the servers write their newest states as cuts, after the loss of a role.
 
-        It waits for the running servers that take part in the epoch, up to WRITE_PATIENCE seconds.
+        It waits for all servers, up to WRITE_PATIENCE seconds. It returns at once if they cannot
+        write a complete cut, since one of them is lost, has left or takes part in another epoch.
 
         Args:
           lost: name of the lost role.
           running: returns the names of the running roles.
+          is_stopped: returns True if the job ends, so that it needs no cut.
         """
-        number = self.epoch.number
-        writers = set[str]()
-        for name, mark in self._current_marks().items():
-            if mark.writes_newest and mark.epoch == number and not mark.left and name != lost:
-                writers.add(name)
-        if not writers:
+        number, marks = self.epoch.number, self._current_marks()
+        late, live = set(self._servers), {*running()} - {lost}
+        for name in self._servers:
+            mark = marks.get(name, RoleMark(epoch=-1))
+            if not mark.writes_newest or mark.epoch != number or mark.left:
+                return
+        if not late <= live:
             return
-        self._folder.announce_end()
+        try:
+            self._folder.announce_end()
+        except OSError as e:
+            say(
+                f"the servers write no cut at this loss, because {self._folder.path} cannot be "
+                f"written: {e.strerror}"
+            )
+            return
         limit = time.monotonic() + WRITE_PATIENCE
-        while time.monotonic() < limit:
+        while time.monotonic() < limit and not is_stopped():
             marks = self._folder.marks()
-            late = [name for name in writers if marks[name].ended < number]
-            if not set(late).intersection(running()):
+            late = {name for name in late if marks[name].ended < number}
+            if not late or not late <= {*running()}:
                 return
             time.sleep(POLL)
-        say(f"{', '.join(sorted(late))} did not write a cut within {WRITE_PATIENCE:.0f} s")
+        if not is_stopped():
+            say(f"{', '.join(sorted(late))} did not write a cut within {WRITE_PATIENCE:.0f} s")
 
     def note_loss(self, name: str) -> bool:
         """Record the loss of a role; return True if no cut is newer than the role's last loss."""
@@ -319,9 +340,31 @@ class JobEpochs:
         self._grant(lost, reason)
 
     def _grant(self, lost: str, reason: str) -> None:
-        epoch, job = self.epoch, (self._run, self._trainers, self._endpoints)
-        self._log.add(EpochRecord(epoch.number, epoch.cut, self.members, lost, reason))
-        self._folder.grant(epoch, *job, self._started, drops_trainers=self._drops_trainers)
+        """Grant the current epoch. On a full disk, first remove cuts that it does not need.
+
+        Raises:
+          LaunchError: the folder cannot be written.
+        """
+        epoch = self.epoch
+        record = EpochRecord(epoch.number, epoch.cut, self.members, lost, reason)
+        try:
+            self._write_grant(record)
+            return
+        except OSError:  # the disk may be full
+            self._folder.remove_other_cuts(epoch.cut)
+        try:
+            self._write_grant(record)
+        except OSError as e:
+            raise LaunchError(
+                f"the job ends, since its folder of cuts {self._folder.path} cannot be written: "
+                f"{e.strerror}; free space there, or allow this process to write there. Then start "
+                "the launcher again with the same folder: it continues from the newest cut"
+            ) from e
+
+    def _write_grant(self, record: EpochRecord) -> None:
+        job = self._run, self._trainers, self._endpoints
+        self._log.add(record)
+        self._folder.grant(self.epoch, *job, self._started, drops_trainers=self._drops_trainers)
 
     def _current_marks(self) -> dict[str, RoleMark]:
         """Return the marks of the current processes, without those of earlier processes."""

@@ -225,7 +225,9 @@ class Restarts:
         if not has_cuts and not self._may_restart(lost.role):
             return None
         if self._epochs is not None:
-            self._epochs.end_epoch(lost.role.name, attempt.find_alive)
+            self._end_epoch(self._epochs, attempt, lost)
+            if attempt.take_signal():
+                return None
         if has_cuts and self._can_drop(attempt, lost):
             return lost
         if not self._may_restart(lost.role):
@@ -292,6 +294,17 @@ class Restarts:
         say(
             f"{lost.role.name}{lost.where} failed with {lost.how()}; the job continues with "
             f"{named(self._epochs.members)}, and {self._epochs.other_roles}"
+        )
+
+    def _end_epoch(self, epochs: JobEpochs, attempt: Attempt, lost: Child) -> None:
+        """Let servers write their newest states, unless a signal or the time limit ends the job."""
+        unreachable = set[str]()
+        if lost.is_host_lost(was_reached=True):
+            unreachable = {x.role.name for x in attempt.running if x.where == lost.where}
+        epochs.end_epoch(
+            lost.role.name,
+            lambda: attempt.find_alive() - unreachable,
+            lambda: attempt.has_signal or self._is_late(),
         )
 
     def _can_go_back(self, attempt: Attempt, lost: Child) -> bool:

@@ -23,6 +23,7 @@ import contextlib
 import dataclasses
 import errno
 import json
+import logging
 import os
 import shutil
 import threading
@@ -45,6 +46,7 @@ from dtrans.run.net.role_marks import (
 # process was started
 VARIABLE, STARTED = "DTRANS_CUTS", "DTRANS_CUTS_STARTED"
 LAUNCH = "launch.json"
+log = logging.getLogger(__name__)
 TRIES = 100  # reads of a file that another host may replace meanwhile
 
 
@@ -83,6 +85,11 @@ class EpochFolder:
         path = environ.get(VARIABLE)
         return cls(path, role, int(environ.get(STARTED, 0))) if path else None
 
+    @property
+    def _slug(self) -> str:
+        """Name of this role in the names of files and folders."""
+        return self._role.replace(" ", "-")
+
     def environment(self, started: int) -> dict[str, str]:
         """Return the environment variables that the launcher sets for a role.
 
@@ -95,6 +102,11 @@ class EpochFolder:
     def is_used(self) -> bool:
         """True if a launcher has granted an epoch in this folder."""
         return (self.path / "epoch.json").exists()
+
+    def steps(self) -> list[int]:
+        """Return the steps of all cuts of synchronous servers, also of incomplete ones."""
+        names = [] if not self.path.is_dir() else os.listdir(self.path)
+        return sorted(int(name) for name in names if name.isdecimal())
 
     # -- the launcher ----------------------------------------------------------------------------
 
@@ -152,6 +164,16 @@ class EpochFolder:
             has_cuts = path.name.isdecimal() or path.name.startswith(("pserver-", "trainer-"))
             if path.name in ("roles", "lost") or has_cuts:
                 shutil.rmtree(path)
+
+    def remove_other_cuts(self, cut: int | None) -> None:
+        """Remove all cuts of synchronous servers, except the newest complete one.
+
+        Args:
+          cut: step of the newest complete cut; None without one.
+        """
+        for step in self.steps():
+            if step != cut:
+                shutil.rmtree(self.path / str(step), ignore_errors=True)
 
     def forget_marks(self) -> None:
         """Remove the reports of all roles, and the cuts of trainers alone, while no role runs."""
@@ -222,7 +244,9 @@ class EpochFolder:
     ) -> None:
         """Tell the launcher that this role takes part in an epoch.
 
-        The role forgets its cuts after the epoch's cut, so that the job never skips steps.
+        The role forgets its cuts after the epoch's cut, so that the job never skips steps. It also
+        removes their files. Otherwise a later cut of the same step could contain a part that an
+        earlier launch with another script has written.
 
         Args:
           epoch: the epoch.
@@ -235,6 +259,9 @@ class EpochFolder:
                 epoch.number, cuts, with_trainers=with_trainers, writes_newest=writes_newest
             )
             self._write_mark(mark)
+            for step in self.steps():
+                if step not in cuts and step != epoch.cut:
+                    self._remove_part(step)
 
     def enter_alone(self, epoch: Epoch) -> None:
         """Tell the launcher that this asynchronous server takes part in an epoch, with its cuts."""
@@ -268,6 +295,15 @@ class EpochFolder:
         """Return True if this role has written its part of the cut of a step."""
         return step in self._mark.cuts
 
+    def remove_part(self, step: int) -> None:
+        """Remove this role's part of the cut of a step, which the role has not reported.
+
+        Raises:
+          ReplacedError: the launcher has started another process of this role.
+        """
+        self.current()
+        self._remove_part(step)
+
     def note_end(self, epoch: int) -> None:
         """Tell the launcher that this server has written its newest states.
 
@@ -295,8 +331,9 @@ class EpochFolder:
         return old
 
     def drop_cuts(self, epoch: int, before: int) -> list[int]:
-        """Tell the launcher that this role removes its cuts before a step; return their steps.
+        """Tell the launcher that this role removes all cuts before a step; return their steps.
 
+        Some of these cuts are incomplete, because only some roles have written their parts.
         The cut of the current epoch stays, since this role may have to load it.
 
         Args:
@@ -305,16 +342,17 @@ class EpochFolder:
         """
         with self._lock:
             granted = self.current()
-            old = [x for x in self._mark.cuts if x < before and x != granted.cut]
             if granted.number != epoch or self._mark.epoch != epoch:
-                old = []
-            if old:
-                cuts = tuple(x for x in self._mark.cuts if x not in old)
+                return []
+            written = {*self._mark.cuts, *self.steps()}
+            old = sorted(x for x in written if x < before and x != granted.cut)
+            cuts = tuple(x for x in self._mark.cuts if x not in old)
+            if cuts != self._mark.cuts:
                 self._write_mark(dataclasses.replace(self._mark, cuts=cuts))
         return old
 
     def remove_old_cuts(self, epoch: int, servers: Collection[str]) -> None:
-        """Remove the cuts of this role before the second newest complete one.
+        """Remove all cuts before the second newest complete one.
 
         Args:
           epoch, servers: as for `drop_cuts` and `newest_cut`.
@@ -336,7 +374,10 @@ class EpochFolder:
           reason: text of the error.
         """
         fields = {"epoch": epoch, "role": role, "reason": reason}
-        _write(self.path / "lost" / self._role, fields)
+        try:
+            _write(self.path / "lost" / self._role, fields)
+        except OSError as e:  # the caller raises its error when no epoch follows
+            log.warning("%s cannot report to the launcher that %s is lost: %s", self._role, role, e)
 
     def _complete_cuts(
         self, servers: Collection[str], dropped: Collection[int] | None = None
@@ -355,6 +396,17 @@ class EpochFolder:
         """
         common = sorted(self._complete_cuts(servers))
         return common[-2] if len(common) > 1 else 0
+
+    def _remove_part(self, step: int) -> None:
+        """Remove this role's part of the cut of a step, also if it is incomplete."""
+        for path in (self.path / str(step)).glob("*"):
+            # writers use temporary names such as pserver-0.tmp and .trainer-0.npz
+            if path.name.lstrip(".").partition(".")[0] != self._slug:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
     def _write_mark(self, mark: RoleMark) -> None:
         """Write the report of this role; raise ReplacedError in a process that was replaced."""

@@ -123,6 +123,10 @@ class ServerCuts:
         if mark.cuts and not mark.is_alone:
             raise ConfigError(_other_mode(self.epochs.path, "synchronous", "asynchronous"))
         epoch = self.enter_alone()
+        for path in self._path(0).parent.glob("[0-9]*"):
+            # A process that was lost has not reported this cut, or has not removed it in time.
+            if path.name not in map(str, mark.cuts):
+                shutil.rmtree(path, ignore_errors=True)
         if not mark.cuts:
             counts = dict.fromkeys(range(self.plan.trainers), self.first_step)
             return EpochStart(epoch, state, counts=counts)
@@ -156,10 +160,13 @@ class ServerCuts:
         """
         assert mark.step is not None
         path = self._path(mark.step)
-        if self.is_alone:
-            # A process that was lost may have written another state of this step.
-            shutil.rmtree(path, ignore_errors=True)
         try:
+            # A process that was lost may have written another state of this step, and a part that
+            # exists would stay unchanged.
+            if self.is_alone:
+                shutil.rmtree(path, ignore_errors=True)
+            elif not self.epochs.has_written(mark.step):
+                self.epochs.remove_part(mark.step)
             checkpoint.save_serving(
                 path,
                 self.plan,

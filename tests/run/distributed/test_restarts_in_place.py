@@ -21,7 +21,7 @@ from role_scripts import EPOCHS, assert_gone, came, script_writer
 from role_threads import until
 
 from dtrans.errors import ConfigError, LaunchError
-from dtrans.run.distributed import attempt, identity, restarts
+from dtrans.run.distributed import attempt, identity, job_epochs, restarts
 from dtrans.run.distributed.launcher import launch
 from dtrans.run.distributed.restarts import RestartOptions
 from dtrans.run.distributed.site import Site
@@ -821,6 +821,31 @@ def test_a_report_ends_the_job_if_no_restart_can_follow(
         "the connection ended"
     )
     assert e.value.role == "trainer 1"
+
+
+# -- cuts at losses --------------------------------------------------------------------------------
+
+
+def test_a_signal_ends_the_wait_for_cuts_at_a_loss(
+    script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job ends without a restart."""
+    monkeypatch.setattr(job_epochs, "WRITE_PATIENCE", PATIENCE)
+    command = script(f"""
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+        epochs.enter(epochs.current(), writes_newest=True)
+        wait(lambda: all_in(0))
+        if name == "trainer 1":
+            die()
+        wait(lambda: epochs.current().is_ending)
+        if name == "pserver 0":
+            os.kill({os.getpid()}, signal.SIGTERM)
+        forever()
+    """)
+    with pytest.raises(SystemExit) as e:
+        launch(command, restarts=3, **JOB)
+    assert e.value.code == 128 + signal.SIGTERM
+    assert not Output(capsys).said
 
 
 # -- the launcher itself ---------------------------------------------------------------------------

@@ -1,0 +1,180 @@
+"""Parts of cuts that earlier epochs and launches have left in the folder."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+from helpers import mlp_batch, mlp_loss, mlp_params
+
+import dtrans
+from dtrans.checkpoint.runs import Mark
+from dtrans.errors import ConfigError
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.protocol.epochs import Epoch
+from dtrans.run.distributed.job_epochs import JobEpochs
+from dtrans.run.distributed.role import roles_of
+from dtrans.run.net.epoch_folder import EpochFolder
+from dtrans.run.parameter_server.cuts import ServerCuts
+from dtrans.run.role_job import ServerJob
+
+
+ENDPOINTS = ("127.0.0.1:1", "127.0.0.1:2")
+NAMES = ["pserver 0", "pserver 1"]
+ROLES = roles_of(1, ENDPOINTS)
+State = Mapping[str, Any]
+
+
+def planned(**options: Any) -> PServerPlan:
+    params, tx = mlp_params(), optax.adam(1e-2)
+    init = lambda: (params, tx.init(params))
+    main = dtrans.trace(dtrans.make_train_step(mlp_loss, tx), *init(), *mlp_batch())
+    return dtrans.pserver(main, dtrans.trace(init), pservers=",".join(ENDPOINTS), **options)
+
+
+class Servers:
+    """The two servers of one launch, which write cuts."""
+
+    def __init__(self, path: Path, plan: PServerPlan, first: dict[str, State], launch: int) -> None:
+        self.first, self.epoch = first, JobEpochs(path, ROLES).epoch
+        self.cuts = {}
+        for name, endpoint in zip(NAMES, ENDPOINTS, strict=True):
+            folder = EpochFolder(path, name, started=self.epoch.number)
+            cuts = self.cuts[endpoint] = ServerCuts(folder, plan, endpoint, 100, at_loss=True)
+            if plan.sync_mode:
+                cuts.begin(first[endpoint])
+            else:
+                cuts.begin_alone(first[endpoint])
+        self._session = f"session {launch}"
+
+    def write(self, endpoint: str, step: int, plus: float) -> None:
+        """Write the initial state plus a number as the state after a step."""
+        cuts = self.cuts[endpoint]
+        mark = Mark((cuts.epochs.run, self._session), step)
+        state = {n: x + plus for n, x in self.first[endpoint].items()}
+        cuts.write(self.epoch.number, {0: step}, state, mark)
+
+
+def first_states(plan: PServerPlan) -> dict[str, State]:
+    return {ep: dtrans.Executor().run(plan.servers[ep].startup) for ep in plan.servers}
+
+
+def test_a_cut_contains_no_part_of_an_earlier_launch(tmp_path: Path) -> None:
+    """Only one server has written a cut at a loss, then the launcher and the script change."""
+    plan = planned()
+    first = first_states(plan)
+    before = Servers(tmp_path, plan, first, 1)
+    for endpoint in ENDPOINTS:
+        before.write(endpoint, 0, 0)
+    before.write(ENDPOINTS[0], 25, 1)
+
+    after = Servers(tmp_path, plan, first, 2)
+    assert after.epoch == Epoch(1, 0)
+    for endpoint in ENDPOINTS:
+        after.write(endpoint, 25, 2)
+    assert after.cuts[ENDPOINTS[0]].epochs.newest_cut(NAMES) == 25
+    for endpoint, cuts in after.cuts.items():
+        for name, x in cuts._load(25).items():
+            np.testing.assert_array_equal(x, first[endpoint][name] + 2)
+
+
+def test_a_write_that_outlives_its_epoch_leaves_no_part_for_a_later_cut(tmp_path: Path) -> None:
+    plan = planned()
+    servers = Servers(tmp_path, plan, first := first_states(plan), 1)
+    one = servers.cuts[ENDPOINTS[0]]
+    one.epochs.enter(Epoch(1))
+    servers.write(ENDPOINTS[0], 25, 1)  # the thread of epoch 0
+    assert not one.epochs.has_written(25)
+    servers.epoch = Epoch(1)
+    for endpoint in ENDPOINTS:
+        servers.write(endpoint, 25, 2)
+    for name, x in one._load(25).items():
+        np.testing.assert_array_equal(x, first[ENDPOINTS[0]][name] + 2)
+
+
+def test_an_asynchronous_server_removes_cuts_that_it_has_not_reported(tmp_path: Path) -> None:
+    """A lost process has written a cut, but has not reported it."""
+    plan = planned(mode=dtrans.Async())
+    before = Servers(tmp_path, plan, first := first_states(plan), 1)
+    for endpoint in ENDPOINTS:
+        before.write(endpoint, 10, 1)
+    (tmp_path / "pserver-0" / "20").mkdir()
+    after = Servers(tmp_path, plan, first, 2)
+    assert [x.name for x in (tmp_path / "pserver-0").iterdir()] == ["10"]
+    after.write(ENDPOINTS[0], 20, 2)
+    assert [x.name for x in (tmp_path / "pserver-0").iterdir()] == ["20"]
+
+
+def test_the_folder_of_cuts_has_no_checkpoints(tmp_path: Path) -> None:
+    """Roles would remove them."""
+    (tmp_path / "60").mkdir()
+    with pytest.raises(ConfigError, match="already has a folder 60, .*; write another folder"):
+        JobEpochs(tmp_path, ROLES)
+    assert (tmp_path / "60").exists()
+    job = types.SimpleNamespace(_epochs=EpochFolder(tmp_path, "pserver 0"))
+    ServerJob._check_folders(job, tmp_path / "other")
+    with pytest.raises(
+        ConfigError, match="is also the folder .*; pass another folder to job.serve"
+    ):
+        ServerJob._check_folders(job, f"{tmp_path}/")
+
+
+# -- the folder ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def roles(tmp_path: Path) -> list[EpochFolder]:
+    EpochFolder(tmp_path).grant(Epoch(), "a run", 1)
+    folders = [EpochFolder(tmp_path, name) for name in ("pserver 1", "pserver 10", "trainer 1")]
+    for folder in folders:
+        folder.enter(Epoch())
+    return folders
+
+
+def write_parts(path: Path, role: EpochFolder, *steps: int) -> None:
+    """Write a role's parts of cuts, and a part that is incomplete."""
+    name = role._slug
+    for step in steps:
+        folder = path / str(step)
+        if name.startswith("pserver"):
+            (folder / name).mkdir(parents=True)
+            (folder / f"{name}.orbax-checkpoint-tmp").mkdir()
+        else:
+            (folder / f"{name}.npz").touch()
+            (folder / f".{name}.npz").touch()
+
+
+def test_a_role_removes_its_parts_after_the_cut_of_its_epoch(
+    roles: list[EpochFolder], tmp_path: Path
+) -> None:
+    for role in roles:
+        write_parts(tmp_path, role, 10, 20)
+        role.note_cut(0, 10)
+    roles[0].enter(Epoch(1, 10))
+    assert {x.name.strip(".").partition(".")[0] for x in (tmp_path / "20").iterdir()} == {
+        "pserver-10",
+        "trainer-1",
+    }
+    roles[2].enter(Epoch(1, 10))
+    assert {x.name.partition(".")[0] for x in (tmp_path / "20").iterdir()} == {"pserver-10"}
+    assert len(list((tmp_path / "10").iterdir())) == 6
+
+
+def test_incomplete_cuts_are_removed_when_newer_ones_are_complete(
+    roles: list[EpochFolder], tmp_path: Path
+) -> None:
+    """A role that was lost has not written its part of cut 15."""
+    servers = ["pserver 1", "pserver 10"]
+    for role in roles[:2]:
+        write_parts(tmp_path, role, 10, 20, 30)
+    write_parts(tmp_path, roles[1], 15)
+    for step in (10, 20, 30):
+        for role in roles[:2]:
+            role.note_cut(0, step)
+            role.remove_old_cuts(0, servers)
+    assert {x.name for x in tmp_path.iterdir() if x.name.isdecimal()} == {"20", "30"}
