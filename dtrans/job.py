@@ -158,7 +158,13 @@ class StateFunctions(abc.ABC):
         """
 
     def gather(self, state: Any) -> Any:
-        """Convert the job's state to the single-device step's: (params, opt_state) or one state.
+        """Convert the job's state to the state of the single-device step.
+
+        Args:
+          state: the state that `job.init` or `job.step` returned.
+
+        Returns:
+          (params, opt_state), or the one state of a step that takes and returns one state.
 
         Example:
           >>> import jax, jax.numpy as jnp, dtrans

@@ -47,7 +47,7 @@ QUESTIONS = {"what", "whether", "how"}
 AFTER_NOUNS = {"of", "that", "which", "whose", "where"}
 # verbs that may precede these words
 BEFORE_CLAUSES = {"warn", "record", "note", "check", "ensure", "dispose", "assume", "think"}
-# verbs that look like plurals
+# endings of verbs that look like plural nouns, such as "pass" and "focus"
 VERBS_IN_S = ("ss", "focus", "bias", "canvas")
 
 CLAUSES = re.compile(r"\b(is|are) of\b|\bof (which|whom)\b", re.IGNORECASE)

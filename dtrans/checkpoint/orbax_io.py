@@ -380,7 +380,7 @@ def check_place(path: Folder, layout: PieceLayout, here: Sequence[str], mark: Ma
       path: the folder of the checkpoint.
       layout: the pieces.
       here: the savers in this process.
-      mark: the mark of their pieces.
+      mark: the run, step and tag that the pieces of these savers record.
 
     Raises:
       ConfigError: the path cannot be written, or contains another checkpoint.
@@ -647,7 +647,7 @@ def _may_be_replaced(theirs: Mapping[str, Any] | None, mark: Mark) -> bool:
 
     Args:
       theirs: the description of the piece; None if a crash of the host lost files of the piece.
-      mark: the mark of the piece that this process is about to write.
+      mark: the run, step and tag that this process is about to record in its piece.
     """
     if theirs is None:
         return True
@@ -662,15 +662,16 @@ def _stale_pieces(
 ) -> list[Path]:
     """Return the pieces of incomplete earlier saves that this process removes before it writes.
 
-    A process removes a piece with its own name, and pieces whose names no process of this job has.
-    So it never removes a piece that another process of its run has written in the meantime.
+    `layout` has the name of each process's piece in this save. A process removes the old piece that
+    has the name of its new piece, and old pieces with names that are not in `layout`. So a process
+    never removes a piece that another process of this save has just written.
 
     Args:
       path: the folder of the checkpoint.
       layout: the pieces of this save.
-      who: the saver.
-      about: the description of its piece.
-      mark: the mark of its piece.
+      who: the saver in this process.
+      about: the description of the saver's new piece.
+      mark: the run, step and tag that the new piece records.
 
     Raises:
       ConfigError: the folder contains a complete checkpoint, or pieces that this run has written or

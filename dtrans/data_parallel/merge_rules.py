@@ -36,9 +36,10 @@ def check_merge(name: str, way: str, t: Any, *, is_state: bool, options: Options
         )
     if way == "each" and options.micro_steps > 1:
         raise ConfigError(
-            f"merge[{name!r}]='each': a {options.noun} has several values, one for each of "
-            f"{options.micro_steps} micro-steps; write 'mean', 'sum', 'max', 'concat', or 'same' "
-            "(the last one)"
+            f"merge[{name!r}]='each' needs one value for each {options.noun}, but a {options.noun} "
+            f"has {options.micro_steps} values, one for each micro-step; write "
+            f"merge={{{name!r}: 'mean'}}, or 'sum', 'max', 'concat' or 'same' instead of 'mean' "
+            "('same' returns the value of the last micro-step)"
         )
     if name == options.batch.example_count and way != "sum":
         raise ConfigError(
@@ -186,20 +187,23 @@ class _MergeRules:
         # an integer may be a count, a sum or a flag, so only the user knows how to merge it
         if name in self.local_state:
             raise ConfigError(
-                f"{name} is {t.str_short()} and depends on a {options.noun}'s part of the batch; "
-                f"write merge={{{name!r}: 'sum'}} or 'max'"
+                f"{name} is {t.str_short()}, and each {options.noun} computes another value from "
+                "its part of the batch; integers and booleans have no default merge, so write "
+                f"merge={{{name!r}: 'sum'}} or merge={{{name!r}: 'max'}}"
             )
         if options.micro_steps > 1:
             raise ConfigError(
-                f"{name} is {t.str_short()} and computed in each of {options.micro_steps} "
-                f"micro-steps; write merge={{{name!r}: 'sum'}}, 'max' or 'same' (the last one)"
+                f"{name} is {t.str_short()}, and has {options.micro_steps} values, one for each "
+                "micro-step; integers and booleans have no default merge, so write "
+                f"merge={{{name!r}: 'sum'}}, or 'max' or 'same' instead of 'sum' ('same' returns "
+                "the value of the last micro-step)"
             )
         return "each"
 
     def _refuse_row_count(self, name: str) -> NoReturn:
         t = self.step.program.outputs[name]
         remedy = self.count_remedy if name in self.local_state else ""
-        remedy = remedy or f"write merge={{{name!r}: 'sum'}} or 'max'"
+        remedy = remedy or f"write merge={{{name!r}: 'sum'}} or merge={{{name!r}: 'max'}}"
         raise ConfigError(
             f"{name} ({t.str_short()}) depends on the number of rows in a {self.options.noun}'s "
             f"part of the batch, but not on the contents of rows; {remedy}"

@@ -156,9 +156,14 @@ def _has(local_entries: np.ndarray, target: np.ndarray, free: np.ndarray) -> boo
 
 
 def _pack(entries: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """Return the slots of each shard: the shard's entries, then some of the `free` entries.
+    """Return the entries in the slots of each shard, as an array [shards, slots].
 
-    Every shard can compute `free` entries, so they fill the shorter pieces up.
+    A shard's slots contain the shard's entries, and then some of the `free` entries, so that all
+    shards have about the same number of entries. A slot without an entry contains -1.
+
+    Args:
+      entries: array [shards, local]: the entries that each shard has; -1 for padding.
+      free: entries that every shard can compute.
     """
     rows = [local_entries[local_entries >= 0] for local_entries in entries]
     local = max(-(-(sum(map(len, rows)) + len(free)) // len(rows)), *map(len, rows))

@@ -246,11 +246,11 @@ class DistributeTranspilerConfig:
         return RoundRobin if self.split_method is None else self.split_method
 
     def placement(self, seed: int = 0) -> BlockPlacement:
-        """Return the argument `placement` of `dtrans.pserver`."""
+        """Return the value for the argument `placement` of `dtrans.pserver`."""
         return BlockPlacement(self.slice_var_up, self.dispatcher, self.min_block_size, seed)
 
     def tables(self, servers: int) -> Mapping[str, Rows] | Literal["auto"] | None:
-        """Return the argument `sparse` of `dtrans.pserver`.
+        """Return the value for the argument `sparse` of `dtrans.pserver`.
 
         Args:
           servers: the number of servers.
@@ -264,7 +264,7 @@ class DistributeTranspilerConfig:
         return found or None
 
     def update_mode(self, sync_mode: bool) -> Mode:
-        """Return the argument `mode` of `dtrans.pserver`.
+        """Return the value for the argument `mode` of `dtrans.pserver`.
 
         Args:
           sync_mode: the argument of `transpile`.

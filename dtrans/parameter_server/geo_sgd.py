@@ -204,10 +204,10 @@ class GeoTrainerSide:
     """Writer of the trainers' programs of a GEO-SGD plan.
 
     Attributes:
-      step: the step; its `optimized` contains every parameter that the update changes.
+      step: the single-device step, divided into a trainer half and an optimize half.
       init: the single-device init.
-      placement: the blocks of the leaves on servers, and the server of each block.
-      tables: the leaves that trainers store by rows: only the rows that they looked up.
+      placement: the blocks of each leaf, and the server that stores each block.
+      tables: embedding tables. A trainer stores only those rows of a table that it has looked up.
       trainers: the number of trainers.
       mode: the options of GEO-SGD.
     """

@@ -97,7 +97,12 @@ def _rule(eqn: JaxprEqn, ins: Sequence[_Term]) -> list[_Term] | None:
 
 
 def _term(eqn: JaxprEqn, ins: Sequence[_Term]) -> _Term:
-    """Return the kind of an equation's outputs, given the kinds of its operands."""
+    """Return how an equation's outputs depend on gradients and parameters.
+
+    Args:
+      eqn: the equation.
+      ins: the dependence of each operand.
+    """
     name, kinds = eqn.primitive.name, [x.kind for x in ins]
     zeros: list[int] = []
     linear: list[int] = []

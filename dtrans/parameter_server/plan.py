@@ -259,7 +259,7 @@ class PServerPlan(Plan):
         }
 
     def _input_types(self, specs: Sequence[TreeSpec]) -> dict[str, str]:
-        """Return the types of the inputs of `main` that belong to these arguments, by name."""
+        """Return the type of each array in some arguments of `main`, by the array's name."""
         types = {}
         for n in all_names(specs):
             types[n] = short_type(self.main.inputs[n])

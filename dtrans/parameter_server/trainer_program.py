@@ -369,10 +369,10 @@ class TrainerCommWriter:
         return {"merge": self.comm.communicator.merge}
 
     def receive_state(self, state: Mapping[str, Var]) -> None:
-        """Write the equations that receive optimizer state for the forward pass.
+        """Write the equations that receive the optimizer state that the forward pass reads.
 
         Args:
-          state: variables of the step, by name; these equations define them.
+          state: the variable of the step that each received array defines, by the array's name.
         """
         if not state:
             return

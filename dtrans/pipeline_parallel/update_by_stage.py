@@ -210,7 +210,7 @@ class _Placer:
         return users[::-1]
 
     def _ends(self) -> list[tuple[Var, int]]:
-        """Return pairs (output of the program, place that needs the output)."""
+        """Return pairs (output of the program, index of a place that stores this output)."""
         found: list[tuple[Var, int]] = []
         for n, a in self.program.outvars.items():
             at = self.out_at[n]

@@ -236,7 +236,10 @@ class RowWriter:
             if step is not None:
                 for v, value in zip(eqn.outvars, w.emit(eqn, step), strict=True):
                     w.place(flow.layout(v))[v] = value
-            elif eqn.effects:  # e.g. a print; others are written when they are read
+            elif eqn.effects:
+                # An equation with an effect, such as a print, must run even if nothing reads its
+                # output. Equations without an effect are written when another equation reads their
+                # outputs.
                 outputs = w.b.copy(eqn, list(map(w.read_full, eqn.invars)))
                 w.shared.update(zip(eqn.outvars, outputs, strict=True))
         results = []

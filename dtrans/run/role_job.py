@@ -179,7 +179,11 @@ class TrainerJob(RoleJob):
         return params
 
     def _receive_first(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the state that the servers have now, for the arguments of the user's `init`."""
+        """Receive the servers' current state, and return this trainer's state as a tuple.
+
+        Args:
+          args: the arguments that the user passed to `job.init`.
+        """
         startup = self.plan.trainer_startup_program(self.role.trainer_id)
         if self._geo_cuts is not None:
             cut = self._geo_cuts.read()

@@ -85,7 +85,7 @@ def trace_on_mesh(plan: CollectivePlan, batch: Sequence[Any]) -> TracedStep:
 
 
 def _batch_types(plan: Plan, batch: Sequence[Any]) -> list[Any]:
-    """Return the types of a batch's arrays, from the types of its arguments."""
+    """Flatten the batch arguments, which are pytrees of types, to one list of array types."""
     specs = plan.main.args[2:]
     return [t for spec, arg in zip(specs, batch, strict=True) for t in spec.flatten(arg)]
 

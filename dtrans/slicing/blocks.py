@@ -91,7 +91,12 @@ class Block:
 def argument(name: str, trainers: int) -> BlockGradient:
     """Return a `BlockGradient` for a step argument that the update reads.
 
-    All trainers send equal values; trainer 1 sends `rate@ARG.trainer_1`.
+    All trainers send the same value. If the argument is `rate`, trainer 1 sends it under the name
+    `rate@ARG.trainer_1`.
+
+    Args:
+      name: name of the argument.
+      trainers: number of trainers.
     """
     sent_name = name + ARG
     sent = {k: _from_trainer(sent_name, k, trainers) for k in range(trainers)}

@@ -282,9 +282,9 @@ class Total:
     """Sum of several gradients of one leaf.
 
     Attributes:
-      value: the sum.
-      terms: the gradients.
-      positions: positions of the additions.
+      value: the variable that contains the sum.
+      terms: the variables of the gradients.
+      positions: indices of the equations that add the gradients up.
     """
 
     value: Var

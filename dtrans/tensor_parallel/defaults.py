@@ -193,7 +193,13 @@ def _keeps_dimensions(eqn: JaxprEqn) -> bool:
 
 
 def _map_dimensions(eqn: JaxprEqn, dims: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    """Return the parameter dimensions for an equation's output, from those of its operand."""
+    """Map each dimension of an equation's output to a dimension of a parameter.
+
+    Args:
+      eqn: an equation that rearranges its first operand.
+      dims: for each dimension of the operand, the dimension of the parameter; None if there is
+        none.
+    """
     out, name = eqn.outvars[0].aval, eqn.primitive.name
     if name == "transpose":
         return tuple(values_at(dims, eqn.params["permutation"]))

@@ -127,7 +127,12 @@ class Replicas(Unknown):
 
 
 def real(elements: Array, shadow: Any) -> Real:
-    """Return a `Real`; the entries inf, -inf and NaN of the shadow get their constant elements."""
+    """Return a `Real`. Where `shadow` is inf, -inf or NaN, the element becomes a fixed number.
+
+    Args:
+      elements: field element of each entry; unchanged where `shadow` is finite.
+      shadow: float64 value of each entry.
+    """
     shadow = np.asarray(shadow, np.float64)
     finite = np.isfinite(shadow)
     if not finite.all():

@@ -61,15 +61,16 @@ def _hash_matrices(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _hashed_entries(name: object, sums: Sequence[Array], shadow: Array, stack: int) -> Real:
-    """Return a hash for each entry of an output.
+    """Return an output of a matrix function: each element is a hash.
 
-    The hash is computed from the entry's position and the digests of the operands' matrices.
+    The output is a stack of matrices. Matrix i of the output is computed from the digests of the
+    operands' matrices i. Within a matrix, each entry also depends on its position.
 
     Args:
-      name: name of the output.
-      sums: for each operand, the digest of each matrix.
-      shadow: values of the output in float64.
-      stack: number of dimensions of the stack.
+      name: name of the output; different names give different hashes.
+      sums: for each operand, an array with the digest of each matrix in the stack.
+      shadow: the output in float64.
+      stack: number of leading dimensions that form the stack.
     """
     shape = shadow.shape[stack:]
     place = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape)

@@ -153,7 +153,7 @@ class Meanings:
         return found or NOTHING
 
     def _of_moved_rows(self, x: Array) -> Meaning | None:
-        """Return the meaning of an array whose rows are rows of one step value, in any order."""
+        """Return the meaning of an array if its rows are rows of one step value, else None."""
         if not x.ndim or not len(x):
             return None
         value = self._values.value_with_rows(x)
@@ -162,7 +162,7 @@ class Meanings:
         return _meaning(Kind.EXACT, f"rows of {value.title}", value, Fraction(1))
 
     def _of_value(self, x: Array, *, copies_only: bool = False) -> Meaning | None:
-        """Return the meaning of an array that is a copy or a piece of a step value."""
+        """Return the meaning of an array if it is a copy or piece of a step value, else None."""
         for factor in self._factors(x):
             found = self._values.matches(_divided(x, factor), partial=False)
             copies = [m for m in found if m.is_copy]
@@ -175,7 +175,7 @@ class Meanings:
         return None
 
     def _of_rows(self, x: Array) -> Meaning | None:
-        """Return the meaning of an array that is a partial sum over some rows."""
+        """Return the meaning of an array if it is a step value summed over some rows, else None."""
         for factor in self._factors(x):
             for match in self._values.matches(_divided(x, factor), partial=True):
                 assert match.value.rows is not None
@@ -185,7 +185,10 @@ class Meanings:
         return None
 
     def _of_stack(self, x: Array) -> Meaning | None:
-        """Return the meaning of an array with one partial sum in each row, e.g. one per trainer."""
+        """Return the meaning of an array if each row is a partial sum of one step value, else None.
+
+        An example is an array with one row for each trainer.
+        """
         if not x.ndim or not 1 < len(x) <= MOST_PARTS:
             return None
         return self._of_parts([*x], _evenly, "the first dimension", ways=(True,))
@@ -321,10 +324,10 @@ def _ordered_on_mesh(starts: Sequence[float], size: int, axes: Mapping[str, int]
 
 
 def _sums_over(parts: Sequence[Array], axes: Mapping[str, int] | None) -> Iterator[Array]:
-    """Yield the sums of parts that may be a step value.
+    """Yield each sum of parts that a collective could compute.
 
-    Without axes, this is the sum of all parts. Otherwise the parts are summed over each set of mesh
-    axes, and the sum is yielded if all groups of ranks have the same sum.
+    If `axes` is None, yield the sum of all parts. Otherwise part i belongs to rank i: for each set
+    of mesh axes, sum over these axes, and yield the sum if all groups of ranks have the same sum.
     """
     if len({x.shape for x in parts}) != 1:
         return

@@ -101,7 +101,7 @@ class Report:
 
     @property
     def complete(self) -> bool:
-        """True if every output was compared."""
+        """True if the verification compared every output of the job with the one-device step."""
         return not self.skipped and not self.unfollowed
 
     def merge(self, other: Report) -> Report:

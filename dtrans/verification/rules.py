@@ -312,10 +312,11 @@ def _convert(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _settled(x: Real) -> Real:
-    """Replace each shadow by the nearest integer, if the element equals this integer.
+    """Replace the float64 value of each entry that is an integer in the field by this integer.
 
     Raises:
-      NearTie: a shadow is near an integer, but its element is another number.
+      NearTie: a float64 value is near an integer, but the field element is another number. Then
+        rounding would decide the result of a cast to integers.
     """
     nearest = np.rint(x.shadow)
     with np.errstate(invalid="ignore"):

@@ -238,7 +238,11 @@ class StepValues:
             self.values.append(StepValue(title, elements, number, rows, ends))
 
     def _add_computation(self, computation: Computation) -> None:
-        """Add the outputs of a computation; add partial sums if its output is a sum over rows."""
+        """Insert the outputs of a computation into the index.
+
+        If the computation has one output, and this output is a sum over rows of the batch, also
+        insert its partial sums.
+        """
         title = str(computation)
         for (x,) in computation.outputs:
             self._add(title, elements_of_value(x))

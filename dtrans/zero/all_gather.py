@@ -152,7 +152,11 @@ class Gatherer(SliceWriter):
         return self._derived[key]
 
     def _write_full(self, atom: Var) -> Atom:
-        """Return a gathered leaf; for a value computed from leaves, compute the value again."""
+        """Return the full value of a leaf, or of a value that is computed from leaves alone.
+
+        A leaf has been gathered before. A value that is computed from leaves is computed again
+        from the gathered leaves, so that it needs no memory in between.
+        """
         if atom not in self.uses.derived:
             return self._gathered_leaves[id(self.uses.window(atom, self._at))]
         eqn = self.uses.derived[atom]

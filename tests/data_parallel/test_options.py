@@ -657,7 +657,7 @@ def test_a_result_that_every_micro_step_makes_must_be_merged_by_the_user():
     loss = lambda p, x: (jnp.mean(x * p["w"]), jnp.sum(x > 0))
     given = optax.sgd(0.1), {"w": jnp.ones(2)}, loss, True, [jnp.ones((8, 2))]
     with pytest.raises(
-        ConfigError, match="aux is int32.*computed in each of 2 micro-steps; write merge="
+        ConfigError, match="aux is int32.*has 2 values, one for each micro-step; .*write merge="
     ):
         planned(*given, trainers=2, num_micro_batch=2, kind="local")
     plan = planned(*given, trainers=2, num_micro_batch=2)[1]
@@ -700,7 +700,7 @@ def test_a_row_for_each_trainer_is_refused_where_a_trainer_makes_several():
     for options in ({"num_micro_batch": 2}, {"local_sgd": 2}):
         with pytest.raises(
             ConfigError,
-            match=r"^merge\['aux'\]='each': a trainer has several values, one for each of 2 micro",
+            match=r"^merge\['aux'\]='each' needs one value for each trainer, but a trainer has 2 values",
         ):
             planned(optax.sgd(0.1), {"w": jnp.ones(2)}, loss, True, [jnp.ones((8, 2))], trainers=2,
                     merge={"aux": "each"}, **options)  # fmt: skip
@@ -825,7 +825,7 @@ def test_counts_in_the_state_are_what_one_device_counts(options):
         flat_options.nccl2(main, startup, trainers=2, merge={"params/n": "same"}, **options)
     with pytest.raises(
         ConfigError,
-        match=r"^params/n is int32\[\] and depends on .* merge={'params/n': 'sum'} or 'max'$",
+        match=r"^params/n is int32\[\], and each trainer .* or merge={'params/n': 'max'}$",
     ):
         flat_options.nccl2(main, startup, trainers=2, kind="local", **options)
 

@@ -1354,7 +1354,7 @@ def test_statistics_of_integers_must_say_how_they_are_merged() -> None:
     params["seen"] = jnp.zeros((), jnp.int64)
     with pytest.raises(
         ConfigError,
-        match=r"^params/seen is int64\[\] and depends on a trainer's part .*write merge=",
+        match=r"^params/seen is int64\[\], and each trainer computes another value .*write merge=",
     ):
         plan_of_step(step, lambda p: (p, ()), params, *batch, kind="local")
     same_step(step, lambda p: (p, ()), params, [batch], way="mesh", merge={"params/seen": "sum"})

@@ -56,10 +56,10 @@ from dtrans.step.cut import Gradient
 
 @dataclasses.dataclass(frozen=True)
 class _Other:
-    """Unknown value.
+    """Value that the analysis does not know.
 
     Attributes:
-      reads: the inputs with rows of the leaf that the value depends on.
+      reads: inputs on which the value depends; each is an array with one entry for each row.
     """
 
     reads: frozenset[Var] = frozenset()
@@ -154,7 +154,8 @@ def find_waiting(analysis: RowAnalysis, leaf: str) -> str:
     """Return the reason why gradients of a row wait for a later step; empty if they do not wait.
 
     The update is evaluated for a row with zero gradient and unknown state, once for each outcome of
-    each condition in the update. Gradients wait if an outcome decides one of two questions:
+    each condition in the update. Gradients wait if the answer to one of these two questions is
+    different for two outcomes:
 
     - Does the new leaf, or a new state array, depend on other arrays (`optax.MultiSteps`, a
       lookahead)?

@@ -73,7 +73,7 @@ class JoinLeader:
         if k not in self.missing:
             return  # a second answer, after a question on a second connection
         try:
-            message = self._answer(parts)
+            message = self._answer(k, parts)
         except WireError as e:
             self.strangers[k] = (
                 f"; the process at {self._endpoints[k]} is not part of this job: it sent {e}"
@@ -104,10 +104,12 @@ class JoinLeader:
             self.joined.remove(k)
             self.missing.append(k)
 
-    def _answer(self, parts: Sequence[Any]) -> wire.Message:
+    def _answer(self, k: int, parts: Sequence[Any]) -> wire.Message:
         message = wire.parse(parts)
         if message.op not in ("here", "refuse"):
-            raise WireError(f"a `{message.op}` message, expected `here` or `refuse`")
+            raise WireError(
+                f"a `{message.op}` message; trainer 0 expected `here` or `refuse` from trainer {k}"
+            )
         proof = message.fields.get("proof")
         if not token.is_shown(proof, self._secret, f"{message.op} {self._nonce}"):
             raise WireError(f"a `{message.op}` message without a proof of the job's token")

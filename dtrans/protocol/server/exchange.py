@@ -222,10 +222,12 @@ def _size(kind: Alike) -> int:
 
 
 def _alike(reductions: Sequence[tuple[Mapping[str, Any], Any]]) -> tuple[Alike, ...]:
-    """Group reductions that differ only in name and shape, in the same order on all servers.
+    """Group reductions that differ only in name and shape.
+
+    The groups, and the reductions in a group, are sorted, so all servers get them in one order.
 
     Args:
-      reductions: parameters of each `all_reduce`, with the type of its output.
+      reductions: pairs (parameters of an `all_reduce`, type of its output).
     """
     rows = []
     for params, aval in reductions:

@@ -131,7 +131,8 @@ class ServerLoop:
 
         Raises:
           NewEpoch: the launcher has granted a new epoch. The server has sent `rewind` to trainers.
-          LostPeerError: another role is lost. In a job with cuts, it is raised after the deadline.
+          LostPeerError: another role is lost. In a job with cuts, the server raises this error only
+            if the launcher has granted no new epoch within the deadline.
           DeadlineError: a trainer or server did not connect in time, fell silent, or let other
             processes wait for too long.
           PeerError: a trainer or server failed, refused a message, or left too early.

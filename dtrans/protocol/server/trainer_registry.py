@@ -116,8 +116,9 @@ class TrainerRegistry:
       plan: parts of the plan's fingerprint; a trainer with other parts is refused.
       secret: the job's token.
       retry: seconds for which the server waits for a reconnection.
-      busy: ids of trainers that were connected in the previous epoch. They greet the server after
-        their current work between two steps, for which no deadline applies.
+      busy: ids of trainers that were connected in the previous epoch. The deadline does not apply
+        to these trainers: each may first finish its user's code between two steps, and then greet
+        the server.
       dropped: ids of the trainers that take no part in this epoch (`Epoch.dropped`).
 
     Attributes:

@@ -230,7 +230,14 @@ class SurvivingJob(Job):
 
 @realises(CollectivePlan, "cluster")
 def on_cluster(plan: CollectivePlan, *, donate: bool, on_nonfinite: str = "ignore") -> Job:
-    """Return a job of all connected trainers. Unset options get the platform's defaults.
+    """Return a job of all connected trainers.
+
+    Options of the plan that the user left out get the defaults of JAX's backend.
+
+    Args:
+      plan: the plan.
+      donate: True to donate the state to each step.
+      on_nonfinite: the reaction to a result that is infinite or NaN, as in `plan.on_mesh`.
 
     Raises:
       ConfigError: the plan is for another number of trainers, or it is sharded and

@@ -39,10 +39,10 @@ Emit = Callable[[str, str], None]
 
 
 class Events(Protocol):
-    """Queue to which a child adds itself when its process has ended."""
+    """Queue of ended processes: a `Child` adds itself when its process has ended."""
 
     def put(self, child: Any, /) -> None:
-        """Add a child."""
+        """Add the `Child` of a process that has ended."""
 
 
 class Child:

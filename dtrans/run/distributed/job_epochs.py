@@ -222,9 +222,10 @@ class JobEpochs:
     ) -> bool:
         """Return True if all roles except a lost role can go back to a cut.
 
-        All other roles must run, and must not have left the job. A role that has not entered an
-        epoch since its start is an obstacle, unless an epoch is pending. Then it has just replaced
-        another lost role, and will enter the newest epoch.
+        All other roles must run, and must not have left the job. Each of them must also have
+        entered an epoch since its start. While an epoch is pending, this last condition does not
+        apply: a role that has not entered an epoch then is one that has just started again, and
+        it will enter the pending epoch.
 
         Args:
           lost: name of the lost role.

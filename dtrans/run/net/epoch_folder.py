@@ -453,7 +453,7 @@ def _read(path: Path) -> dict[str, Any]:
             # On NFS, another host may replace a file while this one reads it.
             if e.errno != errno.ESTALE or number == TRIES - 1:
                 raise
-    raise AssertionError("the last try returns or raises")
+    raise AssertionError("unreachable: the last try either returns or raises an error")
 
 
 def _read_all(folder: Path) -> dict[str, dict[str, Any]]:

@@ -90,7 +90,7 @@ class Turn:
     reports: bool
 
     def label(self, result: str) -> str:
-        """Return the name of a result of this turn."""
+        """Prefix a result's name with this turn's trainer and batch: "trainer 0/batch 1/loss"."""
         return f"trainer {self.trainer}/batch {self.batch}/{result}"
 
 
