@@ -855,9 +855,9 @@ def test_the_others_are_told_who_has_ended(script: Any, capsys: pytest.CaptureFi
 # -- restarts --------------------------------------------------------------------------------------
 
 LOSES = """
-attempt = int(os.environ["DTRANS_RESTARTS"])
-print(f"{attempt} {os.environ['DTRANS_RUN']}")  # one write: the launcher may end this role
-if name == "trainer 1" and attempt < {losses}:
+attempt = os.environ["DTRANS_RESTARTS"]
+print(attempt + " " + os.environ["DTRANS_RUN"])  # one write: the launcher may end this role
+if name == "trainer 1" and int(attempt) < {losses}:
     os.kill(os.getpid(), signal.{signal})
 """
 
