@@ -237,7 +237,7 @@ def _mark_of_job(job: Any, layout: PieceLayout, here: Iterable[str], tag: str | 
 
 
 def _values(job: Any, state: Any, here: Iterable[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (saver, arrays) for each saver of this process.
+    """Yield (role, arrays) for each server, trainer or rank in this process that saves arrays.
 
     A generator copies only one saver's arrays to the host at a time.
     """

@@ -35,7 +35,7 @@ def full_slice(name: str, aval: Any, endpoint: str = "") -> VarDistributed:
 
 
 def group_by_origin(rows: Iterable[VarDistributed]) -> dict[str, list[VarDistributed]]:
-    """Return the slices of each origin (dict by the origin's name)."""
+    """Group slices by the array from which they are cut: name of the array -> slices."""
     found: dict[str, list[VarDistributed]] = {}
     for row in rows:
         found.setdefault(row.origin_name, []).append(row)
@@ -142,7 +142,7 @@ def _format_array(x: np.ndarray) -> str:
 
 
 def _box(row: VarDistributed) -> Box:
-    """Return the indices of a slice in its origin, along each dimension."""
+    """Return the indices of a slice in the full array, along each dimension (a *box*)."""
     box: list[RowSet] = [RowRange(0, size) for size in row.slice_shape]
     if row.is_slice:
         box[row.axis] = row.rows
@@ -150,7 +150,7 @@ def _box(row: VarDistributed) -> Box:
 
 
 def _intersect(a: Box, b: Box) -> Shared | None:
-    """Return the intersection of two boxes, or None if it is empty."""
+    """Return the indices, along each dimension, that two slices share; None if there are none."""
     shared = []
     for x, y in zip(a, b, strict=True):
         common = _intersect_rows(x, y)

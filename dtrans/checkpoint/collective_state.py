@@ -58,7 +58,7 @@ def piece_names(plan: CollectivePlan) -> dict[str, str]:
 
 
 def saver_rows(plan: CollectivePlan) -> list[VarDistributed]:
-    """Return the slices that savers write; the `endpoint` of a slice is its saver."""
+    """Return the slices that ranks or trainers save; `endpoint` names the rank or trainer."""
     cuts: Mapping[str, Sliced] = {}
     if isinstance(plan, ShardingPlan):
         cuts = {**plan.slices.leaves, **plan.slices.state}
@@ -151,7 +151,7 @@ def state_types(plan: CollectivePlan) -> dict[str, Any]:
 
 
 def local_savers(job: SavedJob) -> list[str]:
-    """Return the savers whose devices belong to this process."""
+    """Return the ranks or trainers that save, and whose devices belong to this process."""
     savers, mesh = list(piece_names(job.plan)), job.mesh
     if mesh is None:
         return savers
@@ -165,7 +165,7 @@ def local_savers(job: SavedJob) -> list[str]:
 
 
 def values_to_save(plan: CollectivePlan, who: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays that one saver writes, by name, without copies between devices."""
+    """Return the arrays that one rank or trainer saves, by name, without copies between devices."""
     places, found = _bin_slots(plan), {}
     for row in saver_rows(plan):
         if row.endpoint != who:
@@ -180,7 +180,7 @@ def values_to_save(plan: CollectivePlan, who: str, arrays: Mapping[str, Any]) ->
 def _read_bin(
     plan: CollectivePlan, row: VarDistributed, place: BinSlot, arrays: Mapping[str, Any]
 ) -> Any:
-    """Return an array that is packed into a bin."""
+    """Return an array that is packed into a bin, the vector of all arrays of one rank."""
     everything = full_slice(place.bin, arrays[place.bin], row.endpoint)
     inside = _rows_of(everything, 0, *_bin_span(plan, place))
     return _rows(inside, arrays[place.bin]).reshape(place.shape)

@@ -365,7 +365,7 @@ class PieceLayout:
     Attributes:
       main: the step.
       rows: the slices in all pieces; the `endpoint` of a slice is its saver.
-      pieces: saver to the name of its piece.
+      pieces: maps each saver, the role that writes a piece, to the name of its piece.
     """
 
     main: Program
@@ -409,7 +409,7 @@ def write(
     goes_on: bool = False,
     serving: bool = False,
 ) -> None:
-    """Write the piece of one saver; leave an existing piece of the same run and step unchanged.
+    """Write the arrays of one role (a piece), unless a piece of the same run and step exists.
 
     An existing piece of the same job and another run is replaced, because the job has undone the
     piece's step.
@@ -458,7 +458,7 @@ def _is_undone(about: Mapping[str, Any], mark: Mark) -> bool:
 
 
 def _about(layout: PieceLayout, who: str, mark: Mark) -> dict[str, Any]:
-    """Return the description that is written to a piece's `overview` file."""
+    """Return the description of a piece that its `overview` file contains."""
     rows, saver_rows = [], []
     for row in layout.rows:
         fields = _as_json(row)
@@ -579,7 +579,7 @@ def _select_rows(target: VarDistributed, row: VarDistributed, segment: RowSegmen
 
 
 def _merge_segments(parts: Sequence[RowSegment], targets: Sequence[VarDistributed]) -> RowSegment:
-    """Merge segments into one with increasing ids."""
+    """Merge lists of table rows into one list with increasing ids."""
     nothing = np.empty(0, np.int64)
     parts = [RowSegment(nothing, nothing, _empty_rows(targets)), *parts]
     ids = np.concatenate([x.ids for x in parts])

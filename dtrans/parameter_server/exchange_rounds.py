@@ -73,7 +73,10 @@ def reduce_results(part: TrainerStep) -> TrainerStep:
 
 
 def sort_by_rounds(endpoints: Sequence[str], trainer_id: int, trainers: int) -> Arrange:
-    """Return a function that sorts equations by rounds, and writes an `exchange` for each round."""
+    """Return a function that groups a step's collectives into rounds of messages to servers.
+
+    The function sorts equations, and replaces the collectives of each round by one `exchange`.
+    """
 
     def arrange(
         eqns: Sequence[JaxprEqn], roles: Sequence[str], wanted: Collection[Atom]

@@ -383,5 +383,5 @@ class GeoTrainerSide:
 def per_block(
     leaves: Sequence[Sequence[Block]], value: Callable[[Block], Any]
 ) -> tuple[tuple[Any, ...], ...]:
-    """Return `value(block)` for each block, as one tuple for each leaf."""
+    """Return `value(block)` for each block of each leaf: [[b0, b1], [c0]] -> ((v, v), (v,))."""
     return tuple(tuple(map(value, blocks)) for blocks in leaves)

@@ -140,7 +140,7 @@ def _term(eqn: JaxprEqn, ins: Sequence[_Term]) -> _Term:
 
 
 def _any_function_of(x: _Term) -> _Term:
-    """Return the dependence of f(x) for an arbitrary function f."""
+    """Return how f(x) depends on gradients and parameters, for an arbitrary function f."""
     if x.kind in _GRADIENT_KINDS:
         return _Term("other")
     if x.leaf:
@@ -168,7 +168,7 @@ def _classify_constant(aval: Any, value: Any) -> _Term:
 
 
 def _add_condition(condition: _Term, x: _Term) -> _Term:
-    """Return the dependence of `x` if a condition decides whether `x` is used."""
+    """Return how a value `x`, which a condition selects, depends on gradients and parameters."""
     if condition.kind in ("zero", "fixed"):
         return x
     return _join(_any_function_of(condition), _any_function_of(x))

@@ -294,7 +294,7 @@ class TrainerCommWriter:
         self._tables: TableWriter | None = None
 
     def on_rows(self, step: Cut) -> Callable[..., HalfWriter] | None:
-        """Return a function that creates the writer of a step with tables, else None."""
+        """Return a function that creates the writer of a step with tables; None without tables."""
         if not self.comm.tables:
             return None
         found = find_lookups(step, self.comm.tables)

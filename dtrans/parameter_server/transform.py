@@ -264,7 +264,7 @@ def pserver(
 
 
 def served_update(step: Cut, update: UpdateSpec, comm: TrainerCommConfig) -> ServedUpdate:
-    """Return the `ServedUpdate` of a plan."""
+    """Return facts about the update that servers run, e.g. the parameters that stay unchanged."""
     sent_values = []
     fixed_size = ""
     if comm.trainers > 1:

@@ -261,7 +261,7 @@ class _OrderedEquations:
         self.crossing = [flops_per_byte * alive for alive in itertools.accumulate(changes[:count])]
 
     def stages(self, starts: Sequence[int]) -> tuple[int, ...]:
-        """Return the stages in the order of the program's equations, if they begin at `starts`."""
+        """Return the stage of each equation, in program order, if stages begin at `starts`."""
         stages = [0] * len(self.order)
         parts = part_of_each(starts, len(self.order))
         for position, part in zip(self.order, parts, strict=True):

@@ -86,13 +86,13 @@ def loops_of(forward: ForwardPass) -> list[int]:
 
 
 def split_iterations(forward: ForwardPass) -> ScanSplits:
-    """Return splits in which every iteration is a separate scan."""
+    """Return splits that make each iteration a separate scan: (0, 1, 2) for two iterations."""
     lengths = [scan_length(forward.eqns[i]) for i in loops_of(forward)]
     return tuple(tuple(range(length + 1)) for length in lengths)
 
 
 def split_scans(forward: ForwardPass, splits: ScanSplits) -> tuple[ForwardPass, Origins]:
-    """Split the scans of a forward pass into parts.
+    """Split each scan over layers into several scans of consecutive iterations.
 
     Returns:
       The new forward pass; and the origin of each new equation: a pair (index of the original
@@ -151,7 +151,7 @@ def _write_parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Iterator[i
 
 
 def merge_iterations(forward: ForwardPass, origin: Origins, stage_of: Sequence[int]) -> ScanSplits:
-    """Merge the consecutive iterations of a stage; return splits with one part for each stage.
+    """Return splits that give each stage one scan, from the stage of each single iteration.
 
     Args:
       forward: the forward pass before scans were split.

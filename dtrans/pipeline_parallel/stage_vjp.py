@@ -157,7 +157,7 @@ class StageVjp:
         return names
 
     def with_outputs(self, outvars: Sequence[Atom]) -> ClosedJaxpr:
-        """Return the forward pass that returns `outvars`."""
+        """Return a jaxpr of the forward pass whose outputs are `outvars`."""
         return closed_with(self.forward, outvars=outvars)
 
     def write_backward(

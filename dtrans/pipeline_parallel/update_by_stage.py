@@ -41,13 +41,13 @@ HUB = -1
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagePart(HoldsJaxpr):
-    """Piece of the update that one stage computes without communication.
+    """Piece of an optimizer's update that one stage computes without communication.
 
     Attributes:
       place: the stage that runs the piece.
       jaxpr: the equations of the piece, from `reads` to `makes`.
       reads, makes: the inputs and outputs of the piece, as variables of the program. A variable in
-        `reads` is an input of the program, or an output of an earlier piece in any place.
+        `reads` is an input of the program, or an output of an earlier piece on any stage.
     """
 
     place: int
@@ -58,14 +58,14 @@ class StagePart(HoldsJaxpr):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlacedUpdate:
-    """Program that is cut into pieces.
+    """Update that is cut into pieces. Each piece runs on one stage, its *place*.
 
     Attributes:
       program: the program.
       pieces: the pieces, in an order in which they can run.
-      sends: the transfers between places, as tuples (variable, sending place, receiving place).
-      home: maps each input to its place, or to None if every place has the input.
-      out_at: maps each output to its place, or to None if every place has the output.
+      sends: the transfers between stages, as tuples (variable, sending stage, receiving stage).
+      home: maps each input to the stage that has it, or to None if every stage has it.
+      out_at: maps each output to the stage that needs it, or to None if every stage needs it.
       cuts: maps each variable that the shards of a split stage cut to the dimension of the cut.
     """
 
@@ -80,13 +80,13 @@ class PlacedUpdate:
 def place(
     program: Program, home: Mapping[str, int | None], out_at: Mapping[str, int | None], places: int
 ) -> PlacedUpdate:
-    """Cut a program into pieces.
+    """Cut an update into pieces that each run on one stage; find the transfers between stages.
 
     Args:
       program: the program.
-      home: maps each input to its place, or to None if every place has the input.
-      out_at: maps each output to the place that needs it, or to None if every place needs it.
-      places: the number of places. The last place is the hub.
+      home: maps each input to the stage that has it, or to None if every stage has it.
+      out_at: maps each output to the stage that needs it, or to None if every stage needs it.
+      places: the number of stages. The last stage also computes values from several stages.
     """
     return _Placer(program, home, out_at, places).placed()
 
@@ -116,7 +116,7 @@ def grouped(placed: PlacedUpdate, group: Mapping[str, int]) -> PlacedUpdate:
 def _split_piece(
     piece: StagePart, group_of: Mapping[Var, int], groups: Sequence[int]
 ) -> list[StagePart]:
-    """Split a piece into the common part of its groups, and a piece for each group."""
+    """Split a piece in several: equations that several groups need, and a piece for each group."""
     eqns = piece.inner.eqns
     outs: dict[int | None, list[Var]] = {g: [] for g in (*groups, None)}
     for v in piece.makes:
@@ -155,7 +155,7 @@ def _part(jaxpr: ClosedJaxpr, at: int, which: Sequence[int], makes: Sequence[Var
 
 
 class _Placer:
-    """Working state of `place`: first the place of each value, then pieces and transfers."""
+    """Algorithm of `place`: it chooses the stage of each value, then lists pieces and transfers."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class _Placer:
         self.wanted: dict[int, dict[int, list[int]]] = {}  # level -> place -> equations
 
     def _larger(self, eqn: JaxprEqn) -> bool:
-        """Return True if an equation reads more bytes from another place than from the hub."""
+        """Return True if an equation reads more bytes from another stage than from `HUB`."""
         size = {True: 0, False: 0}
         for a in variables(eqn.invars):
             if self.at.get(a) is not None:
@@ -197,7 +197,7 @@ class _Placer:
         return size[False] > size[True]
 
     def _users(self) -> list[set[int | None]]:
-        """Return for each equation the places that need an output computed from it."""
+        """Return for each equation the stages that need a value computed from its outputs."""
         wanted: dict[Var, set[int | None]] = {}
         for v, place in self._ends():
             wanted.setdefault(v, set()).add(place)
@@ -210,7 +210,7 @@ class _Placer:
         return users[::-1]
 
     def _ends(self) -> list[tuple[Var, int]]:
-        """Return pairs (output of the program, index of a place that stores this output)."""
+        """Return pairs (output of the update, index of a stage that needs this output)."""
         found: list[tuple[Var, int]] = []
         for n, a in self.program.outvars.items():
             at = self.out_at[n]
@@ -221,11 +221,11 @@ class _Placer:
         return found
 
     def physical(self, at: int) -> int:
-        """Return the index of a place. `HUB` runs on the last place."""
+        """Return the index of a stage. `HUB` stands for the last stage."""
         return self.places - 1 if at == HUB else at
 
     def placed(self) -> PlacedUpdate:
-        """Return the program in pieces, one for each place and number of earlier transfers."""
+        """Return the update in pieces, one for each stage and number of earlier transfers."""
         ends = self._ends()
         for v, p in ends:
             self._schedule(v, p)
@@ -236,7 +236,7 @@ class _Placer:
         return PlacedUpdate(self.program, tuple(pieces), tuple(self.sends), self.home, self.out_at)
 
     def _schedule(self, var: Var, p: int) -> None:
-        """Add the equations and transfers that bring a value to a place."""
+        """Add the equations and transfers by which stage `p` gets a value."""
         stack: list[tuple[Var, int]] = [(var, p)]
         # The search is depth-first, with an explicit stack, because a long update would exceed
         # Python's recursion limit.
@@ -269,7 +269,7 @@ class _Placer:
             stack.pop()
 
     def _piece(self, p: int, which: Sequence[int], ends: set[tuple[Var, int]]) -> StagePart:
-        """Return a piece of the program; its outputs are the values that other pieces read.
+        """Return a piece of the update; its outputs are the values that other pieces read.
 
         Args:
           p: the index of the stage that runs the piece.

@@ -113,7 +113,7 @@ class Gatherer(SliceWriter):
             self.write_reduction(i)
 
     def _write(self, i: int, eqn: JaxprEqn) -> None:
-        """Write an equation that reads full values, or whose bodies read slices."""
+        """Write an equation that reads full values, or a loop with a body that reads slices."""
         self._gather_for(i, eqn)
         if i in self.entered:
             self._write_bodies(i)
@@ -126,7 +126,9 @@ class Gatherer(SliceWriter):
                 self._last = v
 
     def result(self, atom: Atom, maker: int) -> Atom:
-        """Return a result: this rank's slice if `slice_results` lists it, else the full value.
+        """Return an output of the program: the full value, or this rank's slice of it.
+
+        `slice_results` lists the outputs to return as slices.
 
         Args:
           atom: the result, one of the values in `ends`.
@@ -170,7 +172,7 @@ class Gatherer(SliceWriter):
     # -- gathers -----------------------------------------------------------------------------------
 
     def _gather_for(self, i: int, eqn: JaxprEqn | None) -> None:
-        """Gather the leaves that equation `i` is the first to read, and the leaves to prefetch."""
+        """Write all-gathers of leaves that equation `i` reads first, and of leaves to prefetch."""
         self._at = i
         windows = self.uses.windows
         while self._begun < len(windows) and windows[self._begun].first <= i:
@@ -231,7 +233,7 @@ class Gatherer(SliceWriter):
                 self._gathered_leaves[id(window)] = self._without_end(x, axis, size)
 
     def _cast(self, x: Atom, dtype: Any) -> Atom:
-        """Return a slice as `dtype`; write the cast once."""
+        """Return a slice cast to `dtype`; later calls reuse the cast."""
         key = (x, jnp.dtype(dtype))
         if key not in self._derived:
             self._derived[key] = self.b.call(converted(jnp.dtype(dtype)), x)[0]
@@ -306,7 +308,7 @@ class Gatherer(SliceWriter):
         return self.b.build(outs), prefetch
 
     def _prefetch_first(self, layers: Sequence[Var]) -> Prefetch | None:
-        """Add an input for the first layer that the body gathers; return its gather.
+        """Add an input for the first layer that a loop's body gathers; return how to gather it.
 
         The loop gathers this layer one iteration earlier. If the first leaf that the body gathers
         is not a layer of a scanned stack, change nothing and return None.

@@ -20,7 +20,7 @@ from dtrans.zero.forward_values import leaves_that_meet_the_batch
 
 
 class GradientResults:
-    """Part of a program that computes results from gradients, such as a norm.
+    """Equations of a step that compute results, such as a norm, from gradients.
 
     Args:
       step: the step, divided at its gradients.
@@ -91,7 +91,7 @@ class GradientResults:
         axes: Mapping[str, int],
         local: Collection[Name],
     ) -> Collection[str]:
-        """Return the leaves that are combined with values that differ from rank to rank."""
+        """Return the leaves that results combine with values that differ from rank to rank."""
         params: list[str] = []
         values: list[Atom] = []
         for v, n in self.inputs.items():

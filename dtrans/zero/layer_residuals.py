@@ -33,7 +33,9 @@ from dtrans.zero.slice_analysis import SliceAnalysis, is_cheap
 
 
 class _LayerResidual(NamedTuple):
-    """Stacked output of a scan that each iteration computes from one layer of parameters.
+    """Residual that a scan over layers computes only from parameters.
+
+    Each iteration computes it from one layer, and the scan outputs the stack of all iterations.
 
     Attributes:
       out: the index of the output.
@@ -47,7 +49,7 @@ class _LayerResidual(NamedTuple):
 
 
 def rematerialize_layers(analysis: SliceAnalysis, wanted: Collection[Atom]) -> list[JaxprEqn]:
-    """Rewrite loops so that they recompute values that depend only on parameters.
+    """Rewrite loops over layers to recompute residuals that depend only on parameters.
 
     Args:
       analysis: the analysis of the equations.
@@ -128,7 +130,7 @@ def _find_residuals(
 
 
 def _join(chains: Sequence[Sequence[JaxprEqn]], last: JaxprEqn) -> tuple[JaxprEqn, ...]:
-    """Return the distinct equations of several chains in order, and then `last`."""
+    """Merge lists of equations without duplicates, and append `last`."""
     found = {id(e): e for chain in chains for e in chain}
     return (*found.values(), last)
 

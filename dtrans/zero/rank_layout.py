@@ -37,7 +37,7 @@ from dtrans.zero.update import slice_half
 class RankLayout:
     """Layout of a step on ranks: which arrays are slices, and how gradients are reduced.
 
-    It holds for every batch size, unless the update contains the batch size.
+    The layout is valid for every batch size, unless the update contains the batch size.
 
     Attributes:
       options: the options of `dtrans.sharding`.

@@ -101,7 +101,7 @@ class RankWriter:
         return local
 
     def write(self) -> Program:
-        """Write the program."""
+        """Return the program that each rank runs."""
         step, b = self.step, self.b
         found: dict[str, Atom] = dict(self.source.outvars)
         means = self._write_means(found)

@@ -40,11 +40,11 @@ from dtrans.zero.rank_values import local_inside, operands_among
 
 @dataclasses.dataclass(eq=False)
 class ScatterFlow:
-    """Result of `scatter_flow`: the values to compute as slices.
+    """Values of a backward pass that each rank computes as slices instead of in full.
 
     Attributes:
       rows: the dimension along which each of these values is sliced (`RowAxis`).
-      steps: maps the index of an equation to its `Step` on slices.
+      steps: maps the index of an equation to a description of how it runs on slices.
       loops: maps the index of a loop to its sliced outputs: a dict with the index of an output, and
         the sliced dimension of the output in the body.
     """
@@ -95,7 +95,7 @@ def makers_of(eqns: Sequence[JaxprEqn]) -> dict[Var, tuple[int, JaxprEqn]]:
 
 
 def rows_of_outputs(outvars: Sequence[Atom], rows: Mapping[int, RowAxis]) -> dict[Var, RowAxis]:
-    """Return `rows` with output variables as keys instead of output indices; omit literals."""
+    """Convert the keys of `rows` from output indices to output variables; omit literals."""
     found: dict[Var, RowAxis] = {}
     for k, row in rows.items():
         out = outvars[k]
@@ -111,7 +111,7 @@ def scatter_flow(
     ends: Iterable[Atom] = (),
     inputs: Collection[Var] = (),
 ) -> ScatterFlow:
-    """Find the values to compute as slices so that the wanted gradients are slices.
+    """Find the values that ranks must compute as slices to get slices of the wanted gradients.
 
     Args:
       eqns: the equations.
@@ -128,7 +128,10 @@ def scatter_flow(
 
 
 class _Search:
-    """Search from the last equation to the first; `scatter_flow` describes the arguments."""
+    """Search for values to compute as slices, from the last equation to the first.
+
+    `scatter_flow` describes the arguments.
+    """
 
     def __init__(
         self,

@@ -87,7 +87,7 @@ class SliceWriter(SliceAnalysis):
 
     @contextlib.contextmanager
     def communicating(self) -> Iterator[None]:
-        """Write all equations in this context with the role of communication."""
+        """Give the role of communication to all equations that are written in this context."""
         role, self.b.role = self.b.role, DIST
         yield
         self.b.role = role

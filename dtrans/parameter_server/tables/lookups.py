@@ -73,7 +73,7 @@ _WITH_BODIES = frozenset({SCAN, COND, WHILE, *REMAT})
 
 @dataclasses.dataclass(frozen=True)
 class RowPick(Step):
-    """Equation that reads rows, or adds to rows, by id.
+    """Equation that reads rows of a leaf by id, as `w[ids]` does, or adds to such rows.
 
     Attributes:
       numbers: index of the operand that contains the row ids.
@@ -126,12 +126,12 @@ class Lookups:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Lookup:
-    """One pick of rows, at the top level of a step or inside the body of an equation.
+    """One read of rows by id (a *pick*), at the top level of a step or inside a loop or branch.
 
     Attributes:
       eqn: the equation that picks.
       leaf: the table.
-      numbers: the row ids, as a value at the top level.
+      numbers: the row ids, as a value outside of all loops and branches.
       component: as in `RowPick`.
     """
 
@@ -143,7 +143,7 @@ class _Lookup:
 
 @dataclasses.dataclass(eq=False)
 class _Zeros:
-    """Arrays of zeros, to which the step adds the rows of a table's gradient.
+    """Arrays of zeros to which the backward pass adds the rows of a table's gradient.
 
     Attributes:
       of: for each array of zeros, also inside bodies, the layout of its table.
@@ -155,7 +155,7 @@ class _Zeros:
 
 
 class _LookupPass(FlowPass):
-    """Row analysis that also finds picks of rows, at the top level and inside bodies.
+    """Row analysis that also finds equations that read rows by id, as `w[ids]` does.
 
     Args:
       zeros: the result of `_find_zeros` for all tables.
@@ -190,7 +190,7 @@ class _LookupPass(FlowPass):
 
 
 def find_lookups(step: Cut, leaves: Iterable[str] | None = None) -> Lookups:
-    """Find the tables of a step among some leaves.
+    """Find the leaves that a step reads only by row ids, such as embedding tables.
 
     Args:
       step: the step, with its calls inlined.
@@ -251,7 +251,7 @@ def numbers_first(eqns: Sequence[JaxprEqn], numbers: Iterable[Atom], like: Any) 
 
 
 def _is_picked(eqns: Sequence[JaxprEqn], var: Var) -> bool:
-    """Return True if an equation picks rows of `var`, or of an elementwise function of `var`."""
+    """Return True if an equation reads `var[ids]`, or f(`var`)[ids] for an elementwise f."""
     picks: list[JaxprEqn] = []
 
     def rule(eqn: JaxprEqn, ins: Sequence[bool]) -> list[bool] | None:
@@ -311,7 +311,7 @@ def _find_zeros(
 
 
 def _lookups_in(eqns: Sequence[JaxprEqn], flow: Flow) -> tuple[list[_Lookup], list[JaxprEqn]]:
-    """Return all picks of rows, and additional equations for the ids of picks inside bodies."""
+    """Return all reads of rows by id, and equations that compute ids of loops and branches."""
     found: list[_Lookup] = []
     extra: list[JaxprEqn] = []
     # Outputs of the additional equations, by `_key`. Forward and backward contain equal equations,
@@ -346,7 +346,7 @@ def _note_integers(eqns: Iterable[JaxprEqn], known: dict[Any, Sequence[Var]]) ->
 def _in_branches(
     eqn: JaxprEqn, step: Step, known: dict[Any, Sequence[Var]]
 ) -> tuple[list[_Lookup], list[JaxprEqn]]:
-    """Return the picks of a `cond` or remat, and copies of the equations that compute their ids.
+    """Return the row reads of a `cond` or remat, and copies of equations that compute their ids.
 
     The copies run before `eqn`. They compute the ids of every branch, since the trainer needs ids
     before it knows which branch runs.
@@ -367,7 +367,7 @@ def _in_branches(
 def _in_scan(
     eqn: JaxprEqn, jaxpr: Any, flow: Flow, known: dict[Any, Sequence[Var]]
 ) -> tuple[list[_Lookup], list[JaxprEqn]]:
-    """Return the picks in a `scan`'s body, and a second `scan` for ids that only the body has."""
+    """Return the row reads in a scan's body, and a second scan for ids that only the body has."""
     body, wires = opened(jaxpr), wiring(eqn)
     inside, new = _lookups_in(body.eqns, flow)
     count = len(wires.carried)
@@ -409,7 +409,7 @@ def _in_scan(
 
 
 def _with_outer_numbers(picks: Iterable[_Lookup], env: Mapping[Var, Atom]) -> list[_Lookup]:
-    """Return the picks of a body, with row ids as values outside of the body.
+    """Return the row reads of a body; replace their ids by the equal values outside of the body.
 
     Args:
       env: for variables of the body, the values outside.
@@ -454,7 +454,7 @@ def _key(eqn: JaxprEqn, atoms: Sequence[Atom]) -> Any:
 
 
 def _table(leaf: str, rows: int, picks: Sequence[_Lookup]) -> TableLookups:
-    """Return the lookups of a table: ids of rows that are read, then ids of gradients."""
+    """Return the lookups of a table: first ids of rows to read, then ids of gradient rows."""
     reads: dict[tuple[Atom, int | None], None] = {}
     adds: dict[tuple[Atom, int | None], None] = {}
     for x in picks:
@@ -513,7 +513,7 @@ def _refusal(
 def _refused_numbers(
     eqns: Sequence[JaxprEqn], picks: Sequence[_Lookup], tables: set[Var], like: Any
 ) -> dict[str, str]:
-    """Return the tables whose row ids depend on rows of a table, with a message for each."""
+    """Return a message for each table whose row ids depend on rows of a table, by leaf."""
 
     def depend(numbers: Sequence[Atom]) -> bool:
         return not tables.isdisjoint(variables_read(numbers_first(eqns, numbers, like)))

@@ -33,7 +33,7 @@ from dtrans.rows.writer import RowWriter
 
 
 class _TableRows:
-    """Looked-up rows of each table; implements `dtrans.rows.writer.BlockRows`.
+    """Rows of each table that a step looks up (an implementation of `BlockRows`).
 
     Attributes:
       sizes: for each table, the number of looked-up rows.
@@ -60,7 +60,7 @@ class _TableRows:
 def _pick(
     positions: dict[tuple[Any, ...], Atom], w: RowWriter, eqn: JaxprEqn, step: Step
 ) -> list[Var] | None:
-    """Write an equation that picks rows or adds to rows, and return its outputs.
+    """Write an equation that reads rows by id, or adds to rows; return its outputs.
 
     Args:
       positions: a cache that forward and backward share: for each array of row ids, the array of
@@ -168,7 +168,7 @@ class TableWriter:
     # -- HalfWriter ------------------------------------------------------------------------------
 
     def emit(self, eqn: JaxprEqn) -> None:
-        """Write the next equation."""
+        """Write an equation of the step so that it reads fetched rows instead of full tables."""
         w = self.writer
         if id(eqn) in self._done:
             return

@@ -43,7 +43,7 @@ class WideNumbers:
         self._found: dict[Var, Atom | None] = {}
 
     def component(self, atom: Atom, component: int) -> tuple[Atom, int]:
-        """Return a value that contains a component of index vectors, and the component's position.
+        """Return an array with a component of index vectors, and the component's position in it.
 
         If the index vectors are a concatenation, the value is the operand with the component.
         """

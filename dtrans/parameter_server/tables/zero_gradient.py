@@ -72,7 +72,7 @@ _Kind = Any
 
 @dataclasses.dataclass(frozen=True)
 class _Condition:
-    """Condition on which the new rows depend.
+    """Boolean, or index of a branch, that decides values of new rows.
 
     Attributes:
       var: the variable of the update that is the condition.
@@ -224,7 +224,7 @@ def _follow(
     *,
     any_gradient: bool = False,
 ) -> _FollowedRow:
-    """Evaluate an update for one row, and return the row's abstract values.
+    """Evaluate an update for one row of a leaf; return which values are known numbers.
 
     Args:
       begins: maps each array of the state that is filled with one number to this number.
@@ -293,7 +293,9 @@ def constant_outputs(program: Program) -> dict[str, Any]:
 
 
 class _FollowedRow:
-    """Abstract values of an update, or of a branch in it, for one row of a leaf.
+    """Abstract values of an update, or of one of its branches, for one row of a leaf.
+
+    An abstract value is a known number, an unchanged input, or unknown.
 
     Args:
       leaf: the leaf.
@@ -333,7 +335,7 @@ class _FollowedRow:
         return isinstance(layout, RowAxis) and layout.leaf == self.leaf
 
     def kind(self, a: Atom) -> _Kind:
-        """Return the abstract value of an atom at the followed row.
+        """Return the abstract value of an atom in this row.
 
         It is a number, an unchanged input (`Alias`), or `_Other` if the value is unknown.
         """
@@ -467,7 +469,7 @@ def _compares_integers(eqn: JaxprEqn | None) -> bool:
 
 
 def _reads(kind: _Kind) -> frozenset[Var]:
-    """Return the inputs that a value depends on, among those that have rows of the leaf."""
+    """Return the inputs that determine a value, among the leaf and its optimizer state."""
     if isinstance(kind, Alias):
         return frozenset([kind.var])
     if isinstance(kind, _Other):

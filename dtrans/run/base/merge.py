@@ -37,7 +37,7 @@ class Merge:
     rows: int | None = None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Merge the results of all trainers."""
+        """Merge the results of all trainers, which `x` stacks on a leading dimension."""
         if self.way in ("concat", "joined"):
             if self.way == "concat":
                 x = in_one(x, self.axis)

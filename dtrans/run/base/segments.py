@@ -87,7 +87,7 @@ class Compute:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Carry:
-    """Equation that the fabric executes between two pieces."""
+    """Communication equation that runs between two compiled pieces of a program."""
 
     eqn: JaxprEqn
 
@@ -161,7 +161,7 @@ def cut_program(
 
     Args:
       computed: implementations of the communication primitives that pieces compute.
-      carried: other primitives that the fabric executes.
+      carried: other primitives that are executed between pieces.
       group_bytes: the number of bytes of gradients that are sent together. By default, gradients
         are sent before the next communication that is not a send, or at the end.
     """

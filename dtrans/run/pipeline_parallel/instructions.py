@@ -17,7 +17,7 @@ from dtrans.run.base.spmd import AxisSharding
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RunStage:
-    """Run of a compiled program on a stage.
+    """Instruction that runs a compiled program on a stage.
 
     Attributes:
       stage: the stage.
@@ -37,7 +37,7 @@ class RunStage:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Transfer:
-    """Transfer of a value to another slot, on another stage or on the host.
+    """Instruction that copies a value to another slot, on another stage or on the host.
 
     Attributes:
       source, target: the slot from which the value is copied, and the slot that receives it.
@@ -74,10 +74,10 @@ class StepProgram:
     Attributes:
       instructions: pairs of an instruction and the slots to empty after it, in order.
       size: the number of slots.
-      inputs: maps (place, name) of each array of the state and of the batch to its slot.
+      inputs: maps (stage or device that stores it, name) of each state or batch array to its slot.
       fixed: maps the slot of each constant to its value. Constants are indices of micro-batches,
         and constant outputs of the update.
-      state: maps (place, name) of each array of the new state to its slot.
+      state: the same dict for the arrays of the new state.
       results: maps each result's name to (slot, sharding, the stage that computes the result).
       saved: maps (stage, micro-batch) to the slots of the values saved from forward to backward.
       in_flight: maps each slot that contains a value of a single micro-batch to the value's stage.

@@ -55,7 +55,7 @@ class Slots:
     # -- inputs and constants of a step ----------------------------------------------------------
 
     def state(self, place: int, name: str) -> int:
-        """Return the slot number for an array of the state; `place` identifies the stored copy."""
+        """Return the slot number for an array of the state; `place` is the index of the copy."""
         found = self.slot(self._at.state_kind(name), "state", place, name)
         self.inputs[place, name] = found
         return found

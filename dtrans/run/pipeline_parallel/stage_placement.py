@@ -39,7 +39,7 @@ class StagePlacement:
     Attributes:
       plan: the plan.
       backend: the devices of the stages.
-      mine: the indices of the stages and places that this process has.
+      mine: the indices of the stages that this process runs, and of the copies that it stores.
       donate: True if a step may reuse the memory of the state that is passed to it.
     """
 
@@ -68,11 +68,15 @@ class StagePlacement:
     # -- state -----------------------------------------------------------------------------------
 
     def place(self, name: str, stage: int) -> int:
-        """Return the place of the copy of a state array that a stage uses."""
+        """Return the index of the copy of a state array that a stage uses (its *place*).
+
+        A parameter has one copy on a device, so the index is the device's. A shared array has a
+        copy on each stage, so the index is the stage's.
+        """
         return self.plan.device_of(stage) if name in self.plan.model.homes else stage
 
     def first_place(self, name: str) -> int:
-        """Return the place of an array of the state; 0 if every stage stores the array."""
+        """Return the place (see `place`) of a state array; 0 if every stage stores the array."""
         home = self.plan.home(name)
         if home is None:
             return 0

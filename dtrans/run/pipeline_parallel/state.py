@@ -41,7 +41,9 @@ class PipelineState:
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """Conversions between a `PipelineState`, a dict of arrays by (place, name), and user pytrees.
+    """Conversions between a `PipelineState`, a dict of its arrays, and user pytrees.
+
+    The keys of the dict are pairs (place, name). A place is the index of a stored copy of an array.
 
     Attributes:
       at: the placement of the plan.

@@ -61,7 +61,7 @@ def assign_owners(sizes: Sequence[int], ranks: int, rule: str) -> list[int]:
 
 
 def assign_leaves(step: Cut, analysis: RowAnalysis, ranks: int, rule: str) -> dict[str, int]:
-    """Return a dict leaf -> rank that owns the leaf, in the order of the assignment."""
+    """Return the rank that owns each leaf, in the order of the assignment."""
     groups: dict[str, list[str]] = {}
     for n in leaves_by_use(step):
         if n in analysis.params:

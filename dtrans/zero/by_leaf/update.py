@@ -127,7 +127,7 @@ class OwnerWriter:
         return f"new {name}" if name in self.analysis.inputs else name
 
     def _find_shared_work(self) -> None:
-        """Find the values that ranks reduce, and the equations of state that belongs to no leaf."""
+        """Find the values that ranks all-reduce, and equations of state without a leaf."""
         rounds, crossings = self.spec.rounds, self.spec.rounds.crossings
         outs = values_at(self.analysis.outputs, self.spec.shared_state)
         self.shared_eqns, read = backward_slice(rounds.eqns, outs, crossings)
@@ -137,7 +137,10 @@ class OwnerWriter:
                 self.reduced.setdefault(c.level, []).append(c)
 
     def _carried_bins(self, level: int) -> Bins:
-        """Return the layout of packed values that this level computes and later levels read."""
+        """Return the layout of packed values that are computed at a level and read later.
+
+        Level n is the part of the update that runs after n rounds of all-reduces.
+        """
         types: dict[str, Any] = {}
         owner: dict[str, int] = {}
         for k, work in enumerate(self.work):
@@ -158,7 +161,7 @@ class OwnerWriter:
     # -- the program -----------------------------------------------------------------------------
 
     def half(self) -> OptimizeHalf:
-        """Write the update.
+        """Return the update in which each rank updates the leaves that it owns.
 
         Inputs are packed gradients (`grads/float32`), packed state, and full parameters. Outputs
         are full new parameters, and packed new state.
@@ -205,13 +208,13 @@ class OwnerWriter:
         return write_function(b, partial(_split, tuple(c.var.aval.shape for c in reduced)), vector)
 
     def _bin_names(self, level: int) -> list[str]:
-        """Return the names of the packed vectors that a level computes."""
+        """Return the names of the packed vectors that a level computes, as in `_carried_bins`."""
         if level != self.levels[-1]:
             return list(self.carried[level].types)
         return [f"new {n}" for n in (*self.params.types, *self.state.types)]
 
     def _sums(self, level: int) -> dict[tuple[str, Any], list[CrossServerValue]]:
-        """Return the values that ranks reduce after a level, grouped by (operation, dtype)."""
+        """Return the values that one round of all-reduces computes, by (operation, dtype)."""
         found: dict[tuple[str, Any], list[CrossServerValue]] = {}
         for c in self.reduced.get(level, ()):
             found.setdefault((c.op, c.var.aval.dtype), []).append(c)
@@ -240,17 +243,17 @@ class OwnerWriter:
     # -- branches --------------------------------------------------------------------------------
 
     def _switch(self, level: int, names: Sequence[str]) -> Callable[..., Any]:
-        """Return a function that takes the index of a rank and runs the rank's branch of a level.
+        """Return a function that takes a rank's index, and computes this rank's part of the update.
 
         Args:
-          level: the level.
+          level: the number of rounds of all-reduces before this part of the update.
           names: the names of the function's other arguments.
         """
         branches = [partial(self._branch, level, k, names) for k in range(self.ranks)]
         return lambda index, *values: jax.lax.switch(index, branches, *values)
 
     def _branch(self, level: int, rank: int, names: Sequence[str], *values: Any) -> list[Any]:
-        """Compute one rank's branch of a level from `values`, which have these names.
+        """Compute one rank's part of the update between two all-reduces, from `values`.
 
         Returns:
           The vectors that ranks reduce, then packed values for later levels. At the last level:
