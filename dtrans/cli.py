@@ -349,7 +349,7 @@ def _resume(context: typer.Context, folder: Path) -> None:
     for name in ("log_dir", "hosts"):
         if _is_set(context, name) and (name == "log_dir" or Path(values[name]).is_file()):
             values[name] = os.path.abspath(values[name])
-    values |= {"cuts": folder.absolute(), "resume": None}
+    values |= {"cuts": Path(os.path.abspath(folder)), "resume": None}
     with contextlib.chdir(record.directory):
         launch_command(context, **values)
 

@@ -499,6 +499,8 @@ class ServerJob(RoleJob):
                 self._epochs, self.plan, endpoint, cuts.every, first_step, cuts.at_loss
             )
             first_step = 0  # the step count starts from it
+        elif self._epochs is not None:
+            self._epochs.note_no_cuts()
         storage = ServerStorage(cuts=written)
         if checkpoints is not None:
             keep, keep_last = self._checkpoints(Path(checkpoints), on_failure, first_step)

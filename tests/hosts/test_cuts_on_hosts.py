@@ -149,7 +149,7 @@ def test_another_launcher_continues_with_the_same_endpoints(
     out, err = capsys.readouterr()
     assert re.findall(r"job (.*)", out) == [f"a run {endpoint}"] * 2
     assert len(re.findall(r"enters 4 20", out)) == 2
-    assert "[launcher] the job of cuts continues at step 20\n" in err
+    assert f"[launcher] the job of {folder.path} continues at step 20\n" in err
     assert not folder.is_used  # the job has ended well
 
 

@@ -127,6 +127,11 @@ class JobEpochs:
         """True if roles of the job take part in epochs."""
         return bool(self._folder.marks())
 
+    @property
+    def lacks_cuts(self) -> bool:
+        """True if a server writes no cuts, and no role takes part in epochs."""
+        return self._folder.lacks_cuts
+
     def end(self) -> None:
         """Remove the cuts of a job that has ended without an error."""
         self._folder.clear()
@@ -409,7 +414,7 @@ def open_epochs(
             stack.callback(temporary.close)
             yield JobEpochs(temporary.path, roles, drops_trainers=drops_trainers)
             return
-        path = Path(cuts)
+        path = EpochFolder(cuts).path
         stack.enter_context(_lock(path, LOCK))
         lock = stack.enter_context(_lock(path, ROLES_LOCK, patience=ROLES_END))
         epochs = JobEpochs(path, roles, lock, drops_trainers=drops_trainers)

@@ -54,13 +54,14 @@ class LaunchRecord:
             not exist.
         """
         argument = f"--resume {os.fspath(folder)}"
-        if not EpochFolder(folder).is_used:
+        epochs = EpochFolder(folder)
+        if not epochs.is_used:
             raise ConfigError(
                 f"{argument}: this folder has no job with cuts; name the folder of `dtrans launch "
                 "--cuts`. A job that ends without an error removes its cuts"
             )
         try:
-            record = cls(**json.loads(Path(folder, LAUNCH).read_text()))
+            record = cls(**json.loads((epochs.path / LAUNCH).read_text()))
         except FileNotFoundError as e:
             raise ConfigError(
                 f"{argument}: `dtrans launch` did not start the job of this folder; run the "

@@ -126,14 +126,14 @@ class Spares:
         return None
 
     def warn_without_cuts(self, epochs: JobEpochs) -> None:
-        """Print a warning if no spare has started, because no server writes cuts.
+        """Print a warning if no spare has started, because servers write no cuts.
 
         Args:
           epochs: the epochs of the job.
         """
-        if self._count and not epochs.has_marks:
+        if self._count and epochs.lacks_cuts:
             say(
-                "no spare has started, because no server has begun to write cuts; pass cuts=10 to "
+                "no spare has started, because the servers write no cuts; pass cuts=10 to "
                 "job.serve, or leave --spares out"
             )
 

@@ -5,6 +5,7 @@
     launch.json     the launcher: its command line (`dtrans.run.distributed.launch_record`)
     roles/ROLE      each role: the epoch in which it takes part, and its written cuts
     lost/ROLE       each role: the last role that it has lost
+    without-cuts    a server: it has begun to serve, and writes no cuts
     STEP/           each synchronous server: its piece of the cut of a step, as a checkpoint. Each
                     trainer: the leaves that it computes itself, if there are any
     pserver-0/STEP/ an asynchronous server: its own cut
@@ -46,8 +47,9 @@ from dtrans.run.net.role_marks import (
 # process was started
 VARIABLE, STARTED = "DTRANS_CUTS", "DTRANS_CUTS_STARTED"
 LAUNCH = "launch.json"
-log = logging.getLogger(__name__)
+WITHOUT_CUTS = "without-cuts"
 TRIES = 100  # reads of a file that another host may replace meanwhile
+log = logging.getLogger(__name__)
 
 
 class EpochFolder:
@@ -73,7 +75,9 @@ class EpochFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str], role: str = "", started: int = 0) -> None:
-        self.path, self._role, self._started = Path(path), role, started
+        # without "..", as the check of hosts looks for the folder
+        self.path = Path(os.path.abspath(path))
+        self._role, self._started = role, started
         self._mark = RoleMark()
         self._lock = threading.Lock()  # a server writes cuts in another thread
 
@@ -96,7 +100,7 @@ class EpochFolder:
         Args:
           started: number of the epoch in which the role's process is started.
         """
-        return {VARIABLE: str(self.path.absolute()), STARTED: str(started)}
+        return {VARIABLE: str(self.path), STARTED: str(started)}
 
     @property
     def is_used(self) -> bool:
@@ -159,7 +163,8 @@ class EpochFolder:
     def clear(self) -> None:
         """Remove all files of a job that has ended without an error."""
         (self.path / "epoch.json").unlink()
-        (self.path / LAUNCH).unlink(missing_ok=True)
+        for name in (LAUNCH, WITHOUT_CUTS):
+            (self.path / name).unlink(missing_ok=True)
         for path in self.path.iterdir():  # the log of epochs stays
             has_cuts = path.name.isdecimal() or path.name.startswith(("pserver-", "trainer-"))
             if path.name in ("roles", "lost") or has_cuts:
@@ -179,6 +184,12 @@ class EpochFolder:
         """Remove the reports of all roles, and the cuts of trainers alone, while no role runs."""
         for path in (self.path / "roles", self.path / "lost", *self.path.glob("trainer-*")):
             shutil.rmtree(path, ignore_errors=True)
+        (self.path / WITHOUT_CUTS).unlink(missing_ok=True)
+
+    @property
+    def lacks_cuts(self) -> bool:
+        """True if a server writes no cuts, and no role has written a report."""
+        return (self.path / WITHOUT_CUTS).exists() and not self.marks()
 
     def marks(self) -> dict[str, RoleMark]:
         """Return the last report of each role, by name."""
@@ -359,6 +370,10 @@ class EpochFolder:
         """
         for step in self.drop_cuts(epoch, self.old_cut(servers)):
             shutil.rmtree(self.path / str(step), ignore_errors=True)
+
+    def note_no_cuts(self) -> None:
+        """Tell the launcher that this server writes no cuts."""
+        (self.path / WITHOUT_CUTS).touch()
 
     def leave(self) -> None:
         """Tell the launcher that this role has left the job after its last step."""

@@ -621,17 +621,37 @@ def test_a_spare_that_ends_early_does_not_end_the_job(
 
 @pytest.mark.rotated
 def test_spares_without_cuts_are_reported(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """After a loss, and at the end."""
+    """After a loss, and at the end, if a server serves without cuts."""
     command = script("""
+        if name.startswith("pserver"):
+            epochs.note_no_cuts()
+        wait(lambda: epochs.lacks_cuts)
         if name == "trainer 1" and os.environ["DTRANS_RESTARTS"] == "0":
             die()
     """)
     launch(command, restarts=RestartOptions(1, spares=1), **JOB)
     said = Output(capsys).said
     assert len(said) == 3 and said[0] == said[2]
-    assert said[0].startswith("no spare has started, because no server has begun to write cuts; ")
+    assert said[0].startswith("no spare has started, because the servers write no cuts; pass cut")
     launch(script("enter(); finish(0)"), restarts=RestartOptions(1, spares=1), **JOB)
     assert not Output(capsys).said
+
+
+def test_the_loss_of_a_role_that_starts_is_no_lack_of_cuts(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The servers may not serve yet; a mark of an earlier launch says nothing about this one."""
+    EpochFolder(tmp_path / "cuts").path.mkdir()
+    EpochFolder(tmp_path / "cuts").note_no_cuts()
+    command = script("""
+        if name == "trainer 1" and os.environ["DTRANS_RESTARTS"] == "0":
+            die()
+        enter()
+        finish(1)
+    """)
+    launch(command, restarts=RestartOptions(1, tmp_path / "cuts", spares=1), **JOB)
+    (said,) = Output(capsys).said
+    assert said.startswith("trainer 1 failed with signal SIGKILL; all roles start again (restart 1")
 
 
 def test_spares_end_with_a_killed_launcher(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -93,13 +94,22 @@ def test_the_record_has_all_options(
 ) -> None:
     """The record of a resumed job has the options that replace the earlier ones."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("raise SystemExit(5)")
+    script = """
+        import os
+        assert os.environ["DTRANS_CUTS"] == os.path.abspath("cuts"), os.environ["DTRANS_CUTS"]
+        raise SystemExit(5)
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(script))
     base = ("--restarts", "2", "--cuts", "cuts")
     assert command("launch", *base, "--trainers", "1", "train.py", "-x") == 5
     assert LaunchRecord.read("cuts") == LaunchRecord(
         {"script": "train.py", "arguments": ["-x"], "restarts": 2, "cuts": "cuts"}, str(tmp_path)
     )
-    assert command("launch", "--resume", "cuts", "--time-limit", "50", "--restarts", "4") == 5
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    options = ("--time-limit", "50", "--restarts", "4")
+    assert command("launch", "--resume", "../cuts", *options) == 5
+    monkeypatch.chdir(tmp_path)
     assert LaunchRecord.read("cuts").options == {
         "script": "train.py",
         "arguments": ["-x"],

@@ -20,9 +20,10 @@ from dtrans.checkpoint.runs import Mark
 from dtrans.errors import StateError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.epochs import Epoch
-from dtrans.run.net.epoch_folder import EpochFolder
+from dtrans.run.net.epoch_folder import VARIABLE, EpochFolder
 from dtrans.run.parameter_server.cuts import ServerCuts, check_cuts
 from dtrans.run.parameter_server.trainer_cuts import TrainerCuts, computed_leaves
+from dtrans.run.role_job import ServerJob
 
 
 SERVERS = "127.0.0.1:6174", "127.0.0.1:6175"
@@ -82,7 +83,7 @@ def written(path: Path) -> set[str]:
 
 
 def test_cuts_contain_leaves_that_trainers_compute(plan: PServerPlan) -> None:
-    check_cuts(plan)
+    check_cuts(plan, dtrans.Cuts(10))
     constant = ["params/net/scale"]
     computed = ["params/own/" + n for n in ("key", "mean", "seen")]
     assert computed_leaves(plan) == computed
@@ -204,3 +205,22 @@ def test_servers_alone_write_and_restore_the_rest_of_a_cut(
         checkpoint.save_serving(tmp_path / "checkpoint", plan, endpoint, state, mark)
     with pytest.raises(StateError, match="is incomplete: trainer-0 of trainer 0 is missing"):
         checkpoint.restore(tmp_path / "checkpoint", plan, SERVERS[0])
+
+
+@pytest.mark.job
+def test_a_server_without_cuts_is_reported(
+    plan: PServerPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless another role takes part in epochs."""
+    folder = EpochFolder(tmp_path)
+    folder.grant(Epoch(), "a run")
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    role = dtrans.Role("pserver", plan.trainers, SERVERS, current_endpoint=SERVERS[0])
+    with ServerJob(plan, role, {}) as job:
+        monkeypatch.setattr(job._executor, "run", lambda program, state: state)
+        job.serve({}, cuts=10)
+        assert not folder.lacks_cuts
+        job.serve({})
+        assert folder.lacks_cuts
+    EpochFolder(tmp_path, "pserver 1").enter(Epoch())
+    assert not folder.lacks_cuts
