@@ -106,7 +106,10 @@ class Shards:
         return row
 
     def plain(self, row: RowAxis, size: int) -> RowAxis:
-        """Return the simplest layout with the same pieces; without padding, runs have width 1."""
+        """Return the simplest layout with the same pieces.
+
+        If no piece has padding, the runs of this layout have width 1.
+        """
         if row.order is not None:
             return self.ordered(int(row.axis), size, self.entries(size, row))
         # int(), because some parameters of JAX primitives are NumPy integers

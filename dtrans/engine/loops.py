@@ -71,7 +71,7 @@ class WrittenBody:
 def moved_bytes(eqns: Iterable[JaxprEqn]) -> dict[str, int]:
     """Return the bytes that one shard communicates, as a dict from names of collectives.
 
-    For an all-gather, these are the bytes of its output; for other collectives, of the operands.
+    An all-gather counts the bytes of its output. Other collectives count the bytes of operands.
     """
     found: dict[str, int] = {}
     for eqn in eqns:

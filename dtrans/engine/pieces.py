@@ -62,7 +62,10 @@ class Pieces:
 
     @contextlib.contextmanager
     def _for_all(self) -> Iterator[None]:
-        """Write equations in this context without a source line, since several lines read them."""
+        """Write the equations in this context without a source line.
+
+        Code from several lines of the user reads their outputs, so no one line is right.
+        """
         source, self.b.source = self.b.source, None
         yield
         self.b.source = source

@@ -66,7 +66,7 @@ class Strategy:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """Operand of an equation, with the facts that `choose` needs.
+    """Operand of an equation, with the attributes from which `choose` computes costs.
 
     Attributes:
       layout: layout in which the operand was computed.

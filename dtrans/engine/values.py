@@ -101,7 +101,7 @@ class ShardValues(abc.ABC):
         return self.layouts.get(atom, SHARED)
 
     def operand(self, atom: Atom) -> Operand:
-        """Return a value's layout, and the other facts that `dtrans.engine.rules.choose` reads."""
+        """Return the `Operand` by which `dtrans.engine.rules.choose` knows a value."""
         if isinstance(atom, Literal):
             return Operand(SHARED)
         is_converted = lambda row: (atom, row) in self._values

@@ -166,7 +166,7 @@ class Cut:
         return _half_from_gradients(self, list(map(str, range(len(read)))), read)
 
     def with_observers(self, reads: str, as_: str) -> Cut:
-        """Return the step in which `Observer.reads` is `as_` wherever it was `reads`."""
+        """Change the kind of callbacks: `Observer.reads` becomes `as_` where it was `reads`."""
         observers = list(self.observers)
         for i, x in enumerate(observers):
             if x.reads == reads:
@@ -220,7 +220,7 @@ class OptimizeHalf(NamedJaxpr):
 
     @property
     def graded(self) -> frozenset[str]:
-        """Leaves whose gradients are inputs."""
+        """Leaves whose gradients are inputs of this half."""
         return frozenset(n.leaf for n in self.in_names if isinstance(n, Gradient))
 
     def differing_outputs(self, other: OptimizeHalf) -> list[str]:

@@ -93,9 +93,8 @@ def replicate(device_count: int | None = None, name: str | None = None) -> Itera
     Source: `epl.replicate` (epl/strategies/replicate.py).
 
     Args:
-        device_count: number of devices of each replica, which divide its part of the batch. It must
-        be
-          equal in all scopes of a model.
+      device_count: number of devices that divide the batch of each replica. All scopes of a model
+        must have the same number.
       name: name of the stage, also used in messages and plans.
 
     Raises:

@@ -314,7 +314,7 @@ class World:
         return self._enter(World({"alone": count}, self.unknown, self.log))
 
     def _enter(self, world: World) -> World:
-        """Give an inner world this world's count of evaluations; return the inner world."""
+        """Share the count of evaluations with another evaluator, and return that evaluator."""
         world.evaluated = self.evaluated
         return world
 

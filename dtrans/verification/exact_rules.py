@@ -20,7 +20,7 @@ from dtrans.verification.field_values import Real, real
 
 
 def _encode(elements: Array, shadow: Array, dtype: Any) -> Array:
-    """Encode the elements and shadows of several sums as concatenated parts."""
+    """Encode the field elements and float64 values of several sums as concatenated parts."""
     rows = np.stack([elements, np.ascontiguousarray(shadow, np.float64).view(np.uint64)], 1)
     words = rows.view(np.dtype(dtype))
     parts = np.zeros((len(rows), digit_format(dtype).size), dtype)
@@ -29,7 +29,7 @@ def _encode(elements: Array, shadow: Array, dtype: Any) -> Array:
 
 
 def _decode(parts: Array) -> tuple[Array, Array]:
-    """Decode concatenated parts to the elements and the shadows of their sums."""
+    """Decode concatenated parts to the field elements and the float64 values of the sums."""
     rows = parts.reshape(-1, digit_format(parts.dtype).size)
     words = np.ascontiguousarray(rows[:, : 16 // parts.dtype.itemsize]).view(np.uint64)
     return words[:, 0], np.ascontiguousarray(words[:, 1]).view(np.float64)

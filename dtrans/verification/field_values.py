@@ -60,13 +60,13 @@ def ties_by_elements() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Real:
-    """Array of floats.
+    """Array of floats: a field element for each entry, and the entry's value in float64.
 
-    Invariant: each of the shadows inf, -inf and NaN has a constant element.
+    Invariant: all entries inf have one fixed element. The same holds for -inf and for NaN.
 
     Attributes:
-      elements: elements of the field, uint64.
-      shadow: float64 array of the same shape.
+      elements: field element of each entry, uint64.
+      shadow: float64 value of each entry.
     """
 
     elements: Array
@@ -96,7 +96,7 @@ class Complex:
 
     @property
     def shadow(self) -> Array:
-        """Shadows of both parts, as an array of complex numbers."""
+        """The float64 values of both parts, as one array of complex numbers."""
         both: Array = self.real.shadow.astype(np.complex128)
         both.imag = self.imag.shadow
         return both
@@ -148,7 +148,10 @@ def _not_finite(shadow: Array) -> Array:
 
 
 def lifted(x: Any, dtype: Any) -> Any:
-    """Convert an array of a program to a value: floats become `Real` or `Complex`."""
+    """Convert an array to the form that rules take.
+
+    Floats become `Real`, and complex numbers become `Complex`. Other arrays are unchanged.
+    """
     if not hasattr(x, "dtype"):
         x = np.asarray(x, dtype)
     if is_complex(dtype):
@@ -162,9 +165,9 @@ def lifted(x: Any, dtype: Any) -> Any:
 
 
 def exact(x: Array, dtype: Any) -> Any:
-    """Convert an array to a value with the exact value of each float.
+    """Convert an array as `lifted` does, but with the exact binary value of each float.
 
-    `lifted`, in contrast, uses the simplest rational number that rounds to the float.
+    `lifted` uses the simplest rational number that rounds to the float.
     """
     if not is_float(dtype):
         return x
@@ -262,8 +265,8 @@ def hashed(name: object, *xs: Any, shadow: Any) -> Real:
 
     Args:
       name: name of the function.
-      xs: its arguments.
-      shadow: its values in float64.
+      xs: arguments of the function.
+      shadow: values of the function in float64.
     """
     arguments = [as_real(x).elements for x in xs]
     return real(np.broadcast_to(field.hashed(name, *arguments), np.shape(shadow)), shadow)

@@ -123,7 +123,10 @@ class _Walk:
         return found
 
     def _recovers(self, number: int) -> bool:
-        """Return True if the job computes a value with a meaning from a computation's outputs."""
+        """Return True if the job computes a right value from a computation's outputs.
+
+        A value is right if it has a meaning: it is a copy, piece or partial sum of a step value.
+        """
         waiting, seen = [number], set()
         while waiting:
             one = waiting.pop()

@@ -94,9 +94,10 @@ def _smaller(x: Any, y: Any) -> Any:
 
 
 def mapped(fn: Callable[..., Any], *xs: Any) -> Any:
-    """Apply a NumPy function to values of one kind; the function may only move entries.
+    """Apply a NumPy function that only moves entries to values of one kind.
 
-    It is applied to the elements and to the shadows of floats, and to the words of random keys.
+    For floats, apply the function to the field elements, and then to the float64 values. For random
+    keys, apply the function to the words of the keys.
     """
     if isinstance(xs[0], Complex):
         real_part = mapped(fn, *(x.real for x in xs))

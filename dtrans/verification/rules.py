@@ -42,12 +42,12 @@ Rule = Callable[[JaxprEqn, list[Any]], list[Any]]
 
 
 def shadow_of(x: Any) -> Any:
-    """Return the shadow of an array of floats; other arrays are unchanged."""
+    """Return the float64 values of an array of floats; return any other array unchanged."""
     return x.shadow if isinstance(x, (Real, Complex)) else x
 
 
 def shadows_of(operands: Sequence[Any]) -> list[Any]:
-    """Return the shadows of operands; operands other than floats are unchanged."""
+    """Replace each operand that is an array of floats by its float64 values."""
     return [shadow_of(x) for x in operands]
 
 
@@ -65,7 +65,7 @@ def by_jax(eqn: JaxprEqn, operands: Sequence[Any], **params: Any) -> list[Any]:
 
     Args:
       eqn: the equation.
-      operands: shadows and other arrays.
+      operands: float64 arrays in place of floats, and other arrays.
       **params: parameters that replace those of the equation.
 
     Raises:
@@ -82,7 +82,7 @@ def by_jax(eqn: JaxprEqn, operands: Sequence[Any], **params: Any) -> list[Any]:
 
 
 def _shadows(eqn: JaxprEqn, operands: Sequence[Any]) -> Any:
-    """Return the shadow of the first output of an equation."""
+    """Return the first output of an equation, computed in float64."""
     name, shadows = eqn.primitive.name, shadows_of(operands)
     with np.errstate(all="ignore"):
         if name in ELEMENTWISE:
@@ -218,7 +218,7 @@ def _convolution(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _structure(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Apply the rule in `numpy_rules` to the elements, and to the shadows."""
+    """Apply the rule in `numpy_rules` to the field elements, and to the float64 values."""
     rule, out = OTHERS[eqn.primitive.name], eqn.outvars[0].aval
     elements = rule(eqn.params, _parts(operands, "elements"), out)
     shadows = rule(eqn.params, _parts(operands, "shadow"), out)

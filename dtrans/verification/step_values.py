@@ -261,7 +261,10 @@ class StepValues:
             self._add(title, x.elements, (first, end), number, ends=end == terms.bounds[-1])
 
     def _propagated(self, computation: Computation) -> Terms | None:
-        """Return the terms of an output; None if it is not linear in operands with terms."""
+        """Return the terms of an output, computed from the terms of its operands.
+
+        Return None if the output is not linear in the operands that have terms.
+        """
         operands = [x for (x,) in computation.operands]
         carriers = [k for k, x in enumerate(operands) if id(x) in self._terms]
         if not _is_linear(computation, carriers):
@@ -280,7 +283,7 @@ class StepValues:
 
 
 def _is_linear(computation: Computation, carriers: Sequence[int]) -> bool:
-    """Return True if an output is linear in the operands `carriers` while others are constant."""
+    """Return True if an output is linear in `carriers` while other operands are constant."""
     if not carriers:
         return False
     if computation.name in _BILINEAR:

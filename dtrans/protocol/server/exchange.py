@@ -143,9 +143,9 @@ class Exchange:
         return tuple(dict.fromkeys(ep for k in self.kinds for ep in k.over if ep != self.me))
 
     def fingerprint(self, peer: str) -> str:
-        """Return a digest of the reductions for which this server and a peer exchange data.
+        """Return a digest of the reductions in which this server and a peer exchange data.
 
-        Both servers compute the same digest. It is empty if they exchange nothing.
+        Both servers compute the same digest. The digest is empty if no data is exchanged.
         """
         ends = (self.me, peer)
         shared = [k for k in self.kinds if set(ends) <= set(k.over)]

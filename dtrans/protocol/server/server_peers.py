@@ -304,7 +304,7 @@ class JointUpdate:
 
     @property
     def can_go_on(self) -> bool:
-        """True if the update waits for an exchange, and all its partial results have arrived."""
+        """True if the update waits for an exchange, and all partial results have arrived."""
         return self.exchange is not None and not self.missing()
 
     def begin(self, grads: Mapping[str, Any], trainers: Collection[int]) -> bool:

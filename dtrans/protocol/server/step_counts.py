@@ -64,7 +64,9 @@ class StepCounts:
             )
 
     def adopt(self, k: int, count: int) -> bool:
-        """Raise trainer k's count to the count of another server; return True if it was lower.
+        """Increase trainer k's count to the count of another server.
+
+        Return True if this server's count was lower.
 
         Either this server has lost the missing steps, or the trainer did not repeat them after the
         loss of a process.

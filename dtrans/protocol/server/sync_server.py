@@ -210,7 +210,7 @@ class SyncServer:
         self._evict_if_all_said()
 
     def check_between(self, k: int, message: wire.Message) -> None:
-        """Raise WireError if trainer k has ended its part of the current step, or is in another."""
+        """Raise WireError if trainer k has ended its part of this step, or is in another step."""
         _open(self._in_turn(k, message), k, self.step, f"a `{message.op}` in")
 
     def saving(self, k: int, message: wire.Message) -> None:

@@ -96,7 +96,7 @@ class RowRequests:
         self._expect(k, message, self._tables[name], ids, grads)
 
     def answered(self, k: int, name: str, ids: np.ndarray, rows: np.ndarray) -> None:
-        """Record rows that were sent to trainer k, because their gradient is pending.
+        """Record the rows that were sent to trainer k, until their gradient arrives.
 
         Each step requests rows of every block once; the request may contain no row ids.
         """

@@ -91,9 +91,9 @@ class GeoCut:
 class GeoReturn:
     """Begin of a process that takes the place of a lost trainer.
 
-    If the trainer has not pushed since its cut, it repeats the cut's pending push on the servers
-    that lack it. Otherwise, some servers may lack the last push, which is unknown. The trainer then
-    pushes changes of the cut to them.
+    If the lost process had not pushed since its cut, the new process repeats the cut's pending push
+    on the servers that lack this push. Otherwise some servers may lack the last push, and its
+    values are lost. The new process then pushes changes from the cut to these servers instead.
 
     Args:
       cut: the trainer's cut.

@@ -43,7 +43,8 @@ class PendingAnswer:
       skips: True to ignore messages with another op.
       ends: returns True if the message with these fields is the answer's last message. By default,
         the first message is the last one.
-      saving: servers to which the trainer sends `saving` whenever this server sends `waiting`.
+      saving: requests to other servers. Whenever this server sends `waiting`, the trainer sends
+        `saving` to these servers.
       reply: fields of the last message.
     """
 

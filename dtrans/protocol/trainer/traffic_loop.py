@@ -48,7 +48,7 @@ class TrafficLoop:
       links: maps the endpoint of each server to the trainer's link.
       traffic: state of the communicator's messages.
       config: options of the communicator, such as the length of its queue.
-      changed: function that is called after each event for which a step may wait.
+      changed: function that the loop calls after each event that may end the wait of a step.
 
     Attributes:
       newest: the number of steps whose gradients the newest parameters include, and these

@@ -38,7 +38,8 @@ class TrainerLine(ServerConnection):
       ahead: announced table rows, which later steps will use.
       awaited: number of the request whose answer the trainer waits for; 0 if it has no number.
       saved: maps the request number of each `save` to the answer; None until the answer arrives.
-      saving: servers to which the trainer sends `saving` whenever this server sends `waiting`.
+      saving: requests to other servers. Whenever this server sends `waiting`, the trainer sends
+        `saving` to these servers.
       patience: time at which the awaited answer is late.
       reminder: times at which the trainer logs what it waits for.
     """

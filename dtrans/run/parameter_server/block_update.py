@@ -51,7 +51,7 @@ class BlockUpdates:
       grads: maps the name of each block to the names of the gradients that it reads.
       state: the initial values, with tables in `memory`.
       server_tables: reports and evicts rows of tables.
-      spent: names of the state whose memory an update reuses.
+      spent: names of the state arrays whose memory an update reuses.
       before: function that is called before each update of a block.
 
     Raises:

@@ -49,10 +49,11 @@ class Communicator:
       endpoints: endpoints of the servers that store rows of tables.
       local_tables: tables with local rows on the trainer. From these tables, the communicator
         receives only local rows that other trainers have changed.
-      counts: function from `received` to the argument `counts` of `Traffic`.
+      counts: function of a dict: the number of this trainer's steps that each server has received,
+        by endpoint. The function returns the argument `counts` of `Traffic`.
 
     Attributes:
-      local_tables: the argument.
+      local_tables: the argument `local_tables`.
       received_before: number of this trainer's steps that each server had received, by endpoint.
 
     If an error has ended the thread, every method raises this error: PeerError, DeadlineError,

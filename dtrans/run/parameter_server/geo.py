@@ -34,8 +34,8 @@ class PushQueue(Protocol):
     def newest(self) -> Mapping[str, Any]:
         """Return the newest answer.
 
-        It maps the index of each parameter, as text, to the parameter, and the name of each table
-        to the changed rows.
+        The answer maps the index of each parameter, as text, to the parameter. It maps the name of
+        each table to the changed rows.
         """
 
     def received(self) -> int:
@@ -58,7 +58,7 @@ class GeoTrainer:
         before.
 
     Attributes:
-      received_before: the argument.
+      received_before: the argument `received_before`.
     """
 
     def __init__(

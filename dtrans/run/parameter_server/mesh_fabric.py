@@ -100,7 +100,7 @@ class MeshPlacement:
 
 
 def put(x: Any, where: Sharding) -> Any:
-    """Put an array on devices. Return a traced array, or one that is there already, unchanged."""
+    """Put an array on devices; a traced array, or one on these devices, is returned unchanged."""
     if isinstance(x, list):
         return jax.device_put(x, where)
     if is_traced(x):
@@ -180,7 +180,7 @@ class _MeshServer:
 
     Args:
       update: the update of the server's blocks.
-      at: the sharding that puts arrays on its device.
+      at: the sharding that puts arrays on the server's device.
       trainers: the number of trainers.
       donate: as in `MeshJob`.
       late: as in `MeshServers`.

@@ -66,9 +66,10 @@ class ReturnToCut:
         return Rewound(step, (params,), epoch)
 
     def end_request(self, call: str, before: int, step: int, *, repeats: bool | None) -> None:
-        """End a return during a request between two steps, if the cut has the trainer's step.
+        """Continue after a request between two steps, during which the servers went back to a cut.
 
-        Otherwise the next step returns, and the loop repeats the request with its step.
+        If the cut has the trainer's step, the return ends. Otherwise the next `job.step` ends the
+        return, and the loop over `job.steps` repeats the step and the request.
 
         Args:
           call: the user's call, for the error.
@@ -92,7 +93,7 @@ class ReturnToCut:
 
     @property
     def missed(self) -> LostPeerError | None:
-        """Error of a trainer that closes; None if the servers do not wait for its steps."""
+        """Error for a job that is closed while the servers wait for repeated steps; else None."""
         if not self.is_due:
             return None
         return LostPeerError(

@@ -130,7 +130,11 @@ class Server:
         )
 
     def _new_registry(self, epoch: Epoch, before: Serving | None) -> TrainerRegistry:
-        """Return the registry of an epoch; synchronous trainers of the last epoch may be busy."""
+        """Return the registry of an epoch's trainers.
+
+        On an asynchronous server, trainers of the previous epoch may first finish user code
+        between two steps, so the registry gets their ids as `busy`.
+        """
         served = self._served_update.served
         return TrainerRegistry(
             served,

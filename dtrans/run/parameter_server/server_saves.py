@@ -47,7 +47,10 @@ class ServerStorage:
 
     @property
     def first_step(self) -> int:
-        """Number of steps before the job. A job with cuts continues the restored checkpoint's."""
+        """Number of steps before the job.
+
+        In a job with cuts, this is the step of the restored checkpoint. In other jobs, it is 0.
+        """
         return 0 if self.cuts is None else self.cuts.first_step
 
 
@@ -199,10 +202,11 @@ class ServerSaves:
         return functools.partial(self._cuts.write, self._epoch.number, counts)
 
     def write_newest(self) -> None:
-        """Write the states after the newest steps as cuts, because the epoch is ending.
+        """Write the states after the newest steps as cuts, when the epoch is ending.
 
-        The other servers may have made a step less. They have not if a trainer has begun the next
-        step, because a trainer waits for all servers.
+        Another server may have made one step less than this server, so this server also writes the
+        state before its newest one. If a trainer has begun the next step, all servers have made the
+        newest step, and that state alone is written.
         """
         kind, update = self._protocol.kind, self._update
         if self._cuts is None or not self._cuts.at_loss:
@@ -220,7 +224,7 @@ class ServerSaves:
         self._cuts.epochs.note_end(self._epoch.number)
 
     def _mark(self, step: int) -> Mark:
-        """Return the mark of the state after a step.
+        """Return the run and the step that each piece of a saved state records.
 
         In a job with cuts, pieces of different epochs may form one checkpoint, because repeated
         steps have the same bits. After the drop of a trainer they have other bits, so the run has

@@ -50,7 +50,7 @@ class SyncUpdate:
       values: the parameters as NumPy arrays. Messages are sent from their memory.
       exchange: the exchange at which the update pauses; None between updates.
       server_tables: reports and evicts rows of tables.
-      spent: names of the state whose memory an update reuses.
+      spent: names of the state arrays whose memory an update reuses.
       before: function that is called before each update.
       old: the state before the newest one; None before the first update, during an update, and
         without `keeps_old`.

@@ -143,7 +143,7 @@ class TrainerRequests:
         """Send a request; if a process is lost, send the request again or skip it.
 
         If the servers go back to the cut of an earlier step, the loop over `job.steps` repeats the
-        request with its step. Until then, the cut answers a request that only reads.
+        request with its step. Until then, a request that only reads gets its answer from the cut.
 
         Args:
           call: the user's call, for errors.
