@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import logging
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +22,22 @@ import dtrans
 from dtrans.errors import ConfigError, LaunchError
 from dtrans.protocol import wire
 from dtrans.protocol.epochs import Epoch
+from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.server.epoch_gate import EpochGate
+from dtrans.protocol.server.serving import Serving
+from dtrans.protocol.server.sync_server import SyncServer
+from dtrans.protocol.server.trainer_registry import TrainerRegistry
 from dtrans.run.distributed import job_epochs
 from dtrans.run.distributed.job_epochs import JobEpochs
 from dtrans.run.distributed.role import roles_of
 from dtrans.run.net import epoch_folder
 from dtrans.run.net.epoch_folder import EpochFolder
-from dtrans.run.parameter_server.cuts import check_cuts
+from dtrans.run.parameter_server.cuts import ServerCuts, check_cuts
+from dtrans.run.parameter_server.server_saves import ServerSaves, ServerStorage
+from dtrans.run.parameter_server.sync_update import SyncUpdate
+from dtrans.run.parameter_server.update import ServerUpdate
+from tools.simulate.case import Case, Event
+from tools.simulate.verdict import simulated
 
 
 AT_LOSS = dtrans.Cuts(10, at_loss=True)
@@ -40,6 +52,53 @@ def test_a_closed_gate_stores_greetings_and_drops_all_other_messages() -> None:
     for message in (known, greeting):
         assert not gate.admits(b"0", message, is_known=True)
     assert gate.early == {b"0": greeting} and said == ["waiting"]
+
+
+def test_trainers_wait_longer_than_their_deadline_for_a_slow_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Servers send `waiting` during the write, also to a trainer whose messages they drop."""
+    monkeypatch.setattr("tools.simulate.launcher.drawn_delay", lambda *_: lambda: 4.0)
+    case = Case(seed=0, mode="sync", steps=(60, 60), servers=((6,), (2, 3)), deadline=3.0, cuts=100)
+    events = (Event("crash", 12.0, "trainer 1"),)
+    found = simulated(dataclasses.replace(case, at_loss=True, pace=0.5, events=events))
+    assert not found.faults
+
+
+def test_a_server_does_not_wait_for_the_write_of_its_newest_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers messages, and enters the next epoch. Its later writes are then left out."""
+    launcher, folder = EpochFolder(tmp_path), EpochFolder(tmp_path, "pserver 0")
+    launcher.grant(Epoch(), "a run", 2, ["127.0.0.1:6174"])
+    plan = planned()
+    (endpoint,) = plan.servers
+    cuts = ServerCuts(folder, plan, endpoint, 100, at_loss=True)
+    update = ServerUpdate.from_program(plan.servers[endpoint].main)
+    state = dtrans.Executor().run(plan.servers[endpoint].startup)
+    server = ServerSaves(ServerStorage(cuts=cuts), wake=lambda: None)
+    trainers = TrainerRegistry(update.served, deadline=9.0, plan={})
+    made = SyncUpdate(update, state, 2, keeps_old=True)
+    made.old = made.state
+    kind = SyncServer(update.served, made, trainers, lambda *_, **__: None, step=8)
+    start = cuts.begin(state)
+    may_write, begun, written = threading.Event(), threading.Event(), list[str]()
+
+    def save_serving(path: Path, *args: Any, **options: Any) -> None:
+        begun.set()
+        assert may_write.wait(60.0)
+        written.append(path.name)
+
+    monkeypatch.setattr("dtrans.checkpoint.api.save_serving", save_serving)
+    protocol = Serving(kind, trainers, lambda *_, **__: None, Refusals(logging.getLogger()))
+    server.begin(protocol, made, made.state, dataclasses.replace(start, epoch=Epoch(0, 8)))
+    server.write_newest()
+    assert begun.wait(60.0) and launcher.marks()["pserver 0"].ended == -1
+    folder.enter(Epoch(1))
+    may_write.set()
+    server.end()
+    assert written == ["8"] and launcher.marks()["pserver 0"].ended == -1
+    assert launcher.marks()["pserver 0"].cuts == ()
 
 
 def test_the_next_epoch_is_not_ending(tmp_path: Path) -> None:

@@ -476,7 +476,9 @@ def test_a_file_that_another_host_replaces_is_read_again(
     assert faults == ["epoch.json", "trainer 0"]
 
 
-def test_a_folder_has_complete_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_has_complete_files_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A crash leaves the file of before: a reader ignores the new one, which is not renamed."""
     folder = EpochFolder(tmp_path, "pserver 0")
     folder.grant(Epoch(1, 5), "a run")
@@ -487,13 +489,11 @@ def test_a_folder_has_complete_files_only(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError("no space left on device")
 
     monkeypatch.setattr("os.fsync", crash)
-    for write in (
-        lambda: folder.grant(Epoch(2, 9), "a run"),
-        lambda: folder.note_cut(1, 9),
-        lambda: folder.report_lost(2, "trainer 1", "it went away"),
-    ):
+    for write in (lambda: folder.grant(Epoch(2, 9), "a run"), lambda: folder.note_cut(1, 9)):
         with pytest.raises(OSError, match="no space"):
             write()
+    folder.report_lost(2, "trainer 1", "it went away")
+    assert "pserver 0 cannot report to the launcher that trainer 1 is lost: no space" in caplog.text
     assert EpochFolder(tmp_path).current() == Epoch(1, 5)
     assert EpochFolder(tmp_path).marks() == {"pserver 0": RoleMark(1)}
     assert EpochFolder(tmp_path).lost(1) == [

@@ -135,7 +135,14 @@ class SimulatedLauncher:
             self._newest = max(self._newest, step)
 
     def write_cut(
-        self, writer: Process, epoch: int, who: str, step: int, cut: SimulatedCut
+        self,
+        writer: Process,
+        epoch: int,
+        who: str,
+        step: int,
+        cut: SimulatedCut,
+        *,
+        begin: float = 0.0,
     ) -> float:
         """Write a role's piece of a cut, which takes some time.
 
@@ -144,6 +151,7 @@ class SimulatedLauncher:
           epoch: number of the role's epoch, which may be older than the launcher's.
           who, step, cut: endpoint of the server or name of the trainer, and the step and the state
             of the cut.
+          begin: time at which the earlier pieces of the process are written.
 
         Returns:
           The time at which the piece is written.
@@ -153,7 +161,7 @@ class SimulatedLauncher:
             if not writer.killed:
                 self._note_cut(epoch, who, step, cut)
 
-        time = writer.now + self._write_time()
+        time = max(writer.now, begin) + self._write_time()
         self._clock.at(time, end, Slot(writer, CUT, (epoch, step, cut)))
         return time
 

@@ -191,9 +191,8 @@ class SimulatedServer(Process):
             cuts[kind.step - 1] = SimulatedCut(update.old, {})
         for step, cut in cuts.items():
             if not launcher.has_written(self.endpoint, step):
-                self.spend(max(0.0, self._written_at - self.now))
-                terms = self._epoch.number, self.endpoint, step, cut
-                self._written_at = launcher.write_cut(self, *terms)
+                terms, begin = (self._epoch.number, self.endpoint, step, cut), self._written_at
+                self._written_at = launcher.write_cut(self, *terms, begin=begin)
         end = max(self.now, self._written_at)
         launcher.note_end(self, self._epoch.number, end)
 

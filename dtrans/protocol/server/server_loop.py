@@ -52,8 +52,8 @@ class ServerLoop:
       ended_roles: returns the roles of the job whose processes have ended, with their exit status.
         Its argument is the number of an epoch; ends in earlier epochs are left out.
       epochs: epochs of the job; None in a job without cuts.
-      write_newest: called once when the epoch is ending. It writes the states after the server's
-        newest steps.
+      write_newest: called once when the epoch is ending. It starts to write the states after the
+        server's newest steps.
 
     Attributes:
       barred: counter of the connections that the listener has refused.
@@ -181,8 +181,13 @@ class ServerLoop:
         for _ in range(BURST * self._trainers.count):
             if not self._take_all(self._transport.now()):
                 break
-        now = self._transport.now()
-        epoch = 0 if self._serving.gate is None else self._serving.gate.number
+        now, gate = self._transport.now(), self._serving.gate
+        if gate is not None and gate.is_closed:
+            # A role is lost, and others wait for the new epoch, so no deadline is checked.
+            self._serving.wait_for_epoch(now)
+            self._next_look = self._transport.now() + TICK
+            return
+        epoch = 0 if gate is None else gate.number
         for role, how in self._ended_roles(epoch).items():
             kind, _, number = role.partition(" ")
             if kind == "trainer":

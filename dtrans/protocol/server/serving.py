@@ -191,6 +191,13 @@ class Serving:
                     reason=f"checkpoint {name} to be written",
                 )
 
+    def wait_for_epoch(self, now: float) -> None:
+        """Send `waiting` to all trainers while the epoch is ending, instead of `look`."""
+        self.status.look(now)
+        for k in self.trainers.present:
+            address = self.trainers.known[k].address
+            self._say(address, "waiting", reason="the servers to write a cut")
+
     def written(self, name: str, error: str, now: float) -> None:
         """Handle the end of a checkpoint's write, and answer the trainers that requested it.
 

@@ -286,6 +286,11 @@ class EpochFolder:
         return mark_of(_read_all(self.path / "roles").get(self._role, {}))
 
     @property
+    def entered(self) -> int:
+        """Number of the epoch that this process has entered last."""
+        return self._mark.epoch
+
+    @property
     def newest_written(self) -> int | None:
         """Step of the newest cut that this process knows to be written; None without one."""
         return max(self._mark.cuts, default=None)

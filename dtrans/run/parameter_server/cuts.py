@@ -150,7 +150,8 @@ class ServerCuts:
     ) -> None:
         """Write this server's piece of a cut, and remove its pieces of old cuts.
 
-        If the piece cannot be written, the job continues with its earlier cuts.
+        If the piece cannot be written, the job continues with its earlier cuts. A state of an
+        earlier epoch is not written.
 
         Args:
           epoch: number of the epoch of the state.
@@ -160,6 +161,8 @@ class ServerCuts:
         """
         assert mark.step is not None
         path = self._path(mark.step)
+        if not self.is_alone and epoch != self.epochs.entered:
+            return
         try:
             # A process that was lost may have written another state of this step, and a part that
             # exists would stay unchanged.
@@ -195,6 +198,18 @@ class ServerCuts:
         else:
             self.epochs.note_cut(epoch, mark.step)
             self.epochs.remove_old_cuts(epoch, server_names(self.plan))
+
+    def note_end(self, epoch: int) -> None:
+        """Tell the launcher that this server has written its newest states at the end of an epoch.
+
+        If it cannot tell, the launcher chooses the newest complete cut after some seconds.
+        """
+        try:
+            self.epochs.note_end(epoch)
+        except (DtransError, OSError) as e:
+            log.warning(
+                "pserver %s cannot report the cuts of its newest steps: %s", self.endpoint, e
+            )
 
     def _path(self, step: int) -> Path:
         folder = self.epochs.path

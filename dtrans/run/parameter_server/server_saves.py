@@ -202,7 +202,9 @@ class ServerSaves:
         return functools.partial(self._cuts.write, self._epoch.number, counts)
 
     def write_newest(self) -> None:
-        """Write the states after the newest steps as cuts, when the epoch is ending.
+        """Start to write the states after the newest steps as cuts, when the epoch is ending.
+
+        The server answers messages during the write. The writing thread reports the end.
 
         Another server may have made one step less than this server, so this server also writes the
         state before its newest one. If a trainer has begun the next step, all servers have made the
@@ -219,9 +221,10 @@ class ServerSaves:
         for step, state in states.items():
             if not self._cuts.epochs.has_written(step):
                 arrays = {n: _current(x) for n, x in state.items()}
-                self._writer.begin_cut(self._cut_writer(), arrays, self._mark(step))
-        self._writer.wait_written()
-        self._cuts.epochs.note_end(self._epoch.number)
+                mark = self._mark(step)
+                self._writer.begin_cut(self._cut_writer(), arrays, mark, waits=False)
+        end = functools.partial(self._cuts.note_end, self._epoch.number)
+        self._writer.begin_cut(lambda *_: end(), {}, self._mark(kind.step), waits=False)
 
     def _mark(self, step: int) -> Mark:
         """Return the run and the step that each piece of a saved state records.

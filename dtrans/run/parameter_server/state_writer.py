@@ -36,12 +36,13 @@ KeepLast = Callable[[Mapping[str, Any], Mark, Mapping[str, int]], Path | None]
 
 
 class _Write(NamedTuple):
-    """State to be written: a checkpoint, or a cut with an empty name."""
+    """State to be written: a checkpoint, or a cut with an empty name; `done` ends with the write."""
 
     name: str
     keep: Callable[[Mapping[str, Any], Mark], None]
     copies: Future[dict[str, Any]]
     mark: Mark
+    done: Future[None]
 
 
 class StateWriter:
@@ -86,7 +87,7 @@ class StateWriter:
           spent: names of the arrays that are NumPy views of memory that the next update donates.
         """
         assert self._keep is not None
-        self._begin(name, functools.partial(self._keep, name), state, mark, spent)
+        self._begin(name, functools.partial(self._keep, name), state, mark, spent, Future())
 
     def begin_cut(
         self,
@@ -94,18 +95,21 @@ class StateWriter:
         state: Mapping[str, Any],
         mark: Mark,
         spent: Collection[str] = (),
+        *,
+        waits: bool = True,
     ) -> None:
-        """Start writing a cut, after the previous cut has been written.
-
-        Without this wait, a slow disk would let cuts fill the memory.
+        """Start writing a cut.
 
         Args:
           keep: writes the state. `ended` does not yield its result.
           state, mark, spent: as in `begin`.
+          waits: True to wait first until the previous cut is written. Without this wait, a slow
+            disk would let cuts fill the memory.
         """
-        self._written.result()
+        if waits:
+            self._written.result()
         self._written = Future()
-        self._begin("", keep, state, mark, spent)
+        self._begin("", keep, state, mark, spent, self._written)
 
     def _begin(
         self,
@@ -114,6 +118,7 @@ class StateWriter:
         state: Mapping[str, Any],
         mark: Mark,
         spent: Collection[str],
+        done: Future[None],
     ) -> None:
         if self._thread is None:
             self._thread = threading.Thread(
@@ -124,11 +129,7 @@ class StateWriter:
         pool = BufferPool() if self._pending else self._pool
         self._pending += 1
         self._copies = self._copier.submit(_copy_spent, dict(state), frozenset(spent), pool)
-        self._due.put(_Write(name, keep, self._copies, mark))
-
-    def wait_written(self) -> None:
-        """Wait until the last cut is written."""
-        self._written.result()
+        self._due.put(_Write(name, keep, self._copies, mark, done))
 
     def wait_copied(self) -> None:
         """Wait until the arrays in `spent` are copied, so that the next update may donate them."""
@@ -155,8 +156,7 @@ class StateWriter:
         with jax.enable_x64(self._x64):
             while (due := self._due.get()) is not None:
                 self._ended.put((due.name, self._write(due)))
-                if not due.name:
-                    self._written.set_result(None)
+                due.done.set_result(None)
                 del due  # free the memory before the thread waits
                 self._wake()
 

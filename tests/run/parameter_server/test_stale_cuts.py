@@ -13,6 +13,7 @@ import pytest
 from helpers import mlp_batch, mlp_loss, mlp_params
 
 import dtrans
+from dtrans.checkpoint import api as checkpoint
 from dtrans.checkpoint.runs import Mark
 from dtrans.errors import ConfigError
 from dtrans.parameter_server.plan import PServerPlan
@@ -83,13 +84,23 @@ def test_a_cut_contains_no_part_of_an_earlier_launch(tmp_path: Path) -> None:
             np.testing.assert_array_equal(x, first[endpoint][name] + 2)
 
 
-def test_a_write_that_outlives_its_epoch_leaves_no_part_for_a_later_cut(tmp_path: Path) -> None:
+def test_a_write_that_outlives_its_epoch_leaves_no_part_for_a_later_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = planned()
     servers = Servers(tmp_path, plan, first := first_states(plan), 1)
-    one = servers.cuts[ENDPOINTS[0]]
-    one.epochs.enter(Epoch(1))
-    servers.write(ENDPOINTS[0], 25, 1)  # the thread of epoch 0
-    assert not one.epochs.has_written(25)
+    one, save = servers.cuts[ENDPOINTS[0]], checkpoint.save_serving
+
+    def enter_and_save(*args: Any, **options: Any) -> None:
+        """Write in the thread of epoch 0, while the server enters epoch 1."""
+        for cuts in servers.cuts.values():
+            cuts.epochs.enter(Epoch(1))
+        save(*args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "save_serving", enter_and_save)
+        servers.write(ENDPOINTS[0], 25, 1)
+    assert (tmp_path / "25" / "pserver-0").exists() and not one.epochs.has_written(25)
     servers.epoch = Epoch(1)
     for endpoint in ENDPOINTS:
         servers.write(endpoint, 25, 2)
