@@ -36,7 +36,7 @@ KeepLast = Callable[[Mapping[str, Any], Mark, Mapping[str, int]], Path | None]
 
 
 class _Write(NamedTuple):
-    """State to be written: a checkpoint, or a cut with an empty name; `done` ends with the write."""
+    """State to be written: a checkpoint, or a cut without a name; `done` ends with the write."""
 
     name: str
     keep: Callable[[Mapping[str, Any], Mark], None]
