@@ -30,7 +30,7 @@ def check_int(
 
     Args:
       name: name of the option.
-      value: its value.
+      value: value of the option.
       what: noun phrase for the expected value.
       least, most: the range, inclusive.
       or_none: True to accept None, too.
@@ -42,7 +42,7 @@ def check_int(
 def check_number(
     name: str, value: Any, what: str, fits: Callable[[float], bool], *, or_none: bool = False
 ) -> None:
-    """Raise ConfigError unless an option is a number for which `fits` returns True.
+    """Raise ConfigError unless an option is a number and `fits(number)` is True.
 
     With `or_none=True`, None is valid, too.
     """

@@ -232,7 +232,7 @@ class StateFunctions(abc.ABC):
         Args:
           fn: a pure function `fn(params, *args)`; or `fn(state, *args)`, if the step has one state
             argument instead of params and opt_state. Pass the same object in each call.
-          state: the state.
+          state: the state that `init` or `step` returned.
           *args: pytrees of arrays, replicated over the trainers.
 
         Returns:
@@ -304,7 +304,7 @@ class Job(StateFunctions):
         """Run one step.
 
         Args:
-          state: the state.
+          state: the state that `init` or `step` returned.
           *batch: the batch arguments of the step.
 
         Returns:

@@ -389,7 +389,7 @@ def realiser(plan: Any, way: str) -> Callable[..., Any]:
     """Return the realiser that is registered for a plan's type or its nearest base class.
 
     Args:
-      plan: the plan.
+      plan: the plan to run.
       way: one of the ways in the module's docstring.
 
     Raises:

@@ -37,5 +37,5 @@ ROOT = Path(__file__).parents[1]
 
 
 def role_path() -> str:
-    """Return a PYTHONPATH with which processes can import `examples` from any folder."""
+    """Return a PYTHONPATH that lets processes import `examples` from any folder."""
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -133,5 +133,5 @@ def loss_fn(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def accuracy(params: Params, x: np.ndarray, y: np.ndarray) -> float:
-    """Return the fraction of images for which the largest logit is the label's."""
+    """Return the fraction of images whose largest logit belongs to the label."""
     return float(jnp.mean(jnp.argmax(logits(params, jnp.asarray(x)), axis=1) == y))

@@ -267,7 +267,7 @@ def linear_solve(eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[Any, list[Any]
 
 
 def combiner_of(eqn: JaxprEqn) -> Any:
-    """Return the jaxpr with which a `reduce` combines two numbers."""
+    """Return the jaxpr by which a `reduce` combines two numbers."""
     return param(eqn, "jaxpr")
 
 

@@ -74,16 +74,16 @@ class PrimitiveFacts:
       moves: the moved operands. Each entry of an output is an entry of one moved operand, selected
         by fixed operands and parameters. If there are as many outputs as moved operands, output i
         only has entries of the i-th moved operand.
-      moves_if: returns True for equations for which `moves` holds.
+      moves_if: returns True for an equation if `moves` holds for it.
       keeps_order: returns True for equations whose output has all entries of the operand in
         row-major order: a reshape, or a broadcast along new dimensions or dimensions of size 1. An
         output with the shape of the operand equals the operand.
       linear_in: groups of operands. Outputs are jointly linear in the operands of a group, if the
         other operands are fixed: f(a*x + b*y) = a*f(x) + b*f(y) for real a and b, up to rounding.
-      linear_if: returns True for equations for which `linear_in` holds.
+      linear_if: returns True for an equation if `linear_in` holds for it.
       scales_in: operands with f(c*x) = c*f(x) for every real c > 0 that multiplies all of them.
         Groups of `linear_in` have this property too, and are not listed again.
-      scales_if: returns True for equations for which `scales_in` holds.
+      scales_if: returns True for an equation if `scales_in` holds for it.
       scale_free_in: operands with f(c*x) = f(x) for every real c > 0 that multiplies all of them.
       keeps_zero: returns True for equations that return zeros if every operand is zero. If one
         group of `linear_in` is zero and fixed operands are finite, outputs are zero too.

@@ -162,7 +162,7 @@ def initial_sources(
     The name is None for a slice that starts from zeros.
 
     Args:
-      plan: the plan.
+      plan: the plan of the job.
       endpoint: the server's endpoint.
       saved: names of saved arrays. They may include arrays that are not part of the step.
     """

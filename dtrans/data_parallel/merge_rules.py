@@ -67,7 +67,7 @@ def infer_merges(step: Cut, options: Options, count_remedy: str = "") -> dict[st
 
     Args:
       step: the step of one trainer.
-      options: the options.
+      options: the options of the data-parallel strategy.
       count_remedy: the advice in the error for state that depends on the number of rows.
 
     Raises:
@@ -92,7 +92,7 @@ class _MergeRules:
 
     Args:
       step: the step of one trainer.
-      options: the options.
+      options: the options of the data-parallel strategy.
       local_state: the state that trainers update locally.
       count_remedy: see `infer_merges`.
     """
@@ -232,7 +232,7 @@ def _trace_full_batch(
 
     Args:
       step: the step of one trainer.
-      options: the options.
+      options: the options of the data-parallel strategy.
       parts: the number of parts of the full batch.
       may_grow: outputs whose rule depends on this trace.
 

@@ -34,7 +34,7 @@ class Reduce:
 
     Attributes:
       op: "mean", or "sum" for a loss that is a sum over the batch. Leave it out with
-        `batch="exact"`, for which the plan infers it.
+        `batch="exact"`: the plan then infers it.
       bucket_MB: the size in MB of a bucket. All gradients of a bucket share one reduction. 0
         reduces each gradient separately.
       max_buckets: the maximum number of buckets. It replaces `bucket_MB`: gradients are divided

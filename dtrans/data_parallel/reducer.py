@@ -62,7 +62,7 @@ def assign_buckets(
     Args:
       values: the value to reduce for each leaf, in the order in which the program computes them.
         Several leaves may share one value.
-      options: the options.
+      options: the options of the data-parallel strategy.
       kind: returns how the value of a leaf is reduced.
     """
     reduced: dict[str, Atom] = {}
@@ -152,7 +152,7 @@ class Reducer:
     Args:
       b: the builder to write with.
       values: the step's gradients by leaf, in the order in which the program computes them.
-      options: the options.
+      options: the options of the data-parallel strategy.
       example_count: the weight of this trainer, if means are weighted.
       suffix: a suffix for names of reduced values: "params/w" + suffix.
       kind: returns how the gradient of a leaf is reduced.

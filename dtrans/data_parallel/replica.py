@@ -30,8 +30,8 @@ def take_inputs(
 
     Args:
       b: the builder of the program.
-      step: the step.
-      options: the options.
+      step: the training step, divided at its gradients.
+      options: the options of the data-parallel strategy.
       cut: for each sliced input, the type of a trainer's slice, by name.
 
     Returns:
@@ -57,7 +57,7 @@ def fold_keys(b: Builder, keys: Mapping[Var, Var], options: Options) -> None:
     Args:
       b: the builder of the program.
       keys: a dict: variable of the folded key -> variable of the original key.
-      options: the options.
+      options: the options of the data-parallel strategy.
     """
     if not keys:
         return

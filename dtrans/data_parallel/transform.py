@@ -206,7 +206,7 @@ def share_step(
     """Derive the step of one trainer.
 
     Args:
-      plain: the step.
+      plain: the training step, divided at its gradients.
       options: the user's options.
       main: the traced step. None if `plain` was modified after tracing, such as for 16 bits.
 
@@ -257,7 +257,7 @@ def _refuse_mixed_rows(name: str, shared: ExactStep, options: Options, *, is_sum
     Args:
       name: the name of the step.
       shared: the split of the batch.
-      options: the options.
+      options: the options of the data-parallel strategy.
       is_sum: True if no value of the full batch must be computed before the micro-steps.
     """
     mixed = f"{name} has values that depend on all rows ({shared.reason})"
@@ -312,7 +312,7 @@ def _refuse_sized(step: Cut, full: Cut, options: Options) -> None:
     Args:
       step: the step with a trainer's part of the batch.
       full: the step with the full batch.
-      options: the options.
+      options: the options of the data-parallel strategy.
     """
     if options.trainers > 1 and (found := step.first_difference(full)) is not None:
         name, line = found
@@ -425,7 +425,7 @@ def write_trainer(
 
     Args:
       step: the step of one trainer.
-      options: the options.
+      options: the options of the data-parallel strategy.
       merges: the merge rule of each output.
       kind: returns how the gradient of a leaf is reduced.
     """

@@ -127,7 +127,7 @@ class Shards:
 
 
 def _longest_runs(size: int, entries: np.ndarray) -> int:
-    """Return the largest run length w for which `entries` consists of complete runs.
+    """Return the largest run length w such that `entries` consists of complete runs.
 
     A run has w consecutive entries, or w entries of padding, and begins at a multiple of w.
     """

@@ -99,7 +99,7 @@ class RoleEntry:
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """The ports to which other processes connect."""
+        """The ports on which the host's roles listen."""
         if not self.endpoint:
             return ()
         return (split_endpoint(self.endpoint)[1],)

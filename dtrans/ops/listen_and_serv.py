@@ -57,7 +57,7 @@ class BlockGradient:
 
     Attributes:
       name: name in the optimize block: `params/w@GRAD.block0`.
-      leaf: the leaf.
+      leaf: name of the leaf.
       index: index of the block in the leaf.
       sent: for each trainer id, the name of the trainer's gradient:
         `params/w@GRAD.block0.trainer_1`. Asynchronous updates, which use one gradient, have a

@@ -35,7 +35,7 @@ class VarDistributed:
       axis: the dimension along which the origin was cut; 0 if it was not cut. In optimizer state,
         the rows of a parameter may be along another dimension than 0.
       offset: the first index of the slice along `axis`.
-      block_id: index of the parameter's block to which the slice belongs.
+      block_id: index of the parameter's block that contains the slice.
       is_slice: True if the slice is smaller than its origin.
       vtype: "Param", or "Optimizer" for optimizer state.
       endpoint: the server's endpoint.

@@ -44,7 +44,7 @@ def place(
     Args:
       analysis: row analysis of the update.
       leaves: type of each leaf, by name, in leaf order.
-      endpoints: the servers.
+      endpoints: endpoints of the servers.
       options: rules for all leaves that are not in `buckets`.
       buckets: number of buckets of each leaf with `dtrans.Rows(place="bucket")`, by name. Each
         server gets a contiguous range of buckets, in the order of `endpoints`.
@@ -121,7 +121,7 @@ def _assign(
     """Return the placement `old`, but with newly chosen servers for its blocks.
 
     Args:
-      blocks: blocks for which the dispatcher chooses servers; it gets them in this order.
+      blocks: blocks to assign to servers, in the order in which the dispatcher gets them.
       tied: units; each unit is placed on the server with the fewest bytes.
       fixed: blocks that stay on their servers.
     """

@@ -363,7 +363,7 @@ def _heuristic(row: _OrderedEquations, parts: int, best: tuple[int, ...]) -> tup
     The result is `best` if there are no repeated blocks, or if `best` is clearly better balanced.
 
     Args:
-      row: the equations.
+      row: the equations, in order.
       parts: the number of parts.
       best: the starts of the parts in the balanced cut.
     """

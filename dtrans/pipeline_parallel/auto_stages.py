@@ -70,7 +70,7 @@ def _most(forward: ForwardPass, o: PipelineOptions) -> int:
 
 
 def _devices(cluster: Cluster, replicas: int) -> int:
-    """Return the largest number of stages for which there are enough devices."""
+    """Return the largest number of stages that the devices can run."""
     if cluster.slices is not None:  # [stage][replica][device]
         return len(cluster.slices)
     if cluster.layout == "all":

@@ -61,7 +61,7 @@ def repeated_blocks(
     """Return all divisions of equations into repeated blocks, the best division first.
 
     Args:
-      eqns: the equations.
+      eqns: the equations, in order.
       costs: the cost of each equation. Blocks without a cost are left out.
       crossing: the cost of a cut in front of each equation.
       at_least: the least number of blocks.

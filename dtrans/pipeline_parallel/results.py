@@ -51,9 +51,9 @@ def results_program(
     """Return the program that merges the results of a stage; None if the stage has no results.
 
     Args:
-      stage: the stage.
+      stage: the programs of the stage.
       merges: maps each result to its merge rule.
-      o: the options.
+      o: the options of the pipeline.
       like: the jaxpr of the forward pass.
     """
     if not stage.results:

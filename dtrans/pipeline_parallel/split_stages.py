@@ -90,7 +90,7 @@ def cuts_of(
     A parameter is cut only if a single stage reads it.
 
     Args:
-      step: the step.
+      step: the training step, divided at its gradients.
       stages: the programs of the stages, not yet split.
       shards: the number of shards of each stage.
       users: maps each parameter with a gradient to the stages that compute it.
@@ -168,7 +168,7 @@ def _split(
 
     Args:
       p: a program of the stage.
-      s: the stage.
+      s: the programs of the stage.
       cuts: the cut parameters.
       values: maps the cut outputs of earlier programs of the stage to their dimensions. The
         function adds the cut outputs of this program.

@@ -118,7 +118,7 @@ class StageProgramWriter:
     Args:
       forward: the forward pass.
       stage_of: the stage of each equation. It is never before the stages of the operands.
-      o: the options.
+      o: the options of the pipeline.
       scatter: maps each leaf whose gradient is reduce-scattered over replicas to its slices.
     """
 
@@ -406,7 +406,7 @@ def _split_backward(
     """Split the backward pass of a stage into a program of cotangents and a program of gradients.
 
     Args:
-      s: the stage.
+      s: index of the stage.
       jaxpr: the backward pass.
       ins, outs: the names of the inputs and outputs of `jaxpr`.
       cotangents: the number of cotangents. They are the first outputs.

@@ -120,7 +120,7 @@ def micro_batch_of(
 
     Args:
       step: the traced or captured step, for a batch of any size.
-      o: the options.
+      o: the options of the pipeline.
       types: shape and dtype of each input of the step, with the global batch.
 
     Raises:
@@ -160,7 +160,7 @@ def write_stages(
     Args:
       forward: the forward pass.
       stage_of: the stage of each equation of the forward pass.
-      o: the options.
+      o: the options of the pipeline.
     """
     scatter = slices_of_sums(forward.step, o) if o.memory.sharding_stage == 2 else {}
     if o.precision.dtype is not None:

@@ -242,7 +242,7 @@ def plan_pipeline(
     Args:
       main: the traced step.
       startup: the traced init.
-      o: the options.
+      o: the options of the pipeline.
       timetable: the schedule.
       auto: True to choose the number of stages. The function then ignores the numbers of stages in
         `o` and `timetable`.
@@ -329,7 +329,7 @@ def check_callbacks(step: Cut, o: PipelineOptions) -> None:
 
     Args:
       step: the step of the global batch.
-      o: the options.
+      o: the options of the pipeline.
     """
     refuse_observers(step.observers, (GRADIENTS, UPDATE), "no single stage has", RETURN_IT)
     if o.parts > 1:
@@ -351,7 +351,7 @@ def _check_reads(step: Cut, o: PipelineOptions) -> None:
 
     Args:
       step: the step of a micro-batch.
-      o: the options.
+      o: the options of the pipeline.
     """
     for n in arguments_of(step) if o.parts > 1 else ():
         if step.program.inputs[n].ndim and not is_under(n, o.batch.unsplit_inputs):
@@ -376,7 +376,7 @@ def shared_by(
     Args:
       main: the step of the global batch.
       part: the traced step of a micro-batch.
-      o: the options.
+      o: the options of the pipeline.
       axes: maps each array of the batch that is cut to 0, the dimension of the cut.
 
     Raises:

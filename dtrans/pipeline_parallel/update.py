@@ -98,7 +98,7 @@ def update_of(
       users: maps each parameter to the stages that compute its gradient.
       cuts: the shards of split stages, and the state that the shards cut.
       rows: maps each stack of layers to the rows that stages store as separate parameters.
-      o: the options.
+      o: the options of the pipeline.
     """
     types = step.program.inputs
     micros = [None] if o.clip_of_each is None else range(o.num_micro_batch)
@@ -200,7 +200,7 @@ def _on_sliced_sums(
       layout: the slices.
       sums: see `Update`.
       parts: maps each leaf to the names of its sums, as [micro-batch][stage].
-      o: the options.
+      o: the options of the pipeline.
     """
     leaves = layout.slices.leaves
     sliced = {n: leaves[leaf] for n, (leaf, _, _) in sums.items() if leaf in leaves}
@@ -232,11 +232,11 @@ def _step_of_sums(
     """Return the update as a training step whose batch consists of sums and arguments.
 
     Args:
-      step: the step.
+      step: the training step, divided at its gradients.
       sums: shape and dtype of each leaf's complete sum of gradients, by leaf.
       parts: maps each leaf to the names of its sums, as [micro-batch][stage].
       rows: maps each stack of layers to the rows that stages store as separate parameters.
-      o: the options.
+      o: the options of the pipeline.
     """
     source = step.program
     vars_of = source.invars
@@ -292,9 +292,9 @@ def _means(
 
     Args:
       b: the builder to write to.
-      step: the step.
+      step: the training step, divided at its gradients.
       parts: maps each leaf to values whose total is the sum of its gradients.
-      o: the options.
+      o: the options of the pipeline.
     """
     count = o.num_micro_batch if o.reduce.op == "mean" else 1
     for n in step.gradients:
@@ -321,7 +321,7 @@ def _of_gradients(
 
     Args:
       b: the builder to write to.
-      step: the step.
+      step: the training step, divided at its gradients.
       grads: maps each leaf to its gradient.
       rows: maps each stack of layers to the rows that stages store as separate parameters.
       arguments: maps the variable of each argument of the step to its value in `b`.

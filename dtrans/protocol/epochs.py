@@ -43,7 +43,7 @@ class Epoch:
 
     Attributes:
       number: number of the epoch, from 0.
-      cut: step of the cut with which the epoch begins; None if it begins with the initial state, or
+      cut: step of the cut at the start of the epoch; None if it starts with the initial state, or
         with the cuts of asynchronous servers.
       is_ending: True if a role was lost, and the launcher waits until servers have written the
         states after their newest steps.

@@ -268,7 +268,7 @@ class Sample(typing.NamedTuple):
     """Counts of a process at one time.
 
     Attributes:
-      time: the time.
+      time: time of the counts, in seconds.
       steps: maps the id of each trainer to its number of steps.
       received: number of received bytes.
       sent: number of sent bytes; None if the process does not count bytes.
@@ -353,7 +353,7 @@ class StatusReporter:
 
         Args:
           frames: message of the observer.
-          now: the time.
+          now: the current time, in seconds.
 
         Raises:
           WireError: observers send too many requests, the message is not a `status`, or the process

@@ -321,7 +321,7 @@ class Executor:
         """Tell the servers that this trainer has finished. Later calls do nothing.
 
         Args:
-          error: the exception with which this trainer failed; None if it has finished.
+          error: the exception that ended this trainer; None if it has finished.
         """
         is_lost = isinstance(error, LostPeerError) and self.connections.is_in_epoch
         if is_lost or isinstance(error, ReplacedError):

@@ -139,7 +139,7 @@ class _ReplayedJob:
     """Servers and trainers of a job.
 
     Args:
-      plan: the plan.
+      plan: the plan of the job.
       init: arguments of the user's `init`.
     """
 
@@ -244,7 +244,7 @@ class _ReplayedTrainer:
     """One trainer, which calls the servers.
 
     Args:
-      plan: the plan.
+      plan: the plan of the job.
       number: id of the trainer.
       servers: all servers, by endpoint.
 

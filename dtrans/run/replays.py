@@ -174,7 +174,7 @@ def replay_turns(plan: PServerPlan, batch: Values, init_args: Sequence[Any] = ()
     servers' state, the results of all turns, and the trainers' final state.
 
     Args:
-      plan: the plan.
+      plan: the plan of the job.
       batch: types of one batch's arrays, by name. With GEO-SGD, one trainer reads this batch.
       init_args: arguments of the init. With GEO-SGD, the init computes the optimizer state of a row
         that a trainer looks up for the first time.
@@ -308,7 +308,7 @@ def replay_lazy(plan: PServerPlan, batch: Sequence[Any]) -> Program | None:
     """Return the single-device step with lazy updates of tables; None if no table needs them.
 
     Args:
-      plan: the plan.
+      plan: the plan of the job.
       batch: types of the arrays of the global batch.
     """
     if not lazy_tables(plan):
@@ -331,7 +331,7 @@ class _ReplayedDevice:
     """Single device that simulates all servers and trainers, one after the other.
 
     Args:
-      plan: the plan.
+      plan: the plan of the job.
       step: the single-device step for the batch of one turn.
 
     Attributes:
@@ -496,7 +496,7 @@ class _GeoDevice(_ReplayedDevice):
     that other trainers have pushed since the last answer.
 
     Args:
-      plan: the plan.
+      plan: the plan of the job.
       step: the single-device step for the batch of one trainer.
       init_args: arguments of the init.
     """

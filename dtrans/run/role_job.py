@@ -167,7 +167,7 @@ class TrainerJob(RoleJob):
         self._executor.connect(self._epochs, epoch)
 
     def _init_again(self) -> Any:
-        """Return the parameters with which this trainer continues after the loss of a process."""
+        """Return this trainer's parameters after the loss of a process."""
         if self._init_args is None:
             raise StateError(
                 "a process was lost, and all roles go back to an earlier step, but this trainer's "

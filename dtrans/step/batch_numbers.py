@@ -90,7 +90,7 @@ def numbers_of_size(step: Cut, other: Cut) -> BatchNumbers:
     numbers. `fixed` then contains the outputs that differ.
 
     Args:
-      step: the step.
+      step: the training step, divided at its gradients.
       other: the same step, traced with another batch size.
     """
     fixed = tuple(step.optimize.differing_outputs(other.optimize))

@@ -649,7 +649,7 @@ def _reader_of_derivative(
     """Return the first output that depends on a derivative which is not a gradient.
 
     Args:
-      s: the step.
+      s: the training step, with its calls inlined.
       outs, names: the outputs.
       gradients: the gradients; paths through them do not count.
       around: equations of the derivatives.

@@ -19,7 +19,7 @@ def refuse_nested(step: Cut, trainers: int, noun: str = "trainer") -> None:
     Each trainer would compute the inner derivative from its part of the batch.
 
     Args:
-      step: the step.
+      step: the training step, divided at its gradients.
       trainers: number of trainers.
       noun: name of a trainer in errors.
     """
@@ -36,7 +36,7 @@ def refuse_across(step: Cut, why: str, *, may_send: bool = False, remedy: str = 
     """Raise the error of a `Need` if one half of the step needs a value of the other half.
 
     Args:
-      step: the step.
+      step: the training step, divided at its gradients.
       why: the strategy's reason why the update cannot read values of forward, as a clause.
       may_send: True if trainers can send arguments of the step and optimizer state to the update.
       remedy: sentence for errors; it names a mode in which the update can read values of forward.
@@ -103,7 +103,7 @@ def half_equations(
     these values.
 
     Args:
-      step: the step.
+      step: the training step, divided at its gradients.
       results: further outputs of the step to compute.
     """
     source = step.program
@@ -130,7 +130,7 @@ def write_trainer_half(
 
     Args:
       b: builder that has the inputs of the trainer half.
-      step: the step.
+      step: the training step, divided at its gradients.
       results: outputs to compute, as for `half_equations`.
       on_gradient: function of a leaf and its gradient, called right after the gradient's equation.
       writer: function that returns the writer of the equations. Its arguments are the equations,

@@ -98,7 +98,7 @@ def frozen_leaves(main: Program, begin: Mapping[str, Any]) -> tuple[dict[str, An
     """Find the leaves and state arrays that a step never changes.
 
     Args:
-      main: the step.
+      main: the traced training step of one device.
       begin: maps each state array whose initial entries are all one number to this number.
 
     Returns:
@@ -236,7 +236,7 @@ def _without_updates(
     """Return the step without updates of frozen leaves.
 
     Args:
-      main: the step.
+      main: the traced training step of one device.
       constants: the frozen leaves and state arrays, as from `frozen_leaves`.
       zeros: parameters whose marked gradients are replaced by zeros.
     """

@@ -301,8 +301,8 @@ def sum_of(
     gradient, such as the reciprocal of a count of tokens.
 
     Args:
-      step: the step.
-      leaf: the leaf.
+      step: the training step, with its calls inlined.
+      leaf: name of the leaf.
       terms: gradients of the leaf.
       graded: gradients of all leaves.
 
@@ -453,7 +453,7 @@ def _check_inferred(
     """Raise GradientError if `candidate` may be the new parameter, which a loop has updated.
 
     Args:
-      step: the step.
+      step: the training step, with its calls inlined.
       name: the parameter.
       candidate: the possible gradient.
       reads_params: for each value, nonzero if it depends on parameters; paths through candidates do
@@ -476,8 +476,8 @@ def candidates_for(
     They have the leaf's shape, and the leaf's new value depends on them.
 
     Args:
-      step: the step.
-      name: the leaf.
+      step: the training step, with its calls inlined.
+      name: name of the leaf.
       among: values to choose from.
       stop: values at which the search ends: the leaf depends on earlier values only through them.
     """
@@ -531,8 +531,8 @@ def counts_rows(step: OpenStep, count: Var, out: Atom) -> bool:
     A count of rows grows by a constant other than 1; a count of steps grows by 1.
 
     Args:
-      step: the step.
-      count: the array.
+      step: the training step, with its calls inlined.
+      count: the variable of the state array.
       out: its new value.
     """
     if isinstance(out, Literal) or out not in step.producers:

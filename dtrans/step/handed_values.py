@@ -28,7 +28,7 @@ def hand_over(step: Cut, parts: Collection[str], *, drawn: bool = False) -> Cut:
     """Turn values of forward into inputs of the optimize half (`Cut.handed`); return the new step.
 
     Args:
-      step: the step.
+      step: the training step, divided at its gradients.
       parts: names of batch arrays. Values of forward that depend on these arrays become inputs.
       drawn: True to include two other kinds of values: those that trainers communicate, and those
         that depend on the trainer's index (random numbers, say).

@@ -94,7 +94,7 @@ def observers_of(
     """Return an `Observer` for each equation with an effect.
 
     Args:
-      step: the step.
+      step: the training step, with its calls inlined.
       gradients: values at which the step is cut.
       optimize: positions of the update's equations.
       asked: names of optimizer state that forward and backward read.

@@ -216,7 +216,7 @@ def _read_by_forward(step: OpenStep, gradients: Collection[Var], names: Sequence
     """Return the leaves whose old values forward or backward reads.
 
     Args:
-      step: the step.
+      step: the training step, with its calls inlined.
       gradients: values at which the search ends.
       names: the leaves.
     """
@@ -311,7 +311,7 @@ def mismatch(name: str, wanted: str | None, have: str | None) -> str:
     """Return a clause that states how a leaf differs between the result of init and the step.
 
     Args:
-      name: the leaf.
+      name: name of the leaf.
       wanted: its type in the step; None if the step has no such leaf.
       have: its type in the result of init; None if init does not return it.
     """
@@ -374,7 +374,7 @@ class Applied:
     """User's function of a job's state or parameters; only the leaves that it reads are fetched.
 
     Args:
-      main: the step.
+      main: the traced training step of one device.
       fn: the user's function: `fn(state, *args)` for a step of one state, else
         `fn(params, *args)`.
       unpacked: traceable function that converts the job's leaves to the leaves of one device.

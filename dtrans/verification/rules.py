@@ -465,7 +465,7 @@ def _one_of_equals(rows: Real, best: Array) -> None:
     """Raise NearTie if another number of a row differs from the best one only by rounding.
 
     Args:
-      rows: the rows.
+      rows: the numbers, one row for each choice.
       best: index of the best number in each row.
     """
     ordered(_like(_at_places(rows, best), rows), rows)

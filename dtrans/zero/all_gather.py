@@ -278,7 +278,7 @@ class Gatherer(SliceWriter):
     def write_body(
         self, sliced: Collection[int], wires: Wiring
     ) -> tuple[ClosedJaxpr, Prefetch | None]:
-        """Write the body for which this writer was created.
+        """Write the body that this writer was created for.
 
         Args:
           sliced: indices of the outputs to return as slices.

@@ -61,7 +61,7 @@ class LiveRanges:
     """Windows of all leaves. A window is a range of equations during which a leaf stays gathered.
 
     Args:
-      eqns: the equations.
+      eqns: the equations, in order.
       roots: maps each sliced value to the leaves, or parts of leaves, from which it is computed.
       reads: maps the index of an equation to the sliced values that it reads in full.
       roles: the role of each equation, such as "forward".

@@ -104,8 +104,8 @@ def _check_seeds(
     """Raise ConfigError or GradientError if the loss cannot be scaled.
 
     Args:
-      main: the step.
-      eqns: its equations.
+      main: the traced training step of one device.
+      eqns: the equations of the step, in order.
       seeds: the equations that start a backward pass.
       scaling: the scaling of the loss.
     """
@@ -133,7 +133,7 @@ def low_precision(main: Program, step: Cut, amp: str, scaling: LossScaling | Non
     """Return the step with matrix products in 16 bits, and with a scaled loss.
 
     Args:
-      main: the step.
+      main: the traced training step of one device.
       step: the same step, divided at its gradients. Only products in the forward and backward pass
         change.
       amp: "bf16" or "fp16".

@@ -20,7 +20,7 @@ def local_values(
     """Return the values that differ from rank to rank.
 
     Args:
-      eqns: the equations.
+      eqns: the equations, in order.
       seeds: inputs that differ from rank to rank.
       completed: collectives whose results are equal on every rank, such as an all-reduce. Any other
         equation has results that differ if an operand differs.

@@ -114,7 +114,7 @@ def scatter_flow(
     """Find the values that ranks must compute as slices to get slices of the wanted gradients.
 
     Args:
-      eqns: the equations.
+      eqns: the equations, in order.
       wanted: the gradients that must be slices, with the sliced dimension of each.
       local: values that differ from rank to rank.
       ends: values that are read after the equations.
@@ -210,7 +210,7 @@ def _prune(
     local: Collection[Var],
     inputs: Collection[Var],
 ) -> None:
-    """Remove the equations for which slices would save no memory.
+    """Remove the equations that would use no less memory on slices.
 
     To compute slices, an equation scatters its operands instead of its output. This saves memory
     only if loops scatter the operands, or the operands are smaller than the output.

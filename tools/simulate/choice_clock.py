@@ -54,7 +54,7 @@ class SteadyRandom(Random):
         return 0.0
 
     def random(self) -> float:
-        """Return a number for which no rare choice is made."""
+        """Return a number that leads to no rare choice."""
         return 0.5
 
 

@@ -124,7 +124,7 @@ def _processes_of(launcher: SimulatedLauncher, endpoint: str) -> list[SimulatedS
 def _applied(
     servers: Sequence[SimulatedServer], server: SimulatedServer, block: str
 ) -> list[bytes]:
-    """Return the changes in a block of a process, with those of the cut with which it began."""
+    """Return the changes of a block by a process, plus the changes in the cut at its start."""
     assert server.blocks is not None
     log = [x for name, x in server.blocks.log if name == block]
     cut = server.loaded

@@ -39,7 +39,7 @@ class EpochEnd:
     Attributes:
       newest: step of the newest server.
       received: newest step whose parameters a trainer has received from all servers.
-      cut: step of the cut with which the next epoch begins.
+      cut: step of the cut at the start of the next epoch.
     """
 
     newest: int
@@ -64,7 +64,7 @@ class SimulatedLauncher:
       rewinds: for each epoch after the first, (step of the newest server, step of the cut).
       restarts: for each of these epochs, the started roles: "in place" or "all"; or "none" after a
         trainer was dropped.
-      ends: ends of epochs for which all live servers have written their newest states.
+      ends: ends of epochs whose newest states all live servers have written.
       late: names of the live servers that did not begin to write them in time.
     """
 

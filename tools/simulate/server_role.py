@@ -35,7 +35,7 @@ class SimulatedServer(Process):
     Attributes:
       endpoint: endpoint of the server.
       blocks: computation of an asynchronous server; None for a synchronous one.
-      loaded: cut with which the process of an asynchronous server began; None without one.
+      loaded: cut that the process of an asynchronous server started from; None without one.
     """
 
     def __init__(

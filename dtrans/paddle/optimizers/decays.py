@@ -63,7 +63,7 @@ def exponential_decay(
     Args:
       learning_rate: the learning rate in the first step.
       decay_steps: the number of steps in which the learning rate decays by one factor.
-      decay_rate: the factor.
+      decay_rate: the number that multiplies the learning rate at each decay.
       staircase: True rounds `step / decay_steps` down.
 
     Returns:
@@ -255,7 +255,7 @@ def step_decay(learning_rate: float, step_size: int, decay_rate: float = 0.1) ->
     Args:
       learning_rate: the learning rate in the first step.
       step_size: the number of steps with the same learning rate.
-      decay_rate: the factor.
+      decay_rate: the number that multiplies the learning rate at each decay.
 
     Returns:
       A schedule.
@@ -282,7 +282,7 @@ def multi_step_decay(
     Args:
       learning_rate: the learning rate in the first step.
       milestones: the steps in which the learning rate changes, in ascending order.
-      decay_rate: the factor.
+      decay_rate: the number that multiplies the learning rate at each decay.
 
     Returns:
       A schedule.

@@ -86,7 +86,7 @@ def choose_tables(
     """Return the tables of a plan.
 
     Args:
-      step: the step.
+      step: the training step, divided at its gradients.
       analysis: the row analysis of the update.
       startup: the init, whose outputs are named as in the step.
       sparse: as in `dtrans.pserver`.

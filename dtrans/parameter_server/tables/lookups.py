@@ -130,7 +130,7 @@ class _Lookup:
 
     Attributes:
       eqn: the equation that picks.
-      leaf: the table.
+      leaf: name of the table.
       numbers: the row ids, as a value outside of all loops and branches.
       component: as in `RowPick`.
     """

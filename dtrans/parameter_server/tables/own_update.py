@@ -100,7 +100,7 @@ def write_update(
 
     Args:
       b: builder of the trainer's program.
-      step: the step.
+      step: the training step, divided at its gradients.
       sizes: maps each table to the number of looked-up rows.
       read: values of parameters and optimizer state, by name. A table, and state with a row for
         each row of the table, has `sizes[table]` rows.

@@ -298,9 +298,9 @@ class _FollowedRow:
     An abstract value is a known number, an unchanged input, or unknown.
 
     Args:
-      leaf: the leaf.
+      leaf: name of the leaf.
       flow: the row analysis of the equations.
-      eqns: the equations.
+      eqns: the equations, in order.
       assumed: maps the variable of a condition to the assumed outcome.
       parent: for a branch, the `_FollowedRow` of the equations around it; None for an update.
       outer: for the inputs of a branch, the values outside of the branch.

@@ -143,7 +143,7 @@ class JoinMember:
     Attributes:
       limit: time at which this trainer gives up.
       met: True once all trainers have joined.
-      refused: reason for which this trainer has refused trainer 0; empty if there was no refusal.
+      refused: reason why this trainer has refused trainer 0; empty if there was no refusal.
       reminder: times at which this trainer logs what it waits for.
     """
 
@@ -170,7 +170,7 @@ class JoinMember:
         Args:
           sender: address of the sender.
           parts: frames of the message.
-          now: the time.
+          now: the current time, in seconds.
 
         Raises:
           PeerError: trainer 0 gave up because of an error.

@@ -95,7 +95,7 @@ class MembershipTable:
 
         Args:
           trainer: id of the trainer.
-          now: the time.
+          now: the current time, in seconds.
           grace: seconds to wait for a reconnection or a last message. After them, the trainer
             counts as ended.
         """

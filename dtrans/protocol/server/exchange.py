@@ -68,7 +68,7 @@ class Exchange:
       kinds: the reductions, grouped by dtype, op, owners and `over`.
       local: computation of the block before the exchange, as a function of the block's inputs. It
         returns the partial results named `owned`, followed by the outputs named `plain`.
-      owned: names of the reductions to which this server contributes a partial result.
+      owned: names of the reductions that need a partial result of this server.
       plain: names of the block's outputs that need no data from other servers.
       results: pairs of names: an output of the block, and the reduction that computes the output.
     """

@@ -26,7 +26,7 @@ class PeerLine:
       greeting: fields of the greeting (`ServerPeers.greeting`).
       secret: the job's token.
       say: function that sends the frames of one message.
-      retry: seconds for which this server waits for a reconnection.
+      retry: seconds that this server waits for a reconnection.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class ServerLoop:
     Args:
       trainers: the server's trainers.
       secret: the job's token.
-      retry: seconds for which the server waits for the reconnection of another server.
+      retry: seconds that the server waits for another server to reconnect.
       ended_saves: returns the checkpoint writes that have ended since its last call. For each of
         them, it returns the checkpoint's name, and an error text that is empty after a success.
       ended_roles: returns the roles of the job whose processes have ended, with their exit status.

@@ -89,7 +89,7 @@ class Serving:
         """Handle a message; refuse a message that is malformed or not expected now.
 
         Raises:
-          PeerError: the message ends the job, because a trainer has failed or left too early.
+          PeerError: a trainer has failed or left too early, so the job ends.
         """
         size, self._now = sum(map(len, frames)), now
         self.status.received += size
@@ -138,7 +138,7 @@ class Serving:
             self.status.saving[name] = before.status.saving[name]
 
     def undo_saves(self, ended: Iterable[tuple[str, str]], last: int) -> None:
-        """Forget the checkpoints of undone steps, because repeated steps will have other results.
+        """Forget the checkpoints of undone steps; repeated steps will have other results.
 
         Args:
           ended: (name, error text) for each checkpoint that was pending.
@@ -156,7 +156,7 @@ class Serving:
 
         Args:
           early: greeting by address.
-          now: the time.
+          now: the current time, in seconds.
         """
         self._now = now
         for address, message in early.items():
@@ -169,7 +169,7 @@ class Serving:
         Args:
           trainer: id of the trainer.
           how: exit status of the process.
-          now: the time.
+          now: the current time, in seconds.
         """
         self.trainers.died(trainer, how, now)
 
@@ -204,7 +204,7 @@ class Serving:
         Args:
           name: name of the checkpoint.
           error: reason why the checkpoint could not be written; empty if it was written.
-          now: the time.
+          now: the current time, in seconds.
         """
         steps, asked = self._saves.pop(name)
         self.status.saved(name, steps, self._blocks.pop(name), error, now)

@@ -127,7 +127,7 @@ class StepWaits:
         """Check the deadline of a wait, and send `waiting` messages.
 
         Args:
-          now: the time.
+          now: the current time, in seconds.
           waiting: ids of the trainers that wait.
           says: True to log the wait, False if `TrainerRegistry` already logs missing trainers.
         """

@@ -115,7 +115,7 @@ class TrainerRegistry:
       deadline: seconds within which all trainers must connect.
       plan: parts of the plan's fingerprint; a trainer with other parts is refused.
       secret: the job's token.
-      retry: seconds for which the server waits for a reconnection.
+      retry: seconds that the server waits for a reconnection.
       busy: ids of trainers that were connected in the previous epoch. The deadline does not apply
         to these trainers: each may first finish its user's code between two steps, and then greet
         the server.

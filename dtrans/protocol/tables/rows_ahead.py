@@ -168,7 +168,7 @@ class RowsAhead:
         return found
 
     def drop(self, k: int, name: str, step: int) -> None:
-        """Drop trainer k's announcement for a step, because the step looks up other rows."""
+        """Drop trainer k's announcement for a step that looks up other rows instead."""
         self._of.pop((k, name, step), None)
 
     def forget_rows(self, name: str) -> None:

@@ -38,7 +38,7 @@ class ServerConnection:
       plan: parts of the fingerprint of the trainer's plan.
       secret: the job's token.
       say: function that sends the frames of one message.
-      retry: seconds for which the trainer waits for a reconnection.
+      retry: seconds that the trainer waits for a reconnection.
       epoch: smallest number of the epoch in which the trainer takes part.
 
     Attributes:

@@ -34,7 +34,7 @@ class TrainerLine(ServerConnection):
       terms, named_terms: arguments of `ServerConnection`.
 
     Attributes:
-      step: number of the step to which the next messages belong.
+      step: step number of the next messages.
       ahead: announced table rows, which later steps will use.
       awaited: number of the request whose answer the trainer waits for; 0 if it has no number.
       saved: maps the request number of each `save` to the answer; None until the answer arrives.

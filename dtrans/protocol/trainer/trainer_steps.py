@@ -204,7 +204,7 @@ class TrainerSteps:
           landings: the blocks to receive.
           endpoints: endpoints of servers that must answer even if no block is requested from them.
             These servers answer when all trainers have ended the step.
-          barriered: endpoints of the servers to which `send_barrier` is sent.
+          barriered: endpoints of the servers that receive `send_barrier`.
         """
         wanted: dict[str, dict[str, np.ndarray]] = {ep: {} for ep in (*endpoints, *self._sent_to)}
         for endpoint, name, rows in landings:
@@ -237,7 +237,7 @@ class TrainerSteps:
         The caller must complete `saved` before it calls `save` again.
 
         Args:
-          endpoints: the servers.
+          endpoints: endpoints of the servers.
           name: name of the checkpoint.
           steps: number of steps that this trainer has made.
         """
@@ -333,12 +333,12 @@ class TrainerSteps:
         return Operation(answers, _changes)
 
     def forget_connections(self) -> None:
-        """Clear the record of requests, because the trainer connects to the servers again."""
+        """Clear the record of requests, before the trainer connects to the servers again."""
         self.forget_asked()
         self._saves = "", {}
 
     def forget_asked(self) -> None:
-        """Clear the record of requested blocks, because another job has used these connections.
+        """Clear the record of requested blocks, after another job has used these connections.
 
         The next `request` sends the names of the blocks again.
         """

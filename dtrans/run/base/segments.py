@@ -271,7 +271,7 @@ def interpret(
     """Evaluate equations one after the other; `rules` implements communication primitives.
 
     Args:
-      eqns: the equations.
+      eqns: the equations, in order.
       env: maps each variable that the equations read to its value. The function adds the values
         that the equations compute.
       outs: the outputs.

@@ -27,8 +27,8 @@ class TrainerBatches:
     """Rules by which batches are split over the trainers of a plan.
 
     Args:
-      plan: the plan.
-      trainers: the backend.
+      plan: the plan of the job.
+      trainers: the backend, which places arrays and runs the program of each trainer.
 
     Attributes:
       specs: the structure of each batch argument.

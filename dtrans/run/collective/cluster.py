@@ -235,7 +235,7 @@ def on_cluster(plan: CollectivePlan, *, donate: bool, on_nonfinite: str = "ignor
     Options of the plan that the user left out get the defaults of JAX's backend.
 
     Args:
-      plan: the plan.
+      plan: the plan of the job.
       donate: True to donate the state to each step.
       on_nonfinite: the reaction to a result that is infinite or NaN, as in `plan.on_mesh`.
 

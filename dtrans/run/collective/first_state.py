@@ -26,8 +26,8 @@ class FirstState:
     """Startup program of a job, which computes the first state.
 
     Args:
-      plan: the plan.
-      trainers: the backend.
+      plan: the plan of the job.
+      trainers: the backend, which places arrays and runs the program of each trainer.
       donate: True if the first step may reuse the memory of the arrays.
     """
 

@@ -50,8 +50,8 @@ class CollectiveJob(Job):
     `init` and `step` are pure functions of a state. The job caches their compiled code.
 
     Args:
-      plan: the plan.
-      trainers: the backend.
+      plan: the plan of the job.
+      trainers: the backend, which places arrays and runs the program of each trainer.
       donate: True if a step may reuse the memory of its state.
       on_nonfinite: the reaction if a trainer's gradients are not finite: "ignore", "warn" or
         "error".

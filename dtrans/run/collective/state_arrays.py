@@ -18,7 +18,7 @@ class StateArrays:
     """Names and slices of the arrays in a plan's state.
 
     Args:
-      plan: the plan.
+      plan: the plan of the job.
 
     Attributes:
       names: the names of all arrays, in the order of the program's inputs.

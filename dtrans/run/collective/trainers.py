@@ -86,7 +86,7 @@ class Trainers(abc.ABC):
     Attributes:
       mesh: the devices of the trainers; None if one device simulates all.
       run_id: the default tag of the run's checkpoints.
-      here: number of trainers for which this process passes rows of the batch.
+      here: number of trainers whose rows of the batch this process passes.
       part: (index of this process's part of the batch, number of parts).
       who: name of this process's trainers in errors; "" for the default, "N trainers".
     """

@@ -189,7 +189,7 @@ class BlockUpdates:
         """Return the current rows of a block of a table.
 
         Args:
-          name: the block.
+          name: name of the block.
           ids: ids of the rows in the block.
           state: the server's state.
           train: True if gradients of these rows will follow.

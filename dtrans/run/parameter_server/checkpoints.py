@@ -28,7 +28,7 @@ class ServerCheckpoints:
       folder: the folder of all checkpoints.
       plan: the job's plan.
       endpoint: the server's endpoint.
-      begun: the number of the checkpoint with which the job started; 0 without a checkpoint.
+      begun: the number of the checkpoint that the job started from; 0 without a checkpoint.
     """
 
     folder: Path

@@ -26,7 +26,7 @@ from dtrans.run.parameter_server.trainer_cuts import computed_leaves, server_nam
 
 @dataclasses.dataclass(frozen=True)
 class EpochStart:
-    """State with which one server begins an epoch.
+    """State of one server at the start of an epoch.
 
     Attributes:
       epoch: the epoch.
@@ -53,7 +53,7 @@ class ServerCuts:
       plan: the job's plan.
       endpoint: the server's endpoint.
       every: number of steps between two cuts.
-      first_step: number of steps before the job, from the checkpoint with which it started.
+      first_step: number of steps in the checkpoint that the job started from; 0 without one.
       at_loss: as for `dtrans.Cuts`.
     """
 

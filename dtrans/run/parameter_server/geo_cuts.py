@@ -76,7 +76,7 @@ class GeoCuts:
     def begin(
         self, received: Mapping[str, int], state: tuple[Any, Any]
     ) -> tuple[tuple[Any, Any], int]:
-        """Return the state with which this process begins, and the number of steps before it.
+        """Return the first state of this process, and the number of steps before this state.
 
         Args:
           received: number of the trainer's steps that each server has received, by endpoint.

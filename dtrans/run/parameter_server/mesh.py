@@ -338,7 +338,7 @@ def _check_plan(plan: PServerPlan, way: str) -> None:
     """Raise ConfigError for a plan that cannot run in one process.
 
     Args:
-      plan: the plan.
+      plan: the plan of the job.
       way: the name of the method that the user called.
     """
     if not plan.sync_mode:

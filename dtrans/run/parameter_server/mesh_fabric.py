@@ -295,7 +295,7 @@ class MeshFabric:
     """Communication of a startup program, in which trainers receive the servers' initial values.
 
     Args:
-      placement: the devices.
+      placement: the devices of trainers and servers.
       state: maps the endpoint of each server to its state.
 
     Attributes:
@@ -358,7 +358,7 @@ class MeshStepFabric(MeshFabric):
     """Communication of one step: gradients to servers, updates, and rows of tables.
 
     Args:
-      placement: the devices.
+      placement: the devices of trainers and servers.
       state: maps the endpoint of each server to its state.
       plan: the job's plan.
       servers: the updates of all servers.

@@ -114,7 +114,7 @@ class Server:
         self._saves.begin(self._protocol, self._update, self._dense(kind.state), start)
 
     def _enter_epoch(self, state: Mapping[str, Any], before: Serving | None) -> EpochStart:
-        """Enter the current epoch, and return the state with which it begins."""
+        """Enter the current epoch, and return the server's state at its start."""
         cuts, step = self._cuts, self._first_step
         if cuts is None:
             counts = dict.fromkeys(range(self._served_update.served.trainers), step)

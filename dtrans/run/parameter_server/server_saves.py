@@ -86,7 +86,7 @@ class ServerSaves:
           protocol: the state machines of the epoch.
           update: the update of the epoch.
           dense: the arrays outside of tables, by name.
-          start: the state with which the epoch begins.
+          start: the state at the start of the epoch.
         """
         self._protocol, self._update, self._epoch = protocol, update, start.epoch
         if self._keep is None and self._cuts is None:

@@ -31,7 +31,7 @@ def merge_results(
     """Replace this trainer's results by results for the full batch, which a server merges.
 
     Args:
-      plan: the plan.
+      plan: the plan of the job.
       exchange: sends values to a server, and returns the merged values (`Executor.exchange`).
       outputs: the results of the trainer's program.
       call: the call of the program.

@@ -197,7 +197,7 @@ class SyncUpdate:
         """Return the current rows of a block of a table.
 
         Args:
-          name: the block.
+          name: name of the block.
           ids: ids of the rows in the block.
           train: True if gradients of these rows will follow.
         """

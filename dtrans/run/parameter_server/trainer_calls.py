@@ -36,7 +36,7 @@ class TrainerCalls:
     """Calls of one trainer's program for a step.
 
     Args:
-      plan: the plan.
+      plan: the plan of the job.
       trainer_id: id of the trainer.
     """
 

@@ -20,7 +20,7 @@ class RunStage:
     """Instruction that runs a compiled program on a stage.
 
     Attributes:
-      stage: the stage.
+      stage: index of the stage.
       fn: the compiled program.
       reads, makes: the slots of the program's operands, and of its outputs.
       what: a name for display.

@@ -140,7 +140,7 @@ class P2PChannels:
         atexit.register(self.close)
 
     def _link(self, origin: int, target: int) -> str:
-        """Return the user name with which process `origin` connects to process `target`."""
+        """Return the user name under which process `origin` connects to process `target`."""
         return f"process {origin} to {target}"
 
     # -- sending ---------------------------------------------------------------------------------

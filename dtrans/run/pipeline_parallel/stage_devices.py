@@ -72,7 +72,7 @@ class StageBackend(abc.ABC):
 
         Args:
           fn: a function of one replica's flat arrays. Its collectives use the mesh axis AXIS.
-          stage: the stage.
+          stage: index of the stage.
           ins, outs: the shardings of operands and outputs.
           donated: the positions of operands whose memory the function may reuse.
         """

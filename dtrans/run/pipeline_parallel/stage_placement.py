@@ -37,7 +37,7 @@ class StagePlacement:
     """Placement of a plan on devices.
 
     Attributes:
-      plan: the plan.
+      plan: the plan of the job.
       backend: the devices of the stages.
       mine: the indices of the stages that this process runs, and of the copies that it stores.
       donate: True if a step may reuse the memory of the state that is passed to it.

@@ -190,7 +190,7 @@ def tree_of(plan: PipelinePlan, spec: TreeSpec, array_of: Callable[[str], Any]) 
     """Return a part of the state as the user's pytree, without padding.
 
     Args:
-      plan: the plan.
+      plan: the plan of the job.
       spec: the structure of the pytree.
       array_of: returns an array of the state by name.
     """

@@ -55,7 +55,7 @@ class OwnerWriter:
     Args:
       analysis: the row analysis of one device's update.
       owner: the rank that owns each leaf. A leaf that is not updated may be absent.
-      options: the options.
+      options: the options of `dtrans.sharding`.
       root: the prefix of the names of packed state, such as "opt_state/bins".
       ready: the leaves in the order in which the backward pass computes their gradients.
         Gradients are packed in this order.
@@ -322,7 +322,7 @@ def gather_bins(
       b: the builder to write with.
       bins: the layout of the packed vectors.
       shards: this rank's packed vectors, by name.
-      options: the options.
+      options: the options of `dtrans.sharding`.
       name: the prefix for the names of the gathers.
     """
     b.role = DIST

@@ -116,7 +116,7 @@ class JobTables(abc.ABC):
         """Return the servers' current rows, for evaluation between steps.
 
         Args:
-          name: the table.
+          name: name of the table.
           ids: row ids, of any shape.
 
         Returns:
@@ -145,7 +145,7 @@ class JobTables(abc.ABC):
         changed rows.
 
         Args:
-          name: the table.
+          name: name of the table.
           since: a step number, counted from the start of the servers. With since=0, the result has
             all changes of this job. In later calls, pass the `step` of the last result.
 
@@ -173,7 +173,7 @@ class JobTables(abc.ABC):
         evict rows whose gradient has not arrived yet.
 
         Args:
-          name: the table.
+          name: name of the table.
           unused_for: the number of steps. After a restore from a checkpoint, steps of the earlier
             job count, too.
 
@@ -195,7 +195,7 @@ class JobTables(abc.ABC):
         bfloat16 value is written as two bytes. The table need not fit into memory.
 
         Args:
-          name: the table.
+          name: name of the table.
           path: the path of the file. An existing file is replaced.
 
         Raises:
@@ -231,7 +231,7 @@ class JobTables(abc.ABC):
         """Return the rows for ids of any shape and order.
 
         Args:
-          name: the table.
+          name: name of the table.
           ids: row ids.
           read: function from increasing ids to their rows. It is called with one id or more.
         """

@@ -59,7 +59,7 @@ class MeshTables(JobTables):
         """Return rows of a state, for evaluation.
 
         Args:
-          name: the table.
+          name: name of the table.
           ids: row ids, of any shape.
           state: a state of the job; by default the last state of `init` or `step`.
 
@@ -171,7 +171,7 @@ def rows_from(
 
     Args:
       plan: the job's plan.
-      table: the table.
+      table: name of the table.
       ids: increasing ids of the rows.
       rows: an array with at least len(ids) rows.
       servers: maps the endpoint of each server to its state.

@@ -96,7 +96,7 @@ class MissedSteps:
 
     Args:
       update: the server's update.
-      table: the block.
+      table: the block of the table.
       state: the initial values by name; None if all rows have the values of the init.
 
     Attributes:

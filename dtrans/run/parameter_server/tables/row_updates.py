@@ -108,7 +108,7 @@ class RowUpdates:
 def all_ids(
     table: TableBlock, grads: Mapping[str, RowGradient], present: Collection[int]
 ) -> np.ndarray:
-    """Return the increasing ids of the rows for which a trainer in `present` has a gradient."""
+    """Return the increasing ids of the rows in the gradients of the trainers in `present`."""
     ids = [grads[table.gradients[k]].ids for k in sorted(present)]
     return ids[0] if len(ids) == 1 else sorted_once(np.concatenate(ids))
 
@@ -137,7 +137,7 @@ def put_padded(
     """Return a block and its state with new rows.
 
     Args:
-      table: the block.
+      table: the block of the table.
       ids: the ids of the rows that the update has changed.
       new: rows by name. Rows after the first len(ids) are padding.
       state: the state before the step.

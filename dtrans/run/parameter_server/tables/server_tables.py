@@ -59,7 +59,7 @@ class ServerTables:
         """Evict the rows without a gradient in the last `unused_for` steps; return their number.
 
         Args:
-          name: the block.
+          name: name of the block.
           unused_for: the number of steps.
           under_way: ids of rows whose gradient has not arrived yet. These rows are not evicted.
 
@@ -82,7 +82,7 @@ class ServerTables:
         """Return the ids of the rows that were changed or evicted after a step.
 
         Args:
-          name: the block.
+          name: name of the block.
           since: the number of the step.
 
         Returns:

@@ -40,11 +40,11 @@ class TableMemory:
 
     Args:
       update: the server's update.
-      table: the block.
+      table: the block of the table.
       state: the initial values, by name.
 
     Attributes:
-      table: the block.
+      table: the block of the table.
       arrays: maps names to NumPy arrays: the block, and each array of optimizer state that has a
         row for each row of the block.
       reads: names of the values that `put` needs from each update.
@@ -309,7 +309,7 @@ def _maker_of(saved: TableRows | None, initial: Sequence[Any]) -> RowMaker | Non
 
 
 def _saved_rows(table: TableBlock, initial: Sequence[Any]) -> TableRows | None:
-    """Return the saved table with which a block and all its state start; None without one."""
+    """Return the saved table that provides a block and all its state; None without one."""
     found = {x.table if isinstance(x, ArrayLike) else None for x in initial}
     saved = found.pop()
     if found or saved is None or saved.names != table.arrays:

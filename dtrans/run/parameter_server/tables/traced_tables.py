@@ -39,7 +39,7 @@ class TracedMemory:
     """Rows of a block and of its state, as traced arrays. It replaces `TableMemory` in a trace.
 
     Args:
-      table: the block.
+      table: the block of the table.
       missed: missed steps of rows; None if updates change only rows with a gradient.
       state: the initial values, by name.
 
@@ -143,7 +143,7 @@ def gradients_with_room(
     """Arrange gradients of a block's rows as arrays for one update.
 
     Args:
-      table: the block.
+      table: the block of the table.
       gradients: trainers' gradients by name. With delay compensation, they include the rows that
         trainers have received.
 
