@@ -59,7 +59,7 @@ class ExactStep:
 
     @property
     def local_note(self) -> str:
-        """Text for the notes of a plan with `batch="local"`."""
+        """Note of a plan with `batch="local"`: says if the job computes one device's numbers."""
         if self.proven and self.reduce == "mean":
             return f"exact: mean over {self.rows} rows"
         how = "local: each trainer computes on its own part, and the results are averaged"

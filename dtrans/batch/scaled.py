@@ -164,7 +164,7 @@ class _Pairing:
             return is_scaled(b) or is_computed(a, 0) == is_computed(b, 1)
 
         def power(a: Atom, b: Atom) -> Power:
-            """Return the known exponent of two paired values, or that of two constants."""
+            """Return the exponent of a pair of values; compute the exponent of two constants."""
             if of(a, b) in known:
                 return known[of(a, b)]
             number = lambda x, side: np.asarray(x.val if isinstance(x, Literal) else side.get(x))

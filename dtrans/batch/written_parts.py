@@ -68,7 +68,7 @@ class WrittenParts:
 
     @property
     def full(self) -> tuple[str, ...]:
-        """Names of the precomputed values that every part gets in full."""
+        """Names of the precomputed values that every part of the batch gets in full."""
         return self.values.full
 
     @property
@@ -83,7 +83,7 @@ class WrittenParts:
         return f"{ROOT}/{len(self.values.spots)}"
 
     def step_of(self, full_step: Program) -> TrainerStep:
-        """Derive the step of a part from the step on the full batch (`trainer_step`)."""
+        """Derive the step on one part of the batch from the step on the full batch."""
         program = full_step
         if self.values.spots:
             program = self.values.with_precomputed(full_step)
@@ -97,7 +97,7 @@ class WrittenParts:
         )
 
     def part_of(self, full_step: Program, found: TrainerStep | None = None) -> Program:
-        """Return the program of a part's step; its last arguments are the precomputed values.
+        """Return the step on one part of the batch; its last arguments are precomputed values.
 
         Args:
           full_step: step on the full batch.
@@ -131,7 +131,7 @@ class WrittenParts:
         return full_step.rewritten(self.part_of, self._full_types, result=part)
 
     def _full_types(self, types: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Convert the types of a part's inputs to the types of the full step's inputs."""
+        """Convert input types of the step on one part of the batch to those for the full batch."""
         found = {}
         for name, t in types.items():
             if not is_under(name, [ROOT]):
@@ -154,7 +154,7 @@ class WrittenParts:
 
 
 def adds_up(part: TrainerStep) -> bool:
-    """Return True if the step of a part needs no communication."""
+    """Return True if the step on one part of the batch needs no communication."""
     return not (part.exchanged or part.gathers)
 
 
@@ -167,7 +167,7 @@ def written_parts(
     noun: str,
     part: Program | None = None,
 ) -> tuple[WrittenParts, TrainerStep]:
-    """Find the values to precompute, and write the step of a part.
+    """Find the values to precompute, and write the step on one part of the batch.
 
     Args:
       full_step: step on the full batch, with a captured loss if possible.

@@ -427,7 +427,7 @@ def _table_arrays(
 def _init_outputs(
     saved: Checkpoint, init: Program
 ) -> Callable[[], Mapping[str, np.ndarray]] | None:
-    """Return a function that computes the init's outputs, by name, with the saved arguments.
+    """Return a function that calls the init with the saved arguments and names the outputs.
 
     Return None if the checkpoint contains all rows, so that the init is not needed.
     """

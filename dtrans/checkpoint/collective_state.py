@@ -78,7 +78,7 @@ def saver_rows(plan: CollectivePlan) -> list[VarDistributed]:
 
 
 def _bin_slots(plan: CollectivePlan) -> Mapping[str, BinSlot]:
-    """Return the bin slot of each packed array (dict by array name)."""
+    """Return the position of each packed array in its rank's vector, by array name."""
     if isinstance(plan, ShardingPlan) and plan.owned is not None:
         return plan.owned.state.places
     return {}
@@ -180,7 +180,7 @@ def values_to_save(plan: CollectivePlan, who: str, arrays: Mapping[str, Any]) ->
 def _read_bin(
     plan: CollectivePlan, row: VarDistributed, place: BinSlot, arrays: Mapping[str, Any]
 ) -> Any:
-    """Return an array that is packed into a bin, the vector of all arrays of one rank."""
+    """Extract one array from a bin, the vector that packs all arrays of one rank."""
     everything = full_slice(place.bin, arrays[place.bin], row.endpoint)
     inside = _rows_of(everything, 0, *_bin_span(plan, place))
     return _rows(inside, arrays[place.bin]).reshape(place.shape)

@@ -219,7 +219,10 @@ class Checkpoint:
     # -- tables ------------------------------------------------------------------------------------
 
     def _blocks(self, target: VarDistributed) -> list[tuple[VarDistributed, SavedBlock, int]]:
-        """Return the saved table blocks that overlap a slice: (slice, files, column in files)."""
+        """Return the saved blocks of a table that overlap `target`.
+
+        Each tuple contains a saved slice, the block's files, and the slice's column in these files.
+        """
         rows = self.rows.get(target.origin_name, ())
         found = []
         for row in rows:
@@ -291,7 +294,7 @@ class Checkpoint:
     def table(
         self, targets: Sequence[VarDistributed], eqn: Any, args: Sequence[Any] | None
     ) -> SavedTable | None:
-        """Return the saved rows of a server's block, or None if some are not in files of rows.
+        """Return the saved rows of a table's block on a server; None if row files lack some rows.
 
         Args:
           targets: the slices of the block and of the state arrays that have the block's rows.
@@ -570,7 +573,7 @@ def _shared_rows(target: VarDistributed, row: VarDistributed) -> int:
 
 
 def _select_rows(target: VarDistributed, row: VarDistributed, segment: RowSegment) -> RowSegment:
-    """Return the rows of a segment of `row` that `target` contains, numbered as in `target`."""
+    """Select the rows of `segment` that slice `target` contains; number them as in `target`."""
     at, local = _locate_rows(target, row, segment.ids)
     # `segment.rows` lacks evicted rows, which are in `segment.ids` and `segment.changed`.
     positions = np.cumsum(segment.changed > 0) - 1
@@ -643,7 +646,7 @@ def _origin(about: Mapping[str, Any]) -> str:
 
 
 def _may_be_replaced(theirs: Mapping[str, Any] | None, mark: Mark) -> bool:
-    """Return True if it is certain that no process needs a piece of an incomplete checkpoint.
+    """Return True if no process can need this piece of an incomplete checkpoint any more.
 
     Args:
       theirs: the description of the piece; None if a crash of the host lost files of the piece.

@@ -216,9 +216,10 @@ def _local_state(step: Cut, options: Options) -> list[str]:
 
 
 def mergeable_state(step: Cut, options: Options) -> Sequence[str]:
-    """Return the state that can have merge rules.
+    """Return the names of the state for which users may choose merge rules.
 
-    With local steps this is all state, and else the leaves that the optimizer does not update.
+    With local steps, these are all arrays. Without, they are the leaves that the optimizer does
+    not update, such as batch statistics.
     """
     if options.local_sgd is not None:
         return (*step.params, *step.opt_state)
@@ -237,7 +238,7 @@ def _trace_full_batch(
       may_grow: outputs whose rule depends on this trace.
 
     Returns:
-      The traced step. If arrays have different numbers of rows: None, if `may_grow` is empty.
+      The traced step; None if arrays have different numbers of rows, and `may_grow` is empty.
 
     Raises:
       ConfigError: arrays have different numbers of rows, and `may_grow` is not empty.

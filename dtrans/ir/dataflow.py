@@ -47,7 +47,7 @@ def needed_equations(
 
 
 def live_equations(eqns: Sequence[JaxprEqn], outputs: Iterable[Atom]) -> list[JaxprEqn]:
-    """Return the equations with effects, and all equations that these or `outputs` depend on."""
+    """Return the equations on which `outputs` or a side effect depends, in order."""
     wanted = list(outputs)
     with_effects = [i for i, eqn in enumerate(eqns) if eqn.effects]
     for i in with_effects:

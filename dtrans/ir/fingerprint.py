@@ -110,8 +110,8 @@ def program_parts(
 def value_digests(jaxpr: Any, in_names: Sequence[Any]) -> dict[Any, str]:
     """Return, for each value of a closed jaxpr, a digest of the expression that computes it.
 
-    The expression has the names of inputs. Digests ignore the order of equations, weak types, and
-    conversions that only change a weak type.
+    In the expression, inputs have their names. Digests ignore the order of equations, weak types,
+    and conversions that only change a weak type.
     """
     write = _Writer()
     inner, consts = opened(jaxpr), constants(jaxpr)
@@ -185,7 +185,7 @@ def digest(text: str) -> str:
 
 
 def table(rows: Mapping[str, Any]) -> str:
-    """Return a line `name value` for each row, as one text; replace a long text by its digest."""
+    """Return the lines `name value` of a mapping as one text; if it is long, return its digest."""
     text = "\n".join(f"{name} {value}" for name, value in rows.items())
     if len(text) <= LONGEST:
         return text

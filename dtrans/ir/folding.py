@@ -30,7 +30,7 @@ Number = np.ndarray[Any, Any]
 
 
 def is_number(fact: Any, *numbers: float) -> bool:
-    """Return True if a fact is a number and, if `numbers` are passed, equal to one of them."""
+    """Return True if `fact` is a number; with `numbers`, only if it equals one of these numbers."""
     return isinstance(fact, np.ndarray) and (not numbers or any(bool(fact == x) for x in numbers))
 
 

@@ -159,7 +159,7 @@ class Program(NamedJaxpr):
 
     @cached_property
     def read(self) -> frozenset[str]:
-        """Names of the inputs that an equation or an output reads."""
+        """Names of the inputs that the program uses, in an equation or as an output."""
         used = set(variables_read(self.eqns, self.inner.outvars))
         return frozenset(n for n, v in self.invars.items() if v in used)
 

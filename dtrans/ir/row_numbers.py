@@ -54,7 +54,7 @@ def numbers_of(jaxpr: Any) -> Facts[Fact]:
 
 
 def known_of(fact: Fact, component: Entry = None) -> Known:
-    """Return what `fact` says about an array `x`, or with a component about `x[..., component]`."""
+    """Select from the facts about an array `x` the one about `x`, or about `x[..., component]`."""
     place = 0 if component is None else 1 + component
     if place < len(fact):
         return fact[place]

@@ -60,7 +60,7 @@ def choose_averages(step: Cut, merge: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def add_averages(step: Cut, leaves: Sequence[str]) -> Cut:
-    """Extend the update: each of `leaves` gets the value that arrives as its gradient."""
+    """Extend the update: the new value of each of `leaves` is the value sent as its gradient."""
     if not leaves:
         return step
     half = step.optimize

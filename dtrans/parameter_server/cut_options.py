@@ -9,9 +9,10 @@ from dtrans.checks import check_flag, check_int
 
 @dataclasses.dataclass(frozen=True)
 class Cuts:
-    """Cuts of a job of parameter servers, from which it continues after the loss of a process.
+    """Options of cuts: copies of the servers' state, from which a job continues after a loss.
 
-    Pass it to `job.serve`. Servers write cuts if `dtrans launch --restarts` started the job.
+    Pass the object to `job.serve`. Servers write cuts only in jobs that `dtrans launch --restarts`
+    started.
 
     Attributes:
       every: number of steps between two cuts. An asynchronous server counts the steps of all

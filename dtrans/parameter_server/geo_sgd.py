@@ -383,5 +383,5 @@ class GeoTrainerSide:
 def per_block(
     leaves: Sequence[Sequence[Block]], value: Callable[[Block], Any]
 ) -> tuple[tuple[Any, ...], ...]:
-    """Return `value(block)` for each block of each leaf: [[b0, b1], [c0]] -> ((v, v), (v,))."""
+    """Return `value(block)` of each block, in one tuple for each leaf: ((v0, v1), (v2,))."""
     return tuple(tuple(map(value, blocks)) for blocks in leaves)

@@ -65,7 +65,7 @@ def compare_dispatchers(
 def _state_units(
     placement: Placement, optimize_blocks: Iterable[OptimizeBlock], trainers: int
 ) -> dict[str, str]:
-    """Return the unit that contains each array of the servers' state, by the array's name."""
+    """Return the unit (blocks that are updated together) of each state array, by array name."""
     found: dict[str, str] = {}
     for block in optimize_blocks:
         if block.role == OPTIMIZE:

@@ -320,9 +320,9 @@ def split_batch(step: Cut, batch: Batch, trainers: int, mode: Mode) -> ExactStep
 
 
 def sent_parts(step: Cut, batch: Batch, trainers: int, mode: Mode) -> tuple[str, ...] | None:
-    """Return the names of all batch arrays if trainers may send values of the batch to the update.
+    """Return the batch arrays from which trainers may compute values to send to the update.
 
-    Otherwise return None.
+    Return None if trainers cannot send such values, because they run local or async steps.
     """
     if isinstance(mode, Sync) and (trainers == 1 or batch.exact):
         return tuple(batch_axes(step, batch))

@@ -145,7 +145,7 @@ class PipelinePlan(Plan):
 
     @property
     def state(self) -> tuple[str, ...]:
-        """Names of the arrays of the state that stages store."""
+        """Names of the parameters and arrays of optimizer state that stages store."""
         return tuple(all_names(self.update.program.args[:2]))
 
     @cached_property

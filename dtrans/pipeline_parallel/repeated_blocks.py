@@ -170,7 +170,7 @@ def _body(jaxpr: Any) -> tuple[Any, ...]:
 
 
 def _scoped(eqns: Sequence[JaxprEqn], at_least: int) -> Iterator[tuple[Blocks, list[int]]]:
-    """Yield pairs (blocks, indices of the equations in them) for equal sibling name scopes."""
+    """Yield blocks that are equal sibling name scopes, each with the indices of its equations."""
     members: dict[tuple[str, ...], list[int]] = {}
     for i, eqn in enumerate(eqns):
         path = tuple(p for p in scope_of(eqn).split("/") if p)

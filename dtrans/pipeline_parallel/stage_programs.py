@@ -392,7 +392,7 @@ class StageProgramWriter:
 
 
 def _prelude(forward: ForwardPass, names: Sequence[str], wanted: Sequence[Atom]) -> ClosedJaxpr:
-    """Return a jaxpr that computes `wanted`, values before the loss function, from step inputs."""
+    """Return a jaxpr that computes values that the step computes before the loss function."""
     vars_of = forward.step.program.invars
     b = Builder(forward.prelude)
     step_vars = values_at(vars_of, names)

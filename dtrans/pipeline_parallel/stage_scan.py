@@ -247,7 +247,7 @@ def _is_alone(forward: ForwardPass, v: Var, leaf: str) -> bool:
 
 
 def _word_for_rows(step: Cut) -> str:
-    """Return the word for names such as "params/w.block1": "block", unless a name contains it."""
+    """Return "block" for names such as "params/w.block1"; add underscores until it is unused."""
     word = "block"
     while any(f".{word}" in n for n in step.program.in_names):
         word += "_"

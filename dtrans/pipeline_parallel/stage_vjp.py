@@ -138,9 +138,8 @@ class StageVjp:
     def names_of_saved(self, outs: Sequence[str], ins: Collection[str]) -> list[str]:
         """Return a name for each saved value.
 
-        If a saved value is also an output, its name is the name of the output. All other saved
-        values are numbered: "@residual/0". A saved value is also numbered if an input has the name
-        of the output: this output is the new value of a parameter.
+        A saved value that is also an output has the output's name, unless an input has this name.
+        All other saved values are numbered, such as "@residual/0".
 
         Args:
           outs: the names of the outputs.

@@ -225,7 +225,7 @@ class _Placer:
         return self.places - 1 if at == HUB else at
 
     def placed(self) -> PlacedUpdate:
-        """Return the update in pieces, one for each stage and number of earlier transfers."""
+        """Return the update in pieces. A piece runs on one stage, without transfers within."""
         ends = self._ends()
         for v, p in ends:
             self._schedule(v, p)

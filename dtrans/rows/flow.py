@@ -87,7 +87,7 @@ class FlowPass:
         self.within = within
 
     def over(self, eqns: Iterable[JaxprEqn], start: Mapping[Var, Layout]) -> Flow:
-        """Find the layout of each value of some equations; `start` maps inputs to layouts."""
+        """Find the layouts of all values of some equations from the layouts of inputs, `start`."""
         flow = Flow(dict(start))
         for i, eqn in enumerate(eqns):
             ins = [flow.layout(a) for a in eqn.invars]
@@ -114,7 +114,7 @@ class FlowPass:
         return False
 
     def _step(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
-        """Return how an equation runs on a block of rows; at least one operand is not shared."""
+        """Return how an equation runs on a block of rows; at least one operand depends on rows."""
         stuck = []
         for a, x in zip(eqn.invars, ins, strict=True):
             if isinstance(x, Colocated) and x.reason and a.aval.ndim:

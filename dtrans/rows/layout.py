@@ -22,7 +22,7 @@ class Shared:
 
 @dataclasses.dataclass(frozen=True)
 class RowOrder:
-    """Order in which shards store runs of consecutive entries, if it is not 0, 1, 2, and so on.
+    """Assignment of runs of consecutive entries to shards, e.g. runs 0 and 3 to the first shard.
 
     Attributes:
       slots: for each shard, the indices of its runs, e.g. `((0, 3), (1, 2))`; -1 for padding.
@@ -118,8 +118,9 @@ def first_reason(layouts: Iterable[Layout]) -> str | None:
 def join(a: Layout, b: Layout, name: str) -> Layout:
     """Return the layout of a value that has layout `a` or layout `b`, e.g. in two branches.
 
-    If one of two unshared layouts is `sendable`, the result is the other layout. If neither is, the
-    leaves of both must stay unsliced, with the reason that `name` depends on rows in two ways.
+    A `SHARED` layout gives way to the other layout, and so does a layout that is `sendable`. If no
+    layout gives way, the result is `Colocated`: one server must store the leaves of both. The
+    reason says that the value, `name`, depends on rows in two ways.
     """
     if a == b or b is SHARED:
         return a

@@ -242,7 +242,7 @@ def _run(
 
 
 def _keys(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Slice an array of random keys, or the array of their words, which has one more axis."""
+    """Slice an array of random keys, or its uint32 words, an array with one more axis."""
     (a,) = eqn.invars
     if part.axis >= min(a.aval.ndim, eqn.outvars[0].aval.ndim):
         return None
@@ -250,7 +250,7 @@ def _keys(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _random_bits(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Draw the bits of some keys; with a counter-based generator, also some bits of each key."""
+    """Slice the keys, or (with a counter-based generator) the bits that each key yields."""
     (keys,) = eqn.invars
     ndim = keys.aval.ndim
     if part.axis < ndim:

@@ -94,7 +94,7 @@ def _all_as(row: RowAxis, eqn: JaxprEqn) -> tuple[RowAxis | None, ...]:
 
 
 def _elementwise(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Run an elementwise equation: row i of the output depends on row i of the operands.
+    """Describe an elementwise equation: row i of the output depends on row i of the operands.
 
     Operands have the shape of the output, or are broadcast to it: they are scalars or have
     dimensions of size 1. An operand with rows must have all rows.
@@ -132,7 +132,10 @@ def _broadcast_in_dim(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _reshape(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Merge the row axis with the axes after it, or split it: a row is a run of `width` entries."""
+    """Describe a reshape that merges the row axis with axes after it, or splits the row axis.
+
+    In the result, a row is a run of `width` entries.
+    """
     row = _common_rows(ins[:1])
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if row is None or len(ins) > 1 or eqn.params["dimensions"] is not None or not old[row.axis]:
@@ -166,7 +169,7 @@ def _squeeze(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _reduce(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Reduce over axes other than the row axis, or over rows.
+    """Describe a reduction over axes other than the row axis, or over rows.
 
     Over rows, each block gives a partial result. No argmax over rows occurs here, since
     `dtrans.rows.normalize` has replaced it.
@@ -182,7 +185,7 @@ def _reduce(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _along(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Run an equation that mixes entries only along axes other than the row axis.
+    """Describe an equation that mixes entries only along axes other than the row axis.
 
     All operands except scalars must have the row axis.
     """
@@ -199,7 +202,7 @@ def _along(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _stack(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Stack along a new axis; a new axis before the row axis moves the row axis by one."""
+    """Describe a stack along a new axis. A new axis before the row axis moves the row axis."""
     row = _common_rows(ins)
     if row is None:
         return None
@@ -215,7 +218,7 @@ def _unstack(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _tile(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Tile along axes other than the row axis."""
+    """Describe a `tile` along axes other than the row axis."""
     row, reps = _common_rows(ins), eqn.params["reps"]
     if row is None or len(reps) != eqn.invars[0].aval.ndim or reps[row.axis] != 1:
         return None
@@ -270,7 +273,7 @@ def _dynamic_update_slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _dot_general(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Run a matrix product: contracted rows are summed, and other rows stay rows."""
+    """Describe a matrix product: contracted rows are summed, and other rows stay rows."""
     contract, batch = eqn.params["dimension_numbers"]
     lhs, rhs = ins
     free = []

@@ -48,7 +48,7 @@ class BlockRows(Protocol):
         """Return the same rows for the body that `b` builds; may add inputs to the body."""
 
     def operands(self) -> Sequence[Atom]:
-        """Return the operands for the inputs that `inside` added to a body."""
+        """Return operands for the inputs that `inside` added to the body of a loop or branch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +199,7 @@ class RowWriter:
     # -- equations -------------------------------------------------------------------------------
 
     def cut(self, aval: Any, layout: Layout) -> Any:
-        """Return the type of the block's part of a value with full type `aval` and this layout."""
+        """Return the type of a value that is cut to the block's rows; `aval` is the full type."""
         if self.rows is None or not isinstance(layout, RowAxis):
             return aval
         key = (aval.shape, aval.dtype, aval.weak_type, layout)

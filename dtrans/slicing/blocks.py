@@ -83,7 +83,7 @@ class Block:
         return _from_trainer(self.named(self.leaf + GRAD), trainer_id, trainers)
 
     def gradients(self, trainers: int, op: str) -> BlockGradient:
-        """Return the block's gradient: the "mean" or "sum" of the trainers' gradients."""
+        """Describe the gradient of this block: the "mean" or "sum" of the trainers' gradients."""
         sent = {k: self.gradient(k, trainers) for k in range(trainers)}
         return BlockGradient(self.gradient(0, 1), self.leaf, self.index, sent, op)
 
@@ -122,7 +122,7 @@ class Unit:
 
     @property
     def span(self) -> RowSet | None:
-        """Rows that the unit updates; None for full leaves."""
+        """Rows of a leaf that the unit contains; None for full leaves."""
         first = self.blocks[0]
         if first.count == 1 and not first.is_table:
             return None

@@ -157,7 +157,7 @@ class _Plan:
                 self._cut(value)
 
     def _cut(self, value: Atom) -> None:
-        """Add the wanted slices of a value to `cuts`: the value is computed in full."""
+        """Record that the wanted slices of a value are sliced from the full value."""
         self.cuts += [(value, part) for part in self._parts(value)]
 
     def steps(self) -> Iterator[tuple[JaxprEqn, list[tuple[Want, Recipe]] | None]]:
@@ -175,7 +175,7 @@ class _Plan:
         return want
 
     def _of(self, eqn: JaxprEqn) -> list[tuple[Want, Recipe]] | None:
-        """Return a recipe for each wanted slice of an equation's outputs.
+        """Return how to compute each wanted slice of an equation's outputs from operand slices.
 
         Return None if the equation must be computed in full.
         """

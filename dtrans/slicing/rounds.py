@@ -108,11 +108,11 @@ class ExchangeRounds:
         return None
 
     def at_home(self, var: Var) -> int:
-        """Return the number of exchanges before the servers of a value's leaf know the value."""
+        """Return the number of exchanges after which the servers of a value's leaf know it."""
         return self._at_home.get(var, 0)
 
     def shared(self, atom: Atom) -> int:
-        """Return the number of exchanges before all servers know a value."""
+        """Return the number of exchanges after which all servers know a value."""
         if isinstance(atom, Literal):
             return 0
         return self._shared.get(atom, 0)
@@ -125,7 +125,10 @@ class ExchangeRounds:
         return self.at_home(out)
 
     def read(self, atom: Atom, home: str | None) -> int:
-        """Return the number of exchanges before servers of leaf `home` (None: all) know a value."""
+        """Return the number of exchanges after which the servers of leaf `home` know a value.
+
+        If `home` is None, all servers must know the value.
+        """
         layout = self.analysis.layout(atom)
         if home is not None and layout is not SHARED and self.analysis.home(layout) == home:
             assert isinstance(atom, Var)

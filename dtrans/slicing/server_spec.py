@@ -51,7 +51,7 @@ class ServerSpec:
         return found
 
     def parts_of(self, crossing: CrossServerValue) -> list[str]:
-        """Return the names of this server's terms of a value that several servers compute."""
+        """Return the names of this server's terms of a reduced value, such as a squared norm."""
         return [part_name(unit, crossing) for unit in self._units_of.get(crossing.home, ())]
 
 
@@ -90,7 +90,7 @@ class UpdateSpec:
 
     @property
     def shared_state(self) -> tuple[str, ...]:
-        """Names of the shared state."""
+        """Names of the optimizer state that belongs to no leaf, such as a step count."""
         return self.analysis.state_of[None]
 
     def stays(self, crossing: CrossServerValue) -> bool:
@@ -208,7 +208,7 @@ def claim(
 def _server_spec(
     rounds: ExchangeRounds, units: tuple[UnitProgram, ...], state: Iterable[str] = ()
 ) -> ServerSpec:
-    """Return the work of a server: its units, and all shared values that these units need.
+    """Return the work of a server: its updates, and all shared values that these updates read.
 
     Args:
       rounds: equations, and the levels of all values.

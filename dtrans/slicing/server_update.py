@@ -44,7 +44,7 @@ class ServerVariable:
     """Array that a server stores, such as rows of a parameter or of optimizer state.
 
     Attributes:
-      of: name of the array of the step that has the initial value.
+      of: name of the step's array that provides the initial value.
       block: index of the block to which the variable belongs.
       part: rows of the array `of`; None for all rows.
       beside: name of the full array, if the step has no such array, e.g. `params/w.trainer_1_bak`.
@@ -154,7 +154,7 @@ def inline_update(b: Builder, work: ServerWork, values: Mapping[str, Atom]) -> d
 
 
 def _variables(spec: UpdateSpec, server: ServerSpec) -> dict[str, ServerVariable]:
-    """Return the variables of a server: rows of leaves and of their state, and full arrays."""
+    """Return the arrays that a server stores: rows of leaves and of state, and full arrays."""
     variables: dict[str, ServerVariable] = {}
     analysis = spec.analysis
     for u in server.units:
@@ -182,7 +182,7 @@ def _rows_of(name: str, block: int, span: RowSet | None, row: Any) -> ServerVari
 def _take_arguments(
     spec: UpdateSpec, server: ServerSpec, claimed: ChainMap[str, str]
 ) -> list[OptimizeBlock]:
-    """Write the block that receives step arguments, if there are any."""
+    """Return the program that receives step arguments from trainers; [] without arguments."""
     analysis = spec.analysis
     names = [n for n in analysis.input_names.values() if n in server.inputs & spec.arguments]
     if not names:
@@ -205,8 +205,8 @@ def _write_shared(
 ) -> tuple[dict[int, LevelProgram], dict[Var, str]]:
     """Write the programs that compute a server's shared values.
 
-    Return two dicts: the program of each level; and the name of each shared value that units or
-    later levels read.
+    Return two dicts. The first maps the number of exchanges before a program to the program. The
+    second maps each shared value that other programs read to its name.
     """
     analysis, level_of = rounds.analysis, rounds.shared
     writers: dict[int, LevelWriter] = {}
@@ -252,7 +252,7 @@ def _write_shared(
 def _joins(
     spec: UpdateSpec, server: ServerSpec, endpoint: str
 ) -> dict[int, list[CrossServerValue]]:
-    """Return, by level, the cross-server values whose parts the server combines or sends."""
+    """Return the values, such as norms, that this server reduces, by number of the exchange."""
     found: dict[int, list[CrossServerValue]] = {}
     for var, crossing in spec.rounds.crossings.items():
         if endpoint not in spec.over[var]:
@@ -266,7 +266,7 @@ def _joins(
 def _join(
     spec: UpdateSpec, server: ServerSpec, crossings: Sequence[CrossServerValue]
 ) -> OptimizeBlock:
-    """Write the last program of a level: reduce cross-server values, first on this server."""
+    """Write the reduction of values, such as norms: first on this server, then over servers."""
     b = Builder(spec.analysis.half.jaxpr)
     in_names: list[str] = []
     joined: list[Atom] = []

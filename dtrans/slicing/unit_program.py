@@ -83,12 +83,12 @@ class UnitProgram:
 
 
 def part_name(unit: Unit, crossing: CrossServerValue) -> str:
-    """Return the name of a unit's term of a value, such as a norm, that servers sum."""
+    """Return the name of a unit's term of a value, such as a norm, that servers reduce."""
     return f"{unit.name}/{crossing.name}"
 
 
 class LevelWriter:
-    """Writer of the program that runs after a number of exchanges between servers, the level.
+    """Writer of one program of an update, which runs between two exchanges of servers.
 
     Args:
       rounds: equations of the update, with the level of each value.
@@ -201,7 +201,7 @@ class _UnitLevels:
         self._handed: dict[Var, str] = {}  # value that a later level reads -> name of the value
 
     def at(self, level: int) -> LevelWriter:
-        """Return the writer of a level; the first call creates it."""
+        """Return the writer of the program that runs after `level` exchanges between servers."""
         if level not in self.writers:
             span = self._unit.span
             rows = BucketRows(span) if isinstance(span, RowBuckets) else span
@@ -211,7 +211,7 @@ class _UnitLevels:
         return self.writers[level]
 
     def _read_unit(self, level: int, var: Var) -> Atom | None:
-        """Return an input of this level for a value of the unit; None for a shared value."""
+        """Return a program's input for a value of the unit; None for a shared value."""
         name = self._inputs.get(var) or self._from_earlier(level, var)
         if name is None:
             return None
@@ -220,9 +220,9 @@ class _UnitLevels:
         return w.writer.env[var]
 
     def _from_earlier(self, level: int, var: Var) -> str | None:
-        """Make a value of an earlier level an output of that level; return its name.
+        """Make a value that an earlier program computes an output there; return its name.
 
-        Return None if no earlier level computes the value.
+        Return None if no earlier program computes the value.
         """
         before = self.of.get(var, level)
         if before == level or var not in self.writers[before].writer.env:
@@ -232,7 +232,7 @@ class _UnitLevels:
         return name
 
     def emit(self, position: int) -> None:
-        """Write equation `position` of the unit; parts of cross-server values become outputs."""
+        """Write an equation of the update for this unit; terms of norms and sums become outputs."""
         rounds, level = self._rounds, self._rounds.of_eqn(position)
         eqn, step = rounds.eqns[position], rounds.analysis.flow.steps[position]
         w = self.at(level)
@@ -252,7 +252,7 @@ class _UnitLevels:
             self.of[v] = level
 
     def of_output(self, out: Atom, home: str) -> int:
-        """Return the level at which the new value of a leaf or of state is known."""
+        """Return the number of exchanges before the new value of a leaf or of state is known."""
         if isinstance(out, Literal):
             return min(self.writers, default=0)
         if out in self.of and out not in self._rounds.crossings:
@@ -263,7 +263,7 @@ class _UnitLevels:
 
 
 def _digits(w: LevelWriter, eqn: JaxprEqn, step: Step) -> list[Atom]:
-    """Write a block's part of an exact sum.
+    """Write one block's term of a sum that has the same bits for every placement of blocks.
 
     The entries of each row are summed in floats, and the rows are added exactly.
     """

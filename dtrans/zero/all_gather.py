@@ -66,7 +66,7 @@ class Gatherer(SliceWriter):
     uses: LiveRanges
 
     def begin(self, ends: Sequence[tuple[int, Atom]], slice_results: Collection[Var]) -> None:
-        """Choose the windows in which leaves stay gathered; call this before the first `emit`.
+        """Choose the equations for which each leaf stays gathered. Call this method before `emit`.
 
         Args:
           ends: the results, as pairs (index of the equation that computes the value, value).
@@ -278,7 +278,7 @@ class Gatherer(SliceWriter):
     def write_body(
         self, sliced: Collection[int], wires: Wiring
     ) -> tuple[ClosedJaxpr, Prefetch | None]:
-        """Write the body that this writer was created for.
+        """Write the loop body for which this writer was created, and return the body.
 
         Args:
           sliced: indices of the outputs to return as slices.
@@ -337,10 +337,10 @@ class Gatherer(SliceWriter):
 def _segment(
     windows: Sequence[LiveRange], largest: float, is_available: Callable[[LiveRange], bool]
 ) -> list[LiveRange]:
-    """Return the windows at the start of the list whose leaves are gathered together.
+    """Return the first windows of the list, whose leaves one all-gather combines.
 
-    All returned windows have one role, forward or backward. The result is empty if the slice of the
-    first window's leaf cannot be computed yet.
+    A window is a range of equations for which a leaf stays gathered. All returned windows are in
+    the same pass, forward or backward. The result is empty if the first leaf's slice is not ready.
 
     Args:
       windows: the windows whose leaves are not gathered yet.

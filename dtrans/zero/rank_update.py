@@ -106,7 +106,7 @@ class RankUpdate:
         return found
 
     def _gather_buckets(self, slices: Mapping[str, Atom]) -> list[list[str]]:
-        """Divide leaves into lists that share an all-gather: equal stage, dtype and cut axis."""
+        """Divide leaves into groups of equal stage, dtype and cut axis, one for each all-gather."""
         limit = self.options.reduce.bucket_MB * 2**20
         groups = self.layout.groups
         kind = lambda n: (groups.get(n, 0), str(slices[n].aval.dtype), self.leaves[n].axis)

@@ -54,7 +54,7 @@ class ScatterFlow:
     loops: dict[int, dict[int, RowAxis]] = dataclasses.field(default_factory=dict)
 
     def operands(self, eqns: Sequence[JaxprEqn]) -> dict[int, Collection[int]]:
-        """Return a dict: index of an equation -> indices of the operands read as slices."""
+        """Return, by index of an equation, the indices of operands that it reads as slices."""
         return {i: self.operands_at(i, eqns[i]) for i in (*self.steps, *self.loops)}
 
     def operands_at(self, i: int, eqn: JaxprEqn) -> Collection[int]:

@@ -31,15 +31,15 @@ class _EqualValues(CountedValues):
 
 
 class SliceWriter(SliceAnalysis):
-    """Writer of equations on slices, and of their reductions and reduce-scatters.
+    """Writer of equations that run on slices of leaves, and of their reductions over ranks.
 
     `SliceAnalysis` describes the arguments.
 
     Attributes:
       env: maps a value of the step to the variable that replaces it: this rank's slice of a
         gradient, or the result of a reduction.
-      last_scattered: the latest scattered gradient, for which the next gather may wait. None after
-        a gather has waited for it.
+      last_scattered: the latest scattered gradient, until a gather waits for this gradient; then
+        None.
     """
 
     def __init__(

@@ -229,7 +229,7 @@ def find_lookups(step: Cut, leaves: Iterable[str] | None = None) -> Lookups:
 
 
 def numbers_first(eqns: Sequence[JaxprEqn], numbers: Iterable[Atom], like: Any) -> list[JaxprEqn]:
-    """Return the equations that compute row ids, and nothing else.
+    """Select the equations that compute row ids; drop all other equations.
 
     Loops among them are rewritten to compute only the outputs that ids depend on.
 
@@ -367,7 +367,7 @@ def _in_branches(
 def _in_scan(
     eqn: JaxprEqn, jaxpr: Any, flow: Flow, known: dict[Any, Sequence[Var]]
 ) -> tuple[list[_Lookup], list[JaxprEqn]]:
-    """Return the row reads in a scan's body, and a second scan for ids that only the body has."""
+    """Return the row reads in a scan's body, and a second scan that computes the row ids."""
     body, wires = opened(jaxpr), wiring(eqn)
     inside, new = _lookups_in(body.eqns, flow)
     count = len(wires.carried)

@@ -353,7 +353,7 @@ class _FollowedRow:
         return self.kinds[a]
 
     def run(self) -> None:
-        """Evaluate all equations for the row."""
+        """Compute the abstract values of all equations for one row of the leaf."""
         for i, eqn in enumerate(self.eqns):
             step = self.flow.steps.get(i)
             if step is None or not any(map(self._is_row_layout, step.operands)):
@@ -409,7 +409,7 @@ class _FollowedRow:
                 self._set_open(a, (False, True), eqn)
 
     def _set_open(self, a: Atom, outcomes: Sequence[Any], eqn: JaxprEqn | None) -> None:
-        """Set `open` to a condition, if `open` is None and the outcome is unknown."""
+        """Store a condition with an unknown outcome in `open`, unless `open` has one already."""
         if self.open is not None or isinstance(a, Literal) or isinstance(self.kind(a), np.ndarray):
             return
         values = tuple(np.asarray(x, a.aval.dtype) for x in outcomes)

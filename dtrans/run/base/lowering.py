@@ -16,7 +16,7 @@ from dtrans.run.base.segments import Rules, interpret
 def per_trainer(
     program: Program, rules: Callable[[], Rules] = lambda: OVER_AXIS
 ) -> Callable[..., list[Any]]:
-    """Return a program as the function of flat arrays that one trainer on a named axis runs.
+    """Convert a program to a function of flat arrays, which each trainer of a named axis runs.
 
     Args:
       rules: function that returns the implementation of each communication primitive, for one

@@ -225,9 +225,10 @@ def _to_leading(x: Any, sharding: AxisSharding, axes: Axes) -> Any:
 
 
 def _from_leading(x: Any, sharding: AxisSharding, axes: Axes) -> Any:
-    """Reshape a result of vmap, with one leading dimension for each axis, to a global array.
+    """Reshape a result of vmap to a global array; the inverse of `_to_leading`.
 
-    This inverts `_to_leading`. Along axes in `first`, the value of the first trainer is selected.
+    `x` has one leading dimension for each axis in `varies`. Along axes in `first`, the value of
+    the first trainer is selected.
     """
     sizes, cut = dict(axes), dict(sharding.cut)
     mapped = [name for name, _ in axes if name in sharding.varies.union(sharding.first)]

@@ -282,7 +282,7 @@ def local_piece(x: Any) -> Any:
 
 
 class ClusterFabric:
-    """Communication of an `Executor` that runs the programs of an nccl2 job, one by one."""
+    """Communication of an `Executor`, which runs the programs of an nccl2 job one by one."""
 
     def __init__(
         self, *, deadline: float, patience: float, allow_remote: bool, encryption: str | None

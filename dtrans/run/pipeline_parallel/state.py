@@ -53,9 +53,10 @@ class StateLayout:
 
     @cached_property
     def _entries(self) -> list[tuple[str, str, tuple[int, str]]]:
-        """Tuples (field, key in the field, (place, name)), one for each array of this process.
+        """Position of each of this process's arrays in a `PipelineState`, and its (place, name).
 
-        The field is "params", "opt_state" or "extra" of `PipelineState`.
+        The position is a pair (field, key), such as ("params", "params/w"). The place is the index
+        of the stored copy. Each tuple is (field, key, (place, name)).
         """
         plan, found = self.at.plan, []
         for part, spec in zip(("params", "opt_state"), plan.update.program.args[:2], strict=True):

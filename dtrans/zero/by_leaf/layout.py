@@ -238,7 +238,7 @@ class _BinScatterer(Scatterer):
                     self._pack(n)
 
     def _pack(self, name: str) -> None:
-        """Pack the gradients of a part, and add the packed vector as if it were one gradient."""
+        """Pack the gradients of one part, and reduce the packed vector like a single gradient."""
         part, bins = self.parts[name], self.bins
         leaves = bins.arrays_in(part)
 

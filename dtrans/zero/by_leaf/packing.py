@@ -51,7 +51,7 @@ class BinSlot:
         return math.prod(self.shape)
 
     def overlap(self, part: BinPart) -> range:
-        """Return the positions in the bin that belong to both the array and the part."""
+        """Return the positions in a rank's packed vector that the array and `part` share."""
         if part.bin != self.bin:
             return range(0)
         return range(max(self.start, part.start), min(self.start + self.size, part.stop))
@@ -59,7 +59,7 @@ class BinSlot:
 
 @dataclasses.dataclass(frozen=True)
 class BinPart:
-    """Elements `start` to `stop` of each rank's bin, the vector that packs its arrays."""
+    """Elements `start` to `stop` of all bins, the vectors that pack the arrays of each rank."""
 
     bin: str
     start: int
@@ -164,7 +164,7 @@ class Bins:
         return found
 
     def arrays_in(self, part: BinPart) -> list[str]:
-        """Return the arrays that have elements in a part; [] if the part contains only padding."""
+        """Return the names of arrays with elements in `part`; [] if it contains only padding."""
         return [n for n, p in self.places.items() if p.overlap(part)]
 
     # -- from arrays to bins ---------------------------------------------------------------------
@@ -178,7 +178,7 @@ class Bins:
         return {n: self.pack_part(p, values) for n, p in self._full_parts()}
 
     def pack_part(self, part: BinPart, values: Mapping[str, Any]) -> Any:
-        """Pack the elements of arrays that belong to one part."""
+        """Return the elements `part` of the packed vectors of all ranks, concatenated."""
         rows = []
         for rank in range(self.ranks):
             rows += self._rows(part, rank, values)
@@ -188,7 +188,7 @@ class Bins:
         return [(n, BinPart(n, 0, t.size)) for n, t in self.types.items()]
 
     def _rows(self, part: BinPart, rank: int, values: Mapping[str, Any]) -> list[Any]:
-        """Return one rank's elements of a part, as vectors to concatenate: arrays, then padding."""
+        """Return the elements `part` of one rank's packed vector, as vectors to concatenate."""
         rows, filled = [], part.start
         for n, p in self.of_rank(rank).items():
             overlap = p.overlap(part)

@@ -119,11 +119,11 @@ class OwnerWriter:
         self.state = Bins.from_types(state_types, self.rank_of, self.ranks, root)
 
     def _is_unit(self, block: OptimizeBlock) -> bool:
-        """Return True if a block updates leaves. Other blocks read no leaf."""
+        """Return True for a program that updates leaves; other programs read no leaf."""
         return block.role != LR_SCHED and block.name in self.units
 
     def _output_name(self, name: str) -> str:
-        """Return the name of a block's output: "new NAME" if an input already has this name."""
+        """Return a name for an output: "new NAME" if an input is already called NAME."""
         return f"new {name}" if name in self.analysis.inputs else name
 
     def _find_shared_work(self) -> None:
@@ -208,7 +208,7 @@ class OwnerWriter:
         return write_function(b, partial(_split, tuple(c.var.aval.shape for c in reduced)), vector)
 
     def _bin_names(self, level: int) -> list[str]:
-        """Return the names of the packed vectors that a level computes, as in `_carried_bins`."""
+        """Return the names of the packed vectors that ranks compute after `level` all-reduces."""
         if level != self.levels[-1]:
             return list(self.carried[level].types)
         return [f"new {n}" for n in (*self.params.types, *self.state.types)]
