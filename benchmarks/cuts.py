@@ -1,6 +1,7 @@
 """Seconds of a step with cuts and without them, measured in turn.
 
     python benchmarks/cuts.py --width 2048 --steps 300
+    python benchmarks/cuts.py --replicas --every 100000     # with replicas and without them
 
 Two trainers and two parameter servers run on this host. The model has one matrix of `width` x
 `width` entries, and the optimizer is Adam.
@@ -28,7 +29,7 @@ def loss(params, x, y):
     return jnp.mean((jnp.tanh(x @ params["w1"]) @ params["w2"] - y) ** 2)
 
 
-def work(width: int, steps: int, every: int) -> None:
+def work(width: int, steps: int, every: int, *, replicas: bool) -> None:
     """Run one role; trainer 0 prints the mean seconds of a step, without the first fifth."""
 
     def init(key):
@@ -49,7 +50,7 @@ def work(width: int, steps: int, every: int) -> None:
     with plan.on_cluster() as job:
         state = job.init(key)
         if role.is_pserver:
-            job.serve(state, cuts=every or None)
+            job.serve(state, cuts=dtrans.Cuts(every, replicas=int(replicas)) if every else None)
             return
         first, begun = steps // 5, 0.0
         for _, value in job.steps(state, lambda _: job.shard_batch(x, y), stop=steps):
@@ -60,9 +61,10 @@ def work(width: int, steps: int, every: int) -> None:
             print("seconds of a step:", (time.perf_counter() - begun) / (steps - first))
 
 
-def seconds_of_step(width: int, steps: int, every: int) -> float:
+def seconds_of_step(width: int, steps: int, every: int, *, replicas: bool = False) -> float:
     """Run a job; return the seconds of a step."""
     script = [__file__, "--work", "--width", width, "--steps", steps, "--every", every]
+    script += ["--replicas"] * replicas
     launch = ["-m", "dtrans", "launch", "--restarts", "1", "--trainers", "2", "--pservers", "2"]
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
@@ -82,17 +84,19 @@ def main(
     steps: int = typer.Option(300, help="Number of steps of each job."),
     every: int = typer.Option(10, help="Number of steps between two cuts."),
     pairs: int = typer.Option(3, help="Number of pairs of jobs."),
+    replicas: bool = typer.Option(False, "--replicas", help="Measure replicas, not cuts."),
     work_: bool = typer.Option(False, "--work", hidden=True),
 ) -> None:
-    """Print the seconds of a step with cuts, divided by those without."""
+    """Print the seconds of a step with cuts or replicas, divided by those without."""
     if work_:
-        work(width, steps, every)
+        work(width, steps, every, replicas=replicas)
         return
-    ratios = []
+    ratios, what = [], "replicas" if replicas else "cuts"
     for _ in range(pairs):
-        without, with_cuts = (seconds_of_step(width, steps, n) for n in (0, every))
-        ratios.append(with_cuts / without)
-        print(f"{without * 1e3:.2f} ms, with cuts {with_cuts * 1e3:.2f} ms", flush=True)
+        without = seconds_of_step(width, steps, every if replicas else 0)
+        with_it = seconds_of_step(width, steps, every, replicas=replicas)
+        ratios.append(with_it / without)
+        print(f"{without * 1e3:.2f} ms, with {what} {with_it * 1e3:.2f} ms", flush=True)
     print(
         f"median ratio {statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f} "
         f"(load {os.getloadavg()[0]:.1f})"

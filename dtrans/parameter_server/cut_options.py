@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
-from dtrans.checks import check_flag, check_int
+from dtrans.checks import check_flag, check_int, check_one_of
+from dtrans.parameter_server.replica_placement import backups_of
+
+
+if TYPE_CHECKING:
+    from dtrans.parameter_server.plan import PServerPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +27,9 @@ class Cuts:
         after its two newest steps, which takes the memory of one more state. After the loss of a
         trainer, the job repeats only the incomplete step. Requires synchronous servers without
         tables, and trainers that compute no leaves.
+      replicas: 1 to store a copy of each server's state on another server, on another host if the
+        servers have several. The loss of one server then repeats only the incomplete step, too.
+        Implies `at_loss`. Requires several servers, and the memory of three more states on each.
 
     Raises:
       ConfigError: a value is out of range.
@@ -33,7 +42,40 @@ class Cuts:
 
     every: int
     at_loss: bool = False
+    replicas: int = 0
 
     def __post_init__(self) -> None:
         check_int("every", self.every, "a number of steps", least=1)
         check_flag("at_loss", self.at_loss)
+        check_one_of("replicas", self.replicas, (0, 1))
+        if self.replicas:
+            object.__setattr__(self, "at_loss", True)
+
+    def extra_bytes(self, plan: PServerPlan) -> dict[str, int]:
+        """Return the bytes that each server of a plan stores in memory besides its state.
+
+        Args:
+          plan: the plan.
+
+        Raises:
+          ConfigError: the plan has only one server, with `replicas`.
+
+        Example:
+          >>> import jax.numpy as jnp, optax, dtrans
+          >>> tx = optax.adam(0.1)
+          >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
+          >>> init = lambda: (p := {"w": jnp.ones(1000)}, tx.init(p))
+          >>> main = dtrans.trace(step, *init(), jnp.ones((4, 1000)))
+          >>> rows, two = dtrans.BlockPlacement(min_block_size=1), "127.0.0.1:6174,127.0.0.1:6175"
+          >>> plan = dtrans.pserver(main, dtrans.trace(init), pservers=two, placement=rows)
+          >>> [sum(sizes.values()) for sizes in plan.server_bytes.values()]
+          [6004, 6004]
+          >>> list(dtrans.Cuts(every=100, replicas=1).extra_bytes(plan).values())
+          [18012, 18012]
+        """
+        sizes = {ep: sum(found.values()) for ep, found in plan.server_bytes.items()}
+        extra = dict(sizes) if self.at_loss else dict.fromkeys(sizes, 0)
+        if self.replicas:
+            for primary, backup in backups_of(list(sizes)).items():
+                extra[backup] += 2 * sizes[primary]
+        return extra

@@ -48,12 +48,14 @@ class Epoch:
       is_ending: True if a role was lost, and the launcher waits until servers have written the
         states after their newest steps.
       dropped: ids of the trainers that were lost, and without which the job continues; increasing.
+      lost: names of the lost servers of an ending epoch. Other servers write their replicas.
     """
 
     number: int = 0
     cut: int | None = None
     is_ending: bool = False
     dropped: tuple[int, ...] = ()
+    lost: tuple[str, ...] = ()
 
     def is_cut_due(self, step: int, first: int, every: int) -> bool:
         """Return True if roles write a cut after a step of a synchronous job.

@@ -101,6 +101,21 @@ class StepUpdate(Protocol):
         """Arrays of the state, by name."""
 
     @property
+    def old(self) -> dict[str, Any] | None:
+        """Arrays of the state before the newest one, by name; None if they are not stored."""
+
+    def state_blocks(self) -> list[tuple[str, np.ndarray]]:
+        """Return the name and the values of each array of the state, to be sent to a backup."""
+
+    def merge(
+        self, grads: Mapping[str, Any], present: frozenset[int], step: int
+    ) -> Mapping[str, Any]:
+        """Return the merged gradients by name, which `begin` then takes in place of gradients.
+
+        The arguments are those of `begin`.
+        """
+
+    @property
     def values(self) -> Mapping[str, Any]:
         """Arrays to send for the parameters, by block name."""
 

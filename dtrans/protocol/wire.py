@@ -42,6 +42,7 @@ ones are in brackets):
                    [, on_trainer_exit, plan, nonce,
                    back, epoch]
     partials       step, level, pieces + frames        refuse
+    replica        step, is_state, pieces + frames     replicated step; refuse
 
     trainer 0 to trainer (nccl2 mode)                  and back
     meet           trainer, endpoints[, nonce]         here[, proof]; refuse
@@ -164,6 +165,8 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "abort": {"reason": str},
     "peer": {"endpoint": str, "order": str, "layout": str},
     "partials": {"step": int, "level": int, "pieces": list},
+    "replica": {"step": int, "is_state": bool, "pieces": list},
+    "replicated": {"step": int},
     "welcome": {"step": int, "local": str},
     "rewind": {"epoch": int},
     "blocks": {"step": int, "pieces": list},
@@ -232,7 +235,7 @@ NUMBERS: dict[str, type | tuple[type, ...]] = {"number": int, "heard": int}
 
 # Messages without a number. They belong to one connection. `abort` has no number, because the
 # server must process it even if an earlier message is missing.
-UNCOUNTED = ("hello", "peer", "welcome", "waiting", "rewind", "abort")
+UNCOUNTED = ("hello", "peer", "welcome", "waiting", "rewind", "replicated", "abort")
 
 # messages that may have the field `then`
 FOLLOWED = ("send", "send_barrier")

@@ -496,7 +496,9 @@ class ServerJob(RoleJob):
                 load_orbax()
             endpoint = self.role.current_endpoint
             written = ServerCuts(
-                self._epochs, self.plan, endpoint, cuts.every, first_step, cuts.at_loss
+                *(self._epochs, self.plan, endpoint, cuts.every, first_step),
+                at_loss=cuts.at_loss,
+                has_replicas=cuts.replicas > 0,
             )
             first_step = 0  # the step count starts from it
         elif self._epochs is not None:

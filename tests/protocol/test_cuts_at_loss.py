@@ -10,6 +10,7 @@ import errno
 import logging
 import re
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from helpers import mlp_batch, mlp_loss, mlp_params
 
 import dtrans
 from dtrans.errors import ConfigError, LaunchError
+from dtrans.parameter_server.replica_placement import backups_of
 from dtrans.protocol import wire
-from dtrans.protocol.epochs import Epoch
+from dtrans.protocol.epochs import Epoch, ReplacedError
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.server.epoch_gate import EpochGate
+from dtrans.protocol.server.peer_line import PeerLine
 from dtrans.protocol.server.serving import Serving
 from dtrans.protocol.server.sync_server import SyncServer
 from dtrans.protocol.server.trainer_registry import TrainerRegistry
@@ -92,7 +95,7 @@ def test_a_server_does_not_wait_for_the_write_of_its_newest_states(
     monkeypatch.setattr("dtrans.checkpoint.api.save_serving", save_serving)
     protocol = Serving(kind, trainers, lambda *_, **__: None, Refusals(logging.getLogger()))
     server.begin(protocol, made, made.state, dataclasses.replace(start, epoch=Epoch(0, 8)))
-    server.write_newest()
+    server.write_newest([])
     assert begun.wait(60.0) and launcher.marks()["pserver 0"].ended == -1
     folder.enter(Epoch(1))
     may_write.set()
@@ -131,12 +134,17 @@ def test_an_answer_of_an_earlier_epoch_does_not_count(tmp_path: Path) -> None:
 class Job:
     """A launcher's epochs, and the reports of the two servers and the trainer of its job."""
 
-    def __init__(self, path: Path, *, writes_newest: bool) -> None:
+    def __init__(self, path: Path, *, writes_newest: bool, writes_replicas: bool = False) -> None:
         roles = roles_of(1, ("127.0.0.1:1", "127.0.0.1:2"))
         self.epochs = JobEpochs(path, roles)
         self.folders = {role.name: EpochFolder(path, role.name) for role in roles}
         for name, folder in self.folders.items():
-            folder.enter(Epoch(), writes_newest=writes_newest and "pserver" in name)
+            is_server = "pserver" in name
+            folder.enter(
+                Epoch(),
+                writes_newest=writes_newest and is_server,
+                writes_replicas=writes_replicas and is_server,
+            )
         self.looks = 0
 
     def answer(self, name: str, *steps: int) -> None:
@@ -162,6 +170,24 @@ def test_the_launcher_waits_for_the_newest_states_of_all_live_servers(tmp_path: 
     assert job.looks == 4
     job.epochs.go_back("trainer 0")
     assert job.epochs.epoch == Epoch(1, 6)
+
+
+def test_other_servers_learn_which_servers_are_lost(tmp_path: Path) -> None:
+    job = Job(tmp_path, writes_newest=True, writes_replicas=True)
+    looks = iter([{"pserver 0"}, set[str]()])
+    job.epochs.end_epoch("pserver 1", lambda: next(looks))
+    assert job.folders["pserver 0"].current() == Epoch(0, None, is_ending=True, lost=("pserver 1",))
+
+
+def test_a_backup_writes_in_place_of_a_lost_server(tmp_path: Path) -> None:
+    job = Job(tmp_path, writes_newest=True)
+    lost = job.folders["pserver 0"].of_lost("pserver 1", 0)
+    job.folders["pserver 0"].note_cut(0, 7)
+    lost.note_cut(0, 7)
+    job.epochs.go_back("pserver 1")
+    assert job.epochs.epoch == Epoch(1, 7)
+    with pytest.raises(ReplacedError):  # another process of the lost server has started
+        lost.note_cut(0, 8)
 
 
 @pytest.mark.parametrize(
@@ -267,8 +293,55 @@ def test_plans_without_a_common_newest_state_are_refused() -> None:
         check_cuts(planned(mode=dtrans.Async()), AT_LOSS)
     tables = table_jobs.planned(optax.sgd(0.5), table_jobs.LAZY, 2, 1)
     check_cuts(tables, dtrans.Cuts(10))
-    with pytest.raises(ConfigError, match="params/emb is a table, .*; leave at_loss out"):
+    with pytest.raises(ConfigError, match="params/emb is a table, .*; leave this option out"):
         check_cuts(tables, AT_LOSS)
+
+
+def test_replicas_need_several_servers() -> None:
+    replicas = dtrans.Cuts(10, replicas=1)
+    assert replicas.at_loss
+    two = planned(pservers="127.0.0.1:6174,127.0.0.1:6175")
+    check_cuts(two, replicas)
+    with pytest.raises(ConfigError, match="cuts: replicas=1 stores a copy .* has one server"):
+        check_cuts(planned(), replicas)
+    with pytest.raises(ConfigError, match="cuts: replicas=1 needs a common step"):
+        check_cuts(planned(mode=dtrans.Async()), replicas)
+    with pytest.raises(ConfigError, match="replicas"):
+        dtrans.Cuts(10, replicas=2)
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "backups"),
+    [
+        (["a:1", "a:2"], ["a:2", "a:1"]),
+        (["a:1", "a:2", "a:3"], ["a:2", "a:3", "a:1"]),
+        (["a:1", "b:1", "a:2", "b:2"], ["b:1", "a:2", "b:2", "a:1"]),
+        (["a:1", "a:2", "b:1"], ["b:1", "b:1", "a:1"]),
+        (["a:1", "a:2", "a:3", "b:1", "b:2"], ["b:1", "b:2", "b:1", "a:1", "a:2"]),
+    ],
+)
+def test_a_replica_is_on_another_server_and_host(endpoints: list[str], backups: list[str]) -> None:
+    assert list(backups_of(endpoints).values()) == backups
+
+
+def test_a_server_sends_its_backup_one_merged_gradient_in_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of three trainers. At the beginning, it sends its state."""
+    sent: dict[str, list[int]] = {}
+    send = PeerLine.send
+
+    def count(line: PeerLine, step: int, messages: Iterable[list[Any]]) -> None:
+        listed = list(messages)
+        arrays = sum(frame.nbytes for _, *frames in listed for frame in frames)
+        sent.setdefault(line.me, []).append(arrays)
+        send(line, step, listed)
+
+    monkeypatch.setattr(PeerLine, "send", count)
+    case = Case(seed=0, mode="sync", steps=(4, 4, 4), servers=((6,), (2, 3)), cuts=20)
+    found = simulated(dataclasses.replace(case, at_loss=True, replicas=1))
+    assert not found.faults
+    assert sent == {"127.0.0.1:1": [24] * 5, "127.0.0.1:2": [20] * 5}
 
 
 @pytest.mark.parametrize("options", [{"every": 0}, {"every": 2.5}, {"every": 1, "at_loss": 1}])

@@ -15,7 +15,7 @@ import layers
 import numpy as np
 import pytest
 from paths import ROOT
-from planted_in_cuts import PLANTED_AT_LOSS, PLANTED_IN_CUTS
+from planted_in_cuts import PLANTED_AT_LOSS, PLANTED_IN_CUTS, PLANTED_IN_REPLICAS
 from typer.testing import CliRunner
 
 from dtrans.ops import CommunicatorConfig
@@ -48,6 +48,7 @@ from tools.simulate.case import (
     drawn,
     drawn_at_loss,
     drawn_with_cuts,
+    drawn_with_replicas,
 )
 from tools.simulate.updates import InNumpy
 from tools.simulate.verdict import Verdict, reduced, simulated, smaller, verdicts
@@ -87,22 +88,26 @@ def test_a_hundred_thousand_schedules_with_cuts_hold(part: int) -> None:
 
 
 @pytest.mark.plan
-def test_three_hundred_schedules_with_cuts_at_losses_hold() -> None:
+@pytest.mark.parametrize("draw", [drawn_at_loss, drawn_with_replicas])
+def test_three_hundred_schedules_with_cuts_at_losses_hold(draw: Callable[[int], Case]) -> None:
     start = layers.today().toordinal() % 200 * 300
-    wrong = [v for v in verdicts(range(start, start + 300), drawn_at_loss) if v.faults]
+    wrong = [v for v in verdicts(range(start, start + 300), draw) if v.faults]
     assert not wrong, "\n\n".join(str(smaller(v)) for v in wrong[:3])
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("draw", [drawn_at_loss, drawn_with_replicas])
 @pytest.mark.parametrize("part", range(10))
-def test_sixty_thousand_schedules_with_cuts_at_losses_hold(part: int) -> None:
+def test_sixty_thousand_schedules_with_cuts_at_losses_hold(
+    part: int, draw: Callable[[int], Case]
+) -> None:
     seeds = range(part * 6_000, (part + 1) * 6_000)
-    wrong = [v for v in verdicts(seeds, drawn_at_loss) if v.faults]
+    wrong = [v for v in verdicts(seeds, draw) if v.faults]
     assert not wrong, "\n\n".join(str(smaller(v)) for v in wrong[:3])
 
 
-@pytest.mark.parametrize("draw", [drawn, drawn_with_cuts, drawn_at_loss])
+@pytest.mark.parametrize("draw", [drawn, drawn_with_cuts, drawn_at_loss, drawn_with_replicas])
 def test_a_seed_says_all(draw: Callable[[int], Case]) -> None:
     for seed in range(40):
         assert simulated(draw(seed)) == simulated(draw(seed))
@@ -718,6 +723,26 @@ def test_a_planted_fault_in_cuts_at_losses_is_found(
     found = next((v for v in verdicts(range(10_000), drawn_at_loss) if v.faults), None)
     assert found is not None
     assert smaller(found).faults
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("what", PLANTED_IN_REPLICAS)
+def test_a_planted_fault_in_replicas_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    PLANTED_IN_REPLICAS[what](monkeypatch)
+    found = next((v for v in verdicts(range(10_000), drawn_with_replicas) if v.faults), None)
+    assert found is not None
+    assert smaller(found).faults
+
+
+def test_cases_with_replicas_are_of_all_kinds() -> None:
+    """Servers are lost alone, and together with their host."""
+    cases = [drawn_with_replicas(seed) for seed in range(200)]
+    assert {c.mode for c in cases} == {"sync", "exchange"}
+    assert {len(c.servers) for c in cases} == {2, 3}
+    assert {c.hosts for c in cases} == {0, 2}
+    kinds = [e.kind + " " * (e.kind == "crash") + e.who.split()[0] for c in cases for e in c.events]
+    assert {"crash trainer", "crash pserver"} <= set(kinds)
+    assert any(kind.startswith("host") for kind in kinds)
 
 
 def test_a_smaller_case_is_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,15 @@ import pytest
 from dtrans.protocol.epochs import NewEpoch
 from dtrans.protocol.server.async_server import AsyncServer
 from dtrans.protocol.server.epoch_gate import EpochGate
+from dtrans.protocol.server.replication import Replica, Replicas
+from dtrans.protocol.server.server_peers import JointUpdate
 from dtrans.protocol.server.step_counts import StepCounts
 from dtrans.protocol.server.sync_server import SyncServer
 from dtrans.protocol.server.trainer_exits import TrainerExits
 from dtrans.protocol.server.trainer_registry import TrainerRegistry
 from dtrans.protocol.trainer.geo_steps import GeoReturn, GeoSteps
 from dtrans.protocol.trainer.server_connection import ServerConnection
+from tools.simulate import updates
 from tools.simulate.launcher import SimulatedEpochs, SimulatedLauncher
 from tools.simulate.server_role import SimulatedServer
 from tools.simulate.trainer_mean import TrainerMean
@@ -309,6 +312,58 @@ PLANTED_AT_LOSS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     ),
     "a server forgets that a trainer has begun the next step": lambda m: m.setattr(
         SyncServer, "has_begun_step", True
+    ),
+}
+
+
+def _are_in_order(endpoints: Any) -> dict[str, str]:
+    following = [*endpoints[1:], endpoints[0]]
+    return dict(zip(endpoints, following, strict=True))
+
+
+def _calls_the_state_before_newest(real: Any) -> Any:
+    def newest(self: Any) -> Any:
+        states = real(self)
+        if len(states) < 2:
+            return states
+        return {max(states): states[min(states)]}
+
+    return newest
+
+
+def _writes_without_pending_inputs(real: Any) -> Any:
+    def newest(self: Any) -> Any:
+        if self.due is not None:
+            self.due = self._step
+        return real(self)
+
+    return newest
+
+
+def _forgets_to_acknowledge_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Replicas, "due", lambda self, source: None)
+
+
+# Faults of replicas
+PLANTED_IN_REPLICAS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a replica is on the host of its primary": lambda m: m.setattr(
+        updates, "backups_of", _are_in_order
+    ),
+    "a replica is in the process of its primary": lambda m: m.setattr(
+        updates, "backups_of", lambda endpoints: {x: x for x in endpoints}
+    ),
+    "a replica that is one step behind counts as the newest": lambda m: m.setattr(
+        Replica, "newest", _calls_the_state_before_newest(Replica.newest)
+    ),
+    "a backup forgets the inputs that it has not used yet": lambda m: m.setattr(
+        Replica, "newest", _writes_without_pending_inputs(Replica.newest)
+    ),
+    "trainers get their answers before the backup has the inputs": lambda m: m.setattr(
+        JointUpdate, "is_replicated", True
+    ),
+    "a backup does not acknowledge again after a break": _forgets_to_acknowledge_again,
+    "a backup does not write the replica of a lost server": lambda m: m.setattr(
+        SimulatedServer, "_endpoints_of", lambda self, names: []
     ),
 }
 

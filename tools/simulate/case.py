@@ -33,6 +33,7 @@ class Event:
         "pause": a role computes for some seconds;
         "stop": the whole process of a role stops for some seconds;
         "crash": a role is killed;
+        "host": all servers of a host are killed;
         "return": a killed server is started again, as a new process;
         "cut": a connection breaks, and is restored after some seconds;
         "hold": messages in one direction of a connection stop for some seconds;
@@ -176,6 +177,8 @@ class Case:
       at_loss: in a job with cuts, True if servers also write a cut when a role is lost.
       quorum: smallest number of trainers with which a job with cuts continues after the loss of a
         trainer; 0 if a lost trainer starts again.
+      replicas: with `at_loss`, number of copies of each server's state on other servers, 0 or 1.
+      hosts: number of hosts of the servers; 0 if all roles are on one host.
     """
 
     seed: int
@@ -205,6 +208,8 @@ class Case:
     has_means: bool = False
     at_loss: bool = False
     quorum: int = 0
+    replicas: int = 0
+    hosts: int = 0
 
     @property
     def sync_mode(self) -> bool:
@@ -237,7 +242,11 @@ class Case:
     @property
     def endpoints(self) -> tuple[str, ...]:
         """Endpoints of the servers."""
-        return tuple(f"127.0.0.1:{i + 1}" for i in range(len(self.servers)))
+        found = []
+        for i in range(len(self.servers)):
+            host = f"10.0.0.{i % self.hosts + 1}" if self.hosts else "127.0.0.1"
+            found.append(f"{host}:{i + 1}")
+        return tuple(found)
 
     @property
     def harmless(self) -> bool:
@@ -308,6 +317,8 @@ class Case:
             text += ", with a running mean of each trainer" * self.has_means
             text += ", and cuts at losses" * self.at_loss
             text += f", lost trainers are dropped, quorum {self.quorum}" * bool(self.quorum)
+            text += ", with replicas" * self.replicas
+            text += f", servers on {self.hosts} hosts" if self.hosts else ""
         return text + "\n  the same job again on the same endpoints" * self.is_followed
 
 
@@ -316,6 +327,7 @@ def _describe(e: Event) -> str:
         "pause": f"{e.who} pauses for {e.seconds:.3g} s",
         "stop": f"{e.who} is stopped for {e.seconds:.3g} s",
         "crash": f"{e.who} is killed",
+        "host": f"the host {e.who} is lost",
         "cut": f"the connection {e.who} breaks, and is restored after {e.seconds:.3g} s",
         "hold": f"the connection {e.who} delivers nothing to the {('server', 'client')[e.way]} for "
         f"{e.seconds:.3g} s",
@@ -472,6 +484,29 @@ def drawn_at_loss(seed: int) -> Case:
         cuts=r.choice([1, 3, 20]),
         at_loss=True,
     )
+
+
+def drawn_with_replicas(seed: int) -> Case:
+    """Return the random case of a seed: a job with replicas, whose servers may be on two hosts.
+
+    Example:
+      >>> from tools.simulate.case import drawn_with_replicas
+      >>> drawn_with_replicas(7) == drawn_with_replicas(7), drawn_with_replicas(7).replicas
+      (True, 1)
+    """
+    r, case = Random(f"replicas {seed}"), drawn_at_loss(seed)
+    if len(case.servers) == 1:
+        case = dataclasses.replace(case, servers=(*case.servers, _draw_sizes(r)))
+    old, hosts = case.endpoints, r.choice([0, 2])
+    case = dataclasses.replace(case, replicas=1, hosts=hosts)
+    names, events = dict(zip(old, case.endpoints, strict=True)), []
+    for event in case.events:
+        who = " ".join(names.get(word, word) for word in event.who.split())
+        events.append(dataclasses.replace(event, who=who))
+    if hosts and r.random() < 0.3:
+        time, host = r.random() * (1.0 + 1.5 * _span(case)), r.choice(case.endpoints)
+        events.append(Event("host", time, host.partition(":")[0]))
+    return dataclasses.replace(case, events=tuple(events))
 
 
 def _with_second_death(r: Random, case: Case) -> Case:
@@ -632,7 +667,7 @@ def _lines(case: Case) -> list[str]:
     trainers = [f"trainer {k}" for k in range(case.trainers)]
     servers = [f"pserver {ep}" for ep in case.endpoints]
     ends = [*itertools.product(trainers, servers)]
-    if case.mode == "exchange":
+    if case.mode == "exchange" or case.replicas:
         ends += itertools.permutations(servers, 2)
     return [f"{client} {server}" for client, server in ends]
 

@@ -128,7 +128,11 @@ class SimulatedJob:
 
     def _affect(self, launcher: SimulatedLauncher, event: Event) -> None:
         role = launcher.roles.get(event.who)
-        if role is None:
+        if event.kind == "host":
+            for name, server in launcher.roles.items():
+                if name.startswith(f"pserver {event.who}:"):
+                    server.kill()
+        elif role is None:
             self._disturb(event)
         elif event.kind == "crash":
             role.kill()

@@ -8,8 +8,9 @@
   all steps of the trainer.
 - A trainer skips no step: after parameters of step s come those of step s + 1, or of a cut.
 - A loss repeats at most two intervals of cuts and one step.
-- With cuts at losses, the loss of a trainer repeats no step that a trainer has completed, and at
-  most one update of a server. Servers write these cuts in time, unless they are stopped.
+- With cuts at losses, the loss of trainers repeats no step that a trainer has completed, and at
+  most one update of a server. With replicas, the same holds for the loss of one server, or of all
+  servers of one of several hosts. Servers write these cuts in time, unless they are stopped.
 - At the end, servers have the state of one device.
 """
 
@@ -68,8 +69,8 @@ def faults_so_far(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
             yield f"the job went back from step {newest} to step {cut}"
     for end in launcher.ends:
         if end.newest - end.cut > 1 or end.received > end.cut:
-            yield f"one role was lost, but the job lost complete steps: {end}"
-    if launcher.late and all(event.kind in ("crash", "cut") for event in case.events):
+            yield f"roles were lost, and the job lost complete steps: {end}"
+    if launcher.late and all(event.kind in ("crash", "cut", "host") for event in case.events):
         yield f"{launcher.late[0]} did not begin to write its newest states in time"
     for process in launcher.processes:
         if isinstance(process, SimulatedTrainer):

@@ -81,6 +81,7 @@ class SimulatedLauncher:
         self.late: list[str] = []
         self._ended: dict[str, int] = {}  # role name -> the last epoch whose end it has answered
         self._lost: Process | None = None  # lost role of an ending epoch
+        self._announced: tuple[str, ...] = ()  # lost servers of an ending epoch
         self._writing = set[str]()  # servers that have begun to write their newest states
         self._next_lost: list[Process] = []  # roles that were lost while the epoch was ending
         self._lacks_servers = False  # True if a live server does not take part in the ending epoch
@@ -248,14 +249,15 @@ class SimulatedLauncher:
 
     def _end_epoch(self, lost: Process) -> None:
         """Let the servers write their newest states, as `JobEpochs.end_epoch` does."""
-        servers = {f"pserver {ep}" for ep in self._case.endpoints} - {lost.name}
+        servers = {name for name in self._servers if not self.roles[name].over}
         number, writers = self.epoch.number, set[str]()
         for name in servers - self._left:
             if self._entered.get(name) == number and name not in self._starting:
                 writers.add(name)
         self._lacks_servers = writers != servers
         self._lost, self._next_lost, self._writing = lost, [], set()
-        self.epoch = dataclasses.replace(self.epoch, is_ending=bool(writers))
+        self._announced = tuple(name for name in self._servers if self.roles[name].over)
+        self.epoch = dataclasses.replace(self.epoch, is_ending=bool(writers), lost=self._announced)
         self._look_at_writers(writers, self._clock.now + WRITE_PATIENCE)
 
     def _look_at_writers(self, writers: set[str], limit: float) -> None:
@@ -270,13 +272,27 @@ class SimulatedLauncher:
             if not self.roles[name].over:
                 self.late.append(name)
         newest, received = self._newest, self._newest_received()
-        is_exact = not late and not self._lacks_servers and not self._next_lost
+        is_exact = not late and not self._lacks_servers and self._can_lose_dead_servers()
         self._lost = None
         self._restart(lost)
-        if is_exact and lost.name.startswith("trainer"):
+        if is_exact:
             self.ends.append(EpochEnd(newest, received, self.epoch.cut or 0))
         for role in self._next_lost:
             self._on_end(role)
+
+    def _can_lose_dead_servers(self) -> bool:
+        """Return True if the loss of the servers that have ended costs no complete step.
+
+        They are one server, or those of one of several hosts, in a job with replicas.
+        """
+        dead = tuple(name for name in self._servers if self.roles[name].over)
+        hosts = {name.partition(":")[0] for name in dead}
+        can_be_lost = len(dead) == 1 or (self._case.hosts > 1 and len(hosts) == 1)
+        return not dead or (dead == self._announced and can_be_lost and self._case.replicas > 0)
+
+    @property
+    def _servers(self) -> list[str]:
+        return [f"pserver {ep}" for ep in self._case.endpoints]
 
     def _newest_received(self) -> int:
         """Return the newest step whose parameters a trainer has received from all servers."""

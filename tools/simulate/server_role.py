@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
+from typing import Any
 
 from dtrans.errors import CheckpointError
 from dtrans.protocol.epochs import Epoch, NewEpoch, is_cut_due_alone
@@ -21,7 +23,13 @@ from tools.simulate.launcher import SimulatedEpochs, SimulatedLauncher
 from tools.simulate.network import Network, SimulatedListener, SimulatedTransport
 from tools.simulate.process import Process
 from tools.simulate.storage import SimulatedStorage
-from tools.simulate.updates import SimulatedBlocks, SimulatedCut, SimulatedUpdate, served
+from tools.simulate.updates import (
+    SimulatedBlocks,
+    SimulatedCut,
+    SimulatedUpdate,
+    replication,
+    served,
+)
 
 
 quiet = logging.getLogger("dtrans.simulation")
@@ -86,11 +94,18 @@ class SimulatedServer(Process):
         self.update: SimulatedUpdate | SimulatedBlocks
         kind: SyncServer | AsyncServer
         if blocks.sync_mode:
-            self.update = SimulatedUpdate(blocks, work, keeps_old=case.at_loss)
+            merges = case.replicas > 0
+            self.update = SimulatedUpdate(blocks, work, keeps_old=case.at_loss, merges=merges)
             if launcher is not None and epoch.cut is not None:
                 self.update.go_back(launcher.cut(endpoint, epoch.cut))
             step = epoch.cut or 0
-            kind = SyncServer(blocks, self.update, trainers, say, step=step, epoch=epoch.number)
+            kind = SyncServer(
+                *(blocks, self.update, trainers, say),
+                step=step,
+                epoch=epoch.number,
+                replication=replication(case, endpoint),
+                new_replica=functools.partial(self._new_replica, work),
+            )
         else:
             if self.blocks is None:
                 self.blocks = SimulatedBlocks(blocks, work, geo=case.mode == "geo")
@@ -106,6 +121,14 @@ class SimulatedServer(Process):
         self.machine.keep = self.storage.keep
         if launcher is not None:
             self.machine.gate = EpochGate(epoch, say, case.cuts)
+
+    def _new_replica(
+        self, work: Callable[[], None], endpoint: str, state: Mapping[str, Any], step: int
+    ) -> SimulatedUpdate:
+        """Return the update of another server, of whose state this server stores a copy."""
+        update = SimulatedUpdate(served(self._case, endpoint), work, keeps_old=True, merges=True)
+        update.state = {n: x.copy() for n, x in state.items()}
+        return update
 
     def start(self) -> None:
         """Open the listener, and start the loop."""
@@ -179,22 +202,22 @@ class SimulatedServer(Process):
         terms = self.machine.gate.number, self.endpoint, step, cut
         self._written_at = self._launcher.write_cut(self, *terms)
 
-    def _write_newest(self) -> None:
+    def _write_newest(self, lost: tuple[str, ...]) -> None:
         """Write the newest states, as `ServerSaves.write_newest` does."""
         assert self._launcher is not None
-        kind, update, launcher = self.machine.kind, self.update, self._launcher
+        kind, launcher = self.machine.kind, self._launcher
         if not self._case.at_loss:
             return
-        assert isinstance(kind, SyncServer) and isinstance(update, SimulatedUpdate)
-        cuts = {kind.step: update.cut()}
-        if update.old is not None and not kind.has_begun_step:
-            cuts[kind.step - 1] = SimulatedCut(update.old, {})
-        for step, cut in cuts.items():
-            if not launcher.has_written(self.endpoint, step):
-                terms, begin = (self._epoch.number, self.endpoint, step, cut), self._written_at
-                self._written_at = launcher.write_cut(self, *terms, begin=begin)
+        assert isinstance(kind, SyncServer)
+        for endpoint, step, state in kind.newest_states(self._endpoints_of(lost)):
+            if not launcher.has_written(endpoint, step):
+                terms = self._epoch.number, endpoint, step, SimulatedCut(dict(state), {})
+                self._written_at = launcher.write_cut(self, *terms, begin=self._written_at)
         end = max(self.now, self._written_at)
         launcher.note_end(self, self._epoch.number, end)
+
+    def _endpoints_of(self, names: Sequence[str]) -> list[str]:
+        return [name.removeprefix("pserver ") for name in names]
 
     def _write(self, name: str, seconds: float) -> None:
         """Schedule the end of a checkpoint's write after some seconds."""

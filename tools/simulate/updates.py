@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from dtrans._jax import ClosedJaxpr
+from dtrans.parameter_server.replica_placement import backups_of
 from dtrans.protocol.server.exchange import Alike, Exchange
+from dtrans.protocol.server.replication import Primary, Replication
 from dtrans.protocol.server_blocks import RowGradient, ServerBlocks, TableSpec, Vectors
 from dtrans.protocol.tables.stored_tables import TableReport
 from tools.simulate.case import Case
@@ -228,6 +230,19 @@ def served(case: Case, endpoint: str) -> ServerBlocks:
     )
 
 
+def replication(case: Case, endpoint: str) -> Replication | None:
+    """Return the replicas of a simulated server; None if the case has none."""
+    if not case.replicas:
+        return None
+    backups, primaries = backups_of(case.endpoints), {}
+    for primary, backup in backups.items():
+        if backup == endpoint:
+            blocks = served(case, primary)
+            gradients = {gradient_name(n, 0): t for n, t in blocks.params.items()}
+            primaries[primary] = Primary(gradients, blocks.params, blocks.exchanges)
+    return Replication(backups[endpoint], primaries)
+
+
 def _exchange(case: Case, endpoint: str) -> Exchange:
     everywhere = case.endpoints
     kinds = (Alike("float32", "sum", everywhere, everywhere, ("norm",), ((1,),)),)
@@ -348,18 +363,23 @@ class SimulatedUpdate:
     Args:
       blocks: the server's blocks.
       work: function that spends the time of one computation.
-      keeps_old: as for `dtrans.run.parameter_server.sync_update.SyncUpdate`.
+      keeps_old, merges: as for `dtrans.run.parameter_server.sync_update.SyncUpdate`.
 
     Attributes:
       old: as for `SyncUpdate`.
     """
 
     def __init__(
-        self, blocks: ServerBlocks, work: Callable[[], None], *, keeps_old: bool = False
+        self,
+        blocks: ServerBlocks,
+        work: Callable[[], None],
+        *,
+        keeps_old: bool = False,
+        merges: bool = False,
     ) -> None:
         self.state: dict[str, Any] = {n: initial(n, size) for n, size in _sizes(blocks).items()}
         self.old: dict[str, Any] | None = None
-        self._keeps_old = keeps_old
+        self._keeps_old, self._merges = keeps_old, merges
         self.exchange: Exchange | None = None
         self._blocks, self._work = blocks, work
         self._means: dict[str, np.ndarray] = {}
@@ -384,17 +404,35 @@ class SimulatedUpdate:
         """Implement `StepUpdate.begin`."""
         self._work()
         self.old = None
-        sent = dict(zip(_sizes(self._blocks), self._blocks.sent, strict=True))
-        received = {}
-        for name, names in sent.items():
-            received[name] = [grads[names[k]] for k in sorted(present)]
-        self._means = {n: mean(received[n]) for n in self._blocks.params}
-        self._rows = {n: received[n] for n in self._blocks.tables}
+        if self._merges:
+            self._means = {n: grads[gradient_name(n, 0)].copy() for n in self._blocks.params}
+        else:
+            received = self._received(grads, present)
+            self._means = {n: mean(received[n]) for n in self._blocks.params}
+            self._rows = {n: received[n] for n in self._blocks.tables}
         if self._blocks.exchanges:
             (self.exchange,) = self._blocks.exchanges
             return {ep: [norm_part(self._means)] for ep in self.exchange.peers}
         self._finish(np.float32(0))
         return None
+
+    def _received(self, grads: Mapping[str, Any], present: frozenset[int]) -> dict[str, list[Any]]:
+        """Return the gradients of each block, in the order of the trainers."""
+        sent, received = dict(zip(_sizes(self._blocks), self._blocks.sent, strict=True)), {}
+        for name, names in sent.items():
+            received[name] = [grads[names[k]] for k in sorted(present)]
+        return received
+
+    def merge(
+        self, grads: Mapping[str, Any], present: frozenset[int], step: int
+    ) -> Mapping[str, Any]:
+        """Implement `StepUpdate.merge`."""
+        received = self._received(grads, present)
+        return {gradient_name(n, 0): mean(received[n]) for n in self._blocks.params}
+
+    def state_blocks(self) -> list[tuple[str, np.ndarray]]:
+        """Implement `StepUpdate.state_blocks`."""
+        return list(self.state.items())
 
     def go_on(self, arrived: Vectors | None) -> Vectors | None:
         """Implement `StepUpdate.go_on`."""

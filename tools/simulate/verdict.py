@@ -175,7 +175,8 @@ def reduced(case: Case) -> Iterator[Case]:
         ("moves_rows", False),
         ("cuts", min(case.cuts, 1)),
         ("has_means", False),
-        ("at_loss", False),
+        ("replicas", 0),
+        ("at_loss", bool(case.replicas)),
         ("quorum", 0),
     ):
         if getattr(case, name) != plain:
@@ -184,7 +185,8 @@ def reduced(case: Case) -> Iterator[Case]:
     named += "".join(f" trainer {x.trainer}" for x in case.guests)
     if case.trainers > 1 and f"trainer {case.trainers - 1}" not in named:
         yield replace(case, steps=case.steps[:-1])
-    if len(case.servers) > 1 + (case.mode == "exchange") and case.endpoints[-1] not in named:
+    least = 1 + (case.mode == "exchange" or case.replicas > 0)
+    if len(case.servers) > least and case.endpoints[-1] not in named:
         yield replace(case, servers=case.servers[:-1])
     for k, n in enumerate(case.steps):
         if n > 1:

@@ -22,6 +22,7 @@ from dtrans.protocol.job_status import OBSERVER
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.server.peer_line import PeerLine
 from dtrans.protocol.server.serving import Serving
+from dtrans.protocol.server.sync_server import SyncServer
 from dtrans.protocol.server.trainer_registry import TrainerRegistry, log
 from dtrans.protocol.transport import (
     LINGER,
@@ -52,8 +53,8 @@ class ServerLoop:
       ended_roles: returns the roles of the job whose processes have ended, with their exit status.
         Its argument is the number of an epoch; ends in earlier epochs are left out.
       epochs: epochs of the job; None in a job without cuts.
-      write_newest: called once when the epoch is ending. It starts to write the states after the
-        server's newest steps.
+      write_newest: called once when the epoch is ending, with the names of the lost servers. It
+        starts to write the states after the newest steps, also those of replicas of lost servers.
 
     Attributes:
       barred: counter of the connections that the listener has refused.
@@ -69,7 +70,7 @@ class ServerLoop:
         ended_saves: Callable[[], Iterable[tuple[str, str]]] = tuple,
         ended_roles: Callable[[int], Mapping[str, str]] = lambda epoch: {},
         epochs: Epochs | None = None,
-        write_newest: Callable[[], object] = lambda: None,
+        write_newest: Callable[[tuple[str, ...]], object] = lambda lost: None,
     ) -> None:
         self._next_look = self._next_epoch_look = math.inf
         self._epochs, self._write_newest = epochs, write_newest
@@ -116,6 +117,8 @@ class ServerLoop:
         self._next_look = now + TICK
         if self._epochs is not None:
             self._next_epoch_look = now + EPOCH_TICK
+        if isinstance(serving.kind, SyncServer):
+            serving.kind.replicate_state()
         serving.greet_again(early, now)
 
     @property
@@ -173,7 +176,7 @@ class ServerLoop:
         if epoch.is_ending and not gate.is_closed:
             # A step that ends after the write would be lost, so the server takes no more messages.
             gate.is_closed = True
-            self._write_newest()
+            self._write_newest(epoch.lost)
 
     def _look(self) -> None:
         # Messages that arrived during an update are read before deadlines are checked, because
@@ -215,6 +218,8 @@ class ServerLoop:
         line, now = self._by_link.get(event.source), self._transport.now()
         if line is not None:
             line.take(event, now)
+            if isinstance(self._serving.kind, SyncServer):
+                self._serving.kind.heard_backup()
         elif event.kind == "message":
             is_observer = event.user == OBSERVER
             take = self._serving.observe if is_observer else self._serving.take

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.numbered_messages import NumberedMessages
 from dtrans.protocol.server.admission import check_plan, welcome
 from dtrans.protocol.server.exchange import Exchange, vector_types
+from dtrans.protocol.server.replication import MERGED, Replicas, Replication, vector_blocks
 from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry
 from dtrans.protocol.server_blocks import StepUpdate, Vectors
 
@@ -43,6 +44,7 @@ class ServerPeer:
       gone: True if the peer has ended, or did not reconnect in time.
       messages: messages to and from the peer.
       nonce: random word that identifies the peer's process, from its greeting.
+      replicated: number of this server's updates that a backup can compute; -1 before the first.
     """
 
     endpoint: str
@@ -52,6 +54,7 @@ class ServerPeer:
     gone: bool = False
     messages: NumberedMessages = dataclasses.field(default_factory=NumberedMessages)
     nonce: str = ""
+    replicated: int = -1
 
 
 class ServerPeers:
@@ -63,6 +66,7 @@ class ServerPeers:
       on_trainer_exit: the job's option `on_trainer_exit`; a peer with another value is refused.
       plan: parts of the plan's fingerprint; a peer with other parts is refused.
       epoch: number of the epoch, which greetings contain.
+      replication: replicas of this server; None without replicas.
 
     Attributes:
       known: state of each peer, by endpoint.
@@ -76,9 +80,11 @@ class ServerPeers:
         on_trainer_exit: str,
         plan: Mapping[str, str] = {},
         epoch: int = 0,
+        replication: Replication | None = None,
     ) -> None:
         self.me, self._epoch = me, epoch
-        self.known = {ep: ServerPeer(ep, layout) for ep, layout in _layouts(exchanges).items()}
+        layouts = _layouts(me, exchanges, replication)
+        self.known = {ep: ServerPeer(ep, layout) for ep, layout in layouts.items()}
         self._levels = {x.level: x for x in exchanges}
         self._by_address: dict[bytes, str] = {}
         self._arrivals: dict[tuple[int, int, str], Inbox] = {}
@@ -274,6 +280,8 @@ class JointUpdate:
       trainers: the server's trainers.
       say: function that sends a message.
       step: number of updates before the first one.
+      backup: endpoint of the server with the copy of this server's state; None without replicas.
+      replicas: copies of other servers' states.
 
     Attributes:
       peers: the other servers.
@@ -287,9 +295,13 @@ class JointUpdate:
         trainers: TrainerRegistry,
         say: Say,
         step: int = 0,
+        backup: str | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self.peers = peers
         self.step = step
+        self.replicas = Replicas() if replicas is None else replicas
+        self._backup, self._first = backup, step
         self._update, self._trainers, self._say = update, trainers, say
 
     @property
@@ -298,9 +310,34 @@ class JointUpdate:
         return self._update.exchange
 
     def missing(self) -> list[str]:
-        """Return the endpoints of the servers whose partial results the update waits for."""
+        """Return the endpoints of the servers for which the update waits.
+
+        These are servers whose partial results are missing, or the backup.
+        """
         exchange = self.exchange
-        return [] if exchange is None else self.peers.missing(self.step, exchange)
+        if exchange is not None:
+            return self.peers.missing(self.step, exchange)
+        return [] if self._backup is None or self.is_replicated else [self._backup]
+
+    @property
+    def is_replicated(self) -> bool:
+        """True if the backup can compute all complete updates, or if there are no replicas."""
+        if self._backup is None or self.step == self._first:
+            return True
+        return self.peers.known[self._backup].replicated >= self.step
+
+    def replicate_state(self) -> None:
+        """Send the state at the beginning of an epoch to the backup."""
+        if self._backup is not None:
+            blocks = self._update.state_blocks()
+            self._say(self._backup, "replica", blocks, step=self.step, is_state=True)
+
+    def _replicate(self, inputs: Iterable[tuple[str, Any]]) -> None:
+        """Send inputs of the current step to the backup."""
+        if self._backup is not None:
+            blocks = [(n, np.asarray(x)) for n, x in inputs]
+            if blocks:
+                self._say(self._backup, "replica", blocks, step=self.step, is_state=False)
 
     @property
     def can_go_on(self) -> bool:
@@ -314,13 +351,23 @@ class JointUpdate:
           grads: gradients by name.
           trainers: ids of the trainers whose gradients the update uses.
         """
-        return self._exchange(self._update.begin(grads, frozenset(trainers), self.step))
+        present = frozenset(trainers)
+        if self._backup is not None:
+            grads = self._update.merge(grads, present, self.step)
+            self._replicate(grads.items())
+            present = MERGED
+        return self._exchange(self._update.begin(grads, present, self.step))
 
     def go_on(self) -> bool:
         """Continue the update with the received partial results; return True if it is complete."""
+        return self._exchange(self._go_on())
+
+    def _go_on(self) -> Vectors | None:
         exchange = self.exchange
         assert exchange is not None
-        return self._exchange(self._update.go_on(self.peers.collected(self.step, exchange)))
+        arrived = self.peers.collected(self.step, exchange)
+        self._replicate(vector_blocks(exchange.level, arrived))
+        return self._update.go_on(arrived)
 
     def _exchange(self, outgoing: Vectors | None) -> bool:
         """Send vectors, and continue the update until it is complete or has to wait for a peer.
@@ -339,7 +386,7 @@ class JointUpdate:
                 self._say(ep, "partials", blocks, step=self.step, level=exchange.level)
             if not self.can_go_on:
                 return False
-            outgoing = self._update.go_on(self.peers.collected(self.step, exchange))
+            outgoing = self._go_on()
         self.peers.end_step(self.step)
         self.step += 1
         return True
@@ -355,14 +402,24 @@ class JointUpdate:
             self._welcome(address, message)
         elif sender is None:
             return False
+        elif message.op == "replica":
+            self._take_replica(address, sender, message)
         elif message.op != "partials":
             raise WireError(
                 f"a `{message.op}` message from pserver {sender}; servers send each other only "
-                "`peer` and `partials`"
+                "`peer`, `partials` and `replica`"
             )
         else:
             self.peers.take(address, message, self.step)
         return True
+
+    def _take_replica(self, address: bytes, sender: str, message: wire.Message) -> None:
+        """Store inputs of a primary, and acknowledge those of a complete step."""
+        if not self.peers.known[sender].messages.take(message):
+            return
+        step = self.replicas.take(sender, message)
+        if step is not None:
+            self._say(address, "replicated", step=step)
 
     def _welcome(self, address: bytes, message: wire.Message) -> None:
         """Answer the greeting of another server."""
@@ -374,15 +431,28 @@ class JointUpdate:
             self._say(
                 address, "welcome", **welcome(self._trainers.secret, message, self.step, heard)
             )
+            step = self.replicas.due(message["endpoint"])
+            if step is not None:  # a broken connection may have lost the last acknowledgement
+                self._say(address, "replicated", step=step)
             return
         reason = f"the end of another job in which pserver {message['endpoint']} takes part"
         self._say(address, "waiting", reason=reason)
 
 
-def _layouts(exchanges: Sequence[Exchange]) -> dict[str, str]:
+def _layouts(
+    me: str, exchanges: Sequence[Exchange], replication: Replication | None
+) -> dict[str, str]:
     """Return a map from each peer's endpoint to a digest of all data exchanged with the peer."""
     found: dict[str, str] = {}
     for x in exchanges:
         for ep in x.peers:
             found[ep] = found.get(ep, "") + x.fingerprint(ep)
+    for ep in () if replication is None else replication.partners:
+        assert replication is not None
+        replicas = set[str]()
+        if ep == replication.backup:
+            replicas.add(f"replica of {me} on {ep}")
+        if ep in replication.primaries:
+            replicas.add(f"replica of {ep} on {me}")
+        found[ep] = found.get(ep, "") + ", ".join(sorted(replicas))
     return {ep: hashlib.sha256(text.encode()).hexdigest() for ep, text in found.items() if text}

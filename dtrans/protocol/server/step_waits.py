@@ -98,6 +98,9 @@ class StepWaits:
             servers = self._joint.peers.named(self._joint.missing())
             level = self._joint.exchange.level
             return f"partial results of step {step}, level {level}, from {servers}"
+        if self._joint.missing():
+            servers = self._joint.peers.named(self._joint.missing())
+            return f"the replica of step {step - 1} on {servers}"
         late = [f"trainer {k} ({self.doing(k)})" for k in self._trainers.due(waiting)]
         return f"{self._due()} of step {step} from {', '.join(late)}"
 

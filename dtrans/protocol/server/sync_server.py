@@ -20,6 +20,7 @@ Messages of every other server:
 
     peer                 once
     partials...          in every step, at every level
+    replica...           in every step, if this server stores a copy of the other one's state
 
 An update that reduces over rows of several servers has several phases. Between two phases, the
 servers exchange partial results. The server handles messages while it waits for other servers.
@@ -34,7 +35,7 @@ Read next: `step_waits` (deadlines), `server_peers` (other servers), `trainer_ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.server.between_steps import BetweenSteps
+from dtrans.protocol.server.replication import NewReplica, Replicas, Replication
 from dtrans.protocol.server.server_peers import JointUpdate, ServerPeers
 from dtrans.protocol.server.step_waits import StepWaits, TrainerTurn
 from dtrans.protocol.server.trainer_exits import TrainerExits
@@ -65,6 +67,8 @@ class SyncServer:
       say: function that sends a message.
       step: number of updates before the first one.
       epoch: number of the server's epoch.
+      replication: replicas of this server; None without replicas.
+      new_replica: as for `Replica`.
 
     Attributes:
       between_steps: called after each update with the number of updates. A server with tables calls
@@ -73,6 +77,7 @@ class SyncServer:
       on_trainer_exit: rule for trainers that leave before other trainers do (`TrainerExits`).
       tables: the server's blocks of tables; None if it has none.
       peers: the other servers.
+      replicas: copies of other servers' states.
     """
 
     word, idle = "synchronous", "serving"
@@ -86,6 +91,8 @@ class SyncServer:
         *,
         step: int = 0,
         epoch: int = 0,
+        replication: Replication | None = None,
+        new_replica: NewReplica | None = None,
     ) -> None:
         self.between_steps: Callable[[int], object] | None = None
         self.endpoint, self.on_trainer_exit = served.endpoint, served.on_trainer_exit
@@ -98,10 +105,16 @@ class SyncServer:
             on_trainer_exit=self.on_trainer_exit,
             plan=trainers.plan,
             epoch=epoch,
+            replication=replication,
         )
         self._first = step
+        self.replicas = Replicas({} if replication is None else replication.primaries, new_replica)
+        # True if the update is complete, but the backup lacks inputs, so trainers have no answer
+        self._waits_for_backup = False
         self._is_between_steps = self.has_tables
-        self._joint = JointUpdate(update, self.peers, trainers, say, step)
+        terms = update, self.peers, trainers, say, step
+        backup = None if replication is None else replication.backup
+        self._joint = JointUpdate(*terms, backup, self.replicas)
         self._rows = RowAnswers(served, update, trainers, say)
         self._rounds = TrainerRounds(trainers.count)
         self._between = BetweenSteps(served, trainers, say)
@@ -132,8 +145,34 @@ class SyncServer:
 
     @property
     def has_begun_step(self) -> bool:
-        """True if a trainer is in the middle of the next step."""
-        return any(turn.begun for turn in self._turns.values())
+        """True if a trainer is in the middle of the step after the newest state."""
+        return not self._waits_for_backup and any(turn.begun for turn in self._turns.values())
+
+    def newest_states(
+        self, lost: Collection[str] = ()
+    ) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
+        """Yield the newest states of this server, and of its replicas of lost servers.
+
+        Another server may have made a step less than this one, or a step more. If a trainer has
+        begun the next step, it has received parameters from all servers. So none has made less.
+
+        Args:
+          lost: endpoints of the lost servers.
+
+        Yields:
+          The endpoint of the server, the step, and the arrays by name.
+        """
+        least = self.step if self.has_begun_step else self.step - 1
+        states: dict[int, Mapping[str, Any]] = {self.step: self.state}
+        if self._update.old is not None:
+            states[self.step - 1] = self._update.old
+        by_endpoint = {self.endpoint: states}
+        for endpoint in lost:
+            by_endpoint[endpoint] = self.replicas.newest(endpoint)
+        for endpoint, found in by_endpoint.items():
+            for step, state in found.items():
+                if step >= least:
+                    yield endpoint, step, state
 
     def step_count(self) -> int:
         """Return the number of complete updates; raise StateError during an update."""
@@ -228,7 +267,7 @@ class SyncServer:
         if step not in (self.step, self.step + 1) or (step > self.step and not turn.at_barrier):
             raise _other_step(self, message)
         t.wants, turn.waits = wants, True
-        if step == self.step:
+        if step == self.step and not self._waits_for_backup:
             self._answer(k)
 
     def complete(self, k: int, message: wire.Message) -> None:
@@ -275,7 +314,7 @@ class SyncServer:
     def _step_if_all_sent(self) -> None:
         """Start the update if all trainers have sent `send_barrier`."""
         at_barrier = [k for k, turn in self._turns.items() if turn.at_barrier]
-        if self._trainers.all_said(at_barrier):
+        if self._trainers.all_said(at_barrier) and not self._waits_for_backup:
             self._make_step()
 
     def _exchange_if_all_sent(self) -> None:
@@ -307,16 +346,30 @@ class SyncServer:
             return False
         if self._joint.can_go_on:
             self._continue(self._joint.go_on())
+        if not self._waits_for_backup:
+            self.replicas.apply(self.step)
         return True
+
+    def replicate_state(self) -> None:
+        """Send the state at the beginning of an epoch to the backup, if there is one."""
+        self._joint.replicate_state()
+
+    def heard_backup(self) -> None:
+        """Answer trainers if they waited for the backup, which now has the step's inputs."""
+        if self._waits_for_backup and self._joint.is_replicated:
+            self._finish()
 
     def _continue(self, complete: bool) -> None:
         """End the step if its update is complete; otherwise wait for other servers."""
         self._waits.restart()
-        if complete:
+        if complete and self._joint.is_replicated:
             self._finish()
+        elif complete:
+            self._waits_for_backup = True
 
     def _finish(self) -> None:
         """Start the next step, and answer the trainers that wait for parameters."""
+        self._waits_for_backup = False
         for turn in self._turns.values():
             turn.at_barrier = turn.looks_up = False
             turn.grads.clear()
@@ -328,6 +381,7 @@ class SyncServer:
         self._is_between_steps = True
         if not self.has_tables:
             self._end_between_steps()
+        self.replicas.apply(self.step)
 
     def _forget(self, trainers: Collection[int]) -> None:
         """Set gradients of trainers that have left to zero if `TrainerExits.spend` says so."""

@@ -170,8 +170,9 @@ class JobEpochs:
     ) -> None:
         """Let the servers write their newest states as cuts, after the loss of a role.
 
-        It waits for all servers, up to WRITE_PATIENCE seconds. It returns at once if they cannot
-        write a complete cut, since one of them is lost, has left or takes part in another epoch.
+        It waits for all live servers, up to WRITE_PATIENCE seconds. It returns at once if they
+        cannot write a complete cut: a server has left, takes part in another epoch, or is lost
+        without a replica.
 
         Args:
           lost: name of the lost role.
@@ -179,15 +180,19 @@ class JobEpochs:
           is_stopped: returns True if the job ends, so that it needs no cut.
         """
         number, marks = self.epoch.number, self._current_marks()
-        late, live = set(self._servers), {*running()} - {lost}
-        for name in self._servers:
+        live = {*running()} - {lost}
+        late = live.intersection(self._servers)
+        dead = [name for name in self._servers if name not in live]
+        for name in late:
             mark = marks.get(name, RoleMark(epoch=-1))
             if not mark.writes_newest or mark.epoch != number or mark.left:
                 return
-        if not late <= live:
+            if dead and not mark.writes_replicas:
+                return
+        if not late:
             return
         try:
-            self._folder.announce_end()
+            self._folder.announce_end(dead)
         except OSError as e:
             say(
                 f"the servers write no cut at this loss, because {self._folder.path} cannot be "

@@ -141,9 +141,14 @@ class EpochFolder:
         job |= {"started": dict(started), "drops_trainers": drops_trainers}
         _write(self.path / "epoch.json", {**dataclasses.asdict(epoch), **job})
 
-    def announce_end(self) -> None:
-        """Tell servers that the current epoch is ending, so that they write their newest states."""
-        _write(self.path / "epoch.json", {**self._granted(), "is_ending": True})
+    def announce_end(self, lost: Collection[str] = ()) -> None:
+        """Tell servers that the current epoch is ending, so that they write their newest states.
+
+        Args:
+          lost: names of the lost servers, whose replicas other servers write.
+        """
+        ending = {"is_ending": True, "lost": list(lost)}
+        _write(self.path / "epoch.json", {**self._granted(), **ending})
 
     @property
     def trainers(self) -> int:
@@ -235,7 +240,8 @@ class EpochFolder:
         """
         fields = self._granted()
         dropped, is_ending = tuple(fields.get("dropped", ())), fields.get("is_ending", False)
-        epoch = Epoch(fields["number"], fields["cut"], is_ending, dropped)
+        lost = tuple(fields.get("lost", ()))
+        epoch = Epoch(fields["number"], fields["cut"], is_ending, dropped, lost)
         if fields.get("started", {}).get(self._role, 0) > self._started:
             what = "has started another one"
             if self._role in [f"trainer {k}" for k in epoch.dropped]:
@@ -251,7 +257,12 @@ class EpochFolder:
         return str(self._granted()["run"])
 
     def enter(
-        self, epoch: Epoch, *, with_trainers: bool = False, writes_newest: bool = False
+        self,
+        epoch: Epoch,
+        *,
+        with_trainers: bool = False,
+        writes_newest: bool = False,
+        writes_replicas: bool = False,
     ) -> None:
         """Tell the launcher that this role takes part in an epoch.
 
@@ -263,11 +274,16 @@ class EpochFolder:
           epoch: the epoch.
           with_trainers: in a server, True if trainers write parts of its cuts, too.
           writes_newest: in a server, True if it writes its newest states when the epoch is ending.
+          writes_replicas: in a server, True if it then also writes those of a lost server.
         """
         with self._lock:
             cuts = self.mark().cuts_until(epoch.cut)
             mark = RoleMark(
-                epoch.number, cuts, with_trainers=with_trainers, writes_newest=writes_newest
+                epoch.number,
+                cuts,
+                with_trainers=with_trainers,
+                writes_newest=writes_newest,
+                writes_replicas=writes_replicas,
             )
             self._write_mark(mark)
             for step in self.steps():
@@ -306,6 +322,19 @@ class EpochFolder:
             if epoch == self._mark.epoch:
                 cuts = sorted({*self._mark.cuts, step})
                 self._write_mark(dataclasses.replace(self._mark, cuts=tuple(cuts)))
+
+    def of_lost(self, role: str, epoch: int) -> EpochFolder:
+        """Return the folder as a lost role sees it, to write its part of a cut in its place.
+
+        Its methods raise ReplacedError when the launcher has started another process of the role.
+
+        Args:
+          role: name of the lost role.
+          epoch: number of the ending epoch.
+        """
+        folder = EpochFolder(self.path, role, epoch)
+        folder._mark = folder.mark()
+        return folder
 
     def has_written(self, step: int) -> bool:
         """Return True if this role has written its part of the cut of a step."""

@@ -22,6 +22,7 @@ class RoleMark:
       is_alone: True for an asynchronous server, which goes back to a cut without other servers.
       counts: for an asynchronous server, the number of steps of each trainer in its cut.
       writes_newest: True for a server that writes its newest states when its epoch is ending.
+      writes_replicas: True if the server then also writes those of a lost server.
       ended: number of the last epoch at whose end the server has written them; -1 without one.
     """
 
@@ -32,6 +33,7 @@ class RoleMark:
     is_alone: bool = False
     counts: tuple[int, ...] = ()
     writes_newest: bool = False
+    writes_replicas: bool = False
     ended: int = -1
 
     def cuts_until(self, cut: int | None) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from dtrans.checkpoint.runs import Mark
 from dtrans.errors import ConfigError, DtransError
 from dtrans.parameter_server.cut_options import Cuts
 from dtrans.parameter_server.plan import PServerPlan
+from dtrans.parameter_server.replica_placement import backups_of
 from dtrans.protocol.epochs import Epoch
 from dtrans.protocol.server.trainer_registry import log
 from dtrans.run.net.epoch_folder import EpochFolder
@@ -55,6 +56,7 @@ class ServerCuts:
       every: number of steps between two cuts.
       first_step: number of steps in the checkpoint that the job started from; 0 without one.
       at_loss: as for `dtrans.Cuts`.
+      has_replicas: True if another server stores a copy of each server's state.
     """
 
     folder: EpochFolder | None
@@ -63,6 +65,7 @@ class ServerCuts:
     every: int
     first_step: int = 0
     at_loss: bool = False
+    has_replicas: bool = False
 
     @property
     def is_written(self) -> bool:
@@ -81,8 +84,19 @@ class ServerCuts:
         return not self.plan.sync_mode
 
     @property
-    def _me(self) -> str:
+    def name(self) -> str:
+        """Name of the server's role."""
         return server_names(self.plan)[list(self.plan.servers).index(self.endpoint)]
+
+    def of_lost(self, endpoint: str, epoch: int) -> ServerCuts:
+        """Return the writer of the cuts of a lost server, of whose state this server has a copy.
+
+        Args:
+          endpoint: endpoint of the lost server.
+          epoch: number of the ending epoch.
+        """
+        cuts = dataclasses.replace(self, endpoint=endpoint)
+        return dataclasses.replace(cuts, folder=self.epochs.of_lost(cuts.name, epoch))
 
     def begin(self, state: Mapping[str, Any]) -> EpochStart:
         """Enter the current epoch as a synchronous server; return the state of its cut.
@@ -104,6 +118,7 @@ class ServerCuts:
             epoch,
             with_trainers=bool(computed_leaves(self.plan)),
             writes_newest=self.at_loss,
+            writes_replicas=self.has_replicas,
         )
         return start
 
@@ -180,7 +195,7 @@ class ServerCuts:
                 alone=self.is_alone,
             )
         except (DtransError, OSError) as e:
-            servers = [self._me] if self.is_alone else server_names(self.plan)
+            servers = [self.name] if self.is_alone else server_names(self.plan)
             newest = self.epochs.newest_cut(servers)
             log.warning(
                 "pserver %s cannot write the cut of step %d, so a restart would go back to step "
@@ -214,7 +229,7 @@ class ServerCuts:
     def _path(self, step: int) -> Path:
         folder = self.epochs.path
         if self.is_alone:
-            folder /= self._me.replace(" ", "-")
+            folder /= self.name.replace(" ", "-")
         return folder / str(step)
 
 
@@ -280,25 +295,32 @@ def check_cuts(plan: PServerPlan, cuts: Cuts) -> None:
             f"that has left, and cuts do not contain gradients; {remedy}"
         )
     if cuts.at_loss:
-        _check_at_loss(plan)
+        _check_at_loss(plan, f"replicas={cuts.replicas}" if cuts.replicas else "at_loss=True")
+    if cuts.replicas:
+        backups_of(list(plan.servers))
 
 
-def _check_at_loss(plan: PServerPlan) -> None:
-    """Raise ConfigError if servers cannot write their newest states when a process is lost."""
+def _check_at_loss(plan: PServerPlan, option: str) -> None:
+    """Raise ConfigError if servers cannot write their newest states when a process is lost.
+
+    Args:
+      plan: the plan.
+      option: the user's option, for the error.
+    """
     if not plan.sync_mode:
         raise ConfigError(
-            "cuts: at_loss=True needs a common step of all servers, but asynchronous servers have "
-            "none; pass mode=dtrans.Sync(), or leave at_loss out"
+            f"cuts: {option} needs a common step of all servers, but asynchronous servers have "
+            "none; pass mode=dtrans.Sync(), or leave this option out"
         )
     if plan.tables.of:
         (name, *_) = plan.tables.of
         raise ConfigError(
-            f"cuts: with at_loss=True a server stores its two newest states, but {name} is a "
-            "table, whose rows an update changes in place; leave at_loss out"
+            f"cuts: with {option} a server stores its two newest states, but {name} is a table, "
+            "whose rows an update changes in place; leave this option out"
         )
     computed = computed_leaves(plan)
     if computed:
         raise ConfigError(
-            f"cuts: {computed[0]} is computed by each trainer, so at_loss=True cannot restore its "
-            "newest value on a lost trainer; leave at_loss out"
+            f"cuts: {computed[0]} is computed by each trainer, so {option} cannot restore its "
+            "newest value on a lost trainer; leave this option out"
         )

@@ -32,6 +32,7 @@ from dtrans.run.net.sockets import check_host
 from dtrans.run.net.zmq_transport import ZmqListener, ZmqTransport
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.cuts import EpochStart
+from dtrans.run.parameter_server.server_replicas import ServerReplicas
 from dtrans.run.parameter_server.server_saves import ServerSaves, ServerStorage
 from dtrans.run.parameter_server.sync_update import SyncUpdate
 from dtrans.run.parameter_server.update import ServerUpdate, copy_state
@@ -76,6 +77,9 @@ class Server:
         # Without a launcher that restarts roles, cuts only determine the number of the first step.
         self._first_step, self._cuts = storage.first_step, storage.written_cuts
         self._saves = ServerSaves(storage, wake=self._transport.wake)
+        self._replicas: ServerReplicas | None = None
+        if self._cuts is not None and self._cuts.has_replicas:
+            self._replicas = ServerReplicas(self._cuts.plan, update.endpoint)
         self._update: SyncUpdate | BlockUpdates
         self._early: Mapping[bytes, wire.Message] = {}  # greetings: `EpochGate.early`
         self._begin(state)
@@ -164,10 +168,18 @@ class Server:
         like = None if before is None else self._update
         assert not isinstance(like, BlockUpdates)
         steps = start.step - self._first_step
-        state, keeps_old = self._copied(start.state), self._cuts is not None and self._cuts.at_loss
-        self._update = SyncUpdate(update, state, served.trainers, like, steps, keeps_old=keeps_old)
+        state, replicas = self._copied(start.state), self._replicas
+        self._update = SyncUpdate(
+            *(update, state, served.trainers, like, steps),
+            keeps_old=self._cuts is not None and self._cuts.at_loss,
+            merges=replicas is not None,
+        )
         return SyncServer(
-            *(served, self._update, trainers, say), step=start.step, epoch=start.epoch.number
+            *(served, self._update, trainers, say),
+            step=start.step,
+            epoch=start.epoch.number,
+            replication=None if replicas is None else replicas.replication,
+            new_replica=None if replicas is None else replicas.new_replica,
         )
 
     def _dense(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,7 +204,10 @@ class Server:
         try:
             remedy = "Executor(allow_remote=True)"
             check_host("this pserver", endpoint, remedy, keys, allow_remote=allow_remote)
-            frame, messages = wire.limits(_sizes(update))
+            sizes = _sizes(update)
+            if self._replicas is not None:
+                sizes |= self._replicas.sizes()
+            frame, messages = wire.limits(sizes)
             return self._transport.bind(
                 endpoint,
                 {ROLE_USER: "", OBSERVER: STATUS},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.cuts import EpochStart, ServerCuts
 from dtrans.run.parameter_server.state_writer import Keep, KeepLast, StateWriter
 from dtrans.run.parameter_server.sync_update import SyncUpdate
+from dtrans.run.parameter_server.trainer_cuts import server_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,35 +196,44 @@ class ServerSaves:
         self._writer.begin_cut(self._cut_writer(counts), state, self._mark(step), spent)
 
     def _cut_writer(
-        self, counts: Mapping[int, int] = {}
+        self, counts: Mapping[int, int] = {}, cuts: ServerCuts | None = None
     ) -> Callable[[Mapping[str, Any], Mark], None]:
-        """Return the function that writes a cut of the current epoch."""
-        assert self._cuts is not None
-        return functools.partial(self._cuts.write, self._epoch.number, counts)
+        """Return the function that writes a cut of the current epoch.
 
-    def write_newest(self) -> None:
+        Args:
+          counts: as for `ServerCuts.write`.
+          cuts: writer of the cut; None for the writer of this server's cuts.
+        """
+        cuts = self._cuts if cuts is None else cuts
+        assert cuts is not None
+        return functools.partial(cuts.write, self._epoch.number, counts)
+
+    def write_newest(self, lost: Sequence[str]) -> None:
         """Start to write the states after the newest steps as cuts, when the epoch is ending.
 
         The server answers messages during the write. The writing thread reports the end.
 
-        Another server may have made one step less than this server, so this server also writes the
-        state before its newest one. If a trainer has begun the next step, all servers have made the
-        newest step, and that state alone is written.
+        `SyncServer.newest_states` chooses the states.
+
+        Args:
+          lost: names of the lost servers. If this server has a replica, it writes its states, too.
         """
-        kind, update = self._protocol.kind, self._update
-        if self._cuts is None or not self._cuts.at_loss:
+        kind, mine = self._protocol.kind, self._cuts
+        if mine is None or not mine.at_loss:
             return
-        assert isinstance(kind, SyncServer) and isinstance(update, SyncUpdate)
-        assert self._writer is not None
-        states = {kind.step: update.state}
-        if update.old is not None and not kind.has_begun_step:
-            states[kind.step - 1] = update.old
-        for step, state in states.items():
-            if not self._cuts.epochs.has_written(step):
+        assert isinstance(kind, SyncServer) and self._writer is not None
+        number, names = self._epoch.number, server_names(mine.plan)
+        endpoints = [ep for name, ep in zip(names, mine.plan.servers, strict=True) if name in lost]
+        writers = {ep: mine.of_lost(ep, number) for ep in endpoints}
+        writers[kind.endpoint] = mine
+        for endpoint, step, state in kind.newest_states(endpoints):
+            cuts = writers[endpoint]
+            if not cuts.epochs.has_written(step):
                 arrays = {n: _current(x) for n, x in state.items()}
-                mark = self._mark(step)
-                self._writer.begin_cut(self._cut_writer(), arrays, mark, waits=False)
-        end = functools.partial(self._cuts.note_end, self._epoch.number)
+                self._writer.begin_cut(
+                    self._cut_writer(cuts=cuts), arrays, self._mark(step), waits=False
+                )
+        end = functools.partial(mine.note_end, number)
         self._writer.begin_cut(lambda *_: end(), {}, self._mark(kind.step), waits=False)
 
     def _mark(self, step: int) -> Mark:

@@ -31,7 +31,12 @@ from dtrans.run.parameter_server.tables.table_memory import (
     memory_of,
     snapshot_arrays,
 )
-from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate, copy_state
+from dtrans.run.parameter_server.update import (
+    CompiledUpdate,
+    ServerUpdate,
+    compile_merge,
+    copy_state,
+)
 
 
 class SyncUpdate:
@@ -44,6 +49,7 @@ class SyncUpdate:
       like: an earlier object for the same update, whose compiled functions are used again.
       steps: number of updates before the first one, in earlier epochs.
       keeps_old: True to store the state before the newest one, too.
+      merges: True if `begin` takes the gradients that `merge` returns.
 
     Attributes:
       state: the arrays by name, with tables in `TableMemory`.
@@ -65,6 +71,7 @@ class SyncUpdate:
         steps: int = 0,
         *,
         keeps_old: bool = False,
+        merges: bool = False,
     ) -> None:
         self.exchange: Exchange | None = None
         spent = itertools.chain.from_iterable(phase.spent for phase in update.phases)
@@ -82,12 +89,15 @@ class SyncUpdate:
         # Values of the current step; rows without a gradient read them later, when they catch up.
         self._watched: dict[str, Any] = {}
         watched = itertools.chain.from_iterable(table.reads for table in self._tables.values())
-        self._update = dataclasses.replace(update, watched=frozenset(watched))
-        self._trainers = frozenset(range(trainers))
+        self._with_all = dataclasses.replace(update, watched=frozenset(watched))
+        self._update = self._with_all.merged() if merges else self._with_all
+        self._merges, self._trainers = merges, frozenset(range(trainers))
         # (ids of the trainers whose gradients are used, numbers of table rows) -> compiled update
         self._compiled: dict[tuple[frozenset[int], tuple[int, ...]], CompiledUpdate] = {}
+        # ids of the trainers whose gradients are merged -> compiled function
+        self._merging: dict[frozenset[int], Callable[..., dict[str, jax.Array]]] = {}
         if like is not None:
-            self._compiled = like._compiled
+            self._compiled, self._merging = like._compiled, like._merging
         self._run: Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]] | None = None
         self._by_rows = RowUpdates(update.tables, self._take, self._put)
         self.old: dict[str, Any] | None = None
@@ -161,20 +171,42 @@ class SyncUpdate:
         key = present, tuple(sizes.values())
         if key in self._compiled:
             return self._compiled[key]
-        gone = self._trainers - present
-        if gone and not any(trainers == present for trainers, _ in self._compiled):
-            log.warning(
-                "pserver %s continues without %s: step %d and later steps use gradients of %s",
-                self._update.endpoint,
-                named(sorted(gone)),
-                step + 1,
-                named(sorted(present)),
-            )
         update = self._update.sized(sizes) if sizes else self._update
-        if gone:
+        if not self._merges and present < self._trainers:
+            if not any(trainers == present for trainers, _ in self._compiled):
+                self._say_gone(present, step)
             update = update.sent_by(present)
         self._compiled[key] = CompiledUpdate(update, keeps_old=self._keeps_old)
         return self._compiled[key]
+
+    def merge(
+        self, grads: Mapping[str, Any], present: frozenset[int], step: int
+    ) -> Mapping[str, Any]:
+        """Return the merged gradients by name. See `StepUpdate.merge`."""
+        if present not in self._merging:
+            update = self._with_all
+            if present < self._trainers:
+                self._say_gone(present, step)
+                update = update.sent_by(present)
+            self._merging[present] = compile_merge(update)
+        merged = self._merging[present](dict(grads))
+        # Later messages overwrite the memory of the gradients.
+        jax.block_until_ready(merged)
+        return merged
+
+    def _say_gone(self, present: frozenset[int], step: int) -> None:
+        """Write to the log that later updates use only the gradients of the present trainers."""
+        log.warning(
+            "pserver %s continues without %s: step %d and later steps use gradients of %s",
+            self._update.endpoint,
+            named(sorted(self._trainers - present)),
+            step + 1,
+            named(sorted(present)),
+        )
+
+    def state_blocks(self) -> list[tuple[str, np.ndarray]]:
+        """Return the name and the values of each array of the state."""
+        return [(n, np.asarray(words(x))) for n, x in self.state.items()]
 
     def _publish(self) -> None:
         """Store the new parameters in `values` when they are computed."""

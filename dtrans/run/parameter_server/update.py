@@ -26,7 +26,7 @@ from dtrans.errors import ConfigError
 from dtrans.ir.array_fns import words_type
 from dtrans.ir.program import Program
 from dtrans.ir.selection import omit, retain, subset, values_at
-from dtrans.ops import BACKUP, DELTA, OptimizeBlock, backup_of, listen_and_serv_p
+from dtrans.ops import BACKUP, DELTA, BlockGradient, OptimizeBlock, backup_of, listen_and_serv_p
 from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.protocol.server.exchange import Exchange
 from dtrans.protocol.server_blocks import ServerBlocks, TableSpec, Vectors
@@ -203,6 +203,17 @@ class ServerUpdate:
         return dataclasses.replace(
             self, eqn=self.eqn.replace(params={**self.eqn.params, "optimize_blocks": blocks})
         )
+
+    def merged(self) -> ServerUpdate:
+        """Return the update that reads merged gradients, each under its first sender's name."""
+        blocks = []
+        for block in self.blocks:
+            grads = []
+            for g in block.grads:
+                grads.append(dataclasses.replace(g, sent={0: merged_name(g)}))
+            blocks.append(dataclasses.replace(block, grads=tuple(grads)))
+        params = {**self.eqn.params, "optimize_blocks": tuple(blocks)}
+        return dataclasses.replace(self, eqn=self.eqn.replace(params=params))
 
     @property
     def endpoint(self) -> str:
@@ -473,6 +484,28 @@ class CompiledUpdate:
             keep_unused=self._keeps_old,
             compiler_options=options,
         )
+
+
+def merged_name(gradient: BlockGradient) -> str:
+    """Return the name of a gradient after the reduction over trainers: its first sender's name."""
+    return gradient.sent[min(gradient.sent)]
+
+
+def compile_merge(update: ServerUpdate) -> Callable[..., dict[str, jax.Array]]:
+    """Return the compiled function that reduces gradients over trainers, without the update.
+
+    Args:
+      update: the update, which reads the gradients of the present trainers.
+    """
+    gradients = list(itertools.chain.from_iterable(block.grads for block in update.blocks))
+
+    def merge(grads: Mapping[str, Any]) -> dict[str, jax.Array]:
+        found = {}
+        for g in gradients:
+            found[merged_name(g)] = reduce_gradients(g.op, values_at(grads, g.sent.values()))
+        return found
+
+    return jax.jit(merge)
 
 
 def copy_state(state: Mapping[str, Any]) -> dict[str, Any]:

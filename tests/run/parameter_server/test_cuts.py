@@ -332,6 +332,28 @@ def test_the_loss_of_a_trainer_repeats_only_the_incomplete_step(
         assert x.tobytes() == y.tobytes()
 
 
+@pytest.mark.parametrize(
+    "clips", [False, pytest.param(True, marks=pytest.mark.rotated, id="partial results")]
+)
+def test_the_loss_of_a_server_with_a_replica_repeats_only_the_incomplete_step(
+    clips: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kills, cuts = [(0, 25, "pserver 0"), (1, 44, "pserver 1")], "dtrans.Cuts(100, replicas=1)"
+    (code,) = re.findall(r"```python\n# model.py\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    if clips:  # the norm of all gradients needs partial results of both servers
+        clipped = "optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-3))"
+        assert code.count("optax.adam(1e-3)") == 1
+        code = code.replace("optax.adam(1e-3)", clipped)
+    run_job(tmp_path / "killed", kills, monkeypatch, (code,), cuts=cuts)
+    killed = arrays_of(tmp_path / "killed")
+    back = re.findall(r"all roles go back to step (\d+)", capsys.readouterr().err)
+    assert back == ["24", "43"]
+    run_job(tmp_path / "undisturbed", [], monkeypatch, (code,), cuts=cuts)
+    undisturbed = arrays_of(tmp_path / "undisturbed")
+    for x, y in zip(killed, undisturbed, strict=True):
+        assert x.tobytes() == y.tobytes()
+
+
 def test_only_the_lost_process_starts_again_on_several_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -392,7 +392,7 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
         refused(line, f"pserver {other} sent a `hello` message as trainer 0", "hello", **hello)
         refused(
             line,
-            f"a `send` message from pserver {other}; servers send each other only `peer` and ",
+            f"a `send` message from pserver {other}; servers send each other only `peer`, ",
             "send",
             step=0,
             pieces=[],

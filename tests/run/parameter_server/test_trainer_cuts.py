@@ -17,7 +17,7 @@ from dtrans.checkpoint import api as checkpoint
 from dtrans.checkpoint.assemble import as_numpy
 from dtrans.checkpoint.pserver_state import scatter
 from dtrans.checkpoint.runs import Mark
-from dtrans.errors import StateError
+from dtrans.errors import ConfigError, StateError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.epochs import Epoch
 from dtrans.run.net.epoch_folder import VARIABLE, EpochFolder
@@ -84,6 +84,8 @@ def written(path: Path) -> set[str]:
 
 def test_cuts_contain_leaves_that_trainers_compute(plan: PServerPlan) -> None:
     check_cuts(plan, dtrans.Cuts(10))
+    with pytest.raises(ConfigError, match="params/own/key is computed by each trainer, so at_loss"):
+        check_cuts(plan, dtrans.Cuts(10, at_loss=True))
     constant = ["params/net/scale"]
     computed = ["params/own/" + n for n in ("key", "mean", "seen")]
     assert computed_leaves(plan) == computed
