@@ -59,7 +59,7 @@ def fold(
       number_of: computes an elementwise equation on numbers; returns None if it cannot.
 
     Returns:
-        A 0-d array, an `Alias`, or None if neither is known.
+      A 0-d array, an `Alias`, or None if neither is known.
     """
     name, aval = eqn.primitive.name, eqn.outvars[out].aval
     moved = moved_operands(eqn, out)

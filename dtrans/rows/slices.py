@@ -25,7 +25,7 @@ from dtrans.ir.builder import Builder
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Start:
-    """Start of a slice, or vector of the ids of its entries, that the running program computes.
+    """Value that the running program computes: the start of a slice, or the ids of its entries.
 
     Objects are compared by identity.
 

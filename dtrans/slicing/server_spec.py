@@ -60,16 +60,17 @@ class UpdateSpec:
     """Division of an optimizer's update among servers.
 
     Attributes:
-      rounds: the equations, and the level at which each value is known.
+      rounds: the equations, and the number of exchanges after which each value is known.
       placement: placement of the leaves on servers.
       trainers: number of trainers; each sends a gradient of each leaf.
       arguments: step arguments that the update reads; trainers send them.
       requested: shared state that trainers request before each step.
       exact: leaves whose sums over rows have the same bits for every placement.
       names: maps each name in the update to a description of its value, for errors.
-      owners: maps each leaf to the servers that compute parts of its cross-server values.
+      owners: maps each leaf to the servers that compute terms of its norms and similar values.
       servers: endpoint -> work of the server; a server without work is absent.
-      over: maps each cross-server value to the servers that have parts of the value or read it.
+      over: maps each value that servers exchange to the servers that compute a term of the value,
+        or read the value.
     """
 
     rounds: ExchangeRounds

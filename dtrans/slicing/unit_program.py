@@ -182,10 +182,11 @@ def write_unit(
 
 
 class _UnitLevels:
-    """Writers of the programs of one unit, one for each level.
+    """Writers of the programs that update one unit: one for each number of earlier exchanges.
 
     Args:
-      rounds: equations of the update, with the level of each value.
+      rounds: equations of the update, with the level of each value: the number of exchanges after
+        which the value is known.
       unit: the unit.
       inputs: variable of a leaf or of its state -> name of the unit's block of that array.
 

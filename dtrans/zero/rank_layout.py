@@ -161,7 +161,7 @@ class RankLayout:
         return found
 
     def spec_of(self, step: Cut) -> Callable[[str], ScatterSpec]:
-        """Return a function that describes how the gradient of a leaf is reduced."""
+        """Return a function from a leaf's name to a description of how its gradient is reduced."""
         layers = set(self.layer_gradients(step).values())
         compress: dict[str, str] = {}
         dtype = self.options.precision.dtype

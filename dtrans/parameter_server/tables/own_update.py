@@ -138,7 +138,7 @@ def _state_rows(startup: Program, state: Sequence[str], count: int) -> ClosedJax
 
 
 def empty_types(tables: Tables, types: Mapping[str, Any]) -> dict[str, Any]:
-    """Return types with zero rows for the tables, and for the optimizer state of their rows.
+    """Return types in which tables, and the optimizer state of their rows, have no rows.
 
     Args:
       types: types of the full arrays, by name.

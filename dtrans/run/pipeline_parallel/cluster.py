@@ -207,7 +207,7 @@ class ConnectedProcesses(OneProcess):
           program: the step.
           values: the program that computes precomputed values.
           arrays: the arrays of the batch. An array that this process reads is complete.
-          state: maps (place, name) to an array, for the state that this process stores.
+          state: maps (index of a stored copy, name) to an array; contains what this process stores.
           readers: maps each value's name to the processes that read the value.
           keys: unused keys for messages. All processes use them in the same order.
         """

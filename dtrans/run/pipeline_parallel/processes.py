@@ -66,7 +66,7 @@ class OneProcess:
         Args:
           program: the instructions of the step.
           arrays: the batch that the user passed to `step` in this process.
-          state: maps (place, name) to an array, for the state that this process stores.
+          state: maps (index of a stored copy, name) to an array; contains what this process stores.
         """
         return {**arrays, **self.precompute(program, arrays, state)}
 
@@ -78,7 +78,7 @@ class OneProcess:
         Args:
           program: the instructions of the step.
           arrays: the arrays of the global batch.
-          state: maps (place, name) to an array, for the state that the values depend on.
+          state: maps (index of a stored copy, name) to an array on which the values depend.
         """
         values = program.values
         if values is None:

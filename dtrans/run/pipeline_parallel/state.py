@@ -90,14 +90,14 @@ class StateLayout:
         return self.state(found)
 
     def state(self, arrays: Mapping[tuple[int, str], Any]) -> PipelineState:
-        """Convert a dict of arrays by (place, name) to a state."""
+        """Convert a dict of arrays, with keys (index of the stored copy, name), to a state."""
         parts: dict[str, dict[str, Any]] = {"params": {}, "opt_state": {}, "extra": {}}
         for part, key, at in self._entries:
             parts[part][key] = arrays[at]
         return PipelineState(**parts)
 
     def arrays(self, state: PipelineState) -> dict[tuple[int, str], Any]:
-        """Return the arrays of a state, by (place, name).
+        """Return the arrays of a state in a dict with keys (index of the stored copy, name).
 
         Raises:
           StateError: the state belongs to a job of another plan.
