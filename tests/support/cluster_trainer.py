@@ -309,7 +309,7 @@ def programs_without_arrays(width: int = 2) -> tuple[Any, Any]:
 
 def endless(fate: str) -> None:
     """Train until trainer 1, in its third step, meets its fate."""
-    k = dtrans.connect(deadline={"idle": 5, "kill": 10, "raise": 10}.get(fate, 60)).trainer_id
+    k = dtrans.connect(deadline={"idle": 5, "kill": 10, "raise": 300}.get(fate, 60)).trainer_id
     plan = dtrans.nccl2(*programs(), trainers=2)
     job = plan.on_cluster()
     state = job.init(jax.random.key(0))

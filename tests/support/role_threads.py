@@ -27,6 +27,7 @@ from dtrans.run.net.sockets import Authenticator, bind, connect, new_socket
 
 
 HANG = 25.0  # seconds; longer than anything here takes on a busy machine
+NEVER = 100 * HANG  # seconds; a role that waits for this deadline hangs, so its test fails
 
 
 RESERVED = ReservedEndpoints()  # closed at the end of a test with the fixture `folder`

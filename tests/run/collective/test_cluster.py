@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 import trainer_processes
 from helpers import distance
-from role_threads import HANG, FakeServer, Peer, RoleThreads, free_endpoints
+from role_threads import HANG, NEVER, FakeServer, Peer, RoleThreads, free_endpoints
 from trainer_processes import ROOT, started
 
 import dtrans
 from dtrans.errors import ConfigError, DeadlineError, LaunchError, PeerError
 from dtrans.protocol import wait_reminder
-from dtrans.protocol.transport import LINGER
+from dtrans.protocol.collective import join_loop
 from dtrans.run.distributed.launcher import launch
 from dtrans.run.distributed.rendezvous import FIRST, rendezvous
 from dtrans.run.distributed.role import trainer_roles
@@ -440,22 +440,23 @@ def test_the_rest_is_told_where_one_refuses_and_one_speaks_otherwise(
     ]
 
 
-def test_one_that_is_told_to_give_up_ends_at_once(role_threads: RoleThreads) -> None:
+def test_one_that_is_told_to_give_up_ends_at_once(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where trainer 0 has gone before it hears `here`: ZeroMQ may then keep that for as long
     as it is allowed."""
+    monkeypatch.setattr(join_loop, "LINGER", NEVER)
     for i in range(100):
         endpoints = free_endpoints(2)
-        role_threads.start(f"trainer {i}", rendezvous, 1, endpoints, deadline=20.0)
+        role_threads.start(f"trainer {i}", rendezvous, 1, endpoints, deadline=NEVER)
         first = Peer(endpoints[1], FIRST)
         first.tell("meet", trainer=1, endpoints=list(endpoints))
         first.tell("abort", reason="no reason")
         first.end()
-        since = time.monotonic()
         assert (
             str(role_threads.end(f"trainer {i}"))
             == "trainer 1 stopped because trainer 0 gave up: no reason"
         )
-        assert time.monotonic() - since < LINGER
 
 
 def test_strangers_at_the_door_are_let_stand(role_threads: RoleThreads) -> None:
@@ -552,11 +553,10 @@ def test_a_killed_trainer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_trainer_that_raises_is_named_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = time.monotonic()
+    """Without the wait for the others at JAX's end, which would exceed the launcher's deadline."""
     error = launched("endless", "raise", monkeypatch=monkeypatch)
     assert (error.role, error.code) == ("trainer 1", 1)
     assert str(error).splitlines()[-1] == "KeyError: 'this is why'"
-    assert time.monotonic() - started < 30.0  # it does not wait for the others at its end
 
 
 @pytest.mark.soak

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from role_threads import HANG, free_endpoints
+from role_threads import HANG, NEVER, RoleThreads, free_endpoints
 
 from dtrans.errors import ConfigError
 from dtrans.protocol.token import new_token
@@ -149,14 +148,11 @@ def test_a_transport_closes_after_a_key_file_could_not_be_read(tmp_path: Path) -
         assert not transport.owners
 
 
-def test_another_thread_ends_a_poll():
+def test_another_thread_ends_a_poll(role_threads: RoleThreads) -> None:
     with opened(new_token()) as transport:
-        thread = threading.Thread(target=transport.wake)
-        thread.start()
-        begun = time.monotonic()
-        assert list(transport.poll(begun + HANG)) == []
-        assert time.monotonic() - begun < HANG
-        thread.join()
+        role_threads.start("poll", lambda: list(transport.poll(time.monotonic() + NEVER)))
+        transport.wake()
+        assert role_threads.end("poll") == []
 
 
 def test_a_closed_door_frees_its_endpoint():

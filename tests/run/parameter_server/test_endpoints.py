@@ -40,7 +40,17 @@ from helpers import (
     tree_equal,
 )
 from paths import ROOT, SUPPORT
-from role_threads import HANG, FakeServer, Peer, RoleThreads, free_endpoints, serve, train, until
+from role_threads import (
+    HANG,
+    NEVER,
+    FakeServer,
+    Peer,
+    RoleThreads,
+    free_endpoints,
+    serve,
+    train,
+    until,
+)
 
 import dtrans
 from dtrans.errors import ConfigError, DeadlineError, LostPeerError, PeerError, StateError
@@ -48,10 +58,12 @@ from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol import token, wire
 from dtrans.protocol.refusals import EACH
 from dtrans.protocol.server import sync_server
+from dtrans.protocol.trainer import server_link
 from dtrans.protocol.trainer.server_link import ServerLink
 from dtrans.protocol.transport import ROLE_USER
 from dtrans.run.net.ended_roles import EndedRoles
 from dtrans.run.net.zmq_transport import ZmqTransport
+from dtrans.run.parameter_server import server_connections
 
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -479,21 +491,20 @@ def test_a_trainer_of_a_killed_pserver_is_told_at_once(
         plan = plan_for(pservers, min_block_size=8192, kind="local")
         started = threading.Event()
         role_threads.start(
-            "trainer", train, plan, 0, [mlp_batch(8)], params, before=lambda i: started.set()
+            *("trainer", train, plan, 0, [mlp_batch(8)], params),
+            before=lambda i: started.set(),
+            deadline=NEVER,
         )
         assert started.wait(HANG)
         role.process.send_signal(signal.SIGKILL)
         role.process.wait(HANG)
-        since = time.monotonic()
         error = role_threads.end("trainer")
-        took = time.monotonic() - since
     assert type(error) is LostPeerError
     assert (
         str(error)
         == f"pserver {ep} went away while trainer 0 waited for `recv` of step 1 (params/b1, "
         "params/b2, params/w1, ...)"
     )
-    assert took < 5, took
 
 
 def test_a_pserver_that_is_terminated_says_so_and_leaves_nothing(
@@ -592,14 +603,12 @@ def test_a_trainer_that_ended_before_its_hello_is_not_waited_for_under_a_launche
         plan_for(pservers, mode=dtrans.Sync() if sync_mode else dtrans.Async()),
         mlp_params(),
     )
-    since = time.monotonic()
     with EndedRoles() as told:
         monkeypatch.setenv(*next(iter(told.environment.items())))
-        role_threads.start("server", serve, plan, ep, params)
-        role_threads.start("trainer 0", train, plan, 0, [mlp_batch(8)], params)
+        role_threads.start("server", serve, plan, ep, params, deadline=NEVER)
+        role_threads.start("trainer 0", train, plan, 0, [mlp_batch(8)], params, deadline=NEVER)
         told.note("trainer 1", "exit code 3")
         server, trainer = role_threads.end("server"), role_threads.end("trainer 0")
-    assert time.monotonic() - since < HANG / 2
     if sync_mode:
         why = f"trainer 1 ended with exit code 3 before it said hello to pserver {ep}, in step 1"
         assert type(server) is LostPeerError and str(server) == why
@@ -615,17 +624,15 @@ def test_the_reason_for_which_a_trainer_failed_reaches_everybody_at_once(
     params, batches = mlp_params(), [mlp_batch(8)] * 3
     plan = plan_for(pservers)
 
-    failures = []
-
     def fails(i: int) -> None:
         if i == 1:
-            failures.append(time.monotonic())
             raise ZeroDivisionError("the third image is blank")
 
     for ep in pservers:
-        role_threads.start(ep, serve, plan, ep, params)
-    role_threads.start("trainer 0", train, plan, 0, batches, params, before=fails)
-    role_threads.start("trainer 1", train, plan, 1, batches, params)
+        role_threads.start(ep, serve, plan, ep, params, deadline=NEVER)
+    for k, before in enumerate((fails, None)):
+        options = {"before": before, "deadline": NEVER}
+        role_threads.start(f"trainer {k}", train, plan, k, batches, params, **options)
     assert isinstance(role_threads.end("trainer 0"), ZeroDivisionError)
     reason = "trainer 0 failed: ZeroDivisionError: the third image is blank"
     for ep in pservers:
@@ -637,7 +644,6 @@ def test_the_reason_for_which_a_trainer_failed_reaches_everybody_at_once(
     assert any(
         str(error) == f"pserver {ep} refused trainer 1: it ended: {reason}" for ep in pservers
     )
-    assert time.monotonic() - failures[0] < HANG / 2
 
 
 def test_a_trainer_that_makes_fewer_steps_than_another_is_named_beside_it(
@@ -661,34 +667,44 @@ def test_a_trainer_that_makes_fewer_steps_than_another_is_named_beside_it(
 
 
 @pytest.mark.parametrize("leave", ["with", "close"])
-def test_a_pserver_that_is_not_there_is_named_after_the_deadline(leave: str) -> None:
+def test_a_pserver_that_is_not_there_is_named_after_the_deadline(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, leave: str
+) -> None:
+    """Closing does not wait until messages to it are sent."""
+    for module in (server_connections, server_link):
+        monkeypatch.setattr(module, "LINGER", NEVER)
     (ep,) = pservers = free_endpoints(1)
     params = mlp_params()
     plan = plan_for(pservers)
-    since = time.monotonic()
-    if leave == "with":
-        with pytest.raises(DeadlineError) as caught, dtrans.Executor(deadline=0.5) as exe:
-            exe.run(plan.trainer_startup_program(1), params)
-    else:
-        exe = dtrans.Executor(deadline=0.5)
-        with pytest.raises(DeadlineError) as caught:
-            exe.run(plan.trainer_startup_program(1), params)
-        exe.close()
+
+    def trainer() -> DeadlineError:
+        if leave == "with":
+            with pytest.raises(DeadlineError) as caught, dtrans.Executor(deadline=0.5) as exe:
+                exe.run(plan.trainer_startup_program(1), params)
+        else:
+            exe = dtrans.Executor(deadline=0.5)
+            with pytest.raises(DeadlineError) as caught:
+                exe.run(plan.trainer_startup_program(1), params)
+            exe.close()
+        return caught.value.with_traceback(None)
+
+    role_threads.start("trainer", trainer)
+    error = role_threads.end("trainer")
     # a busy machine may wake the trainer late
-    message = re.sub(r"waited \d\.\d s", "waited N s", str(caught.value))
-    caught.value.__traceback__ = None
+    message = re.sub(r"waited \d+\.\d s", "waited N s", str(error))
     assert message == (
         f"trainer 1 waited N s for pserver {ep}: an answer to `hello` (is it running, and is "
         "this its endpoint?)"
     )
-    assert isinstance(caught.value, TimeoutError)
-    assert time.monotonic() - since < 4
+    assert isinstance(error, TimeoutError)
 
 
 def test_an_error_that_was_dropped_leaves_nothing_that_closing_waits_for(
-    role_threads: RoleThreads,
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sockets of a connection that failed are not left to the garbage collector."""
+    for module in (server_connections, server_link):
+        monkeypatch.setattr(module, "LINGER", NEVER)
     plan = plan_for(free_endpoints(1), trainers=1)
 
     def trainer() -> None:
@@ -698,25 +714,20 @@ def test_an_error_that_was_dropped_leaves_nothing_that_closing_waits_for(
         gc.collect()
         exe.close()
 
-    since = time.monotonic()
     role_threads.start("trainer", trainer)
     assert role_threads.end("trainer") is None
-    assert time.monotonic() - since < 10
 
 
-def test_without_wait_port_a_pserver_that_is_not_there_is_an_error_at_once() -> None:
+def test_without_wait_port_a_pserver_that_is_not_there_is_an_error_at_once(
+    role_threads: RoleThreads,
+) -> None:
     (ep,) = pservers = free_endpoints(1)
     plan = plan_for(pservers, trainers=1)
-    since = time.monotonic()
-    with (
-        pytest.raises(
-            PeerError,
-            match=f"^trainer 0 cannot connect to the pserver at {ep}: Connection refused$",
-        ),
-        dtrans.Executor(deadline=HANG, wait_port=False) as exe,
-    ):
-        exe.run(plan.trainer_startup, mlp_params())
-    assert time.monotonic() - since < 5
+    options: dict[str, Any] = {"deadline": NEVER, "wait_port": False}
+    role_threads.start("trainer", train, plan, 0, [], mlp_params(), **options)
+    error = role_threads.end("trainer")
+    assert type(error) is PeerError
+    assert str(error) == f"trainer 0 cannot connect to the pserver at {ep}: Connection refused"
 
 
 def test_trainers_may_start_before_their_pserver(
@@ -925,10 +936,9 @@ def test_who_has_not_the_token_is_told_so_at_once_and_takes_nobodys_place(
     role_threads.start("server", serve, plan, ep, params)
     assert bound.wait(HANG)
     monkeypatch.setenv("DTRANS_TOKEN", strangers)
-    since = time.monotonic()
-    role_threads.start("stranger", train, plan, 0, [], params)
+    role_threads.start("stranger", train, plan, 0, [], params, deadline=NEVER)
     error = role_threads.end("stranger")
-    assert isinstance(error, PeerError) and time.monotonic() - since < HANG / 2
+    assert isinstance(error, PeerError)
     assert str(error).startswith(
         f"pserver {ep} does not admit trainer 0: the two processes have different values of "
         "DTRANS_TOKEN"
