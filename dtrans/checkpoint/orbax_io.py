@@ -414,8 +414,7 @@ def write(
 ) -> None:
     """Write the arrays of one role (a piece), unless a piece of the same run and step exists.
 
-    An existing piece of the same job and another run is replaced, because the job has undone the
-    piece's step.
+    A piece of the same job but another run is replaced: the job has gone back to an earlier step.
 
     Args:
       path: the folder of the checkpoint.
@@ -456,7 +455,10 @@ def write(
 
 
 def _is_undone(about: Mapping[str, Any], mark: Mark) -> bool:
-    """Return True if a piece is from the same job as `mark`, before the job dropped a trainer."""
+    """Return True if the job of `mark` has written a piece, but dropped a trainer afterwards.
+
+    The job then goes back, and repeats the step of the piece.
+    """
     return bool(about.get("job") == mark.job and mark.run[0] not in _run_of(about))
 
 

@@ -9,11 +9,10 @@ from dtrans.errors import ConfigError
 
 
 def backups_of(endpoints: Sequence[str]) -> dict[str, str]:
-    """Return a dict from each server to the server that stores the copy of its state.
+    """Choose, for each server, another server that stores a copy of the first server's state.
 
-    A copy is on another host if the servers have several hosts. Among these servers, the one with
-    the fewest copies stores it, and the first one in the order after the server if there are
-    several.
+    If the servers have several hosts, the copy is on another host. Among the possible servers, the
+    function chooses one with the fewest copies. On ties, it chooses the next one in `endpoints`.
 
     Args:
       endpoints: `host:port` of each server.

@@ -80,7 +80,7 @@ class RowBuckets:
         return np.flatnonzero((bucket >= self.start) & (bucket < self.stop) & (ids < self.size))
 
     def along(self, row: RowAxis) -> RowBuckets:
-        """Return the entries of these rows in a value that has `row.width` entries for each row."""
+        """Return these rows as entries of a value that has `row.width` entries for each row."""
         return RowBuckets(*(n * row.width for n in dataclasses.astuple(self)))
 
     @property

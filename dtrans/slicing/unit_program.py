@@ -91,7 +91,7 @@ class LevelWriter:
     """Writer of one program of an update, which runs between two exchanges of servers.
 
     Args:
-      rounds: equations of the update, with the level of each value.
+      rounds: equations of the update, with the exchange after which each value is known.
       rows: rows of the block; None for full leaves, and for a program of shared values.
       read_unit: returns the input for a value of the unit; None for a shared value.
       computes: takes a shared value; returns True if this program computes it.
@@ -142,7 +142,7 @@ def write_unit(
     """Write the programs that update one unit: a block, or leaves that are updated together.
 
     Args:
-      rounds: equations of the update, with the level of each value.
+      rounds: equations of the update, with the exchange after which each value is known.
       unit: the unit.
       gradients: gradients of the blocks; none for a block whose leaf has no gradient.
     """
@@ -221,7 +221,7 @@ class _UnitLevels:
         return w.writer.env[var]
 
     def _from_earlier(self, level: int, var: Var) -> str | None:
-        """Make a value that an earlier program computes an output there; return its name.
+        """Add a value to the outputs of the earlier program that computes it; return its name.
 
         Return None if no earlier program computes the value.
         """
