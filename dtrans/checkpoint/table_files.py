@@ -80,7 +80,10 @@ class SavedBlock:
                 yield RowSegment(file["ids"], file["changed"], _read(file, columns))
 
     def first(self, columns: Mapping[int, Any]) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Return the ids of the rows in `first.npz`, and these rows of some arrays."""
+        """Return the row ids in the file `first.npz`, and the initial rows with these ids.
+
+        `columns` selects the arrays.
+        """
         with np.load(self.folder / FIRST) as file:
             return file["ids"], _read(file, columns)
 

@@ -151,7 +151,7 @@ def _write_parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Iterator[i
 
 
 def merge_iterations(forward: ForwardPass, origin: Origins, stage_of: Sequence[int]) -> ScanSplits:
-    """Return splits that give each stage one scan, from the stage of each single iteration.
+    """Merge the iterations that one stage runs into one scan; return the new splits.
 
     Args:
       forward: the forward pass before scans were split.

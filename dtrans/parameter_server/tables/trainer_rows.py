@@ -181,7 +181,7 @@ class TableWriter:
                 w.place(w.flow.layout(v))[v] = new
 
     def result(self, atom: Atom, maker: int) -> Atom:
-        """Return an output of the step as a value of the program."""
+        """Return the variable of the trainer's program that contains an output of the step."""
         if isinstance(atom, Var):
             layout = self.writer.flow.layout(atom)
             if isinstance(layout, RowAxis) and layout.leaf:
