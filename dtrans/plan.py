@@ -310,7 +310,8 @@ class Plan(abc.ABC):
             batch = tuple(_traced_types(main, spec) for spec in specs)
         if len(batch) != len(specs):
             raise BatchError(
-                f"the step takes {len(specs)} batch arguments, {len(batch)} were given"
+                f"the step takes {len(specs)} batch arguments, {len(batch)} were given; pass "
+                "the same arguments as to dtrans.trace"
             )
         types = jax.tree.map(_type_of, batch)
         input_types: dict[str, Any] = {}

@@ -159,7 +159,8 @@ def check_plot(path: Path) -> None:
         raise missing_extra("--plot needs matplotlib", "examples")
     if not path.parent.is_dir():
         raise ConfigError(
-            f"the plot cannot be written to {path}: the folder {path.parent} does not exist"
+            f"the plot cannot be written to {path}: the folder {path.parent} does not exist; "
+            "create it, or pass another path"
         )
     from matplotlib.backend_bases import FigureCanvasBase
 

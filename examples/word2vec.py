@@ -215,7 +215,10 @@ def nearest(words: Words, vectors: np.ndarray, word: str, count: int = NEAREST) 
     """
     (at,) = np.nonzero(words.words == word)
     if not len(at):
-        raise ConfigError(f"{word!r} is not among the {len(words.words)} words of the vocabulary")
+        raise ConfigError(
+            f"{word!r} is not among the {len(words.words)} words of the vocabulary; pass a word "
+            "that occurs in the text"
+        )
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     order = np.argsort(-(unit @ unit[at[0]]), kind="stable")
     return [str(w) for w in words.words[order[: count + 1]] if w != word][:count]

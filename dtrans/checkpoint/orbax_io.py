@@ -392,10 +392,13 @@ def check_place(path: Folder, layout: PieceLayout, here: Sequence[str], mark: Ma
     path = Path(path).absolute()
     existing = next(p for p in (path, *path.parents) if os.path.exists(p))
     if not existing.is_dir():
-        raise ConfigError(f"{path} cannot be created, since {existing} is not a folder")
+        raise ConfigError(
+            f"{path} cannot be created, since {existing} is not a folder; save elsewhere"
+        )
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"{path} cannot be created, since this process may not write to {existing}"
+            f"{path} cannot be created, since this process may not write to {existing}; change the "
+            "permissions of this folder, or save to another path"
         )
     # a process without savers, such as a driver, checks for the first saver
     for who in here or [*layout.pieces][:1]:

@@ -178,7 +178,8 @@ class _Question:
             )
         except OSError as e:
             raise LaunchError(
-                f"host {host.name} cannot be reached: {command[0]}: {e.strerror}"
+                f"host {host.name} cannot be reached: {command[0]}: {e.strerror}; install "
+                "it on this host, or choose another remote shell with rsh="
             ) from e
         order = {
             "mark": self.mark,

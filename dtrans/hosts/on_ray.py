@@ -252,7 +252,8 @@ class RayJob(Job):
         specs = self.plan.main.args[2:]
         if len(batch) != len(specs):
             raise BatchError(
-                f"the step takes {len(specs)} batch arguments, {len(batch)} were given"
+                f"the step takes {len(specs)} batch arguments, {len(batch)} were given; pass "
+                "the same arguments as to dtrans.trace"
             )
         return self._ray.put(_arrays(specs, batch))
 

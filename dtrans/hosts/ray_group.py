@@ -90,7 +90,8 @@ def ray_of(address: str | None) -> Any:
             ray.init(address=address)
         except (ConnectionError, ValueError) as e:
             raise ConfigError(
-                f"the Ray cluster at address={address!r} cannot be reached: {e}"
+                f"the Ray cluster at address={address!r} cannot be reached: {e}; start it with "
+                "`ray start --head`, or pass address="
             ) from e
     elif address not in (None, "auto", ray.get_runtime_context().gcs_address):
         raise ConfigError(

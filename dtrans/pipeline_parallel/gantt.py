@@ -175,7 +175,9 @@ def draw(
         try:
             figure.savefig(file, dpi=150, metadata=metadata)
         except OSError as e:
-            raise ConfigError(f"the chart cannot be written to {file}: {e.strerror}") from e
+            raise ConfigError(
+                f"the chart cannot be written to {file}: {e.strerror}; pass another path"
+            ) from e
 
 
 def _check(path: Path, panels: Sequence[tuple[str, Play]], units: Sequence[str]) -> None:
@@ -190,7 +192,8 @@ def _check(path: Path, panels: Sequence[tuple[str, Play]], units: Sequence[str])
         )
     if not path.parent.is_dir():
         raise ConfigError(
-            f"the chart cannot be written to {path}: the directory {path.parent} does not exist"
+            f"the chart cannot be written to {path}: the directory {path.parent} does not exist; "
+            "create it, or pass another path"
         )
     if not panels:
         raise ConfigError("plays is empty; pass plays=[(title, timed tasks), ...]")

@@ -195,5 +195,8 @@ def topological_order(
         if head < len(order):
             waits.append(f"{order[head]} on device {device} waits for {waits_for(order[head])[0]}")
     if waits:
-        raise ConfigError(f"the schedule {name} deadlocks: {', '.join(waits)}")
+        raise ConfigError(
+            f"the schedule {name} deadlocks: {', '.join(waits)}; order the tasks of each device so "
+            "that each task comes after the tasks that it needs"
+        )
     return tuple(done)

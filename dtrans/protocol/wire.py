@@ -280,11 +280,12 @@ def parse(parts: Sequence[Any]) -> Message:
     version = fields.get("v") if isinstance(fields, dict) else None
     if version != VERSION:
         raise WireError(
-            f"a message of protocol version {brief(version)}; this process uses version {VERSION}"
+            f"a message of protocol version {brief(version)}; this process uses version {VERSION}; "
+            "install the same version of dtrans for all processes"
         )
     op = fields.get("op")
     if not isinstance(op, str) or op not in FIELDS:
-        raise WireError(f"a message of unknown kind {brief(op)}")
+        raise WireError(f"a message of unknown kind {brief(op)}; expected an op such as `hello`")
     for name, kind in FIELDS[op].items():
         _check_field(op, name, fields.get(name), kind)
     for name, kind in (*OPTIONAL.get(op, {}).items(), *NUMBERS.items()):

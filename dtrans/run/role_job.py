@@ -69,7 +69,8 @@ class RoleJob(Job):
             raise ConfigError(
                 f"the plan is for {plan.trainers} trainers and pservers {','.join(plan.servers)}, "
                 f"but this process's environment is for {role.trainers} trainers and pservers "
-                f"{role.pservers or 'none'}"
+                f"{role.pservers or 'none'}; plan with trainers=role.trainers and "
+                "pservers=role.pservers"
             )
         self.plan, self.role = plan, role
         self._executor = Executor(**options)

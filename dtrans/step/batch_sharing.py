@@ -203,7 +203,10 @@ def part_of_batch(
       BatchError: as `part_of`; or `batch` and `specs` differ in length.
     """
     if len(batch) != len(specs):
-        raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
+        raise BatchError(
+            f"the step takes {len(specs)} batch arguments, {len(batch)} were given; pass "
+            "the same arguments as to dtrans.trace"
+        )
     number, count = part
     found = []
     for spec, tree in zip(specs, batch, strict=True):

@@ -416,7 +416,7 @@ def test_a_server_ends_when_its_goodbye_is_answered() -> None:
     say(serving, "goodbye")
     assert (
         job.said[0][1] == "refuse"
-        and "trainer 0 sent `goodbye`, but `complete` must come first" in job.said[0][2]["reason"]
+        and "`goodbye`, but `complete` must come first" in job.said[0][2]["reason"]
     )
     say(serving, "complete")
     assert (job.said[-1][1], serving.ended) == ("goodbye", False)

@@ -330,7 +330,7 @@ def test_a_checkpoint_looks_for_its_place_before_training(plan: Plan, tmp_path: 
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        ConfigError, match=r"file/1 cannot be created, since .*file is not a folder$"
+        ConfigError, match=r"file/1 cannot be created, since .*file is not a folder; save"
     ):
         dtrans.checkpoint.check(tmp_path / "file" / "1", job)
     dtrans.checkpoint.save(tmp_path / "1", job, job.init(KEY))

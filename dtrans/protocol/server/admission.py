@@ -31,7 +31,7 @@ def check_job(served: ServerBlocks, message: wire.Message) -> None:
     if message["order"] != sys.byteorder:
         raise WireError(
             f"trainer {k} is {message['order']}-endian, pserver {served.endpoint} is "
-            f"{sys.byteorder}-endian"
+            f"{sys.byteorder}-endian; run all roles on machines with the same byte order"
         )
     if trainers != served.trainers:
         raise WireError(

@@ -225,7 +225,10 @@ class AsyncServer:
         steps: Any = message.fields.get("steps", 1)
         most = MAX_STEPS if self._served.adds_changes else MAX_MERGED
         if not 1 <= steps <= most:
-            raise WireError(f"merged gradients of {steps} steps, expected 1 to {most} steps")
+            raise WireError(
+                f"trainer {k} sent pserver {self.endpoint} merged gradients of {steps} steps, "
+                f"expected 1 to {most} steps"
+            )
         step.grads.take(message)
         full = step.grads.memory.keys() - step.grads.missing()
         if self._applies_at_once and len(full) < len(step.grads.memory):

@@ -164,7 +164,7 @@ class ServerPeers:
         if message["order"] != sys.byteorder:
             raise WireError(
                 f"pserver {ep} is {message['order']}-endian, pserver {self.me} is "
-                f"{sys.byteorder}-endian"
+                f"{sys.byteorder}-endian; run all roles on machines with the same byte order"
             )
         if message["layout"] != self.known[ep].layout:
             raise WireError(

@@ -310,16 +310,25 @@ class TrainerRegistry:
     def part(self, k: int) -> None:
         """Handle trainer k's answer to `goodbye`; raise WireError if trainer k has not left."""
         if not self.known[k].done:
-            raise WireError(f"trainer {k} sent `goodbye`, but `complete` must come first")
+            raise WireError(
+                f"trainer {k} sent pserver {self.endpoint} `goodbye`, but `complete` must come "
+                "first"
+            )
         self.known[k].parted = True
 
     def speaker(self, address: bytes, message: wire.Message) -> int:
         """Return the id of the sender; raise WireError unless it is a live trainer of the job."""
         if address not in self.by_address:
-            raise WireError(f"a `{message.op}` message from a peer that has not said hello")
+            raise WireError(
+                f"a `{message.op}` message from a peer that has not said hello; pserver "
+                f"{self.endpoint} expects `hello` first"
+            )
         k = self.by_address[address]
         if self.known[k].done:
-            raise WireError(f"a `{message.op}` message of trainer {k}, which has left")
+            raise WireError(
+                f"a `{message.op}` message of trainer {k}, which has left; pserver "
+                f"{self.endpoint} expects no further message from trainer {k}"
+            )
         return k
 
     # -- lost and late trainers ------------------------------------------------------------------

@@ -103,7 +103,7 @@ class TrainerRounds:
         elif not part.missing():
             raise WireError(
                 f"trainer {k} sent an `exchange` message in round {number}, but all its values of "
-                "this round have already arrived"
+                "this round have already arrived; the server expects none before its answer"
             )
         part.take(message)
         self._step, self.number, self._values, self._parts[k] = step, number, values, part

@@ -97,8 +97,10 @@ class PendingAnswer:
         if message.op != self.op and self.skips:
             return False
         if message.op != self.op or any(message[n] != x for n, x in self.fields.items()):
+            fields = f" with {self.fields}" if self.fields else ""
             raise PeerError(
-                f"pserver {self.line.endpoint} answered {self.request} with `{message.op}`"
+                f"pserver {self.line.endpoint} answered {self.request} with `{message.op}`; "
+                f"{self.line.me} expected `{self.op}`{fields}"
             )
         self.reply = message.fields
         if self._inbox is None and self.room is not None:

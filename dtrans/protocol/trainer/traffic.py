@@ -339,7 +339,8 @@ class Traffic:
             return
         if message.op != "blocks" or message["step"] != pull.at[endpoint]:
             raise PeerError(
-                f"pserver {endpoint} answered `recv` of {self._name} with `{message.op}`"
+                f"pserver {endpoint} answered `recv` of {self._name} with `{message.op}`; "
+                f"{self._name} expected `blocks` of step {pull.at[endpoint]}"
             )
         pull.changed.check_complete(endpoint)
         pull.missing[endpoint].take(message)

@@ -42,7 +42,10 @@ def batch_arrays(
       TraceError: the structure of an argument differs from the traced step.
     """
     if len(batch) != len(specs):
-        raise BatchError(f"the step takes {len(specs)} batch arguments, {len(batch)} were given")
+        raise BatchError(
+            f"the step takes {len(specs)} batch arguments, {len(batch)} were given; pass "
+            "the same arguments as to dtrans.trace"
+        )
     found: list[Any] = []
     for i, (spec, arg) in enumerate(zip(specs, batch, strict=True)):
         arrays = spec.flatten(as_array(arg), f"batch argument {i}")

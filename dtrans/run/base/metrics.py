@@ -104,7 +104,9 @@ class MetricsWriter:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("w", newline="")
         except OSError as e:
-            raise ConfigError(f"metrics cannot be written to {path}: {e.strerror}") from e
+            raise ConfigError(
+                f"metrics cannot be written to {path}: {e.strerror}; pass another path"
+            ) from e
         self._closing.append(file.close)
         table, names = csv.writer(file), list[str]()
 

@@ -91,7 +91,7 @@ def on_mesh(
         o = plan.options
         raise ConfigError(
             f"degree={o.degree} and replicas={o.replicas} need {plan.trainers} devices, but "
-            f"on_mesh received {count}"
+            f"on_mesh received {count}; pass {plan.trainers} devices, or plan another degree"
         )
     if count < plan.trainers:
         remedy = "plan.simulate() needs only one device"

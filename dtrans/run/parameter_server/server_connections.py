@@ -273,5 +273,6 @@ def _check_listens(me: str, endpoint: str, deadline: float) -> None:
         socket.create_connection(split_endpoint(endpoint), timeout=deadline).close()
     except OSError as e:
         raise PeerError(
-            f"{me} cannot connect to the pserver at {endpoint}: {e.strerror or e}"
+            f"{me} cannot connect to the pserver at {endpoint}: {e.strerror or e}; start the "
+            "pserver first, or pass wait_port=True to wait for it"
         ) from e

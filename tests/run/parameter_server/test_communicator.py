@@ -391,7 +391,7 @@ def test_a_number_of_steps_that_cannot_be_is_refused(
         assert peer.hear().op == "welcome"
         value = np.ones((), np.float64).tobytes()
         peer.tell("send", value, step=0, pieces=[[["params/b@GRAD", 0, 8]]], steps=steps)
-        assert peer.refused() == told
+        assert told in peer.refused()
         peer.tell("send", value, step=0, pieces=[[["params/b@GRAD", 0, 8]]], steps=2)
         peer.tell("complete")
         assert peer.hear().op == "goodbye"

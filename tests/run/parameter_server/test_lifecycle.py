@@ -284,7 +284,7 @@ def test_who_waits_in_vain_for_the_next_job_is_told_for_what(role_threads: RoleT
         first.hello(0, 2, session="0")  # the same trainer, which has not answered the goodbye yet
         assert [first.hear().op for _ in range(2)] == ["welcome", "goodbye"]
         first.tell("recv", step=0, blocks=[])
-        assert first.refused() == "a `recv` message of trainer 0, which has left"
+        assert "a `recv` message of trainer 0, which has left; pserver" in first.refused()
         role_threads.start("again", train, plan, 0, [], params_of(), deadline=1.0)
         error = role_threads.end("again")
         assert isinstance(error, DeadlineError)
