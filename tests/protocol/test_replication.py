@@ -10,7 +10,7 @@ import pytest
 
 from dtrans.errors import WireError
 from dtrans.protocol import wire
-from dtrans.protocol.server.replication import Primary, Replicas
+from dtrans.protocol.server.replication import Primary, StoredReplicas
 from tools.simulate.case import Case
 from tools.simulate.updates import SimulatedUpdate, gradient_name, served
 
@@ -26,11 +26,11 @@ def new_replica(endpoint: str, state: Mapping[str, np.ndarray], step: int) -> Si
     return update
 
 
-def backup() -> Replicas:
+def backup() -> StoredReplicas:
     """Return the copies of a backup, before the first message of its primary."""
     params = served(CASE, PRIMARY).params
     gradients = {gradient_name(n, 0): t for n, t in params.items()}
-    return Replicas({PRIMARY: Primary(gradients, params)}, new_replica)
+    return StoredReplicas({PRIMARY: Primary(gradients, params)}, new_replica)
 
 
 def replica(step: int, name: str, x: Any, *, is_state: bool = False) -> wire.Message:
@@ -44,7 +44,7 @@ def inputs(step: int, value: float = 1.0) -> wire.Message:
     return replica(step, gradient_name(BLOCK, 0), [value] * 3)
 
 
-def begun(step: int) -> Replicas:
+def begun(step: int) -> StoredReplicas:
     """Return the copies of a backup that has the state after a step."""
     copies = backup()
     assert copies.take(PRIMARY, replica(step, BLOCK, [0, 0, 0], is_state=True)) is None

@@ -12,7 +12,7 @@ import pytest
 from dtrans.protocol.epochs import NewEpoch
 from dtrans.protocol.server.async_server import AsyncServer
 from dtrans.protocol.server.epoch_gate import EpochGate
-from dtrans.protocol.server.replication import Replica, Replicas
+from dtrans.protocol.server.replication import Replica, StoredReplicas
 from dtrans.protocol.server.server_peers import JointUpdate
 from dtrans.protocol.server.step_counts import StepCounts
 from dtrans.protocol.server.sync_server import SyncServer
@@ -274,18 +274,18 @@ PLANTED_IN_CUTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 def _writes_only_its_newest_state(real: Any) -> Any:
-    def write_newest(self: Any) -> None:
+    def write_newest(self: Any, lost: Any) -> None:
         self.update.old = None
-        real(self)
+        real(self, lost)
 
     return write_newest
 
 
 def _writes_the_state_before(real: Any) -> Any:
-    def write_newest(self: Any) -> None:
+    def write_newest(self: Any, lost: Any) -> None:
         if self.update.old is not None:
             self.update.state = self.update.old
-        real(self)
+        real(self, lost)
 
     return write_newest
 
@@ -341,7 +341,7 @@ def _writes_without_pending_inputs(real: Any) -> Any:
 
 
 def _forgets_to_acknowledge_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Replicas, "due", lambda self, source: None)
+    monkeypatch.setattr(StoredReplicas, "due", lambda self, source: None)
 
 
 # Faults of replicas

@@ -195,7 +195,7 @@ class Replica:
         )
 
 
-class Replicas:
+class StoredReplicas:
     """Copies of other servers' states on one server.
 
     Args:

@@ -27,7 +27,7 @@ from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.numbered_messages import NumberedMessages
 from dtrans.protocol.server.admission import check_plan, welcome
 from dtrans.protocol.server.exchange import Exchange, vector_types
-from dtrans.protocol.server.replication import MERGED, Replicas, Replication, vector_blocks
+from dtrans.protocol.server.replication import MERGED, Replication, StoredReplicas, vector_blocks
 from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry
 from dtrans.protocol.server_blocks import StepUpdate, Vectors
 
@@ -296,11 +296,11 @@ class JointUpdate:
         say: Say,
         step: int = 0,
         backup: str | None = None,
-        replicas: Replicas | None = None,
+        replicas: StoredReplicas | None = None,
     ) -> None:
         self.peers = peers
         self.step = step
-        self.replicas = Replicas() if replicas is None else replicas
+        self.replicas = StoredReplicas() if replicas is None else replicas
         self._backup, self._first = backup, step
         self._update, self._trainers, self._say = update, trainers, say
 

@@ -46,7 +46,7 @@ from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.server.between_steps import BetweenSteps
-from dtrans.protocol.server.replication import NewReplica, Replicas, Replication
+from dtrans.protocol.server.replication import NewReplica, Replication, StoredReplicas
 from dtrans.protocol.server.server_peers import JointUpdate, ServerPeers
 from dtrans.protocol.server.step_waits import StepWaits, TrainerTurn
 from dtrans.protocol.server.trainer_exits import TrainerExits
@@ -108,7 +108,9 @@ class SyncServer:
             replication=replication,
         )
         self._first = step
-        self.replicas = Replicas({} if replication is None else replication.primaries, new_replica)
+        self.replicas = StoredReplicas(
+            {} if replication is None else replication.primaries, new_replica
+        )
         # True if the update is complete, but the backup lacks inputs, so trainers have no answer
         self._waits_for_backup = False
         self._is_between_steps = self.has_tables
