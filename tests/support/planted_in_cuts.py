@@ -307,6 +307,9 @@ PLANTED_AT_LOSS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a server makes steps after it has written its newest states": lambda m: m.setattr(
         EpochGate, "is_closed", property(_never_closes, _do_nothing), raising=False
     ),
+    "a server writes a state before its results are merged": lambda m: m.setattr(
+        SyncServer, "merges_results", property(lambda self: False, _do_nothing), raising=False
+    ),
     "the launcher does not wait for the newest states": lambda m: m.setattr(
         "tools.simulate.launcher.WRITE_PATIENCE", -1.0
     ),

@@ -175,6 +175,7 @@ class Case:
       has_means: in a job with cuts, True if each trainer computes a running mean of its gradients,
         which no server stores.
       at_loss: in a job with cuts, True if servers also write a cut when a role is lost.
+      has_results: True if the first server merges results of trainers after each update.
       quorum: smallest number of trainers with which a job with cuts continues after the loss of a
         trainer; 0 if a lost trainer starts again.
       replicas: with `at_loss`, number of copies of each server's state on other servers, 0 or 1.
@@ -207,6 +208,7 @@ class Case:
     cuts: int = 0
     has_means: bool = False
     at_loss: bool = False
+    has_results: bool = False
     quorum: int = 0
     replicas: int = 0
     hosts: int = 0
@@ -316,6 +318,7 @@ class Case:
             text += f"\n  cuts every {self.cuts} steps"
             text += ", with a running mean of each trainer" * self.has_means
             text += ", and cuts at losses" * self.at_loss
+            text += ", with merged results" * self.has_results
             text += f", lost trainers are dropped, quorum {self.quorum}" * bool(self.quorum)
             text += ", with replicas" * self.replicas
             text += f", servers on {self.hosts} hosts" if self.hosts else ""
@@ -483,6 +486,7 @@ def drawn_at_loss(seed: int) -> Case:
         moves=case.moves and not breaks,
         cuts=r.choice([1, 3, 20]),
         at_loss=True,
+        has_results=len(set(case.steps)) == 1 and r.random() < 0.5,
     )
 
 

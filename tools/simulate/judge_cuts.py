@@ -9,8 +9,9 @@
 - A trainer skips no step: after parameters of step s come those of step s + 1, or of a cut.
 - A loss repeats at most two intervals of cuts and one step.
 - With cuts at losses, the loss of trainers repeats no step that a trainer has completed, and at
-  most one update of a server. With replicas, the same holds for the loss of one server, or of all
-  servers of one of several hosts. Servers write these cuts in time, unless they are stopped.
+  most one update of a server. The results of the cut's step were sent to trainers. With replicas,
+  the same holds for the loss of one server, or of all servers of one of several hosts. Only the
+  results may be missing. Servers write these cuts in time, unless they are stopped.
 - At the end, servers have the state of one device.
 """
 
@@ -68,7 +69,7 @@ def faults_so_far(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
         if newest - cut > 2 * case.cuts + 1:
             yield f"the job went back from step {newest} to step {cut}"
     for end in launcher.ends:
-        if end.newest - end.cut > 1 or end.received > end.cut:
+        if end.newest - end.cut > 1 or end.received > end.cut or not end.has_results:
             yield f"roles were lost, and the job lost complete steps: {end}"
     if launcher.late and all(event.kind in ("crash", "cut", "host") for event in case.events):
         yield f"{launcher.late[0]} did not begin to write its newest states in time"

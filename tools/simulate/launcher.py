@@ -40,11 +40,14 @@ class EpochEnd:
       newest: step of the newest server.
       received: newest step whose parameters a trainer has received from all servers.
       cut: step of the cut at the start of the next epoch.
+      has_results: False if no trainer was sent the results of this step, although the server that
+        merges results lives.
     """
 
     newest: int
     received: int
     cut: int
+    has_results: bool
 
 
 class SimulatedLauncher:
@@ -271,14 +274,22 @@ class SimulatedLauncher:
         for name in late - self._writing:
             if not self.roles[name].over:
                 self.late.append(name)
-        newest, received = self._newest, self._newest_received()
+        newest, received, lacking = self._newest, self._newest_received(), self._lacking()
         is_exact = not late and not self._lacks_servers and self._can_lose_dead_servers()
         self._lost = None
         self._restart(lost)
         if is_exact:
-            self.ends.append(EpochEnd(newest, received, self.epoch.cut or 0))
+            cut = self.epoch.cut or 0
+            self.ends.append(EpochEnd(newest, received, cut, has_results=cut != lacking))
         for role in self._next_lost:
             self._on_end(role)
+
+    def _lacking(self) -> int | None:
+        """Return the newest step of the server that merges results, if it has not merged them."""
+        server = self.roles[self._servers[0]]
+        if server.over or not self._case.has_results or server.machine.kind.has_merged_results:
+            return None
+        return int(server.machine.kind.step)
 
     def _can_lose_dead_servers(self) -> bool:
         """Return True if the loss of the servers that have ended costs no complete step.

@@ -115,6 +115,8 @@ class SimulatedServer(Process):
             kind = AsyncServer(*terms, counts=self._counts, has_cuts=has_cuts)
         if launcher is not None:
             kind.between_steps = self._between_steps
+        if isinstance(kind, SyncServer):
+            kind.merges_results = case.has_results and endpoint == case.endpoints[0]
         self.machine = Serving(kind, trainers, say, Refusals(quiet))
         kind.tables = self.update.tables
         self.storage = SimulatedStorage(case, endpoint, lambda: kind.state, self._write)

@@ -16,6 +16,7 @@ import numpy as np
 
 from dtrans.errors import DtransError, LostPeerError
 from dtrans.protocol.epochs import NewEpoch
+from dtrans.protocol.server.trainer_rounds import RESULTS
 from dtrans.protocol.server_blocks import RowGradient
 from dtrans.protocol.tables.table_rows import runs_of, wanted_of
 from dtrans.protocol.trainer.epoch_member import EpochMember
@@ -308,6 +309,9 @@ class SimulatedTrainer(Process):
         self.between.ask_when_ended(step)
         yield request
         self.pulled.append((step, new))
+        if self.case.has_results and barrier:
+            first, part = self.case.endpoints[0], round_part(self.k, step, RESULTS)
+            yield self._steps.exchange(first, RESULTS, [(part, ("all_reduce", "sum"))])
         self.newest_received = step
 
     # -- waits -----------------------------------------------------------------------------------

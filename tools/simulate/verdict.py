@@ -175,6 +175,7 @@ def reduced(case: Case) -> Iterator[Case]:
         ("moves_rows", False),
         ("cuts", min(case.cuts, 1)),
         ("has_means", False),
+        ("has_results", False),
         ("replicas", 0),
         ("at_loss", bool(case.replicas)),
         ("quorum", 0),

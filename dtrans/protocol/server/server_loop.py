@@ -218,7 +218,8 @@ class ServerLoop:
         line, now = self._by_link.get(event.source), self._transport.now()
         if line is not None:
             line.take(event, now)
-            if isinstance(self._serving.kind, SyncServer):
+            is_closed = self._serving.gate is not None and self._serving.gate.is_closed
+            if isinstance(self._serving.kind, SyncServer) and not is_closed:
                 self._serving.kind.heard_backup()
         elif event.kind == "message":
             is_observer = event.user == OBSERVER

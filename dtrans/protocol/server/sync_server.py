@@ -72,7 +72,10 @@ class SyncServer:
 
     Attributes:
       between_steps: called after each update with the number of updates. A server with tables calls
-        it when a trainer begins the next step, since trainers may evict rows until then.
+        it when a trainer begins the next step, since trainers may evict rows until then. A server
+        that merges results does so, too, since a cut should follow the results of its step.
+      merges_results: True if trainers send their results of each step after its update, and this
+        server merges them.
       endpoint: endpoint of the server.
       on_trainer_exit: rule for trainers that leave before other trainers do (`TrainerExits`).
       tables: the server's blocks of tables; None if it has none.
@@ -95,6 +98,7 @@ class SyncServer:
         new_replica: NewReplica | None = None,
     ) -> None:
         self.between_steps: Callable[[int], object] | None = None
+        self.merges_results = False
         self.endpoint, self.on_trainer_exit = served.endpoint, served.on_trainer_exit
         self.tables: StoredTables | None = None
         self._served, self._update = served, update
@@ -168,6 +172,9 @@ class SyncServer:
         states: dict[int, Mapping[str, Any]] = {self.step: self.state}
         if self._update.old is not None:
             states[self.step - 1] = self._update.old
+            if self.lacks_results:
+                # Live trainers would go forward to the newest step, and never receive its results.
+                del states[self.step]
         by_endpoint = {self.endpoint: states}
         for endpoint in lost:
             by_endpoint[endpoint] = self.replicas.newest(endpoint)
@@ -175,6 +182,16 @@ class SyncServer:
             for step, state in found.items():
                 if step >= least:
                     yield endpoint, step, state
+
+    @property
+    def has_merged_results(self) -> bool:
+        """True if the results of the newest step are merged, or the epoch has no step yet."""
+        return self.step == self._first or self._rounds.has_merged_results(self.step)
+
+    @property
+    def lacks_results(self) -> bool:
+        """True if this server merges the results of the newest step, and has not sent them yet."""
+        return self.merges_results and not self.has_merged_results
 
     def step_count(self) -> int:
         """Return the number of complete updates; raise StateError during an update."""
@@ -381,7 +398,7 @@ class SyncServer:
             if self._turns[k].waits:
                 self._answer(k)
         self._is_between_steps = True
-        if not self.has_tables:
+        if not self.has_tables and not self.merges_results:
             self._end_between_steps()
         self.replicas.apply(self.step)
 

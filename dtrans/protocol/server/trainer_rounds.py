@@ -23,6 +23,7 @@ from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry
 
 
+RESULTS = -1  # number of the round that merges results; it precedes the rounds of the next step
 LARGEST = 1 << 30  # bytes that one trainer may send in a round, at most
 
 
@@ -107,6 +108,10 @@ class TrainerRounds:
             )
         part.take(message)
         self._step, self.number, self._values, self._parts[k] = step, number, values, part
+
+    def has_merged_results(self, step: int) -> bool:
+        """Return True if the round that merges the results of a step is answered."""
+        return self._is_over(step, RESULTS)
 
     def _is_over(self, step: int, number: int) -> bool:
         return (step, number) <= self._answered

@@ -22,6 +22,7 @@ from dtrans.parameter_server.replica_placement import backups_of
 from dtrans.protocol.epochs import Epoch
 from dtrans.protocol.server.trainer_registry import log
 from dtrans.run.net.epoch_folder import EpochFolder
+from dtrans.run.parameter_server.step_results import merged_results
 from dtrans.run.parameter_server.trainer_cuts import computed_leaves, server_names
 
 
@@ -97,6 +98,12 @@ class ServerCuts:
         """
         cuts = dataclasses.replace(self, endpoint=endpoint)
         return dataclasses.replace(cuts, folder=self.epochs.of_lost(cuts.name, epoch))
+
+    @property
+    def merges_results(self) -> bool:
+        """True if this server merges the trainers' results of each step."""
+        is_first = self.endpoint == next(iter(self.plan.servers))
+        return is_first and bool(merged_results(self.plan, self.plan.shared))
 
     def begin(self, state: Mapping[str, Any]) -> EpochStart:
         """Enter the current epoch as a synchronous server; return the state of its cut.

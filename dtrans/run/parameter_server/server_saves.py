@@ -100,6 +100,8 @@ class ServerSaves:
         update.before = self._writer.wait_copied
         if self._cuts is not None:
             protocol.kind.between_steps = self._between_steps
+            if isinstance(protocol.kind, SyncServer):
+                protocol.kind.merges_results = self._cuts.merges_results
             self._begin_cuts(protocol.kind, start.loaded)
             folder, protocol.status.epoch = self._cuts.epochs, start.epoch.number
             protocol.status.cut = lambda: folder.newest_written

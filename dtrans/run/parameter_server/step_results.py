@@ -7,19 +7,33 @@ from typing import Any
 
 import numpy as np
 
+from dtrans.batch.exact_step import ExactStep
 from dtrans.errors import BatchError
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import all_names
 from dtrans.ir.selection import values_at
 from dtrans.parameter_server.plan import PServerPlan
+from dtrans.protocol.server.trainer_rounds import RESULTS
 from dtrans.run.base.batch import batch_arrays
 from dtrans.run.base.merge import Merge
 from dtrans.run.distributed.multihost import PARTS_DIFFER
 from dtrans.run.parameter_server.trainer_calls import StepCall
 
 
-RESULTS = -1  # index of the round that merges results; it precedes the rounds of the next step
 ADD = ("all_reduce", "sum")
+
+
+def merged_results(plan: PServerPlan, shared: ExactStep | None) -> dict[str, str]:
+    """Return the results that the first server merges in each step, and how, by name.
+
+    Args:
+      plan: the plan.
+      shared: the exact split of the batch; None without one.
+    """
+    if shared is None or not plan.sync_mode:
+        return {}
+    params = plan.main.args[0].names
+    return {n: w for n, w in shared.merges.items() if w != "same" and n not in params}
 
 
 def merge_results(
@@ -41,11 +55,8 @@ def merge_results(
         already.
     """
     shared, out = call.shared, plan.trainer.out
-    if shared is None or not plan.sync_mode:
-        return outputs
-    params = plan.main.args[0].names
-    merges = {n: w for n, w in shared.merges.items() if w != "same" and n not in params}
-    if not merges:
+    merges = merged_results(plan, shared)
+    if shared is None or not merges:
         return outputs
 
     # the sizes of the parts are gathered with the results, so that one exchange is enough

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,6 +44,19 @@ open(f"pid {Role.from_env().name}", "w").write(str(os.getpid()))
 """
 
 
+# trainer 1 is lost after the update of step 30, before it sends its results
+KILL_BEFORE_RESULTS = """
+import os, signal
+exchange = job._executor.exchange
+
+def exchange_or_die(*args):
+    if role.trainer_id == 1 and job.step_count == 29 and not os.path.exists("killed"):
+        open("killed", "w")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return exchange(*args)
+
+job._executor.exchange = exchange_or_die
+"""
 # two tables: updates of `all` change all rows that were looked up, rows of `lazy` are evicted
 TABLES = """
 import jax, jax.numpy as jnp, optax
@@ -352,6 +366,27 @@ def test_the_loss_of_a_server_with_a_replica_repeats_only_the_incomplete_step(
     undisturbed = arrays_of(tmp_path / "undisturbed")
     for x, y in zip(killed, undisturbed, strict=True):
         assert x.tobytes() == y.tobytes()
+
+
+def test_a_step_whose_results_are_not_merged_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All servers have made step 30, and a trainer is lost before the results are merged."""
+    write_scripts(tmp_path, [])
+    model, script = ((tmp_path / name).read_text() for name in ("model.py", "survive.py"))
+    for old, new in (
+        ("    else:\n", f"    else:\n{textwrap.indent(KILL_BEFORE_RESULTS, ' ' * 8)}"),
+        ("            if job.step_count % 20", "            print(f'made {job.step_count}')\n"),
+    ):
+        assert script.count(old) == 1
+        script = script.replace(old, new + old.removeprefix("    else:\n"))
+    cuts = "dtrans.Cuts(100, at_loss=True)"
+    run_job(tmp_path / "killed", [], monkeypatch, (model, script), cuts=cuts)
+    output = capsys.readouterr()
+    assert "it starts again, and all roles go back to step 29" in output.err
+    for name in ("trainer 0", "trainer 1"):
+        made = [int(n) for n in re.findall(rf"\[{name}\] made (\d+)", output.out)]
+        assert made == [*range(1, FINAL + 1)]
 
 
 def test_only_the_lost_process_starts_again_on_several_hosts(
