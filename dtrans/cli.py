@@ -109,8 +109,8 @@ def launch_command(
         int,
         typer.Option(
             min=1,
-            help="With `--on-trainer-loss drop`, in a job with cuts: smallest number of trainers "
-            "with which the job continues.",
+            help="With `--on-trainer-loss drop`, in a job with cuts: continue without a lost "
+            "trainer only if at least this number of trainers is left.",
         ),
     ] = 1,
     restarts: Annotated[

@@ -175,7 +175,7 @@ class _MergeRules:
             raise ConfigError(
                 f"{name} is {t.str_short()} on a {self.options.noun}'s part and {full.str_short()} "
                 "on the full batch, but results may only grow on dim 0; write "
-                f"merge={{{name!r}: ...}}"
+                f"merge={{{name!r}: 'sum'}}, or 'each' or another rule instead of 'sum'"
             )
         return "concat"
 

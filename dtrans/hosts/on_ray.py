@@ -301,7 +301,7 @@ class RayJob(Job):
         if self._group.servers and folder.parent != self._folder:
             raise ConfigError(
                 f"the servers of this job save in {self._folder}, and {folder} is not in this "
-                f"folder; pass plan.on_ray(checkpoints={str(folder.parent)!r})"
+                f"folder; call plan.on_ray(checkpoints={str(folder.parent)!r})"
             )
         self._call("save", dict.fromkeys(self._group.trainers, (str(folder), tag)))
 

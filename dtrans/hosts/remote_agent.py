@@ -116,8 +116,9 @@ def versions() -> dict[str, str]:
 def _local_address(name: str) -> str:
     """Return this host's address for other hosts; an empty string if unknown.
 
-    It is the address to which `name` resolves here, else the address to which ssh connected. On
-    Debian a host resolves its own name to 127.0.1.1, so a loopback address is the last choice.
+    The first choice is the address of `name`, as this host resolves it. The second choice is the
+    address that ssh has connected to. A loopback address is the last choice, because a host with
+    Debian resolves its name to 127.0.1.1.
     """
     candidates = []
     with contextlib.suppress(OSError):

@@ -228,7 +228,7 @@ def check_options(
     if found.example_count is not None or (found.unsplit_inputs and not found.exact):
         raise ConfigError(
             f"batch={batch!r} sets more than merge; with parameter servers, a local batch has no "
-            "other option; pass plan.on_mesh(unsplit_inputs=...) to replicate arrays"
+            "other option; call plan.on_mesh(unsplit_inputs=...) to replicate arrays"
         )
     if found.merge and isinstance(mode, Geo):
         raise ConfigError(

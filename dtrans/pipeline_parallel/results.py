@@ -151,5 +151,6 @@ def check_state(merges: Mapping[str, str], params: Sequence[str], o: PipelineOpt
         if merges.get(n) == "sum" and o.parts > 1:
             raise ConfigError(
                 f"merge[{n!r}] is 'sum', but every micro-batch computes {n} from its value before "
-                "the step, and a sum would count that value several times; use 'mean' or 'max'"
+                "the step, and a sum would count that value several times; write "
+                f"merge={{{n!r}: 'mean'}} or merge={{{n!r}: 'max'}}"
             )

@@ -56,7 +56,7 @@ def shards_of(forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions)
             continue
         if scope.device_count is None:
             raise ConfigError(
-                f"{scope} has no number of devices; pass dtrans.split(device_count=...)"
+                f"{scope} has no number of devices; write dtrans.split(device_count=...)"
             )
         if s in named and count[s] != scope.device_count:
             raise ConfigError(

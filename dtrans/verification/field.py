@@ -99,7 +99,7 @@ def power(x: Array, n: int) -> Array:
 
 
 def inverse(x: Array) -> Array:
-    """Return 1 / x; for zero return zero, since the shadow of 1 / 0 shows that it is infinite."""
+    """Return 1 / x, and 0 for x = 0: only the float64 value of 1 / 0 is infinite."""
     flat = x.ravel()
     found = _inverses(np.where(flat == 0, np.uint64(1), flat))
     return np.where(flat == 0, np.uint64(0), found).reshape(x.shape)

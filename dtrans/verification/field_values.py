@@ -29,7 +29,7 @@ from dtrans.verification.field import Array
 from dtrans.verification.rationals import elements_of, exact_elements
 
 
-NEAR = 1e-9  # relative difference up to which two shadows may differ by rounding only
+NEAR = 1e-9  # a smaller relative difference of two float64 values may be rounding alone
 
 
 class UnfollowedError(Exception):

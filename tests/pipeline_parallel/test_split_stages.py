@@ -382,7 +382,7 @@ def test_another_batch_size_than_was_traced(way):
 def test_a_split_must_say_over_how_many_devices():
     with pytest.raises(
         ConfigError,
-        match="split\\(name='head'\\) has no number of devices; pass dtrans.split\\(device_c",
+        match="split\\(name='head'\\) has no number of devices; write dtrans.split\\(device_c",
     ):
         planned(classifier(None, 7))
 

@@ -87,8 +87,8 @@ class LeafOwners:
             if name in writer.state.places:
                 raise ConfigError(
                     f"partition={options.slices.partition!r}: {output} is computed from {name}, "
-                    "which only one rank stores; use partition='rows', with which every rank "
-                    f"stores {name}"
+                    "which only one rank stores; pass slices=dtrans.Slicing('rows'), so that every "
+                    f"rank stores {name}"
                 )
         types = step.program.inputs
         state_types = {n: types[n] for n in opt_state.names if n not in writer.state.places}

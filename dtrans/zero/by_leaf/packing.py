@@ -91,7 +91,7 @@ class Bins:
       >>> arrays = {"w": jnp.ones((2, 2)), "b": jnp.full(3, 2.0)}
       >>> bins = Bins.from_types(arrays, {"w": 0, "b": 1}, 2, "state")
       >>> packed = bins.pack(arrays)
-      >>> packed["state/float32"].tolist(), bins.padding
+      >>> packed["state/float32"].tolist(), bins.padding  # in bytes
       ([1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 0.0], 4)
       >>> bins.unpack(packed)["b"].tolist()
       [2.0, 2.0, 2.0]
