@@ -110,7 +110,8 @@ class TrainerJob(RoleJob):
 
     def __init__(self, plan: PServerPlan, role: Role, options: dict[str, Any]) -> None:
         super().__init__(plan, role, options)
-        self._calls = TrainerCalls(plan, role.trainer_id)
+        drops_trainers = self._epochs is not None and self._epochs.drops_trainers
+        self._calls = TrainerCalls(plan, role.trainer_id, drops_trainers=drops_trainers)
         self._return = ReturnToCut(role.name, self._epochs, self._connect, self._init_again)
         self._cuts = TrainerCuts(self._epochs, plan, role.name)
         self._geo_cuts = GeoCuts(self._epochs, plan, role.name) if plan.push_every else None

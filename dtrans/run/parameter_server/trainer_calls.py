@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from dtrans.batch.exact_step import ExactStep
+from dtrans.errors import ConfigError
 from dtrans.ir.array_fns import array_type
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import all_names
@@ -38,15 +39,22 @@ class TrainerCalls:
     Args:
       plan: the plan of the job.
       trainer_id: id of the trainer.
+      drops_trainers: True if the job may continue without a lost trainer.
     """
 
-    def __init__(self, plan: PServerPlan, trainer_id: int) -> None:
+    def __init__(self, plan: PServerPlan, trainer_id: int, *, drops_trainers: bool = False) -> None:
         self._plan, self._trainer_id = plan, trainer_id
+        self._drops_trainers = drops_trainers
         # program and exact split of unevenly split batches, by the batch's number of rows
         self._uneven_programs: dict[int, tuple[Program, ExactStep]] = {}
 
     def __call__(self, batch: Sequence[Any]) -> StepCall:
-        """Return the call for a batch: its program and arguments."""
+        """Return the call for a batch: its program and arguments.
+
+        Raises:
+          BatchError: the rows of the parts do not fit the plan.
+          ConfigError: the batch is split unevenly, and the job may drop trainers.
+        """
         arrays, rows = without_parts(batch)
         if rows:
             return self._uneven_call(arrays, rows)
@@ -64,6 +72,14 @@ class TrainerCalls:
         """
         plan, main, k = self._plan, self._plan.main, self._trainer_id
         check_uneven(rows, plan.trainers, plan.takes_uneven_batches)
+        if self._drops_trainers:
+            # The program scales each part by the rows and the number of all trainers.
+            raise ConfigError(
+                f"on_trainer_loss='drop': the batch has {rows} rows, which cannot be split evenly "
+                f"over {plan.trainers} trainers, so the step needs all trainers; pass batches with "
+                f"a multiple of {plan.trainers} rows, or launch the job with --on-trainer-loss "
+                "restart"
+            )
         assert plan.shared is not None
         specs = main.args[2:]
         names = all_names(specs)

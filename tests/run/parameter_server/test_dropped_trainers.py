@@ -24,9 +24,12 @@ from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.epochs import Epoch
 from dtrans.run.distributed.launcher import launch
 from dtrans.run.distributed.restarts import RestartOptions
-from dtrans.run.net.epoch_folder import EpochFolder
+from dtrans.run.distributed.role import Role
+from dtrans.run.net.epoch_folder import VARIABLE, EpochFolder
 from dtrans.run.net.epoch_log import EpochLog, EpochRecord, read_log
 from dtrans.run.parameter_server.cuts import check_drops
+from dtrans.run.parameter_server.trainer_calls import TrainerCalls
+from dtrans.run.role_job import TrainerJob
 
 
 STEPS = 40
@@ -306,3 +309,27 @@ def test_a_server_reads_whether_trainers_may_be_dropped(tmp_path: Path) -> None:
     folder.grant(Epoch(1, 10, dropped=(2,)), "a run", drops_trainers=True)
     assert folder.drops_trainers and folder.current().dropped == (2,)
     assert os.listdir(tmp_path) == ["epoch.json"]
+
+
+def test_a_trainer_refuses_a_batch_that_needs_all_trainers() -> None:
+    """The program of an uneven batch exchanges values, and scales by the number of all trainers."""
+    plan = plan_for()
+    rows = [dtrans.UnevenPart(x[:3], 7) for x in mlp_batch(7)]
+    assert TrainerCalls(plan, 0)(rows).rows == 7
+    with pytest.raises(
+        ConfigError,
+        match=r"^on_trainer_loss='drop': the batch has 7 rows, .* a multiple of 3 rows, or launch",
+    ):
+        TrainerCalls(plan, 0, drops_trainers=True)(rows)
+
+
+@pytest.mark.parametrize("drops_trainers", [False, True])
+def test_a_trainer_reads_whether_trainers_may_be_dropped(
+    drops_trainers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    EpochFolder(tmp_path).grant(Epoch(), "a run", drops_trainers=drops_trainers)
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    plan = plan_for()
+    role = Role("trainer", plan.trainers, tuple(plan.servers))
+    with TrainerJob(plan, role, {}) as job:
+        assert job._calls._drops_trainers is drops_trainers
