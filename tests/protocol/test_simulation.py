@@ -22,7 +22,7 @@ from dtrans.ops import CommunicatorConfig
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.numbered_messages import NumberedMessages
 from dtrans.protocol.server import trainer_registry, trainer_rounds
-from dtrans.protocol.server.async_server import AsyncServer
+from dtrans.protocol.server.async_steps import AsyncSteps
 from dtrans.protocol.server.peer_line import PeerLine
 from dtrans.protocol.server.server_peers import ServerPeers
 from dtrans.protocol.server.serving import Serving
@@ -541,7 +541,8 @@ def _says_hello_once(real: Any) -> Any:
 
 def _counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NumberedMessages, "take", lambda *args: True)
-    monkeypatch.setattr(AsyncServer, "_check_step", _nothing)
+    for check in ("check_number", "check_between"):
+        monkeypatch.setattr(AsyncSteps, check, lambda self, k, message: self.of_trainer(k))
 
 
 def _answers_a_round_again(monkeypatch: pytest.MonkeyPatch) -> None:

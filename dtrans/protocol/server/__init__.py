@@ -8,6 +8,7 @@ step_waits         deadlines of a synchronous server's trainers within a step
 between_steps      evictions of table rows between two steps of a synchronous server
 trainer_rounds     exchanges between trainers in the middle of a step
 async_server       an asynchronous server
+async_steps        steps of an asynchronous server's trainers
 step_counts        counts of the steps of an asynchronous server's trainers
 server_peers       the other servers
 exchange           partial results that servers send each other

@@ -34,8 +34,7 @@ paddle/fluid/operators/distributed_ops/listen_and_serv_op.cc.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -43,8 +42,7 @@ import numpy as np
 from dtrans.errors import LostPeerError, PeerError, WireError
 from dtrans.ops import BACKUP, MAX_MERGED, backup_of
 from dtrans.protocol import wire
-from dtrans.protocol.buffers import BufferPool
-from dtrans.protocol.inbox import Inbox
+from dtrans.protocol.server.async_steps import AsyncSteps, StepUpdates
 from dtrans.protocol.server.server_peers import ServerPeers
 from dtrans.protocol.server.step_counts import MAX_STEPS, StepCounts
 from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry, answer, log, wanted
@@ -52,69 +50,6 @@ from dtrans.protocol.server_blocks import BlockUpdate, ServerBlocks
 from dtrans.protocol.tables.changed_rows import UnseenChanges
 from dtrans.protocol.tables.row_requests import RowRequests
 from dtrans.protocol.tables.stored_tables import StoredTables, check_eviction, evict
-
-
-@dataclasses.dataclass
-class StepUpdates:
-    """Updates that one step of a trainer causes: one update of each block.
-
-    Attributes:
-      values: outputs of the lr_sched block for this step; None before the first complete gradient.
-      used: names of the updated blocks.
-    """
-
-    values: Mapping[str, Any] | None = None
-    used: set[str] = dataclasses.field(default_factory=set)
-
-    def take(
-        self,
-        blocks: BlockUpdate,
-        state: dict[str, Any],
-        arrived: Collection[str],
-        inputs: Mapping[str, Any],
-        steps: int = 1,
-    ) -> list[str]:
-        """Update the blocks whose gradients are complete, and return the names of these blocks.
-
-        Args:
-          blocks: computes the new state of a block.
-          state: arrays by name; updated in place.
-          arrived: names of the complete gradients.
-          inputs: gradients by name. With delay compensation, `inputs` also contains the parameters
-            that the trainer has received.
-          steps: number of steps whose gradients the trainer has merged.
-        """
-        ready = blocks.ready(arrived, self.used)
-        if ready and self.values is None:
-            # A learning rate schedule counts each of the merged steps.
-            for _ in range(steps):
-                changed, self.values = blocks.begin(state)
-                state |= changed
-        for block in ready:
-            assert self.values is not None
-            state |= blocks.apply(block, inputs, state, self.values)
-            self.used.add(block)
-        return ready
-
-
-@dataclasses.dataclass
-class _Step:
-    """Progress of one trainer.
-
-    Attributes:
-      grads: gradients of the current step, as they arrive.
-      number: number of the current step in the trainer's messages.
-      read: number of steps of other trainers that the trainer's newest parameters include.
-      staleness: number of steps of other trainers that the parameters behind the trainer's last
-        gradients did not include; None before the first gradients.
-      updates: updates with the gradients of the current step.
-    """
-
-    grads: Inbox
-    number: int = 0
-    read: int = 0
-    staleness: int | None = None
-    updates: StepUpdates = dataclasses.field(default_factory=StepUpdates)
 
 
 class AsyncServer:
@@ -160,9 +95,8 @@ class AsyncServer:
         self._say = say
         self._served = served
         self._blocks = update
-        self._steps: dict[int, _Step] = {}
-        self._pool = BufferPool()
         self._requests = RowRequests(served.endpoint, served.tables)
+        self._steps = AsyncSteps(served, self._requests)
         self._changed = UnseenChanges(served.tables, trainers.count)
         self._failed: set[int] = set()
         self._has_cuts = has_cuts
@@ -187,7 +121,7 @@ class AsyncServer:
         """
         if not self._served.gradients and not self._served.tables:
             return {}
-        return {k: self.counts.of_trainer(k) for k in self._steps}
+        return {k: self.counts.of_trainer(k) for k in self._steps.begun}
 
     def staleness(self, k: int) -> int | None:
         """Return the staleness of trainer k's last gradients; None before the first gradients.
@@ -195,13 +129,13 @@ class AsyncServer:
         Staleness is the number of steps of other trainers that the parameters behind the gradients
         did not include.
         """
-        return self._steps[k].staleness if k in self._steps else None
+        return self._steps.begun[k].staleness if k in self._steps.begun else None
 
     def doing(self, k: int) -> str:
         """Return the progress of trainer k in its step, for the job's status."""
         if k not in self._trainers.known:
             return "not here yet"
-        return self._steps[k].grads.phase() if k in self._steps else "computing"
+        return self._steps.begun[k].grads.phase() if k in self._steps.begun else "computing"
 
     def awaited(self) -> str:
         """Return an empty text, because trainers do not wait for each other."""
@@ -209,19 +143,9 @@ class AsyncServer:
 
     # -- messages of trainers --------------------------------------------------------------------
 
-    def _step_of(self, k: int) -> _Step:
-        if k not in self._steps:
-            types = self._served.gradients.items()
-            refusal = f"is not a gradient that trainer {k} sends to pserver {self.endpoint}"
-            memory = {n: self._pool.take(f"{n} of {k}", t.shape, t.dtype) for n, t in types}
-            inbox = Inbox(memory | self._requests.memory_of(k), lambda name: f"{name} {refusal}")
-            self._steps[k] = _Step(inbox)
-        return self._steps[k]
-
     def send(self, k: int, message: wire.Message) -> None:
         """Receive gradients of trainer k, and update the blocks whose gradients are complete."""
-        step = self._step_of(k)
-        self._check_step(k, message)
+        step = self._steps.check_number(k, message)
         steps: Any = message.fields.get("steps", 1)
         most = MAX_STEPS if self._served.adds_changes else MAX_MERGED
         if not 1 <= steps <= most:
@@ -264,8 +188,7 @@ class AsyncServer:
 
     def prefetch(self, k: int, message: wire.Message) -> None:
         """Answer a request for rows of a table with the newest values."""
-        step = self._step_of(k)
-        self._check_number(k, message)
+        step = self._steps.check_number(k, message)
         if "ahead" in message.fields:
             raise WireError(
                 f"trainer {k} requested rows of a later step (`prefetch` with `ahead`), but "
@@ -283,30 +206,28 @@ class AsyncServer:
 
     def row_ids(self, k: int, message: wire.Message) -> None:
         """Receive the row ids of the table gradient that trainer k sends next."""
-        step = self._step_of(k)
-        self._check_number(k, message)
+        step = self._steps.check_number(k, message)
         self._requests.follows(k, message, step.grads)
 
     def evict(self, k: int, message: wire.Message) -> None:
         """Evict the rows of a table that have no recent update and no pending gradient."""
         name, unused_for = check_eviction(self.endpoint, self._served.tables, k, message)
-        self._check_number(k, message)
+        self._steps.check_number(k, message)
         fields = evict(self.tables, name, unused_for, self._requests.under_way(name))
         self._say(self._trainers.known[k].address, "evicted", **fields, **message.request)
 
     def check_between(self, k: int, message: wire.Message) -> None:
         """Raise WireError unless trainer k is between two steps."""
-        self._check_step(k, message)
+        self._steps.check_between(k, message)
 
     def saving(self, k: int, message: wire.Message) -> None:
         """Check the step of a `saving` message, which has no effect on an asynchronous server."""
-        self._check_number(k, message)
+        self._steps.check_number(k, message)
 
     def recv(self, k: int, message: wire.Message) -> None:
         """Answer a request for parameters with the newest values."""
         t = self._trainers.known[k]
-        self._check_step(k, message)
-        step = self._step_of(k)
+        step = self._steps.check_between(k, message)
         count = message.fields.get("count", 0)
         self.counts.check(k, count)
         if "blocks" in message.fields:
@@ -342,36 +263,18 @@ class AsyncServer:
             fields = {"step": message["step"], "table": name, "count": len(ids)}
             self._say(self._trainers.known[k].address, "changed", news, **fields)
 
-    def _check_number(self, k: int, message: wire.Message) -> None:
-        number = self._step_of(k).number
-        if message["step"] != number:
-            raise WireError(
-                f"trainer {k} sent `{message.op}` of step {message['step']}, but pserver "
-                f"{self.endpoint} expects messages of step {number} from trainer {k}"
-            )
-
-    def _check_step(self, k: int, message: wire.Message) -> None:
-        step = self._step_of(k)
-        self._check_number(k, message)
-        if message.op != "send" and step.grads.begun:
-            short = min(step.grads.missing())
-            raise WireError(
-                f"trainer {k} sent `{message.op}` of step {step.number} before gradient {short} "
-                "was complete"
-            )
-
     def complete(self, k: int, message: wire.Message) -> None:
         """Handle the end of trainer k after its last step."""
         t = self._trainers.known[k]
         t.done = True
         self._say(t.address, "goodbye")
-        if self._step_of(k).grads.begun:
+        if self._steps.of_trainer(k).grads.begun:
             log.warning(
                 "pserver %s used only the complete gradients of the last step of trainer %d",
                 self.endpoint,
                 k,
             )
-        self._requests.used(k, self._step_of(k).grads)
+        self._requests.used(k, self._steps.of_trainer(k).grads)
         self._changed.forget(k)
 
     def abort(self, k: int, message: wire.Message) -> None:
@@ -383,7 +286,7 @@ class AsyncServer:
         """Mark trainer k as failed; raise PeerError if all trainers have failed."""
         self._trainers.known[k].done = self._trainers.known[k].failed = True
         self._failed.add(k)
-        self._requests.used(k, self._step_of(k).grads)
+        self._requests.used(k, self._steps.of_trainer(k).grads)
         self._changed.forget(k)
         if len(self._failed) == self._trainers.count:
             raise PeerError(reason)

@@ -46,7 +46,7 @@ from dtrans.ops import (
     split_ids_p,
 )
 from dtrans.parameter_server.plan import PServerPlan, ServerPrograms
-from dtrans.protocol.server.async_server import StepUpdates
+from dtrans.protocol.server.async_steps import StepUpdates
 from dtrans.protocol.server_blocks import RowGradient
 from dtrans.protocol.tables.cached_rows import CachedRows
 from dtrans.protocol.trainer.traffic import Group, Leaf

@@ -202,7 +202,7 @@ class Gate:
         answer, take = AsyncServer.recv, AsyncServer.send
 
         def recv(server: Any, k: int, message: Any) -> None:
-            if server._step_of(k).number:
+            if server._steps.of_trainer(k).number:
                 self.asked.set()
                 assert self.opened.wait(HANG)
             answer(server, k, message)
@@ -327,7 +327,7 @@ def test_a_server_that_ends_is_named_by_the_next_step(
     take = AsyncServer.send
 
     def broken(self: Any, k: int, message: Any) -> None:
-        if self._step_of(k).number == 2:
+        if self._steps.of_trainer(k).number == 2:
             raise RuntimeError("out of order")
         take(self, k, message)
 

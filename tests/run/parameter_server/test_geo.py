@@ -239,7 +239,7 @@ def test_a_step_does_not_wait_for_what_it_pushed(
     answer = AsyncServer.recv
 
     def late(self: Any, k: int, message: Any) -> None:
-        if k == 0 and self._step_of(0).number:  # not the initial values
+        if k == 0 and self._steps.of_trainer(0).number:  # not the initial values
             asked.set()
             assert gate.wait(HANG)
         answer(self, k, message)

@@ -756,7 +756,8 @@ def test_a_request_that_cannot_be_is_refused_and_changes_nothing(
     fields: Any, said: str, mode: Any
 ) -> None:
     server, trainer = served_alone(mode)
-    grads = server._step_of(0).grads if isinstance(server, AsyncServer) else server._turns[0].grads
+    progress = server._steps.of_trainer(0) if isinstance(server, AsyncServer) else server._turns[0]
+    grads = progress.grads
     rows = lambda: grads.memory["params/emb@GRAD"].shape
     step = {"step": 0, "table": "params/emb", "train": True, **fields}
     ids, name = np.array(step.pop("ids"), np.int32), step.pop("name", "ids")

@@ -1,0 +1,128 @@
+"""Steps of an asynchronous server's trainers: the gradients that arrive, and their updates.
+
+Each trainer has its step, because trainers do not wait for each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from dtrans.errors import WireError
+from dtrans.protocol import wire
+from dtrans.protocol.buffers import BufferPool
+from dtrans.protocol.inbox import Inbox
+from dtrans.protocol.server_blocks import BlockUpdate, ServerBlocks
+from dtrans.protocol.tables.row_requests import RowRequests
+
+
+@dataclasses.dataclass
+class StepUpdates:
+    """Updates that one step of a trainer causes: one update of each block.
+
+    Attributes:
+      values: outputs of the lr_sched block for this step; None before the first complete gradient.
+      used: names of the updated blocks.
+    """
+
+    values: Mapping[str, Any] | None = None
+    used: set[str] = dataclasses.field(default_factory=set)
+
+    def take(
+        self,
+        blocks: BlockUpdate,
+        state: dict[str, Any],
+        arrived: Collection[str],
+        inputs: Mapping[str, Any],
+        steps: int = 1,
+    ) -> list[str]:
+        """Update the blocks whose gradients are complete, and return the names of these blocks.
+
+        Args:
+          blocks: computes the new state of a block.
+          state: arrays by name; updated in place.
+          arrived: names of the complete gradients.
+          inputs: gradients by name. With delay compensation, `inputs` also contains the parameters
+            that the trainer has received.
+          steps: number of steps whose gradients the trainer has merged.
+        """
+        ready = blocks.ready(arrived, self.used)
+        if ready and self.values is None:
+            # A learning rate schedule counts each of the merged steps.
+            for _ in range(steps):
+                changed, self.values = blocks.begin(state)
+                state |= changed
+        for block in ready:
+            assert self.values is not None
+            state |= blocks.apply(block, inputs, state, self.values)
+            self.used.add(block)
+        return ready
+
+
+@dataclasses.dataclass
+class AsyncStep:
+    """Progress of one trainer.
+
+    Attributes:
+      grads: gradients of the current step, as they arrive.
+      number: number of the current step in the trainer's messages.
+      read: number of steps of other trainers that the trainer's newest parameters include.
+      staleness: number of steps of other trainers that the parameters behind the trainer's last
+        gradients did not include; None before the first gradients.
+      updates: updates with the gradients of the current step.
+    """
+
+    grads: Inbox
+    number: int = 0
+    read: int = 0
+    staleness: int | None = None
+    updates: StepUpdates = dataclasses.field(default_factory=StepUpdates)
+
+
+class AsyncSteps:
+    """Current steps of one server's trainers.
+
+    Args:
+      served: the server's blocks.
+      requests: requests for table rows, whose gradients arrive in the same inboxes.
+
+    Attributes:
+      begun: dict from the id of each trainer with messages to its current step.
+    """
+
+    def __init__(self, served: ServerBlocks, requests: RowRequests) -> None:
+        self._served, self._requests = served, requests
+        self._pool = BufferPool()
+        self.begun: dict[int, AsyncStep] = {}
+
+    def of_trainer(self, k: int) -> AsyncStep:
+        """Return trainer k's current step; begin the first step if there is none."""
+        if k not in self.begun:
+            types = self._served.gradients.items()
+            refusal = f"is not a gradient that trainer {k} sends to pserver {self._served.endpoint}"
+            memory = {n: self._pool.take(f"{n} of {k}", t.shape, t.dtype) for n, t in types}
+            inbox = Inbox(memory | self._requests.memory_of(k), lambda name: f"{name} {refusal}")
+            self.begun[k] = AsyncStep(inbox)
+        return self.begun[k]
+
+    def check_number(self, k: int, message: wire.Message) -> AsyncStep:
+        """Return trainer k's current step; raise WireError if `message` is from another step."""
+        step = self.of_trainer(k)
+        if message["step"] != step.number:
+            raise WireError(
+                f"trainer {k} sent `{message.op}` of step {message['step']}, but pserver "
+                f"{self._served.endpoint} expects messages of step {step.number} from trainer {k}"
+            )
+        return step
+
+    def check_between(self, k: int, message: wire.Message) -> AsyncStep:
+        """Return trainer k's current step; raise WireError if a gradient has arrived."""
+        step = self.check_number(k, message)
+        if step.grads.begun:
+            short = min(step.grads.missing())
+            raise WireError(
+                f"trainer {k} sent `{message.op}` of step {step.number} before gradient {short} "
+                "was complete"
+            )
+        return step
