@@ -32,7 +32,7 @@ from dtrans.protocol.tables.changed_rows import CHANGED, UnseenChanges
 from dtrans.protocol.tables.row_requests import RowRequests
 from dtrans.protocol.tables.rows_ahead import RowsAhead
 from dtrans.protocol.tables.table_rows import merged_rows
-from dtrans.protocol.trainer import traffic, trainer_steps
+from dtrans.protocol.trainer import announced_lookups, traffic
 from dtrans.protocol.trainer.geo_steps import GeoSteps
 from dtrans.protocol.trainer.server_connection import ServerConnection
 from dtrans.protocol.trainer.server_link import OperationWait
@@ -629,7 +629,7 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         RowsAhead, "announce", _due_at_once(RowsAhead.announce)
     ),
     "rows that were announced are those that are looked up": lambda m: m.setattr(
-        trainer_steps.np, "array_equal", lambda a, b: True
+        announced_lookups.np, "array_equal", lambda a, b: True
     ),
     "evict applied when one trainer asked": lambda m: m.setattr(
         SyncServer, "_evict_if_all_said", _evicts_when_one_asks(SyncServer._evict_if_all_said)

@@ -19,12 +19,13 @@ from dtrans.protocol.epochs import NewEpoch
 from dtrans.protocol.server.trainer_rounds import RESULTS
 from dtrans.protocol.server_blocks import RowGradient
 from dtrans.protocol.tables.table_rows import runs_of, wanted_of
+from dtrans.protocol.trainer.announced_lookups import LookedUp
 from dtrans.protocol.trainer.epoch_member import EpochMember
 from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.server_link import LastWords, OperationWait, ServerLink
 from dtrans.protocol.trainer.traffic import Leaf, Traffic
 from dtrans.protocol.trainer.traffic_loop import TrafficLoop
-from dtrans.protocol.trainer.trainer_steps import LookedUp, TrainerSteps, leave
+from dtrans.protocol.trainer.trainer_steps import TrainerSteps, leave
 from tools.simulate.between_steps import BetweenSteps
 from tools.simulate.case import Case
 from tools.simulate.clock import Clock
@@ -235,14 +236,14 @@ class SimulatedTrainer(Process):
         for step in range(first, now + case.ahead + 1):
             is_right = announced(case, self.k, step) is not None
             ids = looked_up(case, self.k, step if is_right else step + 100)
-            self._steps.announce([self._room_for(ids)])
+            self._steps.announced.add([self._room_for(ids)])
 
     def _prefetch(self, step: int) -> Script:
         """Receive the rows that a step looks up, unless they were announced correctly."""
         if not self.case.tables:
             return
         ids = looked_up(self.case, self.k, step)
-        found = self._steps.announced("t", ids, step)
+        found = self._steps.announced.take("t", ids, step)
         if found is None:
             found = self._room_for(ids)
             yield self._steps.prefetch(found.wanted, train=True)

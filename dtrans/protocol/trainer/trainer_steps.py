@@ -3,25 +3,25 @@
 A method that needs answers returns an `Operation`. The caller passes the servers' messages to it.
 
     send      adds a gradient to the outbox for a server; a full outbox is sent at once
-    announce  requests the table rows that a later step will look up
     request   ends the step: sends each server its outbox and the names of blocks to receive
     exchange  sends this trainer's values of a round, and receives the merged values
+
+Read next: `announced_lookups`, which requests the table rows that a later step will look up.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from dtrans.errors import CheckpointError, PeerError, StateError
+from dtrans.errors import CheckpointError, PeerError
 from dtrans.protocol import wire
-from dtrans.protocol.tables import rows_ahead
 from dtrans.protocol.tables.stored_tables import TableReport, reports_of
 from dtrans.protocol.tables.table_rows import WantedRows
+from dtrans.protocol.trainer.announced_lookups import AnnouncedLookups
 from dtrans.protocol.trainer.operation import Operation, PendingAnswer, nothing
 from dtrans.protocol.trainer.trainer_line import TrainerLine
 
@@ -41,23 +41,6 @@ def _answer_goodbye(answers: Sequence[PendingAnswer]) -> None:
     answers[0].line.answer_goodbye()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class LookedUp:
-    """Lookup of one table's rows by one step.
-
-    Attributes:
-      table: name of the table.
-      uniq: increasing row ids of the lookup.
-      rows: memory that receives the rows.
-      wanted: rows of each block.
-    """
-
-    table: str
-    uniq: np.ndarray
-    rows: np.ndarray
-    wanted: Sequence[WantedRows]
-
-
 class TrainerSteps:
     """Messages of one trainer's steps.
 
@@ -68,6 +51,7 @@ class TrainerSteps:
       sync_mode: True if the trainer makes synchronous steps.
       tells_counts: True if an asynchronous trainer tells all servers the largest number of its
         steps that one of them has received. GEO-SGD tells them later.
+      announced: the lookups that the trainer has announced for later steps.
       in_step: True from the first gradient of a synchronous step until its last block is received.
     """
 
@@ -80,8 +64,7 @@ class TrainerSteps:
         self._sent_to: set[str] = set()  # endpoints for which `send` was called in this step
         # endpoint -> blocks that this trainer has last requested from the server
         self._asked: dict[str, list[Any]] = {}
-        # number of a later step -> name of a table -> announced lookup
-        self._announced: dict[int, dict[str, LookedUp]] = {}
+        self.announced = AnnouncedLookups(line)
         # name of the pending checkpoint, and endpoint -> number of the `save` request
         self._saves: tuple[str, dict[str, int]] = ("", {})
 
@@ -138,62 +121,6 @@ class TrainerSteps:
                 )
             )
         return Operation(answers, nothing)
-
-    def announce(self, lookups: Sequence[LookedUp]) -> None:
-        """Request the table rows of a later step: the first step without an announcement.
-
-        Raises:
-          StateError: the maximum number of steps has already been announced.
-        """
-        endpoints = [w[0] for x in lookups for w in x.wanted]
-        now = self._line(endpoints[0]).step
-        target = max([now, *self._announced]) + 1
-        if target - now > rows_ahead.MOST:
-            raise StateError(
-                f"job.prefetch was called for {rows_ahead.MOST} batches before a step, which is "
-                "the maximum; call job.step first"
-            )
-        for x in lookups:
-            for endpoint, name, ids, rows in x.wanted:
-                line = self._line(endpoint)
-                line.ahead.expect(name, target, rows)
-                line.prefetch(name, ids, train=True, ahead=target - line.step)
-        self._announced[target] = {x.table: x for x in lookups}
-
-    def announced(self, table: str, uniq: np.ndarray, now: int) -> LookedUp | None:
-        """Remove and return the announced lookup of a step; None if the step looks up other rows.
-
-        Announced lookups of earlier steps are dropped.
-
-        Args:
-          table: name of the table.
-          uniq: row ids that the step looks up.
-          now: number of the step.
-        """
-        for step in list(self._announced):
-            if step < now:
-                for name in list(self._announced[step]):
-                    self._collect(step, name)
-                del self._announced[step]
-        if table not in self._announced.get(now, {}):
-            return None
-        found = self._collect(now, table)
-        return found if np.array_equal(found.uniq, uniq) else None
-
-    def _forget_announced(self, blocks: Sequence[tuple[str, str]]) -> None:
-        """Drop the announced lookups in blocks in which servers have evicted rows."""
-        for step, tables in self._announced.items():
-            for x in list(tables.values()):
-                if x.wanted[0][:2] not in blocks:
-                    continue
-                for endpoint, name, *_ in tables.pop(x.table).wanted:
-                    self._line(endpoint).ahead.forget(name, step)
-
-    def _collect(self, step: int, table: str) -> LookedUp:
-        found = self._announced[step].pop(table)
-        for endpoint, name, *_ in found.wanted:
-            self._line(endpoint).ahead.collect(name, step)
-        return found
 
     def request(
         self, landings: Sequence[Landing], endpoints: Sequence[str], barriered: Collection[str]
@@ -300,7 +227,7 @@ class TrainerSteps:
     def _end_eviction(
         self, blocks: Sequence[tuple[str, str]], answers: Sequence[PendingAnswer]
     ) -> int:
-        self._forget_announced(blocks)
+        self.announced.forget(blocks)
         for endpoint, why in _failures(answers).items():
             raise PeerError(f"pserver {endpoint} could not evict rows: {why}")
         return sum(x.reply["count"] for x in answers)

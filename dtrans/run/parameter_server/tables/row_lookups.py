@@ -17,7 +17,7 @@ import numpy as np
 from dtrans._jax import JaxprEqn
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.tables.table_rows import WantedRows, put_in_place
-from dtrans.protocol.trainer.trainer_steps import LookedUp
+from dtrans.protocol.trainer.announced_lookups import LookedUp
 from dtrans.run.parameter_server.background import rows_wanted
 from dtrans.run.parameter_server.server_connections import ServerConnections
 
@@ -44,7 +44,7 @@ class RowLookups:
         self._connections.identify(eqn)
         (uniq,) = values
         now = self._connections.link(eqn.params["epmap"][0]).line.step
-        found = self._steps.announced(eqn.params["table"], uniq, now)
+        found = self._steps.announced.take(eqn.params["table"], uniq, now)
         if found is None:
             found = self._allocate(eqn, uniq)
             self._pending.append((eqn, found))
@@ -78,7 +78,7 @@ class RowLookups:
         """
         for eqn, _ in lookups:
             self._connections.identify(eqn)
-        self._steps.announce([self._allocate(eqn, uniq) for eqn, uniq in lookups])
+        self._steps.announced.add([self._allocate(eqn, uniq) for eqn, uniq in lookups])
 
     def look_up(
         self, eqn: JaxprEqn, ids: np.ndarray, ask: Callable[[Sequence[WantedRows]], bool]

@@ -1,0 +1,103 @@
+"""Lookups of table rows that a trainer has announced for later steps (`tables.rows_ahead`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dtrans.errors import StateError
+from dtrans.protocol.tables import rows_ahead
+from dtrans.protocol.tables.table_rows import WantedRows
+from dtrans.protocol.trainer.trainer_line import TrainerLine
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LookedUp:
+    """Lookup of one table's rows by one step.
+
+    Attributes:
+      table: name of the table.
+      uniq: increasing row ids of the lookup.
+      rows: memory that receives the rows.
+      wanted: rows of each block.
+    """
+
+    table: str
+    uniq: np.ndarray
+    rows: np.ndarray
+    wanted: Sequence[WantedRows]
+
+
+class AnnouncedLookups:
+    """Announced lookups of one trainer.
+
+    Args:
+      line: function from a server's endpoint to the trainer's requests to this server.
+    """
+
+    def __init__(self, line: Callable[[str], TrainerLine]) -> None:
+        self._line = line
+        # number of a later step -> name of a table -> announced lookup
+        self._lookups: dict[int, dict[str, LookedUp]] = {}
+
+    def add(self, lookups: Sequence[LookedUp]) -> None:
+        """Request the table rows of a later step: the first step without an announcement.
+
+        Raises:
+          StateError: the maximum number of steps has already been announced.
+        """
+        endpoints = [w[0] for x in lookups for w in x.wanted]
+        now = self._line(endpoints[0]).step
+        target = max([now, *self._lookups]) + 1
+        if target - now > rows_ahead.MOST:
+            raise StateError(
+                f"job.prefetch was called for {rows_ahead.MOST} batches before a step, which is "
+                "the maximum; call job.step first"
+            )
+        for x in lookups:
+            for endpoint, name, ids, rows in x.wanted:
+                line = self._line(endpoint)
+                line.ahead.expect(name, target, rows)
+                line.prefetch(name, ids, train=True, ahead=target - line.step)
+        self._lookups[target] = {x.table: x for x in lookups}
+
+    def take(self, table: str, uniq: np.ndarray, now: int) -> LookedUp | None:
+        """Remove and return the announced lookup of a step; None if the step looks up other rows.
+
+        Announced lookups of earlier steps are dropped.
+
+        Args:
+          table: name of the table.
+          uniq: row ids that the step looks up.
+          now: number of the step.
+        """
+        for step in list(self._lookups):
+            if step < now:
+                for name in list(self._lookups[step]):
+                    self._collect(step, name)
+                del self._lookups[step]
+        if table not in self._lookups.get(now, {}):
+            return None
+        found = self._collect(now, table)
+        return found if np.array_equal(found.uniq, uniq) else None
+
+    def forget(self, blocks: Sequence[tuple[str, str]]) -> None:
+        """Drop the announced lookups in blocks in which servers have evicted rows.
+
+        Args:
+          blocks: server and name of each block.
+        """
+        for step, tables in self._lookups.items():
+            for x in list(tables.values()):
+                if x.wanted[0][:2] not in blocks:
+                    continue
+                for endpoint, name, *_ in tables.pop(x.table).wanted:
+                    self._line(endpoint).ahead.forget(name, step)
+
+    def _collect(self, step: int, table: str) -> LookedUp:
+        found = self._lookups[step].pop(table)
+        for endpoint, name, *_ in found.wanted:
+            self._line(endpoint).ahead.collect(name, step)
+        return found
