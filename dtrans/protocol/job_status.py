@@ -22,7 +22,7 @@ from dtrans.errors import StateError, WireError
 from dtrans.ir import fingerprint
 from dtrans.protocol import wire
 from dtrans.protocol.refusals import Refusals
-from dtrans.protocol.server.trainer_registry import Trainer
+from dtrans.protocol.server.trainer_state import Trainer
 from dtrans.protocol.tables.stored_tables import StoredTables
 
 

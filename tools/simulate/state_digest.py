@@ -26,7 +26,8 @@ from dtrans.protocol.server.server_peers import ServerPeers
 from dtrans.protocol.server.serving import Serving
 from dtrans.protocol.server.step_waits import StepWaits
 from dtrans.protocol.server.sync_server import SyncServer
-from dtrans.protocol.server.trainer_registry import Trainer, TrainerRegistry
+from dtrans.protocol.server.trainer_registry import TrainerRegistry
+from dtrans.protocol.server.trainer_state import Trainer
 from dtrans.protocol.server_blocks import ServerBlocks
 from dtrans.protocol.trainer.operation import PendingAnswer
 from dtrans.protocol.trainer.trainer_line import TrainerLine

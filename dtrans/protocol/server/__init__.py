@@ -1,7 +1,9 @@
 """A parameter server: its trainers, its updates and its connections to other servers.
 
 admission          checks of the greetings of trainers and servers
-trainer_registry   the trainers of a server: their connections, and lost or late trainers
+trainer_registry   the trainers of a server: their connections, and late trainers
+trainer_state      state of one trainer at a server
+lost_trainers      losses of trainers: connections and processes that ended without a goodbye
 trainer_exits      trainers that leave a synchronous server before other trainers do
 sync_server        a synchronous server
 step_waits         deadlines of a synchronous server's trainers within a step

@@ -2,109 +2,31 @@
 
 The registry sends no messages and reads no clock: its caller passes it the time, and sends the
 messages that it returns.
+
+Read next: `trainer_state` (state of one trainer) and `lost_trainers` (losses).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from dtrans.errors import DeadlineError, WireError
 from dtrans.protocol import wire
-from dtrans.protocol.numbered_messages import NumberedMessages
 from dtrans.protocol.server.admission import check_connection, check_job, check_plan
+from dtrans.protocol.server.lost_trainers import LostTrainers
+from dtrans.protocol.server.trainer_state import Trainer
 from dtrans.protocol.server_blocks import ServerBlocks
 from dtrans.protocol.transport import RETRY
 from dtrans.protocol.wait_reminder import WaitReminder
 
-
-# Seconds to wait after the end of a process or of a Unix socket's connection: the last messages may
-# be unread, or the trainer may move to a new connection.
-GRACE = 0.5
 
 log = logging.getLogger("dtrans.pserver")
 
 # say(to, op, blocks=(), **fields) sends a message to the address of a trainer, or to the endpoint
 # of another server.
 Say = Callable[..., None]
-
-
-@dataclasses.dataclass
-class Trainer:
-    """State of one trainer at a server.
-
-    Attributes:
-      session: random word that identifies the trainer's process.
-      address: address from which it sends.
-      wants: names of the blocks that it receives with each answer to `recv`.
-      lost: time at which its connection ended; None while it is connected.
-      local: True if it is connected by a Unix socket.
-      connection: number of its connection, from its last `hello`.
-      epoch: smallest epoch in which it takes part, from its `hello`.
-      messages: numbers of the messages to and from it, and stored messages to it.
-      heard_at: time of its last message.
-      received: number of bytes from it.
-      sent: number of bytes to it.
-      done: True if it has left the job, by `complete` or by a failure.
-      failed: True if it has left without `complete`.
-      parted: True if it has left, and does not need `goodbye` any more.
-    """
-
-    session: str
-    address: bytes
-    wants: tuple[str, ...] = ()
-    lost: float | None = None
-    local: bool = False
-    connection: int = 0
-    epoch: int = 0
-    messages: NumberedMessages = dataclasses.field(default_factory=NumberedMessages)
-    heard_at: float = 0.0
-    received: int = 0
-    sent: int = 0
-    done: bool = False
-    failed: bool = False
-    parted: bool = False
-
-    @classmethod
-    def from_hello(cls, address: bytes, message: wire.Message) -> Trainer:
-        """Return the state of a trainer after its first `hello`."""
-        return cls(
-            message["session"],
-            address,
-            local=message.fields.get("local", False),
-            connection=message.fields.get("connection", 0),
-            epoch=message.fields.get("epoch", 0),
-        )
-
-    def move(self, address: bytes, message: wire.Message) -> None:
-        """Continue on the new connection of a later `hello`.
-
-        The trainer has reconnected, or moves from TCP to the Unix socket.
-
-        Raises:
-          WireError: the server has already released a message that the trainer lacks.
-        """
-        heard = message.fields.get("heard", 0)
-        self.messages.check_resumable(heard)
-        self.messages.acknowledge(heard)
-        self.address, self.lost = address, None
-        self.local = message.fields.get("local", False)
-        self.connection = message.fields.get("connection", 0)
-
-    def framed(
-        self, op: str, blocks: Sequence[tuple[str, Any]], fields: Mapping[str, Any]
-    ) -> Iterator[list[Any]]:
-        """Count and store the messages to the trainer; yield the frames of each message."""
-        is_numbered = op not in wire.UNCOUNTED
-        stamp = self.messages.stamp if is_numbered else dict
-        for frames in wire.framed(op, blocks, stamp, **fields):
-            if is_numbered and not self.local:
-                self.messages.store(frames)
-            yield frames
-        if op == "welcome":
-            yield from self.messages.stored
 
 
 class TrainerRegistry:
@@ -148,15 +70,15 @@ class TrainerRegistry:
         self._busy, self.dropped = frozenset(busy), frozenset(dropped)
         self.endpoint, self.count = served.endpoint, served.trainers
         self.plan, self.deadline = plan, deadline
-        self.secret, self._retry = secret, retry
+        self.secret = secret
         self._refused: dict[int, str] = {}  # id of a refused trainer -> reason
         self.started, self._reminder = 0.0, WaitReminder()
-        # id of a trainer whose process has ended -> (time, exit status)
-        self._dead: dict[int, tuple[float, str]] = {}
         self.to_servers = self.silent = 0
         self._served = served
         self.known: dict[int, Trainer] = {}
         self.by_address: dict[bytes, int] = {}
+        expected = set(range(self.count)) - self.dropped
+        self._losses = LostTrainers(self.endpoint, self.known, expected, retry)
 
     @property
     def present(self) -> list[int]:
@@ -227,7 +149,7 @@ class TrainerRegistry:
         check_job(self._served, message)
         if k in self.dropped:
             raise WireError(f"trainer {k} was lost, and the job continues without it")
-        if k in self.known and _is_replaced(self.known[k], message):
+        if k in self.known and self.known[k].is_replaced_by(message):
             # The trainer has left its earlier connection, on which it has only sent `hello`.
             self.by_address.pop(self.known.pop(k).address, None)
         known = self.known.get(k)
@@ -305,7 +227,7 @@ class TrainerRegistry:
 
     def died(self, k: int, how: str, now: float) -> None:
         """Handle the end of trainer k's process, whose last messages may be unread."""
-        self._dead.setdefault(k, (now, how))
+        self._losses.died(k, how, now)
 
     def part(self, k: int) -> None:
         """Handle trainer k's answer to `goodbye`; raise WireError if trainer k has not left."""
@@ -335,17 +257,10 @@ class TrainerRegistry:
 
     def lost(self, now: float) -> dict[int, str]:
         """Return the reason of each loss, by trainer id: connections or processes that ended."""
-        found: dict[int, str] = {}
-        for k in self.present:
-            # A connection without a message may be trainer k's new connection: a trainer sends
-            # `hello` only after its current computation, which may be long.
-            patience = self.deadline if self.silent else 0.0
-            if self._is_lost(self.known[k], now - patience):
-                found[k] = (
-                    f"the connection of trainer {k} to pserver {self.endpoint} ended without a "
-                    "goodbye"
-                )
-        return found | self._ended(now)
+        # A connection without a message may be trainer k's new connection: a trainer sends
+        # `hello` only after its current computation, which may be long.
+        patience = self.deadline if self.silent else 0.0
+        return self._losses.reasons(now, patience, self._refused)
 
     def look(self, now: float) -> None:
         """Set `parted` for the trainers that have left and can no longer receive `goodbye`.
@@ -353,32 +268,9 @@ class TrainerRegistry:
         The trainer's process has ended, or the trainer did not reconnect in time.
         """
         for k, t in self.known.items():
-            ended = k in self._dead and now - self._dead[k][0] > GRACE
-            t.parted = t.parted or (t.done and (ended or self._is_lost(t, now)))
+            t.parted = t.parted or (t.done and self._losses.is_gone(k, now))
             if t.parted or t.failed:
                 t.messages.clear()
-
-    def _is_lost(self, t: Trainer, now: float) -> bool:
-        return t.lost is not None and now - t.lost > (GRACE if t.local else self._retry)
-
-    def _ended(self, now: float) -> dict[int, str]:
-        """Return an error text for each process that ended before its trainer left, by trainer id.
-
-        If a process ended before it connected, also register its trainer as failed.
-        """
-        found: dict[int, str] = {}
-        for k, (since, how) in self._dead.items():
-            if now - since <= GRACE or not 0 <= k < self.count or k in self.dropped:
-                continue
-            if k in self.known and self.known[k].done:
-                continue
-            when = ", without a goodbye"
-            if k not in self.known:
-                self.known[k] = Trainer("", b"", done=True, failed=True)
-                when = " before it said hello"
-            why = f"; {self._refused[k]}" if k in self._refused else ""
-            found[k] = f"trainer {k} ended with {how}{when} to pserver {self.endpoint}{why}"
-        return found
 
     def begin(self, now: float) -> None:
         """Start to wait for the trainers."""
@@ -403,20 +295,6 @@ class TrainerRegistry:
                 f"say hello{why}"
             )
         return absent
-
-
-def _is_replaced(known: Trainer, message: wire.Message) -> bool:
-    """Return True if a `hello` takes the place of the trainer's earlier `hello`.
-
-    A process may greet for the next epoch and die before this epoch begins. Its stored greeting
-    then has the epoch of the process that is started in its place.
-    """
-    epoch = message.fields.get("epoch", 0)
-    if epoch != known.epoch:
-        return bool(epoch > known.epoch)
-    is_another = known.session != message["session"]
-    has_sent_nothing = known.lost is not None and not known.messages.received
-    return bool(epoch) and is_another and has_sent_nothing
 
 
 def named(trainers: Sequence[int]) -> str:

@@ -18,7 +18,7 @@ from dtrans.protocol import wire
 from dtrans.protocol.collective.membership_table import MembershipTable, Progress
 from dtrans.protocol.job_status import OBSERVER, StatusReporter
 from dtrans.protocol.refusals import Refusals
-from dtrans.protocol.server.trainer_registry import Trainer
+from dtrans.protocol.server.trainer_state import Trainer
 from dtrans.protocol.tables.stored_tables import StoredTables
 from dtrans.protocol.transport import Event
 from dtrans.run.net.keys import STATUS, Keys

@@ -38,7 +38,8 @@ from dtrans.errors import BatchError, ConfigError, PeerError, WireError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol import wire
 from dtrans.protocol.server.async_server import AsyncServer
-from dtrans.protocol.server.trainer_registry import Trainer, TrainerRegistry
+from dtrans.protocol.server.trainer_registry import TrainerRegistry
+from dtrans.protocol.server.trainer_state import Trainer
 from dtrans.protocol.server_blocks import RowGradient, TableSpec
 from dtrans.protocol.tables.cached_rows import CachedRows
 from dtrans.protocol.tables.changed_rows import CachedBlock, ChangedInbox, UnseenChanges

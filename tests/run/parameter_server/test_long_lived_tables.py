@@ -28,7 +28,8 @@ from dtrans.errors import ConfigError, DeadlineError, PeerError, StateError, Wir
 from dtrans.protocol import wire
 from dtrans.protocol.server.async_server import AsyncServer
 from dtrans.protocol.server.sync_server import SyncServer
-from dtrans.protocol.server.trainer_registry import Trainer, TrainerRegistry
+from dtrans.protocol.server.trainer_registry import TrainerRegistry
+from dtrans.protocol.server.trainer_state import Trainer
 from dtrans.protocol.server_blocks import RowGradient
 from dtrans.run.distributed.role import Role
 from dtrans.run.parameter_server.block_update import BlockUpdates

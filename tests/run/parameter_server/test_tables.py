@@ -45,7 +45,8 @@ from dtrans.protocol import wire
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.server.async_server import AsyncServer
 from dtrans.protocol.server.sync_server import SyncServer
-from dtrans.protocol.server.trainer_registry import Trainer, TrainerRegistry
+from dtrans.protocol.server.trainer_registry import TrainerRegistry
+from dtrans.protocol.server.trainer_state import Trainer
 from dtrans.protocol.server_blocks import RowGradient, TableSpec
 from dtrans.protocol.tables.row_requests import RowRequests
 from dtrans.rows.writer import RowRange

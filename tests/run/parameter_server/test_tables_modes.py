@@ -34,7 +34,8 @@ from dtrans.errors import ConfigError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.server import async_server
 from dtrans.protocol.server.async_server import AsyncServer
-from dtrans.protocol.server.trainer_registry import Trainer, TrainerRegistry
+from dtrans.protocol.server.trainer_registry import TrainerRegistry
+from dtrans.protocol.server.trainer_state import Trainer
 from dtrans.protocol.trainer.trainer_line import TrainerLine
 from dtrans.run.distributed.role import Role
 from dtrans.run.parameter_server.block_update import BlockUpdates
