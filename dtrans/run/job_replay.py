@@ -43,7 +43,7 @@ from dtrans.protocol.trainer.traffic import Leaf, rows_of
 from dtrans.run.base.batch import on_one_device
 from dtrans.run.executor import Executor, cut_for_role, put_on_device
 from dtrans.run.net.epoch_log import EpochRecord, members_of_steps, read_log
-from dtrans.run.parameter_server.background import leaf_of, rows_wanted
+from dtrans.run.parameter_server.equation_leaves import leaf_of, rows_wanted
 from dtrans.run.parameter_server.fabric import concat_blocks, fake_init
 from dtrans.run.parameter_server.ordered_job import part_axes
 from dtrans.run.parameter_server.sync_update import SyncUpdate

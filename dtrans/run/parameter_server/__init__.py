@@ -10,6 +10,7 @@ As processes:
     fabric              executes communication equations (`dtrans.ops`) by messages
     server_connections  connections of a trainer to its servers
     background          communication while a trainer computes: `communicator`, `geo`
+    communicator_setup  starts communicators; `equation_leaves` has what equations communicate
     trainer_requests    a trainer's requests between two steps: checkpoints and tables
     server              a server process; it runs `dtrans.protocol.server.server_loop`
     server_saves        saves of a server's state: `checkpoints`, `cuts` and `state_writer`

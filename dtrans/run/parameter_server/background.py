@@ -21,7 +21,6 @@ calls `drain` first.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -33,8 +32,6 @@ from dtrans._jax import JaxprEqn, Primitive
 from dtrans.errors import StateError
 from dtrans.ir.program import Program
 from dtrans.ops import (
-    DELTA,
-    CommunicatorConfig,
     fetch_barrier_p,
     geo_init_p,
     geo_prefetch_p,
@@ -49,11 +46,18 @@ from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.epochs import NewEpoch
 from dtrans.protocol.server_blocks import RowGradient
 from dtrans.protocol.tables.cached_rows import CachedRows
-from dtrans.protocol.tables.table_rows import WantedRows, put_in_place, wanted_of
+from dtrans.protocol.tables.table_rows import WantedRows, put_in_place
 from dtrans.protocol.trainer.geo_steps import GeoCut, GeoReturn
 from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.traffic import Leaf
 from dtrans.run.parameter_server.communicator import Communicator, Connect, Counts, NoteLost
+from dtrans.run.parameter_server.communicator_setup import ONE_BY_ONE, CommunicatorSetup
+from dtrans.run.parameter_server.equation_leaves import (
+    as_deltas,
+    drop_padding,
+    leaf_of,
+    rows_wanted,
+)
 from dtrans.run.parameter_server.geo import GeoTrainer, pushed_leaves, split_push
 from dtrans.run.parameter_server.tables.new_rows import RowMaker
 
@@ -62,9 +66,6 @@ T = TypeVar("T")
 
 
 log = logging.getLogger("dtrans.trainer")
-
-# GEO-SGD does not merge queued pushes, because it waits for an answer to each push.
-ONE_BY_ONE = CommunicatorConfig(max_merge_var_num=1, merge="sum")
 
 # Primitives of equations that a communicator executes if they have the parameter `communicator`
 OF_COMMUNICATOR = frozenset({send_p, recv_p, prefetch_p, send_rows_p, fetch_barrier_p})
@@ -84,14 +85,11 @@ class BackgroundComm:
     def __init__(
         self, connect: Connect, lost: NoteLost, rejoin: Callable[[int], None], deadline: float
     ) -> None:
-        self._connect, self._lost, self._leave_epoch = connect, lost, rejoin
-        self._deadline = deadline
-        self._leaves: dict[str, Leaf] = {}  # the parameters to receive, by name of the first block
-        self._endpoints: set[str] = set()  # endpoints of the servers of tables
+        self._leave_epoch = rejoin
+        self._setup = CommunicatorSetup(connect, lost, deadline)
         self._pool = BufferPool()
         self._pending: list[tuple[Leaf, Any]] = []  # gradients of this step that are not queued yet
         self._received: dict[str, jax.Array] | None = None  # parameters for this step's `recv`s
-        self._config: CommunicatorConfig = ONE_BY_ONE
         self._communicator: Communicator | None = None
         self._geo: GeoTrainer | None = None
         # GEO-SGD: cut with which a process of the trainer begins, and `push_every`
@@ -115,21 +113,13 @@ class BackgroundComm:
     def prepare(self, program: Program) -> None:
         """Collect a program's parameters and servers of tables, before its first run.
 
-        A communicator requests all parameters by one message, so it must know all of them when it
-        starts. If the program adds parameters or servers, this method stops the communicator.
+        If the program adds parameters or servers, this method stops the communicator, and the next
+        communicator starts with them.
         """
         for eqn in program.eqns:
-            if "communicator" not in eqn.params:
-                continue
-            if eqn.primitive is prefetch_p and not self._endpoints.issuperset(eqn.params["epmap"]):
+            if self._setup.lacks(eqn):
                 self.drain()
-                self._endpoints.update(eqn.params["epmap"])
-            if eqn.primitive is recv_p:
-                (t,) = eqn.params["types"]
-                leaf = leaf_of(eqn, t)
-                if self._leaves.get(leaf.names[0]) != leaf:
-                    self.drain()
-                    self._leaves[leaf.names[0]] = leaf
+                self._setup.add(eqn)
 
     def takes(self, eqn: JaxprEqn) -> bool:
         """Return True if this object executes an equation."""
@@ -178,19 +168,19 @@ class BackgroundComm:
     # -- with a communicator ---------------------------------------------------------------------
 
     def _send(self, eqn: JaxprEqn, gradient: Any) -> Sequence[Any]:
-        self._config = eqn.params["communicator"]
+        self._setup.config = eqn.params["communicator"]
         self._pending.append((leaf_of(eqn, eqn.invars[0].aval), gradient))
         return [None]
 
     def _send_rows(self, eqn: JaxprEqn, uniq: np.ndarray, gradient: Any) -> Sequence[Any]:
-        self._config = eqn.params["communicator"]
+        self._setup.config = eqn.params["communicator"]
         leaf = leaf_of(eqn, eqn.invars[1].aval)
-        self._pending.append((leaf, RowGradient(_drop_padding(uniq, leaf), gradient)))
+        self._pending.append((leaf, RowGradient(drop_padding(uniq, leaf), gradient)))
         return [None]
 
     def _prefetch(self, eqn: JaxprEqn, uniq: np.ndarray) -> Sequence[Any]:
         p, (t,) = eqn.params, eqn.params["types"]
-        self._config = p["communicator"]
+        self._setup.config = p["communicator"]
         rows = self._pool.take(f"{p['table']} rows", t.shape, t.dtype)
         self._fetch(eqn, uniq, rows)
         return [rows]
@@ -252,17 +242,7 @@ class BackgroundComm:
           counts: as for `Communicator`.
         """
         if self._communicator is None:
-            self._communicator = Communicator(
-                self._connect,
-                self._lost,
-                self._leaves,
-                self._config,
-                deadline=self._deadline,
-                name=name,
-                endpoints=sorted(self._endpoints),
-                local_tables=local_tables,
-                counts=counts,
-            )
+            self._communicator = self._setup.start(name, local_tables, counts)
         return self._communicator
 
     # -- GEO-SGD ---------------------------------------------------------------------------------
@@ -274,7 +254,7 @@ class BackgroundComm:
         geo, p = self._require_geo(), eqn.params
         params, rows_of_tables = split_push(eqn, values)
         for table, uniq, rows in rows_of_tables:
-            geo.rows(table).put(_drop_padding(uniq, geo.leaf(table)), rows)
+            geo.rows(table).put(drop_padding(uniq, geo.leaf(table)), rows)
         geo.end_step(params, p["push_every"], block_on_pull=p["block_on_pull"])
         self._in_epochs(lambda running: geo.settle())
         return geo.local
@@ -283,8 +263,8 @@ class BackgroundComm:
         self.drain()
         tables, self._tables = self._tables, {}
         leaves = pushed_leaves(eqn)
-        self._leaves = {str(i): leaf for i, leaf in enumerate(leaves)}
-        self._config = ONE_BY_ONE
+        self._setup.leaves = {str(i): leaf for i, leaf in enumerate(leaves)}
+        self._setup.config = ONE_BY_ONE
         params = list(map(jax.device_put, values))
         local_tables, deltas_of_tables = {}, {}
         for n, (leaf, rows) in tables.items():
@@ -304,18 +284,14 @@ class BackgroundComm:
 
     def _geo_init(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
         """Register a table without local rows, and the initializer of its optimizer state."""
-        p = eqn.params
-        of_state = eqn.replace(params={**p, "types": p["types"][1:]})
-        state = None
-        if of_state.params["types"]:
-            state = RowMaker(of_state, args)
-        self._tables[p["table"]] = leaf_of(eqn, p["types"][0]), CachedRows(p["types"], state)
-        return [np.zeros(t.shape, t.dtype) for t in p["types"]]
+        types = eqn.params["types"]
+        self._tables[eqn.params["table"]] = leaf_of(eqn, types[0]), _local_rows(eqn, args)
+        return [np.zeros(t.shape, t.dtype) for t in types]
 
     def _geo_prefetch(self, eqn: JaxprEqn, uniq: np.ndarray) -> Sequence[Any]:
         """Return local rows and their optimizer state, after fetching missing rows from servers."""
         geo, table = self._require_geo(), eqn.params["table"]
-        local, ids = geo.rows(table), _drop_padding(uniq, geo.leaf(table))
+        local, ids = geo.rows(table), drop_padding(uniq, geo.leaf(table))
         new = local.missing(ids)
         if len(new):
             t = eqn.params["types"][0]
@@ -378,35 +354,10 @@ class BackgroundComm:
         return self._geo
 
 
-def leaf_of(eqn: JaxprEqn, t: Any) -> Leaf:
-    """Return the leaf that a `send` of one operand sends, or that a `recv` of one output receives.
-
-    Args:
-      eqn: the equation.
-      t: the type of the leaf.
-    """
-    p = eqn.params
-    merge, spans = p.get("merge", "sum"), p.get("spans", ())
-    return Leaf(p["epmap"], p["names"], p.get("sections", ()), t.shape, t.dtype, merge, spans)
-
-
-def rows_wanted(eqn: JaxprEqn, uniq: np.ndarray, rows: np.ndarray) -> list[WantedRows]:
-    """Return the lookup of a `prefetch` in each block of its table.
-
-    Args:
-      eqn: the equation.
-      uniq: increasing ids of the rows.
-      rows: memory for the rows.
-    """
-    p = eqn.params
-    return wanted_of(uniq, rows, epmap=p["epmap"], names=p["names"], spans=p["spans"])
-
-
-def _drop_padding(uniq: np.ndarray, table: Leaf) -> np.ndarray:
-    """Drop the padding of sorted ids: trailing entries equal to the table's number of rows."""
-    return uniq[: np.searchsorted(uniq, sum(x.rows for x in table.spans))]
-
-
-def as_deltas(leaf: Leaf) -> Leaf:
-    """Return the leaf under which deltas are sent: its blocks have the names of deltas."""
-    return dataclasses.replace(leaf, names=tuple(n + DELTA for n in leaf.names))
+def _local_rows(eqn: JaxprEqn, args: Sequence[Any]) -> CachedRows:
+    """Return the empty local rows of a `geo_init`, with the initializer of their state."""
+    types = eqn.params["types"]
+    state = None
+    if types[1:]:
+        state = RowMaker(eqn.replace(params={**eqn.params, "types": types[1:]}), args)
+    return CachedRows(types, state)

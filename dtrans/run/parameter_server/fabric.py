@@ -62,7 +62,8 @@ from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.traffic import Leaf, rows_of
 from dtrans.protocol.trainer.trainer_steps import Landing, TrainerSteps
 from dtrans.run.base.nonfinite import NonfiniteCheck
-from dtrans.run.parameter_server.background import BackgroundComm, leaf_of
+from dtrans.run.parameter_server.background import BackgroundComm
+from dtrans.run.parameter_server.equation_leaves import leaf_of
 from dtrans.run.parameter_server.geo import GeoTrainer
 from dtrans.run.parameter_server.server import Server
 from dtrans.run.parameter_server.server_connections import ServerConnections

@@ -51,8 +51,8 @@ from dtrans.protocol.server_blocks import RowGradient
 from dtrans.protocol.tables.cached_rows import CachedRows
 from dtrans.protocol.trainer.traffic import Group, Leaf
 from dtrans.run.base.segments import COMPUTED, cut_program
-from dtrans.run.parameter_server.background import as_deltas, leaf_of
 from dtrans.run.parameter_server.block_update import BlockUpdates
+from dtrans.run.parameter_server.equation_leaves import as_deltas, leaf_of
 from dtrans.run.parameter_server.geo import GeoTrainer, pushed_leaves, split_push
 from dtrans.run.parameter_server.tables.mesh_tables import split_ids
 from dtrans.run.parameter_server.tables.missed_steps import MissedSteps

@@ -18,7 +18,7 @@ from dtrans._jax import JaxprEqn
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.tables.table_rows import WantedRows, put_in_place
 from dtrans.protocol.trainer.announced_lookups import LookedUp
-from dtrans.run.parameter_server.background import rows_wanted
+from dtrans.run.parameter_server.equation_leaves import rows_wanted
 from dtrans.run.parameter_server.server_connections import ServerConnections
 
 

@@ -1,0 +1,47 @@
+"""Leaves and table rows that communication equations send, receive or look up."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from dtrans._jax import JaxprEqn
+from dtrans.ops import DELTA
+from dtrans.protocol.tables.table_rows import WantedRows, wanted_of
+from dtrans.protocol.trainer.traffic import Leaf
+
+
+def leaf_of(eqn: JaxprEqn, t: Any) -> Leaf:
+    """Return the leaf that a `send` of one operand sends, or that a `recv` of one output receives.
+
+    Args:
+      eqn: the equation.
+      t: the type of the leaf.
+    """
+    p = eqn.params
+    merge, spans = p.get("merge", "sum"), p.get("spans", ())
+    return Leaf(p["epmap"], p["names"], p.get("sections", ()), t.shape, t.dtype, merge, spans)
+
+
+def rows_wanted(eqn: JaxprEqn, uniq: np.ndarray, rows: np.ndarray) -> list[WantedRows]:
+    """Return the lookup of a `prefetch` in each block of its table.
+
+    Args:
+      eqn: the equation.
+      uniq: increasing ids of the rows.
+      rows: memory for the rows.
+    """
+    p = eqn.params
+    return wanted_of(uniq, rows, epmap=p["epmap"], names=p["names"], spans=p["spans"])
+
+
+def drop_padding(uniq: np.ndarray, table: Leaf) -> np.ndarray:
+    """Drop the padding of sorted ids: trailing entries equal to the table's number of rows."""
+    return uniq[: np.searchsorted(uniq, sum(x.rows for x in table.spans))]
+
+
+def as_deltas(leaf: Leaf) -> Leaf:
+    """Return the leaf under which deltas are sent: its blocks have the names of deltas."""
+    return dataclasses.replace(leaf, names=tuple(n + DELTA for n in leaf.names))
