@@ -243,15 +243,15 @@ def test_a_dropped_trainer_is_not_awaited_and_refused() -> None:
 
 
 def test_checkpoints_of_undone_steps_are_forgotten() -> None:
-    server = greeted(Epochs())
-    server.serving.saved = {"10": 10, "20": 20}
-    server.serving.keep = lambda name, steps: 1
+    saves = greeted(Epochs()).serving.saves
+    saves.saved = {"10": 10, "20": 20}
+    saves.start = lambda name, steps: 1
     for step in (12, 22):
         name = str(step)
-        server.serving._saves[name], server.serving._blocks[name] = (step, []), 1
-    server.serving.undo_saves([("12", ""), ("22", "")], last=15)
-    assert server.serving.saved == {"10": 10, "12": 12}
-    assert server.serving.asked() == {"10": 10, "12": 12}
+        saves._pending[name], saves._blocks[name] = (step, []), 1
+    saves.undo([("12", ""), ("22", "")], last=15)
+    assert saves.saved == {"10": 10, "12": 12}
+    assert saves.asked() == {"10": 10, "12": 12}
 
 
 # -- the loop of a server --------------------------------------------------------------------------

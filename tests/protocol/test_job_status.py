@@ -207,18 +207,18 @@ def test_staleness_is_the_steps_of_others_that_a_gradient_lacks() -> None:
 def test_checkpoints() -> None:
     job = Observed()
     job.hello(0), job.hello(1)
-    job.machine.keep = lambda name, made: 5
+    job.machine.saves.start = lambda name, made: 5
     job.take(0, "save", step=0, name="100", made=0)
     job.now += 2.0
     server, _ = job.status()
     assert (server.saving, server.checkpoint) == ({"100": 2.0}, {})
-    job.machine.written("100", "", job.now + 1.0)
+    job.machine.saves.written("100", "", job.now + 1.0)
     job.now += 4.0
     server, _ = job.status()
     saved = {"name": "100", "step": 0, "ago": 3.0, "seconds": 3.0, "blocks": 5, "error": ""}
     assert (server.saving, server.checkpoint) == ({}, saved)
     job.take(0, "save", step=0, name="101", made=0)
-    job.machine.written("101", "no space", job.now)
+    job.machine.saves.written("101", "no space", job.now)
     assert job.status()[0].checkpoint["error"] == "no space"
 
 
@@ -326,19 +326,19 @@ def test_a_checkpoint_that_is_written_across_epochs_is_answered() -> None:
     """The servers go back to a cut while they write; the repeated step requests the name again."""
     before, after = Observed(), Observed()
     for at in (before, after):
-        at.machine.keep = lambda name, step: 2
+        at.machine.saves.start = lambda name, step: 2
         at.hello(0)
         at.hello(1)
     before.take(0, "save", step=0, name="10", made=0)
-    after.machine.keep_saves(before.machine)
+    after.machine.saves.take_over(before.machine.saves)
     after.take(0, "save", step=0, name="10", made=0, request=7)
     assert not [op for _, op, _ in after.said if op == "saved"]
-    after.machine.written("10", "", after.now)
+    after.machine.saves.written("10", "", after.now)
     answers = [(to, fields) for to, op, fields in after.said if op == "saved"]
     assert answers == [(b"trainer 0", {"name": "10", "error": "", "request": 7})]
     # no trainer has requested this one again
     before.take(0, "save", step=0, name="20", made=0)
     other = Observed()
-    other.machine.keep_saves(before.machine)
-    other.machine.written("20", "", other.now)
-    assert other.machine.asked()["20"] == 0
+    other.machine.saves.take_over(before.machine.saves)
+    other.machine.saves.written("20", "", other.now)
+    assert other.machine.saves.asked()["20"] == 0

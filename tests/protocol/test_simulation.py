@@ -24,6 +24,7 @@ from dtrans.protocol.numbered_messages import NumberedMessages
 from dtrans.protocol.server import trainer_registry, trainer_rounds
 from dtrans.protocol.server.async_steps import AsyncSteps
 from dtrans.protocol.server.peer_line import PeerLine
+from dtrans.protocol.server.save_requests import SaveRequests
 from dtrans.protocol.server.server_peers import ServerPeers
 from dtrans.protocol.server.serving import Serving
 from dtrans.protocol.server.sync_server import SyncServer
@@ -575,7 +576,7 @@ def _nothing(*args: Any) -> None:
     return None
 
 
-WRITTEN = Serving.written
+WRITTEN = SaveRequests.written
 
 
 PUSHED = InNumpy.pushed
@@ -638,7 +639,7 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         RowRequests, "under_way", lambda self, name: np.empty(0, np.int32)
     ),
     "`saved` reported though the write failed": lambda m: m.setattr(
-        Serving, "written", lambda self, name, error, now: WRITTEN(self, name, "", now)
+        SaveRequests, "written", lambda self, name, error, now: WRITTEN(self, name, "", now)
     ),
     "a save in the middle of a step": lambda m: m.setattr(SyncServer, "check_between", _nothing),
     "a second process with one id is accepted": lambda m: m.setattr(

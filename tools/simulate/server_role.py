@@ -120,7 +120,7 @@ class SimulatedServer(Process):
         self.machine = Serving(kind, trainers, say, Refusals(quiet))
         kind.tables = self.update.tables
         self.storage = SimulatedStorage(case, endpoint, lambda: kind.state, self._write)
-        self.machine.keep = self.storage.keep
+        self.machine.saves.start = self.storage.keep
         if launcher is not None:
             self.machine.gate = EpochGate(epoch, say, case.cuts)
 

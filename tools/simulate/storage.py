@@ -41,7 +41,7 @@ class SimulatedStorage:
         self._begun: dict[str, tuple[int, dict[str, bytes]]] = {}
 
     def keep(self, name: str, steps: int) -> int:
-        """Start to write a checkpoint; return the number of blocks. See `Serving.keep`."""
+        """Start to write a checkpoint; return the number of blocks. See `SaveRequests.start`."""
         request = self._requests[name]
         if request.fails == self._endpoint and request.refuses:
             raise StateError("its folder is read-only")

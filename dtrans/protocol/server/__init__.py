@@ -16,5 +16,6 @@ server_peers       the other servers
 exchange           partial results that servers send each other
 peer_line          one server's connection to another
 serving            dispatch of one server's messages, and the end of the server
+save_requests      requests of a server's trainers for checkpoints
 server_loop        one server over a transport
 """

@@ -159,7 +159,7 @@ class ServerLoop:
     def _step(self) -> None:
         self._take_all(self.wakes)
         for name, error in self._ended_saves():
-            self._serving.written(name, error, self._transport.now())
+            self._serving.saves.written(name, error, self._transport.now())
         if self._transport.now() >= self._next_epoch_look:
             self._look_for_epoch()
         if self._transport.now() >= self._next_look:

@@ -3,6 +3,7 @@
     trainer_registry             the trainers of the server
     sync_server, async_server    handlers of the two kinds of servers
     server_peers                 the other servers
+    save_requests                the trainers' requests for checkpoints
     job_status                   answers to observers, which do not take part in the job
 
 The inputs are messages and the time. The server sends its answers by `say`. When a message
@@ -16,16 +17,17 @@ the next job on this endpoint. It has to wait for the end of this job.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dtrans.errors import DtransError, StateError, WireError
+from dtrans.errors import DtransError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.job_status import StatusReporter
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.server.admission import welcome
 from dtrans.protocol.server.async_server import AsyncServer
 from dtrans.protocol.server.epoch_gate import EpochGate
+from dtrans.protocol.server.save_requests import SaveRequests
 from dtrans.protocol.server.sync_server import SyncServer
 from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry
 from dtrans.protocol.tables.stored_tables import tell_changes, tell_report
@@ -50,13 +52,8 @@ class Serving:
 
     Attributes:
       local: local address for trainers on the same host; empty if there is none.
-      keep: function that starts to write a checkpoint. Its arguments are the name of the checkpoint
-        and the number of steps that the requesting trainer has made. It returns the number of
-        blocks. `written` must be called at the end of the write. None if the server was started
-        without a folder for checkpoints.
+      saves: requests for checkpoints.
       gate: filter of messages by their epoch; None in a job without cuts.
-      saved: dict from the name of each written checkpoint to the number of steps that the
-        requesting trainer had made.
       status: status of the server for observers.
     """
 
@@ -72,12 +69,8 @@ class Serving:
         self.refusals = refusals
         self.local = ""
         self.status = StatusReporter(kind, trainers, refusals)
-        self.keep: Callable[[str, int], int] | None = None
+        self.saves = SaveRequests(trainers, self.status, say)
         self.gate: EpochGate | None = None
-        self.saved: dict[str, int] = {}
-        # Name of a pending checkpoint -> (steps that the requesting trainers have made, requests)
-        self._saves: dict[str, tuple[int, list[tuple[int, wire.Message]]]] = {}
-        self._blocks: dict[str, int] = {}  # name of a pending checkpoint -> number of its blocks
         self._say, self._now = say, 0.0
 
     @property
@@ -127,30 +120,6 @@ class Serving:
         if self.gate is not None:
             self.gate.lose(address)
 
-    def keep_saves(self, before: Serving) -> None:
-        """Take over the checkpoints of the previous epoch, which may still be written.
-
-        Repeated steps request the same checkpoints again, and the server then answers.
-        """
-        self.saved, self._blocks = before.saved, before._blocks
-        for name, (steps, _) in before._saves.items():
-            self._saves[name] = steps, []
-            self.status.saving[name] = before.status.saving[name]
-
-    def undo_saves(self, ended: Iterable[tuple[str, str]], last: int) -> None:
-        """Forget the checkpoints of undone steps; repeated steps will have other results.
-
-        Args:
-          ended: (name, error text) for each checkpoint that was pending.
-          last: the last step that is not undone.
-        """
-        for name, error in ended:
-            steps, _ = self._saves.pop(name)
-            del self._blocks[name]
-            if not error:
-                self.saved[name] = steps
-        self.saved = {name: steps for name, steps in self.saved.items() if steps <= last}
-
     def greet_again(self, early: Mapping[bytes, wire.Message], now: float) -> None:
         """Handle the greetings that the previous epoch has stored.
 
@@ -183,13 +152,7 @@ class Serving:
         self.status.look(now)
         self.trainers.look(now)
         self.kind.look(now)
-        for name, (_, asked) in self._saves.items():
-            for k in {k for k, _ in asked}.intersection(self.trainers.present):
-                self._say(
-                    self.trainers.known[k].address,
-                    "waiting",
-                    reason=f"checkpoint {name} to be written",
-                )
+        self.saves.remind()
 
     def wait_for_epoch(self, now: float) -> None:
         """Send `waiting` to all trainers while the epoch is ending, instead of `look`."""
@@ -197,28 +160,6 @@ class Serving:
         for k in self.trainers.present:
             address = self.trainers.known[k].address
             self._say(address, "waiting", reason="the servers to write a cut")
-
-    def written(self, name: str, error: str, now: float) -> None:
-        """Handle the end of a checkpoint's write, and answer the trainers that requested it.
-
-        Args:
-          name: name of the checkpoint.
-          error: reason why the checkpoint could not be written; empty if it was written.
-          now: the current time, in seconds.
-        """
-        steps, asked = self._saves.pop(name)
-        self.status.saved(name, steps, self._blocks.pop(name), error, now)
-        if not error:
-            self.saved[name] = steps
-        for k, message in asked:
-            self._say_saved(k, message, error)
-
-    def asked(self) -> dict[str, int]:
-        """Return a dict from the name of each complete or pending checkpoint to a number of steps.
-
-        It is the number of steps that the requesting trainer had made.
-        """
-        return self.saved | {name: steps for name, (steps, _) in self._saves.items()}
 
     def say_why(self, e: BaseException) -> None:
         """Send the error that ends this server to all connected trainers and servers."""
@@ -268,53 +209,11 @@ class Serving:
     def _tell(self, address: bytes, message: wire.Message) -> None:
         """Answer a request about checkpoints or tables: `save`, `tables` or `changed_since`."""
         if message.op == "save":
-            self._save(self.trainers.by_address[address], message)
+            self.saves.take(self.trainers.by_address[address], message, self._now)
         elif message.op == "tables":
             tell_report(self.kind.tables, self._say, address, message)
         else:
             tell_changes(self.kind.tables, self._say, address, message)
-
-    def _save(self, k: int, message: wire.Message) -> None:
-        """Handle a request for a checkpoint: start to write it, unless the write has started.
-
-        Several trainers may request the same checkpoint after the same number of steps. Each
-        request is answered when the write has ended.
-        """
-        name, steps = message["name"], message["made"]
-        before = self._saves[name][0] if name in self._saves else self.saved.get(name)
-        if before == steps and name in self._saves:
-            self._saves[name][1].append((k, message))
-            return
-        if before == steps:
-            self._say_saved(k, message, "")
-            return
-        try:
-            if self.keep is None:
-                raise StateError(
-                    "it was started without a folder for checkpoints; call "
-                    "job.serve(state, checkpoints=folder)"
-                )
-            if not name or name.startswith(".") or not name.isprintable() or set(name) & set("/\\"):
-                raise StateError(
-                    f"{wire.brief(name)} is not a valid name of a checkpoint; use printable "
-                    "characters without slashes, and no dot at the start"
-                )
-            if before is not None:
-                raise StateError(
-                    f"checkpoint {name} was already requested after {before} steps, and trainer "
-                    f"{k} has made {steps} steps; use another name for each checkpoint"
-                )
-            self._blocks[name] = self.keep(name, steps)
-        except DtransError as e:
-            self._say_saved(k, message, str(e))
-        else:
-            self._saves[name], self.status.saving[name] = (steps, [(k, message)]), self._now
-
-    def _say_saved(self, k: int, message: wire.Message, error: str) -> None:
-        """Answer a `save` of trainer k if the trainer has not left."""
-        if k in self.trainers.present:
-            address = self.trainers.known[k].address
-            self._say(address, "saved", name=message["name"], error=error, **message.request)
 
     def _hello(self, address: bytes, message: wire.Message) -> None:
         before = self.trainers.hello(address, message, self.kind.peers.name(address))

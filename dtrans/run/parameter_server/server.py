@@ -94,7 +94,7 @@ class Server:
         """
         start = self._enter_epoch(state, before)
         if before is not None and before.trainers.dropped != {*start.epoch.dropped}:
-            before.undo_saves(self._saves.finish(), start.step)
+            before.saves.undo(self._saves.finish(), start.step)
         trainers = self._new_registry(start.epoch, before)
         self._loop = ServerLoop(
             self._transport,
@@ -112,7 +112,7 @@ class Server:
         self._update.server_tables.went_back = has_gone_back
         self._protocol = Serving(kind, trainers, self._loop.say, self.refusals)
         if before is not None:
-            self._protocol.keep_saves(before)
+            self._protocol.saves.take_over(before.saves)
         if self._cuts is not None:
             self._protocol.gate = EpochGate(start.epoch, self._loop.say, self._cuts.every)
         self._saves.begin(self._protocol, self._update, self._dense(kind.state), start)

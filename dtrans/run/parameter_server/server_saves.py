@@ -96,7 +96,7 @@ class ServerSaves:
             spent = {n: x for n, x in dense.items() if self._is_copied(n, x)}
             self._writer = StateWriter(self._keep, spent, wake=self._wake)
         if self._keep is not None:
-            protocol.keep = self._save
+            protocol.saves.start = self._save
         update.before = self._writer.wait_copied
         if self._cuts is not None:
             protocol.kind.between_steps = self._between_steps
@@ -151,7 +151,7 @@ class ServerSaves:
             steps = kind.step_count()
             if not steps:
                 return
-            place = self._keep_last(self.state(), self._mark(steps), self._protocol.asked())
+            place = self._keep_last(self.state(), self._mark(steps), self._protocol.saves.asked())
         except Exception as e:
             # This error is not raised, because the caller raises the error that has ended the job.
             log.exception(

@@ -416,7 +416,7 @@ def test_a_server_that_ends_is_named(
     begin = AsyncServer.send
 
     def broken(self: Any, k: int, message: Any) -> None:
-        if self._steps[k].number == 2:
+        if self._steps.begun[k].number == 2:
             raise RuntimeError("out of order")
         begin(self, k, message)
 

@@ -798,13 +798,13 @@ def test_a_server_tells_each_trainer_of_its_own_rows_once() -> None:
     ask = lambda k, ids, train=True: [
         server.prefetch(k, wire.parse(frames))
         for frames in wire.framed("prefetch", [("ids", np.array(ids, np.int32))],
-                                  step=server._steps[k].number
-                                  if k in server._steps else 0, table="params/emb", count=len(ids),
+                                  step=server._steps.begun[k].number
+                                  if k in server._steps.begun else 0, table="params/emb", count=len(ids),
                                   train=train)
     ]  # fmt: skip
 
     def push(k: int, ids: list[int]) -> None:
-        step = {"step": server._steps[k].number}
+        step = {"step": server._steps.begun[k].number}
         name = "params/emb.delta"
         (frames,) = wire.framed(
             "row_ids", [("ids", np.array(ids, np.int32))], gradient=name, count=len(ids), **step
@@ -815,7 +815,7 @@ def test_a_server_tells_each_trainer_of_its_own_rows_once() -> None:
 
     def pull(k: int, changed: bool = True) -> list[int] | None:
         said.clear()
-        fields = {"step": server._steps[k].number, "changed": changed, "blocks": []}
+        fields = {"step": server._steps.begun[k].number, "changed": changed, "blocks": []}
         server.recv(k, wire.Message("recv", fields))
         assert [op for _, op, *_ in said] == (["changed", "blocks"] if changed else ["blocks"])
         if not changed:
