@@ -583,8 +583,8 @@ def test_a_plan_says_the_most_that_is_sent() -> None:
         "recv": touched * row + V * (row + 4),
     }
     note = (
-        "table params/emb: 40 rows, at most 5 looked up by a trainer in a step, which keeps "
-        "them, at most 1,600 bytes"
+        "table params/emb: 40 rows, at most 5 looked up by a trainer in a step, and kept by the "
+        "trainer, at most 1,600 bytes"
     )
     assert any(n.startswith(f"{note} in 4 steps; dense") for n in plan.notes), plan.notes
     plan.costs()
@@ -798,9 +798,8 @@ def test_a_server_tells_each_trainer_of_its_own_rows_once() -> None:
     ask = lambda k, ids, train=True: [
         server.prefetch(k, wire.parse(frames))
         for frames in wire.framed("prefetch", [("ids", np.array(ids, np.int32))],
-                                  step=server._steps.begun[k].number
-                                  if k in server._steps.begun else 0, table="params/emb", count=len(ids),
-                                  train=train)
+                                  step=server._steps.of_trainer(k).number,
+                                  table="params/emb", count=len(ids), train=train)
     ]  # fmt: skip
 
     def push(k: int, ids: list[int]) -> None:
