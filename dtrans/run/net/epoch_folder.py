@@ -40,6 +40,7 @@ from dtrans.run.net.role_marks import (
     complete_cuts,
     mark_of,
     newest_alone,
+    without_undone,
 )
 
 
@@ -207,7 +208,9 @@ class EpochFolder:
         """Return the step of the newest complete cut; None if there is none.
 
         A cut is complete if every server has written its piece. If trainers write parts of cuts,
-        every trainer that was not dropped has written its part, too.
+        every trainer that was not dropped has written its part, too. A role that has not entered
+        the current epoch may report cuts after the epoch's cut. The job has undone their steps, so
+        these cuts do not count.
 
         Args:
           servers: names of all servers.
@@ -432,6 +435,9 @@ class EpochFolder:
         self, servers: Collection[str], dropped: Collection[int] | None = None
     ) -> set[int]:
         marks, roles = self.marks(), {*servers}
+        if self.is_used:
+            granted = self._granted()
+            marks = without_undone(marks, granted["number"], granted["cut"])
         if any(name in marks and marks[name].with_trainers for name in servers):
             out = self.current().dropped if dropped is None else dropped
             roles |= {f"trainer {k}" for k in range(self.trainers) if k not in out}

@@ -81,6 +81,33 @@ def complete_cuts(marks: Mapping[str, RoleMark], roles: Collection[str]) -> set[
     return set.intersection(*cuts) if cuts else set()
 
 
+def without_undone(
+    marks: Mapping[str, RoleMark], epoch: int, cut: int | None
+) -> dict[str, RoleMark]:
+    """Return the reports of all roles without cuts of steps that the job has undone.
+
+    A role that has not entered the current epoch may have written cuts after the epoch's cut. Other
+    trainers may have made these steps.
+
+    Args:
+      marks: the report of each role, by name.
+      epoch: number of the current epoch.
+      cut: step of the cut at the start of the current epoch; None without a cut.
+
+    Example:
+      >>> from dtrans.run.net.role_marks import RoleMark, without_undone
+      >>> marks = {"pserver 0": RoleMark(1, (20, 30)), "pserver 1": RoleMark(0, (20, 30))}
+      >>> [mark.cuts for mark in without_undone(marks, epoch=1, cut=20).values()]
+      [(20, 30), (20,)]
+    """
+    found = {}
+    for name, mark in marks.items():
+        if mark.epoch < epoch:
+            mark = dataclasses.replace(mark, cuts=mark.cuts_until(cut))
+        found[name] = mark
+    return found
+
+
 def newest_alone(marks: Mapping[str, RoleMark], servers: Collection[str]) -> tuple[int, ...]:
     """Return the newest cut of each server, if all are asynchronous and have one; else ().
 

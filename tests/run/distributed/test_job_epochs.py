@@ -14,7 +14,7 @@ from dtrans.run.distributed.job_epochs import JobEpochs, endpoints_of, open_epoc
 from dtrans.run.distributed.role import roles_of
 from dtrans.run.net.ended_roles import EndedRoles, ended_roles
 from dtrans.run.net.epoch_folder import EpochFolder
-from dtrans.run.net.epoch_log import read_log
+from dtrans.run.net.epoch_log import members_of_steps, read_log
 
 
 ROLES = roles_of(2, ("127.0.0.1:1",))
@@ -262,3 +262,37 @@ def test_a_role_that_starts_again_has_not_ended_in_the_next_epoch() -> None:
         assert first == {"trainer 0": "exit code 0", "trainer 1": "signal SIGKILL"}
         assert ended_roles(1, ended.environment) == {"trainer 0": "exit code 0"}
         assert ended_roles(2, ended.environment) == {}
+
+
+def test_a_second_loss_does_not_go_back_to_an_undone_cut(tmp_path: Path) -> None:
+    """A server writes its piece of a cut when the launcher has chosen an older one."""
+    roles = roles_of(4, ("127.0.0.1:1", "127.0.0.1:2"))
+    names = [role.name for role in roles]
+    epochs = JobEpochs(tmp_path, roles, drops_trainers=True)
+    folders = {name: EpochFolder(tmp_path, name, started=1000) for name in names}
+    for folder in folders.values():
+        folder.enter(folder.current())
+    for server in ("pserver 0", "pserver 1"):
+        folders[server].note_cut(0, 20)
+    folders["pserver 0"].note_cut(0, 30)
+    epochs.drop("trainer 3")
+    assert epochs.epoch == Epoch(1, 20, dropped=(3,))
+    folders["pserver 1"].note_cut(0, 30)  # it has not read the epoch
+    assert epochs.can_go_back("trainer 2", {*names} - {"trainer 2", "trainer 3"}, without_lost=True)
+    epochs.drop("trainer 2")
+    assert epochs.epoch == Epoch(2, 20, dropped=(2, 3))
+    members = members_of_steps(read_log(tmp_path / "epochs.jsonl"), 0, 31)
+    assert members == [(0, 1, 2, 3)] * 20 + [(0, 1)] * 11
+    # a role that starts again forgets the undone cut, and may write another cut of this step
+    for name in ("pserver 0", "pserver 1"):
+        folders[name].enter(folders[name].current())
+        assert folders[name].mark().cuts == (20,)
+        folders[name].note_cut(2, 30)
+    epochs.start_again()
+    assert epochs.epoch.cut == 30
+
+
+def test_a_launcher_that_continues_a_job_ignores_undone_cuts(job: Job, tmp_path: Path) -> None:
+    job.epochs.drop("trainer 1")
+    job.folders["pserver 0"].note_cut(0, 20)
+    assert JobEpochs(tmp_path, ROLES).epoch == Epoch(2, 10, dropped=(1,))
