@@ -433,10 +433,10 @@ class BodyWriter:
         return True
 
     def needs_full_cotangents(self, eqn: JaxprEqn) -> bool:
-        """Return True if a `custom_vjp` rule must run on full cotangents, not on terms.
+        """Return True if a `custom_vjp` rule needs sums of cotangents over all shards.
 
-        Cotangents of replicated values are partial sums. A rule that may be nonlinear in cotangents
-        cannot run on terms.
+        The cotangent of a replicated value is a partial sum on each shard. A rule that may be
+        nonlinear in cotangents cannot run on partial sums.
         """
         if eqn.primitive.name == CUSTOM_VJP:
             return not self.write_ruled_call(eqn, [SHARED] * len(eqn.invars))

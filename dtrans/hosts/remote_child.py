@@ -82,7 +82,7 @@ class RemoteChild(Child):
         self._thread(self._watch_start)
 
     def begin(self) -> None:
-        """Send the agent its order."""
+        """Send the command and environment of the role to the agent on the role's host."""
         self._send_message(self._order)
 
     @property

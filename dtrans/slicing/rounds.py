@@ -38,7 +38,7 @@ class CrossServerValue:
       op: operation, e.g. "all_reduce", that combines the parts of the value, one from each block.
       part: type of a part.
       home: leaf whose servers compute the parts.
-      level: number of exchanges before the parts are computed; the value is known one later.
+      level: number of exchanges before the parts are computed. One more exchange gives the value.
     """
 
     name: str

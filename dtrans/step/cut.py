@@ -625,7 +625,7 @@ def _updated_param_need(
             updated_params[atom] = name
     enters = propagate(s.eqns, {}, {v: i + 1 for i, v in enumerate(updated_params)})
     for name, gradient in gradients.items():
-        # A gradient may be a literal. It has no bits, and is not hashable.
+        # A literal gradient depends on no input, so `bits_of` is 0. A literal is not hashable.
         if not bits_of(enters, gradient) or gradient in updated_params:
             continue
         _, read = backward_slice(s.eqns, [gradient], updated_params)

@@ -33,7 +33,9 @@ NEAR = 1e-9  # a smaller relative difference of two float64 values may be roundi
 
 
 class UnfollowedError(Exception):
-    """Error for an equation that has no rule in the field; the report shows the message."""
+    """Error for an equation that cannot be evaluated in a finite field.
+
+    The report of `plan.verify()` shows the message."""
 
 
 class NearTie(Exception):

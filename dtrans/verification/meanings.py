@@ -236,7 +236,7 @@ class Meanings:
     def _pieces(
         self, parts: Sequence[Array], in_order: InOrder, *, partial: bool
     ) -> StepValue | None:
-        """Return the step value that the parts divide, as pieces or as partial sums over rows."""
+        """Return the value of the one-device step whose pieces, or partial sums, are the parts."""
         of_parts: list[dict[int, Match]] = []
         for x in parts:
             matches: dict[int, Match] = {}

@@ -261,9 +261,9 @@ class StepValues:
             self._add(title, x.elements, (first, end), number, ends=end == terms.bounds[-1])
 
     def _propagated(self, computation: Computation) -> Terms | None:
-        """Return the terms of an output, computed from the terms of its operands.
+        """Return the partial sums that add up to an output, from those of its operands.
 
-        Return None if the output is not linear in the operands that have terms.
+        Return None if the output is not linear in the operands that are such sums.
         """
         operands = [x for (x,) in computation.operands]
         carriers = [k for k, x in enumerate(operands) if id(x) in self._terms]

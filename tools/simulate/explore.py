@@ -505,7 +505,7 @@ def _is_end(parts: Parts) -> bool:
 
 
 def _check_equal(real: Parts, known: Parts) -> None:
-    """Check that the real state of a job is the known one."""
+    """Check that the state of a real job equals the state that the search predicted."""
     for part in {**real, **known}:
         if part != FAULTS and real.get(part) != known.get(part):
             raise AssertionError(

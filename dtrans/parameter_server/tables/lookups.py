@@ -311,7 +311,7 @@ def _find_zeros(
 
 
 def _lookups_in(eqns: Sequence[JaxprEqn], flow: Flow) -> tuple[list[_Lookup], list[JaxprEqn]]:
-    """Return all reads of rows by id, and equations that compute ids of loops and branches."""
+    """Return all reads of rows by id, and the equations that compute ids for loops and branches."""
     found: list[_Lookup] = []
     extra: list[JaxprEqn] = []
     # Outputs of the additional equations, by `_key`. Forward and backward contain equal equations,

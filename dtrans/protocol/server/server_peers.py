@@ -312,7 +312,8 @@ class JointUpdate:
     def missing(self) -> list[str]:
         """Return the endpoints of the servers for which the update waits.
 
-        These are servers whose partial results are missing, or the backup.
+        These are the servers whose partial results have not arrived. If all have arrived, it is the
+        backup, which has not acknowledged the merged gradients.
         """
         exchange = self.exchange
         if exchange is not None:

@@ -87,8 +87,9 @@ def shared_keys(
 ) -> Keys:
     """Return encryption keys that only the processes of this run have.
 
-    The keys are derived from the job's token and a random word that the first process draws. A
-    process of another run may have the same token, but not the word, so it cannot connect.
+    The keys are derived from the job's token and a random word. The first process draws the word
+    and sends it to the others. A process of another run may have the same token, but it does not
+    have the word, so it cannot connect.
 
     Args:
       cluster: the job.
@@ -96,7 +97,7 @@ def shared_keys(
 
     Raises:
       ConfigError: another process has a different `transport_encryption`.
-      DeadlineError: a process did not write its word in time.
+      DeadlineError: a process did not write its text to the board in time.
     """
     keys = cluster.keys
     text = f"{token.new_token()} {keys.setting}"

@@ -1,7 +1,8 @@
 """JAX's persistent compilation cache, for the roles of a job that may start again.
 
-A role that starts again finds its compiled programs in a folder. The folder is temporary: compiled
-programs are for this host's processor, and a folder of cuts may be used on another host later.
+A role that starts again finds its compiled programs in a temporary folder. The folder of cuts does
+not contain them: compiled programs are for this host's processor, but another host may use the cuts
+later.
 
 If a role is killed while JAX writes a program, the file is incomplete. In a role that reads this
 file, JAX logs a warning and compiles the program.

@@ -408,9 +408,12 @@ _watch: Watch | None = None
 
 
 def start(cluster: Membership) -> None:
-    """Open the watch of this process, and in trainer 0 the socket for `dtrans status`.
+    """Connect this process to trainer 0, to detect lost trainers.
 
-    If JAX detected trainers on several hosts, and `allow_remote` is not set, no watch is opened.
+    Trainer 0 also opens the socket for `dtrans status`.
+
+    If JAX detected trainers on several hosts, and `allow_remote` is not set, no
+    connection is opened.
 
     Raises:
       ConfigError: DTRANS_STATUS_ENDPOINT cannot be bound, or is not allowed.
