@@ -1163,6 +1163,7 @@ def test_a_stranger_that_talks_nonsense_is_refused_and_logged(
     reason: str,
 ) -> None:
     caplog.set_level(logging.WARNING, "dtrans.pserver")
+    reason = reason.replace("{ep}", strange_server)
     with Peer(strange_server) as peer:
         peer.say(*frames)
         assert reason in peer.refused()
