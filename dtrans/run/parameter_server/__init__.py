@@ -9,6 +9,7 @@ As processes:
 
     fabric              executes communication equations (`dtrans.ops`) by messages
     server_connections  connections of a trainer to its servers
+    block_requests      a trainer's requests for blocks of parameters
     background          communication while a trainer computes: `communicator`, `geo`
     communicator_setup  starts communicators; `equation_leaves` has what equations communicate
     trainer_requests    a trainer's requests between two steps: checkpoints and tables

@@ -55,14 +55,14 @@ from dtrans.ops import (
     split_byref_p,
     split_ids_p,
 )
-from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.tables.table_rows import unique_ids
 from dtrans.protocol.trainer.geo_steps import GeoCut
 from dtrans.protocol.trainer.operation import Operation
-from dtrans.protocol.trainer.traffic import Leaf, rows_of
-from dtrans.protocol.trainer.trainer_steps import Landing, TrainerSteps
+from dtrans.protocol.trainer.traffic import rows_of
+from dtrans.protocol.trainer.trainer_steps import TrainerSteps
 from dtrans.run.base.nonfinite import NonfiniteCheck
 from dtrans.run.parameter_server.background import BackgroundComm
+from dtrans.run.parameter_server.block_requests import BlockRequests
 from dtrans.run.parameter_server.equation_leaves import leaf_of
 from dtrans.run.parameter_server.geo import GeoTrainer
 from dtrans.run.parameter_server.server import Server
@@ -105,21 +105,17 @@ class EndpointFabric:
         self.deadline, self.patience, self.allow_remote = deadline, patience, allow_remote
         self.storage = ServerStorage()
         self.connections, self._steps = connections, connections.steps
-        self._lookups = RowLookups(connections)
+        self._lookups, self._blocks = RowLookups(connections), BlockRequests(connections)
         self._background = BackgroundComm(
             connections.connect, connections.lost, connections.rejoin, deadline
         )
-        self._pool = BufferPool()
-        self._landings: list[Landing] = []  # blocks that `recv` has recorded
-        # endpoints of this step's `send_barrier`, until the message that ends the step is sent
-        self._barriered: tuple[str, ...] = ()
         self._watch, self._closed = watch, False
         self._rules: dict[Primitive, Callable[[JaxprEqn, list[Any]], Sequence[Any]]] = {
             split_byref_p: _split,
             send_p: self._send,
-            send_barrier_p: self._send_barrier,
-            recv_p: self._recv,
-            fetch_barrier_p: self._fetch_barrier,
+            send_barrier_p: self._blocks.send_barrier,
+            recv_p: self._blocks.recv,
+            fetch_barrier_p: self._blocks.fetch_barrier,
             exchange_p: self._exchange,
             split_ids_p: lambda eqn, values: [unique_ids(values, **eqn.params)],
             prefetch_p: self._lookups.prefetch,
@@ -160,7 +156,7 @@ class EndpointFabric:
         if eqn.primitive is not split_ids_p:  # `split_ids` needs no connection.
             self._background.drain()
         if eqn.primitive not in (recv_p, fetch_barrier_p):
-            self._receive()
+            self._blocks.receive()
         rule = self._rules.get(eqn.primitive)
         if rule is None:
             raise ConfigError(
@@ -182,10 +178,6 @@ class EndpointFabric:
             values = [rows for _, _, rows in blocks]
         for x, endpoint, name in zip(values, eqn.params["epmap"], eqn.params["names"], strict=True):
             self._steps.send(endpoint, name, np.asarray(x))
-        return [None]
-
-    def _send_barrier(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        self._barriered = eqn.params["endpoints"]
         return [None]
 
     def _exchange(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
@@ -212,45 +204,6 @@ class EndpointFabric:
 
     # -- parameters ------------------------------------------------------------------------------
 
-    def _recv(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        self.connections.identify(eqn)
-        types, names = eqn.params["types"], eqn.params["names"]
-        if len(types) == 1:
-            leaf = leaf_of(eqn, types[0])
-        else:
-            rows = tuple(t.shape[0] for t in types)
-            shape = (sum(rows), *types[0].shape[1:])
-            leaf = Leaf(eqn.params["epmap"], names, rows, shape, types[0].dtype)
-        memory = self._pool.take(names[0], leaf.shape, leaf.dtype)
-        blocks = leaf.blocks(memory)
-        self._landings += blocks
-        if len(types) == 1:
-            return [memory]
-        return [rows for _, _, rows in blocks]
-
-    def _fetch_barrier(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        landings = self._landings
-        if "trainers" in eqn.params:
-            self.connections.identify(eqn)
-        # Servers without a requested block must answer, too. They answer when all trainers have
-        # ended the step, so that no trainer runs ahead.
-        self._land(landings, eqn.params["endpoints"])
-        return [rows for _, _, rows in landings]
-
-    def _land(self, landings: Sequence[Landing], endpoints: Sequence[str]) -> None:
-        """Send the message that ends the step, and wait for the answers.
-
-        Args:
-          landings: the blocks to receive, with memory for them.
-          endpoints: endpoints of servers that must answer, even if they have none of the blocks.
-        """
-        barriered, self._landings, self._barriered = self._barriered, [], ()
-        self.connections.run(self._steps.request(landings, endpoints, barriered))
-
-    def _receive(self) -> None:
-        if self._landings:
-            self._land(self._landings, self._barriered)
-
     def receive_rows(self) -> None:
         """Receive the rows that `prefetch` equations have recorded."""
         self._lookups.receive()
@@ -258,7 +211,7 @@ class EndpointFabric:
     def settle(self) -> None:
         """Receive all recorded rows and blocks, with one request to each server."""
         self.receive_rows()
-        self._receive()
+        self._blocks.receive()
 
     @property
     def geo(self) -> GeoTrainer | None:
