@@ -49,7 +49,7 @@ from dtrans.run.parameter_server.ordered_job import part_axes
 from dtrans.run.parameter_server.sync_update import SyncUpdate
 from dtrans.run.parameter_server.trainer_calls import TrainerCalls
 from dtrans.run.parameter_server.update import ServerUpdate, copy_state
-from dtrans.step.batch_sharing import part_of_batch
+from dtrans.step.batch_sharing import part_of_batch, without_parts
 
 
 # Run of a trainer's program. It yields once, when it has sent its gradients.
@@ -82,7 +82,8 @@ def replay(
       (params, opt_state), in the pytrees of the step.
 
     Raises:
-      ConfigError: the plan cannot be replayed, or the log's job has other trainers.
+      ConfigError: the plan or a batch cannot be replayed, the log's job has other trainers, or the
+        log is incomplete.
 
     Example:
       >>> import tempfile
@@ -104,7 +105,7 @@ def replay(
     _check_plan(plan)
     check_int("stop", stop, "a number of steps", least=0)
     records = read_log(log)
-    _check_trainers(plan, records)
+    _check_log(plan, records)
     job = _ReplayedJob(plan, init)
     for step, members in enumerate(members_of_steps(records, 0, stop)):
         job.step(step, members, batch(step))
@@ -125,7 +126,8 @@ def _check_plan(plan: Any) -> None:
         )
 
 
-def _check_trainers(plan: PServerPlan, records: Sequence[EpochRecord]) -> None:
+def _check_log(plan: PServerPlan, records: Sequence[EpochRecord]) -> None:
+    """Raise ConfigError if a log has other trainers than the plan, or lacks epochs."""
     everyone = tuple(range(plan.trainers))
     if not records or records[0].members != everyone:
         found = "no epoch" if not records else f"trainers {list(records[0].members)} at its start"
@@ -133,6 +135,17 @@ def _check_trainers(plan: PServerPlan, records: Sequence[EpochRecord]) -> None:
             f"replay: the log has {found}, but the plan has trainers {list(everyone)}; pass the "
             "log and the plan of the same job"
         )
+    if records[0].cut is not None:
+        raise ConfigError(
+            f"replay: the log begins with step {records[0].cut}, and replay needs all steps; pass "
+            "a log that begins with the start of the job"
+        )
+    for number, record in enumerate(records):
+        if record.epoch != number:
+            raise ConfigError(
+                f"replay: the log lacks epoch {number}, and replay needs all epochs; pass the "
+                "complete log of the job"
+            )
 
 
 class _ReplayedJob:
@@ -288,6 +301,13 @@ class _ReplayedTrainer:
         if plan.trainers > 1:
             uneven = plan.trainers if plan.takes_uneven_batches else 0
             batch = part_of_batch(plan.main.args[2:], batch, part_axes(plan), part, uneven)
+        _, rows = without_parts(batch)
+        if rows:
+            raise ConfigError(
+                f"replay: the batch has {rows} rows, which cannot be split evenly over "
+                f"{plan.trainers} trainers; trainers exchange values within such a step, and a job "
+                "with such a step drops no trainers, so its result is that of plan.on_mesh()"
+            )
         call = self._calls(batch)
         return self._run(call.program, self.params, *call.batch)
 

@@ -277,6 +277,39 @@ def test_a_replay_needs_a_synchronous_plan_of_the_same_job(
         dtrans.replay(plan_for(**options), log.path, lambda step: (), init=(), stop=0)
 
 
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([EpochRecord(1, 2, (0, 1, 2))], "the log begins with step 2, and replay needs all steps"),
+        ([EpochRecord(1, None, (0, 1, 2))], "the log lacks epoch 0, and replay needs all epochs"),
+        (
+            [EpochRecord(0, None, (0, 1, 2)), EpochRecord(2, 4, (0,))],
+            "the log lacks epoch 1, and replay needs all epochs; pass the complete log of the job",
+        ),
+    ],
+    ids=["later step", "later epoch", "missing epoch"],
+)
+def test_a_replay_needs_a_complete_log(
+    records: list[EpochRecord], message: str, tmp_path: Path
+) -> None:
+    log = EpochLog(tmp_path)
+    for record in records:
+        log.add(record)
+    with pytest.raises(ConfigError, match=f"^replay: {message}"):
+        dtrans.replay(plan_for(), log.path, lambda step: (), init=(), stop=3)
+
+
+@pytest.mark.job
+def test_a_replay_refuses_a_batch_that_needs_all_trainers(tmp_path: Path) -> None:
+    log, params = EpochLog(tmp_path), mlp_params()
+    log.add(EpochRecord(0, None, (0, 1, 2)))
+    with pytest.raises(
+        ConfigError,
+        match=r"^replay: the batch has 7 rows, .* over 3 trainers; .*plan\.on_mesh\(\)$",
+    ):
+        dtrans.replay(plan_for(), log.path, lambda step: mlp_batch(7), init=(params,), stop=1)
+
+
 # -- plans that cannot continue without a trainer --------------------------------------------------
 
 
