@@ -42,6 +42,7 @@ class Attempt:
       guard: kills the roles if this process is killed.
       ended_roles: the folder from which roles learn that other roles have ended.
       look: called every LOOK seconds while roles run, and after each end of a role, or None.
+      quorum: the smallest number of trainers with which the job continues.
 
     Attributes:
       failed: the role that made the job fail, or None.
@@ -62,11 +63,13 @@ class Attempt:
         guard: Guard,
         ended_roles: EndedRoles,
         look: Callable[[Attempt], None] | None = None,
+        *,
+        quorum: int = 1,
     ) -> None:
         self._ended_roles, self._look = ended_roles, look
         self.epoch = 0
         self._site, self._guard = site, guard
-        self._is_optional = is_optional
+        self._is_optional, self._quorum = is_optional, quorum
         self.dropped: dict[str, Child] = {}
         self.signum: int | None = None
         self.events = events
@@ -242,12 +245,21 @@ class Attempt:
             return
         if self._is_optional(role.name):
             self.dropped[role.name] = child
-            if role.trainers > len(self.dropped):
+            left = role.trainers - len(self.dropped)
+            if left >= self._quorum:
                 say(f"{role.name}{child.where} failed with {how}; the others continue")
-            else:  # this was the last trainer
-                self.failed = self.failed or child
+            elif self.failed is None:
+                self.failed = child
+                if left:
+                    self.note = f"without it, {lacks_quorum(left, self._quorum)}"
         elif self.failed is None or (by_peer(self.failed) and not by_peer(child)):
             self.failed = child
+
+
+def lacks_quorum(trainers: int, quorum: int) -> str:
+    """Return the text of an error about a loss that leaves fewer trainers than the quorum."""
+    left = "1 trainer" if trainers == 1 else f"{trainers} trainers"
+    return f"{left} would be left, but quorum={quorum}"
 
 
 def _earlier(limit: float | None, seconds: float) -> float:

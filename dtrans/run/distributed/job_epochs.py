@@ -55,9 +55,11 @@ class JobEpochs:
       roles: every role of the job.
       lock: file descriptor of a lock for the guard of the roles; None for a temporary folder.
       drops_trainers: True if the job may continue without a lost trainer.
+      quorum: the smallest number of trainers with which the job continues.
 
     Raises:
-      ConfigError: the folder belongs to a job with other roles, or has checkpoints.
+      ConfigError: the folder belongs to a job with other roles or fewer trainers than the quorum,
+        or has checkpoints.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class JobEpochs:
         lock: int | None = None,
         *,
         drops_trainers: bool = False,
+        quorum: int = 1,
     ) -> None:
         self.lock = lock
         self._folder, self._log = EpochFolder(path), EpochLog(path)
@@ -86,7 +89,7 @@ class JobEpochs:
         # for each role, the newest cuts at its last loss
         self._losses: dict[str, int | tuple[int, ...] | None] = {}
         if self._folder.is_used:
-            self._continue(path)
+            self._continue(path, quorum)
         else:
             if steps := self._folder.steps():
                 raise ConfigError(
@@ -98,7 +101,8 @@ class JobEpochs:
             self._started = dict.fromkeys(self._names, 0)
             self._grant("", "the job starts")
 
-    def _continue(self, path: Path) -> None:
+    def _continue(self, path: Path, quorum: int) -> None:
+        """Continue the job of a folder, after its launcher has ended."""
         trainers, servers = self._folder.trainers, len(self._folder.endpoints)
         if (trainers, servers) != (self._trainers, len(self._servers)):
             raise ConfigError(
@@ -107,6 +111,12 @@ class JobEpochs:
                 "many as before, or another folder"
             )
         self._run, self.epoch = self._folder.run, self._folder.current()
+        if len(self.members) < quorum:
+            raise ConfigError(
+                f"cuts={str(path)!r} has the cuts of a job that continues with "
+                f"{named(self.members)}, since it has dropped {named(self.epoch.dropped)}, but "
+                f"quorum={quorum}; write quorum={len(self.members)}, or another folder"
+            )
         self.start_again("", "the launcher starts again")
         where = "with the initial state, since not all servers have a cut"
         if self.epoch.cut is not None:
@@ -401,6 +411,7 @@ def open_epochs(
     record: LaunchRecord | None = None,
     *,
     drops_trainers: bool = False,
+    quorum: int = 1,
 ) -> Iterator[JobEpochs]:
     """Yield the epochs of a job.
 
@@ -408,7 +419,7 @@ def open_epochs(
       roles: every role of the job.
       cuts: the folder of the epochs and cuts; None for a temporary one.
       record: the command line of the launcher, for `dtrans launch --resume`; None without one.
-      drops_trainers: as for `JobEpochs`.
+      drops_trainers, quorum: as for `JobEpochs`.
 
     Raises:
       ConfigError: the folder cannot be used.
@@ -417,12 +428,12 @@ def open_epochs(
         if cuts is None:
             temporary = TempDir()
             stack.callback(temporary.close)
-            yield JobEpochs(temporary.path, roles, drops_trainers=drops_trainers)
+            yield JobEpochs(temporary.path, roles, drops_trainers=drops_trainers, quorum=quorum)
             return
         path = EpochFolder(cuts).path
         stack.enter_context(_lock(path, LOCK))
         lock = stack.enter_context(_lock(path, ROLES_LOCK, patience=ROLES_END))
-        epochs = JobEpochs(path, roles, lock, drops_trainers=drops_trainers)
+        epochs = JobEpochs(path, roles, lock, drops_trainers=drops_trainers, quorum=quorum)
         (path / LAUNCH).unlink(missing_ok=True)
         if record is not None:
             record.write(path)

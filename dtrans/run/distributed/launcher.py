@@ -177,7 +177,9 @@ def launch(
         attempts = Restarts(
             roles,
             starter,
-            functools.partial(Attempt, events, grace, is_optional, site, guard),
+            functools.partial(
+                Attempt, events, grace, is_optional, site, guard, quorum=options.quorum
+            ),
             spares=spares,
             limit=limit,
             options=options,
@@ -205,7 +207,9 @@ def _epochs_of(
     can_share = site.is_this_host or options.cuts is not None
     if not has_servers or not can_share or not (options.most or drops):
         return contextlib.nullcontext()
-    return open_epochs(roles, options.cuts, options.record, drops_trainers=drops)
+    return open_epochs(
+        roles, options.cuts, options.record, drops_trainers=drops, quorum=options.quorum
+    )
 
 
 def _cache_of(

@@ -27,11 +27,12 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
+from typing import NamedTuple
 
 from dtrans.checkpoint.runs import VARIABLE as RUN, new_run
 from dtrans.errors import LaunchError
 from dtrans.protocol.server.trainer_registry import named
-from dtrans.run.distributed.attempt import Attempt, Event, is_lost
+from dtrans.run.distributed.attempt import Attempt, Event, is_lost, lacks_quorum
 from dtrans.run.distributed.child_process import Child, Emit
 from dtrans.run.distributed.job_epochs import JobEpochs
 from dtrans.run.distributed.launch_record import LaunchRecord
@@ -116,6 +117,18 @@ class RoleStarter:
         )
 
 
+class Loss(NamedTuple):
+    """Loss of a role, after which the job continues.
+
+    Attributes:
+      child: the process of the lost role.
+      is_dropped: True if the job continues without the role, which is a trainer.
+    """
+
+    child: Child
+    is_dropped: bool = False
+
+
 class Restarts:
     """Attempts at one job.
 
@@ -188,13 +201,13 @@ class Restarts:
                     if self._epochs is None or self._epochs.takes_part(role.name):
                         self._start(attempt, role, shared)
                 attempt.wait(self._limit)
-                lost = self._find_loss(attempt)
-                while lost is not None and self._goes_back(attempt, lost, shared):
+                loss = self._find_loss(attempt)
+                while loss is not None and self._goes_back(attempt, loss, shared):
                     attempt.wait(self._limit)
-                    lost = self._find_loss(attempt)
+                    loss = self._find_loss(attempt)
             finally:
                 attempt.end()
-        return attempt, lost
+        return attempt, None if loss is None else loss.child
 
     def _start(
         self,
@@ -216,8 +229,8 @@ class Restarts:
 
     # -- losses ----------------------------------------------------------------------------------
 
-    def _find_loss(self, attempt: Attempt) -> Child | None:
-        """Return the lost role that ended an attempt, or None if no restart may follow."""
+    def _find_loss(self, attempt: Attempt) -> Loss | None:
+        """Return the loss that ended an attempt, or None if the job does not continue."""
         has_cuts = self._epochs is not None and self._epochs.has_marks
         lost = attempt.lost(was_reached=self._count > 0, has_cuts=has_cuts)
         if lost is None or attempt.signum is not None:
@@ -229,17 +242,17 @@ class Restarts:
             if attempt.take_signal():
                 return None
         if has_cuts and self._can_drop(attempt, lost):
-            return lost
+            return Loss(lost, is_dropped=True)
         if not self._may_restart(lost.role):
             if self._on_trainer_loss == "drop" and lost.role.is_trainer:
                 attempt.failed, attempt.note = lost, self._why_not_dropped(lost)
             return None
         if self._epochs is None or lost.is_host_lost(was_reached=True):
-            return lost  # a host that stays lost for some restarts is no fault of the role
+            return Loss(lost)  # a host that stays lost for some restarts is no fault of the role
         if self._epochs.note_loss(lost.role.name):
             attempt.failed, attempt.note = lost, "it was lost again before a new cut"
             return None
-        return lost
+        return Loss(lost)
 
     def _may_restart(self, role: Role) -> bool:
         """Return True if a restart may follow the loss of a role."""
@@ -270,18 +283,17 @@ class Restarts:
                 "the other roles could not go back to a cut in place, and no restart of all roles "
                 f"is left, of {restarts}"
             )
-        trainers = "1 trainer" if others == 1 else f"{others} trainers"
         return (
-            f"without it, {trainers} would be left, but quorum={self._quorum}, and no restart is "
-            f"left, of {restarts}"
+            f"without it, {lacks_quorum(others, self._quorum)}, and no restart is left, of "
+            f"{restarts}"
         )
 
-    def _goes_back(self, attempt: Attempt, lost: Child, shared: Mapping[str, str]) -> bool:
+    def _goes_back(self, attempt: Attempt, loss: Loss, shared: Mapping[str, str]) -> bool:
         """Continue in place, with or without the lost role. Return False if that is impossible."""
-        if self._epochs is not None and self._can_drop(attempt, lost):
-            self._drop(attempt, lost)
-        elif self._can_go_back(attempt, lost):
-            self._restart_in_place(attempt, lost, shared)
+        if loss.is_dropped:
+            self._drop(attempt, loss.child)
+        elif self._can_go_back(attempt, loss.child):
+            self._restart_in_place(attempt, loss.child, shared)
         else:
             return False
         return True

@@ -296,3 +296,16 @@ def test_a_launcher_that_continues_a_job_ignores_undone_cuts(job: Job, tmp_path:
     job.epochs.drop("trainer 1")
     job.folders["pserver 0"].note_cut(0, 20)
     assert JobEpochs(tmp_path, ROLES).epoch == Epoch(2, 10, dropped=(1,))
+
+
+def test_a_launcher_continues_only_with_a_quorum(job: Job, tmp_path: Path) -> None:
+    job.epochs.drop("trainer 1")
+    with pytest.raises(
+        ConfigError,
+        match="a job that continues with trainer 0, since it has dropped trainer 1, but quorum=2; "
+        "write quorum=1, or another folder",
+    ):
+        JobEpochs(tmp_path, ROLES, drops_trainers=True, quorum=2)
+    assert job.epochs.epoch == EpochFolder(tmp_path).current()  # no epoch was granted
+    again = JobEpochs(tmp_path, ROLES, drops_trainers=True, quorum=1)
+    assert again.epoch == Epoch(2, 10, dropped=(1,))

@@ -295,6 +295,25 @@ def test_a_dropped_trainer_does_not_start_again(
     assert Output(capsys).said == ["trainer 1 failed with signal SIGKILL; the others continue"]
 
 
+@pytest.mark.parametrize(
+    ("quorum", "lost", "left"), [(3, (2,), "2 trainers"), (2, (1, 2), "1 trainer")]
+)
+def test_a_quorum_ends_a_job_without_cuts(
+    quorum: int, lost: tuple[int, ...], left: str, script: Any
+) -> None:
+    command = script(f"""
+        if name in {[f"trainer {k}" for k in lost]}:
+            die()
+        forever()
+    """)
+    with pytest.raises(
+        LaunchError,
+        match="^trainer . failed with signal SIGKILL, and the other roles were ended; without it, "
+        f"{left} would be left, but quorum={quorum}",
+    ):
+        launch(command, restarts=RestartOptions(0, quorum=quorum), **DROP)
+
+
 # -- trainers that are dropped ---------------------------------------------------------------------
 
 DROP: dict[str, Any] = {**JOB, "trainers": 3, "on_trainer_loss": "drop"}
