@@ -67,10 +67,10 @@ class Schedule:
       >>> mine = Schedule("mine", 1, num_micro_batch=2, chunks=1, orders=[[F0, B0, F1, B1]])
       >>> mine.peak, mine.makespan()
       ((1,), 6)
-      >>> dataclasses.replace(mine, orders=[[F0, B0, B1, F1]])
+      >>> dataclasses.replace(mine, orders=[[F0, B0, B1, F1]])  # doctest: +ELLIPSIS
       Traceback (most recent call last):
         ...
-      dtrans.errors.ConfigError: the schedule mine deadlocks: B1@0 on device 0 waits for F1@0
+      dtrans.errors.ConfigError: the schedule mine deadlocks: B1@0 on device 0 waits for F1@0; ...
     """
 
     name: str

@@ -768,9 +768,8 @@ def test_arrays_that_differ_in_rows_are_refused_unless_every_trainer_gets_them_w
         exact.on_mesh(unsplit_inputs=("weights",))
     plan = dtrans.pserver(*given, trainers=2, batch="local")
     assert (
-        "not compared with one device's: the arrays of a batch are sharded over the trainers, but "
-        "x "
-        "has 8" in str(plan)
+        "compare them with one device's numbers: the arrays of a batch are sharded over the "
+        "trainers, but x has 8" in str(plan)
     )
     job = plan.on_mesh()
     with pytest.raises(
