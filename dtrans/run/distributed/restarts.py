@@ -117,7 +117,7 @@ class RoleStarter:
         )
 
 
-class Loss(NamedTuple):
+class RoleLoss(NamedTuple):
     """Loss of a role, after which the job continues.
 
     Attributes:
@@ -229,7 +229,7 @@ class Restarts:
 
     # -- losses ----------------------------------------------------------------------------------
 
-    def _find_loss(self, attempt: Attempt) -> Loss | None:
+    def _find_loss(self, attempt: Attempt) -> RoleLoss | None:
         """Return the loss that ended an attempt, or None if the job does not continue."""
         has_cuts = self._epochs is not None and self._epochs.has_marks
         lost = attempt.lost(was_reached=self._count > 0, has_cuts=has_cuts)
@@ -242,17 +242,17 @@ class Restarts:
             if attempt.take_signal():
                 return None
         if has_cuts and self._can_drop(attempt, lost):
-            return Loss(lost, is_dropped=True)
+            return RoleLoss(lost, is_dropped=True)
         if not self._may_restart(lost.role):
             if self._on_trainer_loss == "drop" and lost.role.is_trainer:
                 attempt.failed, attempt.note = lost, self._why_not_dropped(lost)
             return None
         if self._epochs is None or lost.is_host_lost(was_reached=True):
-            return Loss(lost)  # a host that stays lost for some restarts is no fault of the role
+            return RoleLoss(lost)  # a host that stays lost is no fault of the role
         if self._epochs.note_loss(lost.role.name):
             attempt.failed, attempt.note = lost, "it was lost again before a new cut"
             return None
-        return Loss(lost)
+        return RoleLoss(lost)
 
     def _may_restart(self, role: Role) -> bool:
         """Return True if a restart may follow the loss of a role."""
@@ -288,7 +288,7 @@ class Restarts:
             f"{restarts}"
         )
 
-    def _goes_back(self, attempt: Attempt, loss: Loss, shared: Mapping[str, str]) -> bool:
+    def _goes_back(self, attempt: Attempt, loss: RoleLoss, shared: Mapping[str, str]) -> bool:
         """Continue in place, with or without the lost role. Return False if that is impossible."""
         if loss.is_dropped:
             self._drop(attempt, loss.child)
