@@ -230,7 +230,7 @@ def test_few_programs_are_made_of_many_tables() -> None:
     class Made:
         update = SimpleNamespace(grad_types=())
 
-        def run(self, grads: Any, state: Any, watched: Any) -> Any:
+        def run(self, grads: Any, state: Any, watched: Any, unused: Any) -> Any:
             yield from ()
             return {}
 
