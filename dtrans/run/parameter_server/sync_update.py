@@ -184,11 +184,9 @@ class SyncUpdate:
     ) -> Mapping[str, Any]:
         """Return the merged gradients by name. See `StepUpdate.merge`."""
         if present not in self._merging:
-            update = self._with_all
             if present < self._trainers:
                 self._say_gone(present, step)
-                update = update.sent_by(present)
-            self._merging[present] = compile_merge(update)
+            self._merging[present] = compile_merge(self._with_all, present)
         merged = self._merging[present](dict(grads))
         # Later messages overwrite the memory of the gradients.
         jax.block_until_ready(merged)

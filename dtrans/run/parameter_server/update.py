@@ -491,18 +491,24 @@ def merged_name(gradient: BlockGradient) -> str:
     return gradient.sent[min(gradient.sent)]
 
 
-def compile_merge(update: ServerUpdate) -> Callable[..., dict[str, jax.Array]]:
+def compile_merge(
+    update: ServerUpdate, present: frozenset[int]
+) -> Callable[..., dict[str, jax.Array]]:
     """Return the compiled function that reduces gradients over trainers, without the update.
 
     Args:
-      update: the update, which reads the gradients of the present trainers.
+      update: the update, which reads the gradients of all trainers.
+      present: ids of the trainers whose gradients are reduced.
     """
-    gradients = list(itertools.chain.from_iterable(block.grads for block in update.blocks))
+    # The update of merged gradients is compiled once, so a name does not depend on `present`.
+    names = [merged_name(g) for block in update.blocks for g in block.grads]
+    reduced = update.sent_by(present)
+    gradients = list(itertools.chain.from_iterable(block.grads for block in reduced.blocks))
 
     def merge(grads: Mapping[str, Any]) -> dict[str, jax.Array]:
         found = {}
-        for g in gradients:
-            found[merged_name(g)] = reduce_gradients(g.op, values_at(grads, g.sent.values()))
+        for name, g in zip(names, gradients, strict=True):
+            found[name] = reduce_gradients(g.op, values_at(grads, g.sent.values()))
         return found
 
     return jax.jit(merge)

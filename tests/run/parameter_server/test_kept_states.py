@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+import pytest
 from helpers import mlp_batch, mlp_loss, mlp_params
 
 import dtrans
@@ -61,13 +62,14 @@ def test_two_states_share_the_memory_of_two_states() -> None:
     assert len(memory) <= 2 * len(sizes)
 
 
-def test_a_replica_has_the_bits_of_its_primary() -> None:
-    """Also after a trainer has left."""
+@pytest.mark.parametrize("left", [{0, 2}, {1, 2}])
+def test_a_replica_has_the_bits_of_its_primary(left: set[int]) -> None:
+    """Also after a trainer has left, trainer 0 for example."""
     update, first = server_of(3)
     terms: dict[str, Any] = {"keeps_old": True, "merges": True}
     primary, copy = (SyncUpdate(update, copy_state(first), n, **terms) for n in (3, 1))
     for step in range(4):
-        present = frozenset({0, 1, 2} if step < 2 else {0, 2})
+        present = frozenset({0, 1, 2} if step < 2 else left)
         merged = primary.merge(gradients(update, step), present, step)
         assert sum(x.nbytes for x in merged.values()) * 3 == sum(
             x.nbytes for x in gradients(update, step).values()

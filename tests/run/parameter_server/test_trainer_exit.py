@@ -405,9 +405,9 @@ def test_an_update_is_compiled_once_for_each_set_of_trainers(
     made: list[set[str]] = []
     real = sync_update.CompiledUpdate
 
-    def compiled(update: ServerUpdate) -> Any:
+    def compiled(update: ServerUpdate, *, keeps_old: bool) -> Any:
         made.append({n.rpartition("_")[2] for n in update.grad_types})
-        return real(update)
+        return real(update, keeps_old=keeps_old)
 
     monkeypatch.setattr(sync_update, "CompiledUpdate", compiled)
     (ep,) = pservers = free_endpoints(1)
