@@ -44,6 +44,8 @@ from tools.simulate.verdict import simulated
 
 
 AT_LOSS = dtrans.Cuts(10, at_loss=True)
+TWO = "127.0.0.1:6174,127.0.0.1:6175"
+ADAM = optax.adam(1e-2)
 
 
 def test_a_closed_gate_stores_greetings_and_drops_all_other_messages() -> None:
@@ -278,8 +280,7 @@ def test_other_jobs_do_not_wait(tmp_path: Path) -> None:
 # -- plans -----------------------------------------------------------------------------------------
 
 
-def planned(**options: Any) -> Any:
-    tx = optax.adam(1e-2)
+def planned(tx: Any = ADAM, **options: Any) -> Any:
     step = dtrans.make_train_step(mlp_loss, tx)
     params = mlp_params()
     init = lambda: (params, tx.init(params))
@@ -297,11 +298,28 @@ def test_plans_without_a_common_newest_state_are_refused() -> None:
         check_cuts(tables, AT_LOSS)
 
 
+def test_replicas_need_a_trained_parameter_on_each_server() -> None:
+    """A server without gradients has no inputs of a step that its backup could acknowledge."""
+    replicas = dtrans.Cuts(10, replicas=1)
+    more = ",".join(f"127.0.0.1:{6174 + k}" for k in range(9))
+    empty = planned(pservers=more)
+    without = next(ep for ep, sizes in empty.server_bytes.items() if not sum(sizes.values()))
+    check_cuts(empty, AT_LOSS)
+    with pytest.raises(ConfigError, match=f"pserver {without} has none; write fewer pservers"):
+        check_cuts(empty, replicas)
+    check_cuts(planned(pservers=more, placement=dtrans.BlockPlacement(min_block_size=1)), replicas)
+
+    decay = optax.chain(optax.set_to_zero(), optax.add_decayed_weights(0.1))
+    decayed = planned(decay, pservers=TWO)
+    assert all(sum(sizes.values()) for sizes in decayed.server_bytes.values())
+    with pytest.raises(ConfigError, match="min_block_size=N. with N smaller than 8192"):
+        check_cuts(decayed, replicas)
+
+
 def test_replicas_need_several_servers() -> None:
     replicas = dtrans.Cuts(10, replicas=1)
     assert replicas.at_loss
-    two = planned(pservers="127.0.0.1:6174,127.0.0.1:6175")
-    check_cuts(two, replicas)
+    check_cuts(planned(pservers=TWO), replicas)
     with pytest.raises(ConfigError, match="cuts: replicas=1 stores a copy .* has one server"):
         check_cuts(planned(), replicas)
     with pytest.raises(ConfigError, match="cuts: replicas=1 needs a common step"):

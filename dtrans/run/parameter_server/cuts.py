@@ -24,6 +24,7 @@ from dtrans.protocol.server.trainer_registry import log
 from dtrans.run.net.epoch_folder import EpochFolder
 from dtrans.run.parameter_server.step_results import merged_results
 from dtrans.run.parameter_server.trainer_cuts import computed_leaves, server_names
+from dtrans.run.parameter_server.update import ServerUpdate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,7 +305,20 @@ def check_cuts(plan: PServerPlan, cuts: Cuts) -> None:
     if cuts.at_loss:
         _check_at_loss(plan, f"replicas={cuts.replicas}" if cuts.replicas else "at_loss=True")
     if cuts.replicas:
-        backups_of(list(plan.servers))
+        _check_replicas(plan, cuts)
+
+
+def _check_replicas(plan: PServerPlan, cuts: Cuts) -> None:
+    """Raise ConfigError if a server has no other server for its copy, or has nothing to send."""
+    backups_of(list(plan.servers))
+    for endpoint, programs in plan.servers.items():
+        if not ServerUpdate.from_program(programs.main).grad_types:
+            least = plan.options.placement.min_block_size
+            raise ConfigError(
+                f"cuts: replicas={cuts.replicas} needs a trained parameter on each server, but "
+                f"pserver {endpoint} has none; write fewer pservers, or replicas=0, or pass "
+                f"placement=dtrans.BlockPlacement(min_block_size=N) with N smaller than {least}"
+            )
 
 
 def _check_at_loss(plan: PServerPlan, option: str) -> None:
