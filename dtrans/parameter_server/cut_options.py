@@ -29,7 +29,8 @@ class Cuts:
         tables, and trainers that compute no leaves.
       replicas: 1 to store a copy of each server's state on another server, on another host if the
         servers have several. The loss of one server then repeats only the incomplete step, too.
-        Implies `at_loss`. Requires several servers, and the memory of three more states on each.
+        Implies `at_loss`. Requires several servers, with a trained parameter and `extra_bytes` of
+        memory on each.
 
     Raises:
       ConfigError: a value is out of range.
@@ -54,6 +55,11 @@ class Cuts:
     def extra_bytes(self, plan: PServerPlan) -> dict[str, int]:
         """Return the bytes that each server of a plan stores in memory besides its state.
 
+        With `at_loss`, a server stores the state before the newest one. With `replicas`, it also
+        stores its merged gradients of two steps, until its backup has received them. For each
+        copy of another server's state, it stores two states and at most four sets of gradients.
+        Buffers of connections are not counted.
+
         Args:
           plan: the plan.
 
@@ -71,11 +77,17 @@ class Cuts:
           >>> [sum(sizes.values()) for sizes in plan.server_bytes.values()]
           [6004, 6004]
           >>> list(dtrans.Cuts(every=100, replicas=1).extra_bytes(plan).values())
-          [18012, 18012]
+          [30012, 30012]
         """
-        sizes = {ep: sum(found.values()) for ep, found in plan.server_bytes.items()}
+        by_kind = plan.server_bytes
+        sizes = {ep: sum(found.values()) for ep, found in by_kind.items()}
         extra = dict(sizes) if self.at_loss else dict.fromkeys(sizes, 0)
         if self.replicas:
             for primary, backup in backups_of(list(sizes)).items():
-                extra[backup] += 2 * sizes[primary]
+                gradients = by_kind[primary]["params"]  # as large as the parameters
+                # Messages of a step stay in memory until the server sends those of the next step.
+                extra[primary] += 2 * gradients
+                # Gradients of even and odd steps have separate buffers. Each has a second buffer,
+                # for gradients that arrive while an update still reads the first one.
+                extra[backup] += 2 * sizes[primary] + 4 * gradients
         return extra

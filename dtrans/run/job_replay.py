@@ -66,9 +66,10 @@ def replay(
 ) -> tuple[Any, Any]:
     """Recompute a synchronous job with cuts in this process, with the trainers of each step.
 
-    The result has the same bits as the job's parameters and optimizer state. The job must have
-    started from `job.init`, and all its trainers must have made the same steps. Evictions of table
-    rows are not repeated.
+    The result has the same bits as the job's parameters and optimizer state. With
+    `dtrans.Cuts(replicas=1)`, the last bits can differ, because servers merge gradients in a
+    separate compiled function. The job must have started from `job.init`, and all its trainers must
+    have made the same steps. Evictions of table rows are not repeated.
 
     Args:
       plan: the job's plan, with the same options. The endpoints may differ.
