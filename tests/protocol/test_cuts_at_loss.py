@@ -181,6 +181,32 @@ def test_other_servers_learn_which_servers_are_lost(tmp_path: Path) -> None:
     assert job.folders["pserver 0"].current() == Epoch(0, None, is_ending=True, lost=("pserver 1",))
 
 
+def test_a_server_that_is_lost_during_the_writes_is_announced_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its backup answers again, after it has written the lost server's states."""
+    monkeypatch.setattr(job_epochs, "WRITE_PATIENCE", float("inf"))
+    job = Job(tmp_path, writes_newest=True, writes_replicas=True)
+    live = job.folders["pserver 0"]
+
+    def running() -> set[str]:
+        job.looks += 1
+        if job.looks == 2:
+            job.answer("pserver 0", 7)
+        if job.looks < 4:
+            return {"pserver 0", "pserver 1"}
+        if job.looks == 5:
+            assert live.current().lost == ("pserver 1",)
+            live.of_lost("pserver 1", 0).note_cut(0, 7)
+            live.note_end(0, live.current().lost)
+        return {"pserver 0"}
+
+    job.epochs.end_epoch("trainer 0", running)
+    assert job.looks == 5
+    job.epochs.start_again("trainer 0")
+    assert job.epochs.epoch == Epoch(1, 7)
+
+
 def test_a_backup_writes_in_place_of_a_lost_server(tmp_path: Path) -> None:
     job = Job(tmp_path, writes_newest=True)
     lost = job.folders["pserver 0"].of_lost("pserver 1", 0)

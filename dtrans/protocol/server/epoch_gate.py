@@ -20,11 +20,13 @@ class EpochGate:
       early: greetings of later epochs, by address. The server handles them in the next epoch.
       is_closed: True if the epoch is ending. The server then handles no more messages of the
         epoch, and stores all greetings.
+      lost: names of the lost servers in the last announcement that the epoch is ending.
     """
 
     def __init__(self, epoch: Epoch, say: Say, every: int = 0) -> None:
         self.number = epoch.number
         self.is_closed = False
+        self.lost: tuple[str, ...] = ()
         self.early: dict[bytes, wire.Message] = {}
         self._epoch, self._say, self._every = epoch, say, every
 

@@ -53,8 +53,9 @@ class ServerLoop:
       ended_roles: returns the roles of the job whose processes have ended, with their exit status.
         Its argument is the number of an epoch; ends in earlier epochs are left out.
       epochs: epochs of the job; None in a job without cuts.
-      write_newest: called once when the epoch is ending, with the names of the lost servers. It
-        starts to write the states after the newest steps, also those of replicas of lost servers.
+      write_newest: called when the epoch is ending, with the names of the lost servers. It starts
+        to write the states after the newest steps, also those of replicas of lost servers. It is
+        called again if more servers are lost before the next epoch.
 
     Attributes:
       barred: counter of the connections that the listener has refused.
@@ -173,9 +174,9 @@ class ServerLoop:
             for address in self._trainers.by_address:
                 self.say(address, "rewind", epoch=epoch.number)
             raise NewEpoch(epoch.number)
-        if epoch.is_ending and not gate.is_closed:
+        if epoch.is_ending and (not gate.is_closed or gate.lost != epoch.lost):
             # A step that ends after the write would be lost, so the server takes no more messages.
-            gate.is_closed = True
+            gate.is_closed, gate.lost = True, epoch.lost
             self._write_newest(epoch.lost)
 
     def _look(self) -> None:

@@ -180,9 +180,10 @@ class JobEpochs:
     ) -> None:
         """Let the servers write their newest states as cuts, after the loss of a role.
 
-        It waits for all live servers, up to WRITE_PATIENCE seconds. It returns at once if they
-        cannot write a complete cut: a server has left, takes part in another epoch, or is lost
-        without a replica.
+        It waits for all live servers, up to WRITE_PATIENCE seconds. If another server is lost
+        meanwhile, its backup writes its states. The method returns at once if the servers cannot
+        write a complete cut: a server has left, takes part in another epoch, or is lost without a
+        replica.
 
         Args:
           lost: name of the lost role.
@@ -191,16 +192,39 @@ class JobEpochs:
         """
         number, marks = self.epoch.number, self._current_marks()
         live = {*running()} - {lost}
-        late = live.intersection(self._servers)
-        dead = [name for name in self._servers if name not in live]
-        for name in late:
+        writers = live.intersection(self._servers)
+        for name in writers:
             mark = marks.get(name, RoleMark(epoch=-1))
             if not mark.writes_newest or mark.epoch != number or mark.left:
                 return
-            if dead and not mark.writes_replicas:
-                return
-        if not late:
+        if not self._announce_end(writers):
             return
+        limit = time.monotonic() + WRITE_PATIENCE
+        late = writers
+        while time.monotonic() < limit and not is_stopped():
+            marks, dead = self._folder.marks(), set(self._servers) - writers
+            late = {name for name in writers if not marks[name].has_ended(number, dead)}
+            if not late:
+                return
+            gone = late - {*running()}
+            writers -= gone
+            if gone and not self._announce_end(writers):
+                return
+            time.sleep(POLL)
+        if not is_stopped():
+            say(f"{', '.join(sorted(late))} did not write a cut within {WRITE_PATIENCE:.0f} s")
+
+    def _announce_end(self, writers: Collection[str]) -> bool:
+        """Announce the end of the epoch, and the lost servers. Return False if no cut is possible.
+
+        Args:
+          writers: names of the live servers.
+        """
+        marks = self._folder.marks()
+        dead = [name for name in self._servers if name not in writers]
+        has_replicas = all(marks[name].writes_replicas for name in writers)
+        if not writers or (dead and not has_replicas):
+            return False
         try:
             self._folder.announce_end(dead)
         except OSError as e:
@@ -208,16 +232,8 @@ class JobEpochs:
                 f"the servers write no cut at this loss, because {self._folder.path} cannot be "
                 f"written: {e.strerror}"
             )
-            return
-        limit = time.monotonic() + WRITE_PATIENCE
-        while time.monotonic() < limit and not is_stopped():
-            marks = self._folder.marks()
-            late = {name for name in late if marks[name].ended < number}
-            if not late or not late <= {*running()}:
-                return
-            time.sleep(POLL)
-        if not is_stopped():
-            say(f"{', '.join(sorted(late))} did not write a cut within {WRITE_PATIENCE:.0f} s")
+            return False
+        return True
 
     def note_loss(self, name: str) -> bool:
         """Record the loss of a role; return True if no cut is newer than the role's last loss."""

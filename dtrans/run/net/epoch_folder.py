@@ -352,15 +352,17 @@ class EpochFolder:
         self.current()
         self._remove_part(step)
 
-    def note_end(self, epoch: int) -> None:
+    def note_end(self, epoch: int, lost: Collection[str] = ()) -> None:
         """Tell the launcher that this server has written its newest states.
 
         Args:
           epoch: number of the epoch that is ending.
+          lost: names of the lost servers. Their replicas on this server are written, too.
         """
         with self._lock:
             if epoch == self._mark.epoch:
-                self._write_mark(dataclasses.replace(self._mark, ended=epoch))
+                mark = dataclasses.replace(self._mark, ended=epoch, ended_for=tuple(lost))
+                self._write_mark(mark)
 
     def note_cut_alone(self, step: int, counts: Sequence[int]) -> list[int]:
         """Tell the launcher that this asynchronous server has written a cut.

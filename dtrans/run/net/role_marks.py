@@ -24,6 +24,7 @@ class RoleMark:
       writes_newest: True for a server that writes its newest states when its epoch is ending.
       writes_replicas: True if the server then also writes those of a lost server.
       ended: number of the last epoch at whose end the server has written them; -1 without one.
+      ended_for: names of the lost servers whose replicas the server has then considered.
     """
 
     epoch: int = 0
@@ -35,6 +36,16 @@ class RoleMark:
     writes_newest: bool = False
     writes_replicas: bool = False
     ended: int = -1
+    ended_for: tuple[str, ...] = ()
+
+    def has_ended(self, epoch: int, lost: Collection[str]) -> bool:
+        """Return True if the server has written its newest states at the end of an epoch.
+
+        Args:
+          epoch: number of the epoch.
+          lost: names of the lost servers, whose replicas must be written, too.
+        """
+        return self.ended >= epoch and {*lost} <= {*self.ended_for}
 
     def cuts_until(self, cut: int | None) -> tuple[int, ...]:
         """Return the steps of the cuts up to the cut of an epoch, which is None without a cut."""
@@ -61,7 +72,8 @@ class LostReport:
 def mark_of(fields: Mapping[str, Any]) -> RoleMark:
     """Return a report from the contents of its file, in which tuples are lists."""
     mark = RoleMark(**fields)
-    return dataclasses.replace(mark, cuts=tuple(mark.cuts), counts=tuple(mark.counts))
+    lists = {"cuts": mark.cuts, "counts": mark.counts, "ended_for": mark.ended_for}
+    return dataclasses.replace(mark, **{name: tuple(x) for name, x in lists.items()})
 
 
 def complete_cuts(marks: Mapping[str, RoleMark], roles: Collection[str]) -> set[int]:

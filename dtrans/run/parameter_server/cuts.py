@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -222,13 +222,17 @@ class ServerCuts:
             self.epochs.note_cut(epoch, mark.step)
             self.epochs.remove_old_cuts(epoch, server_names(self.plan))
 
-    def note_end(self, epoch: int) -> None:
+    def note_end(self, epoch: int, lost: Sequence[str] = ()) -> None:
         """Tell the launcher that this server has written its newest states at the end of an epoch.
 
-        If it cannot tell, the launcher chooses the newest complete cut after some seconds.
+        If the report fails, the launcher chooses the newest complete cut after some seconds.
+
+        Args:
+          epoch: number of the ending epoch.
+          lost: names of the lost servers. Their replicas on this server are written, too.
         """
         try:
-            self.epochs.note_end(epoch)
+            self.epochs.note_end(epoch, lost)
         except (DtransError, OSError) as e:
             log.warning(
                 "pserver %s cannot report the cuts of its newest steps: %s", self.endpoint, e

@@ -73,6 +73,8 @@ class ServerSaves:
         self._first = 0  # number of a synchronous server's steps before the epoch
         # step of the last cut that an asynchronous server has begun or loaded
         self._newest_cut: int | None = None
+        # endpoints of the servers whose newest states are written at the end of this epoch
+        self._begun = set[str]()
 
     def begin(
         self,
@@ -90,6 +92,7 @@ class ServerSaves:
           start: the state at the start of the epoch.
         """
         self._protocol, self._update, self._epoch = protocol, update, start.epoch
+        self._begun = set()
         if self._keep is None and self._cuts is None:
             return
         if self._writer is None:
@@ -213,7 +216,8 @@ class ServerSaves:
     def write_newest(self, lost: Sequence[str]) -> None:
         """Start to write the states after the newest steps as cuts, when the epoch is ending.
 
-        The server answers messages during the write. The writing thread reports the end.
+        The server answers messages during the write. The writing thread reports the end. If more
+        servers are lost meanwhile, the method is called again, and writes only their replicas.
 
         `SyncServer.newest_states` chooses the states.
 
@@ -228,14 +232,15 @@ class ServerSaves:
         endpoints = [ep for name, ep in zip(names, mine.plan.servers, strict=True) if name in lost]
         writers = {ep: mine.of_lost(ep, number) for ep in endpoints}
         writers[kind.endpoint] = mine
+        begun, self._begun = self._begun, {*self._begun, *writers}
         for endpoint, step, state in kind.newest_states(endpoints):
             cuts = writers[endpoint]
-            if not cuts.epochs.has_written(step):
+            if endpoint not in begun and not cuts.epochs.has_written(step):
                 arrays = {n: _current(x) for n, x in state.items()}
                 self._writer.begin_cut(
                     self._cut_writer(cuts=cuts), arrays, self._mark(step), waits=False
                 )
-        end = functools.partial(mine.note_end, number)
+        end = functools.partial(mine.note_end, number, lost)
         self._writer.begin_cut(lambda *_: end(), {}, self._mark(kind.step), waits=False)
 
     def _mark(self, step: int) -> Mark:
