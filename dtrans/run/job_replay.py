@@ -6,7 +6,7 @@
 
 In each step, all trainers compute gradients, one after the other. Then the servers update their
 blocks, and the trainers receive the new values. Function calls replace messages. The results have
-the bits of the job, because an update is a function of the state and the gradients.
+the bits of a job without replicas, because an update is a function of the state and the gradients.
 """
 
 from __future__ import annotations

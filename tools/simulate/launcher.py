@@ -82,7 +82,8 @@ class SimulatedLauncher:
         self.restarts: list[str] = []
         self.ends: list[EpochEnd] = []
         self.late: list[str] = []
-        self._ended: dict[str, int] = {}  # role name -> the last epoch whose end it has answered
+        # role name -> the last epoch whose end it has answered, and the lost servers
+        self._ended: dict[str, tuple[int, tuple[str, ...]]] = {}
         self._lost: Process | None = None  # lost role of an ending epoch
         self._announced: tuple[str, ...] = ()  # lost servers of an ending epoch
         self._writing = set[str]()  # servers that have begun to write their newest states
@@ -259,14 +260,24 @@ class SimulatedLauncher:
                 writers.add(name)
         self._lacks_servers = writers != servers
         self._lost, self._next_lost, self._writing = lost, [], set()
+        self._announce(writers)
+        self._look_at_writers(writers, self._clock.now + WRITE_PATIENCE)
+
+    def _announce(self, writers: set[str]) -> None:
+        """Announce the end of the epoch, and the lost servers."""
         self._announced = tuple(name for name in self._servers if self.roles[name].over)
         self.epoch = dataclasses.replace(self.epoch, is_ending=bool(writers), lost=self._announced)
-        self._look_at_writers(writers, self._clock.now + WRITE_PATIENCE)
 
     def _look_at_writers(self, writers: set[str], limit: float) -> None:
         """Restart the lost role if all servers have written their newest states, or are late."""
         lost, number, is_late = self._lost, self.epoch.number, self._clock.now > limit
-        late = {name for name in writers if self._ended.get(name, -1) < number}
+        answer = number, self._announced
+        late = {name for name in writers if self._ended.get(name) != answer}
+        gone = {name for name in late if self.roles[name].over}
+        if gone and self._case.replicas and not is_late:
+            writers -= gone
+            self._announce(writers)
+            late = set(writers)
         if not is_late and any(not self.roles[name].over for name in late):
             self._later(self._look_at_writers, writers, limit)
             return
@@ -314,13 +325,13 @@ class SimulatedLauncher:
                 newest = max(newest, self.roles[name].newest_received)
         return newest
 
-    def note_end(self, server: Process, epoch: int, time: float) -> None:
+    def note_end(self, server: Process, epoch: int, lost: tuple[str, ...], time: float) -> None:
         """Note that a server will have written its newest states at a time."""
         self._writing.add(server.name)
 
         def end() -> None:
             if not server.killed:
-                self._ended[server.name] = epoch
+                self._ended[server.name] = epoch, lost
 
         self._clock.at(time, end, Slot(server, END, (epoch,)))
 

@@ -216,7 +216,7 @@ class SimulatedServer(Process):
                 terms = self._epoch.number, endpoint, step, SimulatedCut(dict(state), {})
                 self._written_at = launcher.write_cut(self, *terms, begin=self._written_at)
         end = max(self.now, self._written_at)
-        launcher.note_end(self, self._epoch.number, end)
+        launcher.note_end(self, self._epoch.number, lost, end)
 
     def _endpoints_of(self, names: Sequence[str]) -> list[str]:
         return [name.removeprefix("pserver ") for name in names]

@@ -24,7 +24,7 @@ class RoleMark:
       writes_newest: True for a server that writes its newest states when its epoch is ending.
       writes_replicas: True if the server then also writes those of a lost server.
       ended: number of the last epoch at whose end the server has written them; -1 without one.
-      ended_for: names of the lost servers whose replicas the server has then considered.
+      ended_for: names of the lost servers. Their replicas on this server were written at that end.
     """
 
     epoch: int = 0
@@ -72,8 +72,8 @@ class LostReport:
 def mark_of(fields: Mapping[str, Any]) -> RoleMark:
     """Return a report from the contents of its file, in which tuples are lists."""
     mark = RoleMark(**fields)
-    lists = {"cuts": mark.cuts, "counts": mark.counts, "ended_for": mark.ended_for}
-    return dataclasses.replace(mark, **{name: tuple(x) for name, x in lists.items()})
+    cuts, counts, ended_for = tuple(mark.cuts), tuple(mark.counts), tuple(mark.ended_for)
+    return dataclasses.replace(mark, cuts=cuts, counts=counts, ended_for=ended_for)
 
 
 def complete_cuts(marks: Mapping[str, RoleMark], roles: Collection[str]) -> set[int]:
