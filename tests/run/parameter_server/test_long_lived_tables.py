@@ -854,7 +854,7 @@ def test_an_init_that_makes_other_rows_is_refused(tmp_path: Path) -> None:
     other = planned(tx, emb=lambda key: 2 * drawn(key))
     why = (
         "the init of this plan generates other rows of params/emb than the init of the job that "
-        "that saved"
+        "wrote the checkpoint"
     )
     with pytest.raises(StateError, match=why):
         dtrans.checkpoint.load(tmp_path / "1", other.main, other.startup)
