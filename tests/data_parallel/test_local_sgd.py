@@ -234,7 +234,8 @@ def test_what_the_optimizer_counts_must_be_merged_by_name() -> None:
     params, (batch, _) = mlp_params(SIZES, jnp.float64), batches(8)
     names = ("notfinite_count", "last_finite", "total_notfinite")
     with pytest.raises(
-        ConfigError, match=r"opt_state/(last_finite|notfinite_count) .* a trainer's part.*merge="
+        ConfigError,
+        match=r"opt_state/(last_finite|notfinite_count) .* its part of the batch.*merge=",
     ):
         planned(tx, 2, params, batch, local_sgd=2)
     step = dtrans.make_train_step(loss_fn, tx, has_aux=True)

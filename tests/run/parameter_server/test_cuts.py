@@ -535,7 +535,13 @@ def run_alone(
     script = folder / "survive.py"
     plan = "trainers=role.trainers)"
     assert plan in script.read_text()
-    script.write_text(script.read_text().replace(plan, f"trainers=role.trainers, mode={mode})"))
+    text = script.read_text().replace(plan, f"trainers=role.trainers, mode={mode})")
+    if "communicator" in mode:
+        # the loop can repeat a save that a loss interrupts before all gradients are sent
+        after = f'        job.save("{FINAL}")'
+        assert after in text
+        text = text.replace(after, f"            if job.step_count == {FINAL}:\n        {after}")
+    script.write_text(text)
     env = {"PYTHONPATH": f"{folder}:{ROOT}", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "survive.py"]
     launch(command, trainers=trainers, pservers=2, env=env, restarts=len(kills) or 1)
