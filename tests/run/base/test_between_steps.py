@@ -439,10 +439,10 @@ def test_a_loader_skips_from_the_nearest_mark() -> None:
     with dtrans.feed(source, job_of()) as batches:
         for _ in range(900):
             next(batches)
+        before = len(source.reads)  # the loading thread reads at once after `seek`
         batches.seek(700)
-        source.reads.clear()
         assert int(next(batches)[0, 0]) == 700
-        assert 700 - source.reads[0] < 32
+        assert 700 - min(source.reads[before:]) < 32
         batches.load_state_dict({"position": 500, "source": b"500"})
         batches.seek(499)
         with pytest.raises(
