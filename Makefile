@@ -29,10 +29,10 @@ venv: $(STAMP) ## make the environment in .venv
 demo: $(STAMP) ## train with two trainers and two parameter servers as processes; draws loss.png
 	$(BIN)/dtrans example digits --engine processes --trainers 2 --pservers 2 --plot loss.png
 
-unit: $(STAMP) ## run the tests of rules, passes and protocol machines: a minute
+unit: $(STAMP) ## run the tests of rules, passes and protocol machines: 50 seconds on two cores
 	$(BIN)/python -m pytest -m 'unit and not soak' $(WORKERS)
 
-test: $(STAMP) ## run all units and plans, and today's sample of jobs and processes: ten minutes
+test: $(STAMP) ## run all units and plans, and today's sample of jobs and processes: six to eight minutes
 	$(BIN)/python -m pytest $(WORKERS)
 
 nightly: $(STAMP) ## run all that today's sample leaves out: three hours; an hour with SAMPLE_NIGHTS=4

@@ -1,5 +1,5 @@
-"""Faults that the tests must notice: one or two in each of 30 files that matter, and five ways to
-cut a batch wrongly.
+"""Faults that the tests must notice: one or two in each file that matters, and five ways to cut a
+batch wrongly.
 
     python tests/faults.py                 plants each in a copy of the project
     python tests/faults.py rules writer    some of them

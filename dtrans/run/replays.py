@@ -102,7 +102,7 @@ def _column(outputs: Sequence[Values], name: str) -> list[Any]:
 
 
 def _replace_jaxpr(step: Program, jaxpr: Any, **options: Any) -> Program:
-    """Return the step with `jaxpr` instead of its own, without dead equations."""
+    """Return the step with another jaxpr, from which dead equations are removed."""
     inner = opened(jaxpr)
     live, _ = live_part(inner, [True] * len(inner.outvars), [True] * len(inner.invars))
     new = closed(live.constvars, constants(jaxpr), live.invars, live.outvars, live.eqns, jaxpr)
