@@ -104,7 +104,7 @@ class ReplacedError(StateError):
 
 
 class Epochs(Protocol):
-    """Epochs of a job, as one role sees them. `dtrans.run.net.epoch_folder` implements it."""
+    """Epochs of a job, as one role sees them. `dtrans.run.net.role_folder` implements it."""
 
     def current(self) -> Epoch:
         """Return the epoch that the launcher has granted last."""

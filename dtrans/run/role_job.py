@@ -36,7 +36,7 @@ from dtrans.protocol.epochs import NewEpoch
 from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.distributed.role import Role
 from dtrans.run.executor import Executor
-from dtrans.run.net.epoch_folder import EpochFolder
+from dtrans.run.net.role_folder import RoleFolder
 from dtrans.run.parameter_server.checkpoints import ServerCheckpoints
 from dtrans.run.parameter_server.cuts import ServerCuts, check_cuts, check_drops
 from dtrans.run.parameter_server.geo_cuts import GeoCuts
@@ -74,7 +74,7 @@ class RoleJob(Job):
             )
         self.plan, self.role = plan, role
         self._executor = Executor(**options)
-        self._epochs = EpochFolder.from_environment(role.name)
+        self._epochs = RoleFolder.from_environment(role.name)
 
     @property
     def run_id(self) -> str:  # type: ignore[override]

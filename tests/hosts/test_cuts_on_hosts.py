@@ -22,7 +22,8 @@ from dtrans.protocol.epochs import Epoch
 from dtrans.run.distributed import restarts
 from dtrans.run.distributed.launcher import launch
 from dtrans.run.distributed.restarts import RestartOptions
-from dtrans.run.net.epoch_folder import EpochFolder
+from dtrans.run.net.launcher_folder import LauncherFolder
+from dtrans.run.net.role_folder import RoleFolder
 
 
 JOB: dict[str, Any] = {"trainers": 2, "pservers": 2, "deadline": 60.0}
@@ -123,11 +124,11 @@ def test_without_a_folder_there_are_no_cuts(
 # -- the launcher itself ---------------------------------------------------------------------------
 
 
-def folder_of_a_job(path: Path, endpoint: str) -> EpochFolder:
+def folder_of_a_job(path: Path, endpoint: str) -> LauncherFolder:
     """Return the folder of a job with a server, whose launcher has ended after a cut."""
-    folder = EpochFolder(path)
+    folder = LauncherFolder(path)
     folder.grant(Epoch(3), "a run", 1, [endpoint])
-    server = EpochFolder(path, "pserver 0")
+    server = RoleFolder(path, "pserver 0")
     server.enter(Epoch(3))
     server.note_cut(3, 20)
     return folder

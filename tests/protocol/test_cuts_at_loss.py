@@ -33,8 +33,9 @@ from dtrans.protocol.server.trainer_registry import TrainerRegistry
 from dtrans.run.distributed import job_epochs
 from dtrans.run.distributed.job_epochs import JobEpochs
 from dtrans.run.distributed.role import roles_of
-from dtrans.run.net import epoch_folder
-from dtrans.run.net.epoch_folder import EpochFolder
+from dtrans.run.net import shared_files
+from dtrans.run.net.launcher_folder import LauncherFolder
+from dtrans.run.net.role_folder import RoleFolder
 from dtrans.run.parameter_server.cuts import ServerCuts, check_cuts
 from dtrans.run.parameter_server.server_saves import ServerSaves, ServerStorage
 from dtrans.run.parameter_server.sync_update import SyncUpdate
@@ -74,7 +75,7 @@ def test_a_server_does_not_wait_for_the_write_of_its_newest_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It answers messages, and enters the next epoch. Its later writes are then left out."""
-    launcher, folder = EpochFolder(tmp_path), EpochFolder(tmp_path, "pserver 0")
+    launcher, folder = LauncherFolder(tmp_path), RoleFolder(tmp_path, "pserver 0")
     launcher.grant(Epoch(), "a run", 2, ["127.0.0.1:6174"])
     plan = planned()
     (endpoint,) = plan.servers
@@ -107,7 +108,7 @@ def test_a_server_does_not_wait_for_the_write_of_its_newest_states(
 
 
 def test_the_next_epoch_is_not_ending(tmp_path: Path) -> None:
-    launcher, server = EpochFolder(tmp_path), EpochFolder(tmp_path, "pserver 0")
+    launcher, server = LauncherFolder(tmp_path), RoleFolder(tmp_path, "pserver 0")
     launcher.grant(Epoch(), "a run", 2, ["127.0.0.1:1"], {"pserver 0": 0})
     launcher.announce_end()
     assert server.current() == Epoch(0, None, is_ending=True)
@@ -117,7 +118,7 @@ def test_the_next_epoch_is_not_ending(tmp_path: Path) -> None:
 
 
 def test_an_answer_of_an_earlier_epoch_does_not_count(tmp_path: Path) -> None:
-    launcher, server = EpochFolder(tmp_path), EpochFolder(tmp_path, "pserver 0")
+    launcher, server = LauncherFolder(tmp_path), RoleFolder(tmp_path, "pserver 0")
     launcher.grant(Epoch(), "a run")
     server.enter(Epoch(), writes_newest=True)
     server.note_cut(0, 7)
@@ -139,7 +140,7 @@ class Job:
     def __init__(self, path: Path, *, writes_newest: bool, writes_replicas: bool = False) -> None:
         roles = roles_of(1, ("127.0.0.1:1", "127.0.0.1:2"))
         self.epochs = JobEpochs(path, roles)
-        self.folders = {role.name: EpochFolder(path, role.name) for role in roles}
+        self.folders = {role.name: RoleFolder(path, role.name) for role in roles}
         for name, folder in self.folders.items():
             is_server = "pserver" in name
             folder.enter(
@@ -265,14 +266,14 @@ def test_a_job_continues_from_an_earlier_cut_if_the_disk_is_full(
         for step in (10, 20):
             (tmp_path / str(step)).mkdir(exist_ok=True)
             job.folders[name].note_cut(0, step)
-    write = epoch_folder.write_file
+    write = shared_files.write_file
 
     def write_file(path: Path, contents: Any) -> None:
         if (tmp_path / "10").exists():
             raise OSError(errno.ENOSPC, "No space left on device")
         write(path, contents)
 
-    monkeypatch.setattr(epoch_folder, "write_file", write_file)
+    monkeypatch.setattr(shared_files, "write_file", write_file)
     job.epochs.end_epoch("trainer 0", lambda: {"pserver 0", "pserver 1"})
     text = "the servers write no cut at this loss, because .* cannot be written: No space left on"
     assert re.search(text, capsys.readouterr().err)
@@ -282,7 +283,7 @@ def test_a_job_continues_from_an_earlier_cut_if_the_disk_is_full(
     assert {x.name for x in tmp_path.iterdir() if x.name.isdecimal()} == {"20"}
 
     (tmp_path / "10").mkdir()
-    monkeypatch.setattr(EpochFolder, "remove_other_cuts", lambda *_: None)
+    monkeypatch.setattr(LauncherFolder, "remove_other_cuts", lambda *_: None)
     with pytest.raises(LaunchError, match="cannot be written: No space left .*; free space there"):
         job.epochs.go_back("trainer 0")
 

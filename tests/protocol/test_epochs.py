@@ -38,7 +38,9 @@ from dtrans.protocol.trainer.epoch_member import EpochMember
 from dtrans.protocol.trainer.operation import Operation, nothing
 from dtrans.protocol.transport import Event
 from dtrans.run.net.ended_roles import EndedRoles, ended_roles
-from dtrans.run.net.epoch_folder import VARIABLE, EpochFolder
+from dtrans.run.net.epoch_folder import VARIABLE
+from dtrans.run.net.launcher_folder import LauncherFolder
+from dtrans.run.net.role_folder import RoleFolder
 from dtrans.run.net.role_marks import LostReport, RoleMark
 from dtrans.run.parameter_server.cuts import EpochStart, ServerCuts, check_cuts
 from dtrans.run.parameter_server.return_to_cut import ReturnToCut
@@ -445,22 +447,22 @@ def test_an_early_greeting_may_be_refused() -> None:
 
 
 def test_a_folder_that_no_launcher_uses_is_named(tmp_path: Path) -> None:
-    folder = EpochFolder.from_environment("trainer 0", {VARIABLE: str(tmp_path)})
+    folder = RoleFolder.from_environment("trainer 0", {VARIABLE: str(tmp_path)})
     assert folder is not None
     for read in (folder.current, lambda: folder.run):
         with pytest.raises(
             ConfigError, match="has no epoch.json; if `dtrans launch --cuts` has set"
         ):
             read()
-    assert EpochFolder.from_environment("trainer 0", {}) is None
-    assert EpochFolder.from_environment("trainer 0", {VARIABLE: ""}) is None
+    assert RoleFolder.from_environment("trainer 0", {}) is None
+    assert RoleFolder.from_environment("trainer 0", {VARIABLE: ""}) is None
 
 
 def test_a_file_that_another_host_replaces_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On NFS, the open file of the reader is then gone."""
-    folder, read_text, faults = EpochFolder(tmp_path, "trainer 0"), Path.read_text, []
+    folder, read_text, faults = RoleFolder(tmp_path, "trainer 0"), Path.read_text, []
 
     def read(path: Path) -> str:
         if path.name not in faults:
@@ -468,7 +470,7 @@ def test_a_file_that_another_host_replaces_is_read_again(
             raise OSError(errno.ESTALE, "Stale file handle")
         return read_text(path)
 
-    folder.grant(Epoch(2, 20), "a run")
+    LauncherFolder(tmp_path).grant(Epoch(2, 20), "a run")
     folder.enter(Epoch(2, 20))
     monkeypatch.setattr(Path, "read_text", read)
     assert folder.current() == Epoch(2, 20)
@@ -480,8 +482,8 @@ def test_a_folder_has_complete_files_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A crash leaves the file of before: a reader ignores the new one, which is not renamed."""
-    folder = EpochFolder(tmp_path, "pserver 0")
-    folder.grant(Epoch(1, 5), "a run")
+    folder = RoleFolder(tmp_path, "pserver 0")
+    LauncherFolder(tmp_path).grant(Epoch(1, 5), "a run")
     folder.enter(Epoch(1, 5))
     folder.report_lost(1, "trainer 0", "it went away")
 
@@ -489,21 +491,22 @@ def test_a_folder_has_complete_files_only(
         raise OSError("no space left on device")
 
     monkeypatch.setattr("os.fsync", crash)
-    for write in (lambda: folder.grant(Epoch(2, 9), "a run"), lambda: folder.note_cut(1, 9)):
+    launcher = LauncherFolder(tmp_path)
+    for write in (lambda: launcher.grant(Epoch(2, 9), "a run"), lambda: folder.note_cut(1, 9)):
         with pytest.raises(OSError, match="no space"):
             write()
     folder.report_lost(2, "trainer 1", "it went away")
     assert "pserver 0 cannot report to the launcher that trainer 1 is lost: no space" in caplog.text
-    assert EpochFolder(tmp_path).current() == Epoch(1, 5)
-    assert EpochFolder(tmp_path).marks() == {"pserver 0": RoleMark(1)}
-    assert EpochFolder(tmp_path).lost(1) == [
+    assert LauncherFolder(tmp_path).current() == Epoch(1, 5)
+    assert LauncherFolder(tmp_path).marks() == {"pserver 0": RoleMark(1)}
+    assert LauncherFolder(tmp_path).lost(1) == [
         LostReport("pserver 0", 1, "trainer 0", "it went away")
     ]
 
 
 def test_the_newest_cut_is_common_to_all_servers(tmp_path: Path) -> None:
-    launcher, names = EpochFolder(tmp_path), ["pserver 0", "pserver 1"]
-    servers = [EpochFolder(tmp_path, name) for name in names]
+    launcher, names = LauncherFolder(tmp_path), ["pserver 0", "pserver 1"]
+    servers = [RoleFolder(tmp_path, name) for name in names]
     assert launcher.newest_cut(names) is None and launcher.newest_cut([]) is None
     for server in servers:
         server.enter(Epoch())
@@ -521,11 +524,11 @@ def test_the_newest_cut_is_common_to_all_servers(tmp_path: Path) -> None:
 
 def test_a_cut_is_complete_when_trainers_have_written_their_leaves(tmp_path: Path) -> None:
     """If a server reports that trainers write leaves: also trainers without a report."""
-    launcher, servers = EpochFolder(tmp_path), ["pserver 0"]
+    launcher, servers = LauncherFolder(tmp_path), ["pserver 0"]
     launcher.grant(Epoch(), "a run", trainers=2)
-    server = EpochFolder(tmp_path, "pserver 0")
+    server = RoleFolder(tmp_path, "pserver 0")
     server.enter(Epoch(), with_trainers=True)
-    first, second = EpochFolder(tmp_path, "trainer 0"), EpochFolder(tmp_path, "trainer 1")
+    first, second = RoleFolder(tmp_path, "trainer 0"), RoleFolder(tmp_path, "trainer 1")
     first.enter(Epoch())
     for step in (10, 20, 30):
         for folder in (server, first):
@@ -549,21 +552,21 @@ def test_a_cut_is_complete_when_trainers_have_written_their_leaves(tmp_path: Pat
 def test_a_server_forgets_cuts_after_that_of_its_epoch(tmp_path: Path) -> None:
     """Also as a new process, which reads what the old one had written."""
     names = ["pserver 0"]
-    EpochFolder(tmp_path, "pserver 0").enter(Epoch())
-    before = EpochFolder(tmp_path, "pserver 0")
+    RoleFolder(tmp_path, "pserver 0").enter(Epoch())
+    before = RoleFolder(tmp_path, "pserver 0")
     before.enter(Epoch())
     for step in (10, 20, 30):
         before.note_cut(0, step)
-    for folder in (before, EpochFolder(tmp_path, "pserver 0")):
+    for folder in (before, RoleFolder(tmp_path, "pserver 0")):
         folder.enter(Epoch(1, 20))
         assert folder.marks()["pserver 0"] == RoleMark(1, (10, 20))
-    folder = EpochFolder(tmp_path, "pserver 0")
+    folder = RoleFolder(tmp_path, "pserver 0")
     folder.enter(Epoch(2))
     assert folder.newest_cut(names) is None
 
 
 def test_a_cut_of_an_old_epoch_is_not_noted(tmp_path: Path) -> None:
-    folder = EpochFolder(tmp_path, "pserver 0")
+    folder = RoleFolder(tmp_path, "pserver 0")
     folder.enter(Epoch(1, 20))
     for epoch in (0, 2):
         folder.note_cut(epoch, 30)
@@ -573,8 +576,8 @@ def test_a_cut_of_an_old_epoch_is_not_noted(tmp_path: Path) -> None:
 
 
 def test_a_server_drops_its_cuts_before_a_step(tmp_path: Path) -> None:
-    folder = EpochFolder(tmp_path, "pserver 0")
-    folder.grant(Epoch(), "a run")
+    folder = RoleFolder(tmp_path, "pserver 0")
+    LauncherFolder(tmp_path).grant(Epoch(), "a run")
     folder.enter(Epoch())
     for step in (10, 20, 30):
         folder.note_cut(0, step)
@@ -585,11 +588,11 @@ def test_a_server_drops_its_cuts_before_a_step(tmp_path: Path) -> None:
 
 def test_the_cut_of_the_current_epoch_stays(tmp_path: Path) -> None:
     """A server may write more cuts before it learns of an epoch, and then loads its cut."""
-    folder = EpochFolder(tmp_path, "pserver 0")
+    folder = RoleFolder(tmp_path, "pserver 0")
     folder.enter(Epoch())
     for step in (10, 20, 30, 40):
         folder.note_cut(0, step)
-    folder.grant(Epoch(1, 20), "a run")
+    LauncherFolder(tmp_path).grant(Epoch(1, 20), "a run")
     assert folder.drop_cuts(0, 40) == []
     folder.enter(Epoch(1, 20))
     assert folder.newest_cut(["pserver 0"]) == 20
@@ -600,13 +603,13 @@ def test_the_cut_of_the_current_epoch_stays(tmp_path: Path) -> None:
 
 
 def test_lost_roles_of_other_epochs_are_not_reported(tmp_path: Path) -> None:
-    launcher = EpochFolder(tmp_path)
+    launcher = LauncherFolder(tmp_path)
     assert launcher.lost(0) == []
-    EpochFolder(tmp_path, "trainer 1").report_lost(1, "pserver 127.0.0.1:1", "it went away")
-    EpochFolder(tmp_path, "trainer 0").report_lost(2, "trainer 1", "it is silent")
+    RoleFolder(tmp_path, "trainer 1").report_lost(1, "pserver 127.0.0.1:1", "it went away")
+    RoleFolder(tmp_path, "trainer 0").report_lost(2, "trainer 1", "it is silent")
     assert launcher.lost(0) == []
     assert launcher.lost(2) == [LostReport("trainer 0", 2, "trainer 1", "it is silent")]
-    EpochFolder(tmp_path, "trainer 1").report_lost(2, "trainer 1", "it is silent")
+    RoleFolder(tmp_path, "trainer 1").report_lost(2, "trainer 1", "it is silent")
     assert [x.reporter for x in launcher.lost(2)] == ["trainer 0", "trainer 1"]
     assert launcher.lost(1) == []
 
@@ -643,8 +646,8 @@ def test_cuts_do_not_contain_stale_rows() -> None:
 
 
 def cuts_of(path: Path) -> ServerCuts:
-    folder = EpochFolder(path, "pserver 0")
-    folder.grant(Epoch(), "a run")
+    folder = RoleFolder(path, "pserver 0")
+    LauncherFolder(path).grant(Epoch(), "a run")
     cuts = ServerCuts(folder, planned(), SERVER, every=1, first_step=7)
     assert cuts.begin({"w": 1}) == EpochStart(Epoch(), {"w": 1}, 7)
     return cuts
@@ -691,20 +694,20 @@ def test_an_asynchronous_server_keeps_its_newest_cut_alone(
 ) -> None:
     save = lambda path, *_, **options: path.mkdir(parents=True)
     monkeypatch.setattr(checkpoint, "save_serving", save)
-    EpochFolder(tmp_path).grant(Epoch(), "a run")
+    LauncherFolder(tmp_path).grant(Epoch(), "a run")
     plan = planned(mode=dtrans.Async())
-    cuts = ServerCuts(EpochFolder(tmp_path, "pserver 0"), plan, SERVER, every=1)
+    cuts = ServerCuts(RoleFolder(tmp_path, "pserver 0"), plan, SERVER, every=1)
     cuts.enter_alone()
     for step in (4, 9):
         cuts.write(0, {1: step}, {}, Mark(("a run",), step))
     assert {x.name for x in (tmp_path / "pserver-0").iterdir()} == {"9"}
-    launcher = EpochFolder(tmp_path)
+    launcher = LauncherFolder(tmp_path)
     assert launcher.marks()["pserver 0"] == RoleMark(0, (9,), is_alone=True, counts=(0, 9))
     assert launcher.cuts_alone(["pserver 0"]) == (9,)
     assert launcher.cuts_alone(["pserver 0", "pserver 1"]) == ()
     # an epoch of a new process keeps the cut
     launcher.grant(Epoch(1), run="a run")
-    ServerCuts(EpochFolder(tmp_path, "pserver 0"), plan, SERVER, every=1).enter_alone()
+    ServerCuts(RoleFolder(tmp_path, "pserver 0"), plan, SERVER, every=1).enter_alone()
     assert launcher.marks()["pserver 0"] == RoleMark(1, (9,), is_alone=True, counts=(0, 9))
     launcher.clear()
     assert not (tmp_path / "pserver-0").exists()
@@ -738,7 +741,7 @@ def test_a_cut_waits_until_the_one_before_is_written() -> None:
 
 
 def test_a_process_that_was_replaced_ends(tmp_path: Path) -> None:
-    launcher, old = EpochFolder(tmp_path), EpochFolder(tmp_path, "pserver 0")
+    launcher, old = LauncherFolder(tmp_path), RoleFolder(tmp_path, "pserver 0")
     launcher.grant(Epoch(), "a run", started={"pserver 0": 0})
     assert old.current() == Epoch()
     launcher.grant(Epoch(1, 20), "a run", started={"pserver 0": 1, "trainer 0": 0})
@@ -746,32 +749,32 @@ def test_a_process_that_was_replaced_ends(tmp_path: Path) -> None:
         with pytest.raises(ReplacedError, match="has lost this process of pserver 0, and has"):
             act()
     assert launcher.marks() == {}
-    assert EpochFolder(tmp_path, "trainer 0").current() == Epoch(1, 20)
+    assert RoleFolder(tmp_path, "trainer 0").current() == Epoch(1, 20)
     environment = launcher.environment(1)
-    new = EpochFolder.from_environment("pserver 0", environment)
+    new = RoleFolder.from_environment("pserver 0", environment)
     assert new is not None and new.current() == Epoch(1, 20)
 
 
 def test_an_asynchronous_server_refuses_cuts_of_synchronous_ones(tmp_path: Path) -> None:
     cuts_of(tmp_path).epochs.note_cut(0, 10)
     plan = planned(mode=dtrans.Async())
-    cuts = ServerCuts(EpochFolder(tmp_path, "pserver 0"), plan, SERVER, every=1)
+    cuts = ServerCuts(RoleFolder(tmp_path, "pserver 0"), plan, SERVER, every=1)
     with pytest.raises(ConfigError, match="has cuts of synchronous servers, but the plan's mode"):
         cuts.begin_alone({})
 
 
 def test_a_synchronous_server_refuses_cuts_of_asynchronous_ones(tmp_path: Path) -> None:
-    folder = EpochFolder(tmp_path, "pserver 0")
-    folder.grant(Epoch(), "a run")
+    folder = RoleFolder(tmp_path, "pserver 0")
+    LauncherFolder(tmp_path).grant(Epoch(), "a run")
     folder.enter_alone(folder.current())
     with pytest.raises(ConfigError, match="cuts of asynchronous servers, but the plan's mode is s"):
         ServerCuts(folder, planned(), SERVER, every=1).begin({})
 
 
 def test_an_asynchronous_server_counts_from_the_restored_checkpoint(tmp_path: Path) -> None:
-    EpochFolder(tmp_path).grant(Epoch(), "a run")
+    LauncherFolder(tmp_path).grant(Epoch(), "a run")
     plan = planned(mode=dtrans.Async())
-    cuts = ServerCuts(EpochFolder(tmp_path, "pserver 0"), plan, SERVER, every=1, first_step=40)
+    cuts = ServerCuts(RoleFolder(tmp_path, "pserver 0"), plan, SERVER, every=1, first_step=40)
     assert cuts.begin_alone({"w": 1}) == EpochStart(Epoch(), {"w": 1}, counts={0: 40, 1: 40})
 
 

@@ -35,7 +35,7 @@ package = types.ModuleType("dtrans")  # its own __init__ imports JAX
 package.__path__ = [{str(ROOT / "dtrans")!r}]
 sys.modules["dtrans"] = package
 from dtrans.run.net.ended_roles import ended_roles
-from dtrans.run.net.epoch_folder import EpochFolder
+from dtrans.run.net.role_folder import RoleFolder
 
 kind = os.environ["DTRANS_ROLE"]
 servers = os.environ["DTRANS_PSERVER_ENDPOINTS"].split(",")
@@ -43,7 +43,7 @@ index = os.environ.get("DTRANS_TRAINER_ID") or str(
     servers.index(os.environ["DTRANS_CURRENT_ENDPOINT"]))
 name = kind.lower() + " " + index
 count = int(os.environ["DTRANS_TRAINERS"]) + len(servers)
-epochs = EpochFolder.from_environment(name)
+epochs = RoleFolder.from_environment(name)
 
 def wait(condition):
     while not condition():

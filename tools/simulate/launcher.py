@@ -171,7 +171,7 @@ class SimulatedLauncher:
         return time
 
     def _note_cut(self, epoch: int, who: str, step: int, cut: SimulatedCut) -> None:
-        """Note a written piece, as `EpochFolder.note_cut` and `note_cut_alone` do."""
+        """Note a written piece, as `RoleFolder.note_cut` and `note_cut_alone` do."""
         if not self._case.sync_mode:
             self._cuts[who] = {step: cut}
         elif epoch == self.epoch.number:
@@ -419,7 +419,7 @@ class SimulatedLauncher:
         self.records.append(EpochRecord(self.epoch.number, cut, members))
 
     def _forget_cuts(self, after: int | None) -> None:
-        """Forget the cuts after a step, as `EpochFolder.enter` does; all cuts for None."""
+        """Forget the cuts after a step, as `RoleFolder.enter` does; all cuts for None."""
         for cuts in self._cuts.values():
             for step in [x for x in cuts if after is None or x > after]:
                 del cuts[step]

@@ -25,8 +25,9 @@ from dtrans.protocol.server.trainer_registry import named
 from dtrans.run.distributed.launch_record import LaunchRecord
 from dtrans.run.distributed.role import Role
 from dtrans.run.distributed.role_output import say
-from dtrans.run.net.epoch_folder import LAUNCH, EpochFolder
+from dtrans.run.net.epoch_folder import EpochFolder
 from dtrans.run.net.epoch_log import EpochLog, EpochRecord
+from dtrans.run.net.launcher_folder import LAUNCH, LauncherFolder
 from dtrans.run.net.role_marks import LostReport, RoleMark
 from dtrans.run.net.temp_dir import TempDir
 
@@ -72,7 +73,7 @@ class JobEpochs:
         quorum: int = 1,
     ) -> None:
         self.lock = lock
-        self._folder, self._log = EpochFolder(path), EpochLog(path)
+        self._folder, self._log = LauncherFolder(path), EpochLog(path)
         self._drops_trainers = drops_trainers
         self._names = [role.name for role in roles]
         self._servers = [role.name for role in roles if role.is_pserver]

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from dtrans.errors import ConfigError
-from dtrans.run.net.epoch_folder import LAUNCH, EpochFolder, write_file
+from dtrans.run.net.epoch_folder import EpochFolder
+from dtrans.run.net.launcher_folder import LAUNCH
+from dtrans.run.net.shared_files import write_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +31,9 @@ class LaunchRecord:
       >>> import tempfile
       >>> from dtrans.protocol.epochs import Epoch
       >>> from dtrans.run.distributed.launch_record import LaunchRecord
-      >>> from dtrans.run.net.epoch_folder import EpochFolder
+      >>> from dtrans.run.net.launcher_folder import LauncherFolder
       >>> with tempfile.TemporaryDirectory() as path:
-      ...     EpochFolder(path).grant(Epoch(), run="a run")
+      ...     LauncherFolder(path).grant(Epoch(), run="a run")
       ...     LaunchRecord({"script": "train.py", "trainers": 2}, path).write(path)
       ...     print(LaunchRecord.read(path).options)
       {'script': 'train.py', 'trainers': 2}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrans.errors import ConfigError
-from dtrans.run.net.epoch_folder import write_file
+from dtrans.run.net.shared_files import write_file
 
 
 NAME = "epochs.jsonl"

@@ -1,6 +1,6 @@
 """Reports of a job's roles to the launcher: their epochs, their cuts, and the roles that they lost.
 
-`dtrans.run.net.epoch_folder` writes and reads the reports.
+`dtrans.run.net.role_folder` writes the reports, and `dtrans.run.net.epoch_folder` reads them.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.replica_placement import backups_of
 from dtrans.protocol.epochs import Epoch
 from dtrans.protocol.server.trainer_registry import log
-from dtrans.run.net.epoch_folder import EpochFolder
+from dtrans.run.net.role_folder import RoleFolder
 from dtrans.run.parameter_server.step_results import merged_results
 from dtrans.run.parameter_server.trainer_cuts import computed_leaves, server_names
 from dtrans.run.parameter_server.update import ServerUpdate
@@ -61,7 +61,7 @@ class ServerCuts:
       has_replicas: True if another server stores a copy of each server's state.
     """
 
-    folder: EpochFolder | None
+    folder: RoleFolder | None
     plan: PServerPlan
     endpoint: str
     every: int
@@ -75,7 +75,7 @@ class ServerCuts:
         return self.folder is not None
 
     @property
-    def epochs(self) -> EpochFolder:
+    def epochs(self) -> RoleFolder:
         """The folder, if this server writes cuts."""
         assert self.folder is not None
         return self.folder

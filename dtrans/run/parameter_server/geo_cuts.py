@@ -32,7 +32,8 @@ from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.epochs import is_cut_due_alone
 from dtrans.protocol.trainer.geo_steps import GeoCut
 from dtrans.protocol.trainer.trainer_line import log
-from dtrans.run.net.epoch_folder import EpochFolder, write_file
+from dtrans.run.net.role_folder import RoleFolder
+from dtrans.run.net.shared_files import write_file
 from dtrans.run.parameter_server.geo import GeoTrainer
 from dtrans.run.parameter_server.server_connections import ServerConnections
 from dtrans.run.parameter_server.trainer_cuts import computed_leaves
@@ -51,7 +52,7 @@ class GeoCuts:
       name: name of the trainer's role.
     """
 
-    def __init__(self, folder: EpochFolder | None, plan: PServerPlan, name: str) -> None:
+    def __init__(self, folder: RoleFolder | None, plan: PServerPlan, name: str) -> None:
         self._folder, self._plan, self._name = folder, plan, name
         self._cut: GeoCut | None = None  # cut with which this process starts
         self._newest = 0  # step of the newest cut
@@ -128,7 +129,7 @@ class GeoCuts:
     # -- files -----------------------------------------------------------------------------------
 
     @property
-    def _epochs(self) -> EpochFolder:
+    def _epochs(self) -> RoleFolder:
         """The folder, in a job with cuts."""
         assert self._folder is not None
         return self._folder

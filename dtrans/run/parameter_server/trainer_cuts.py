@@ -26,7 +26,8 @@ from dtrans.errors import StateError
 from dtrans.ir.selection import exclude, subset
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.trainer.trainer_line import log
-from dtrans.run.net.epoch_folder import EpochFolder, write_file
+from dtrans.run.net.role_folder import RoleFolder
+from dtrans.run.net.shared_files import write_file
 from dtrans.run.parameter_server.server_connections import ServerConnections
 from dtrans.step.frozen import changed_leaves
 
@@ -50,7 +51,7 @@ class TrainerCuts:
       name: name of the trainer's role.
     """
 
-    def __init__(self, folder: EpochFolder | None, plan: PServerPlan, name: str) -> None:
+    def __init__(self, folder: RoleFolder | None, plan: PServerPlan, name: str) -> None:
         self._folder, self._plan, self._name = folder, plan, name
         self._computed = computed_leaves(plan)
         self._constants = exclude(plan.frozen, self._computed)
@@ -103,7 +104,7 @@ class TrainerCuts:
     # -- files -----------------------------------------------------------------------------------
 
     @property
-    def _epochs(self) -> EpochFolder:
+    def _epochs(self) -> RoleFolder:
         """The folder, in a job with cuts."""
         assert self._folder is not None
         return self._folder

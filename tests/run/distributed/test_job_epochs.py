@@ -13,8 +13,9 @@ from dtrans.protocol.epochs import Epoch, ReplacedError
 from dtrans.run.distributed.job_epochs import JobEpochs, endpoints_of, open_epochs
 from dtrans.run.distributed.role import roles_of
 from dtrans.run.net.ended_roles import EndedRoles, ended_roles
-from dtrans.run.net.epoch_folder import EpochFolder
 from dtrans.run.net.epoch_log import members_of_steps, read_log
+from dtrans.run.net.launcher_folder import LauncherFolder
+from dtrans.run.net.role_folder import RoleFolder
 
 
 ROLES = roles_of(2, ("127.0.0.1:1",))
@@ -28,7 +29,7 @@ class Job:
     def __init__(self, path: Path) -> None:
         self.epochs = JobEpochs(path, ROLES)
         # the current process of each role, whichever epoch has started it
-        self.folders = {name: EpochFolder(path, name, started=1000) for name in NAMES}
+        self.folders = {name: RoleFolder(path, name, started=1000) for name in NAMES}
 
     def enter(self, *names: str) -> None:
         for name in names:
@@ -80,7 +81,7 @@ def test_a_report_about_a_process_that_is_starting_is_ignored(job: Job) -> None:
 def test_all_servers_begin_anew_if_one_has_no_cut(tmp_path: Path) -> None:
     """An asynchronous server would otherwise continue from its own cut."""
     epochs = JobEpochs(tmp_path, roles_of(2, ("127.0.0.1:1", "127.0.0.1:2")))
-    servers = [EpochFolder(tmp_path, f"pserver {i}") for i in range(2)]
+    servers = [RoleFolder(tmp_path, f"pserver {i}") for i in range(2)]
     for server in servers:
         server.enter_alone(server.current())
     servers[0].note_cut_alone(20, [10, 10])
@@ -191,7 +192,7 @@ def test_a_dropped_trainer_takes_no_part(job: Job) -> None:
 
 def test_a_process_of_a_dropped_trainer_ends(tmp_path: Path) -> None:
     """It may live on a host that was lost."""
-    epochs, old = JobEpochs(tmp_path, ROLES), EpochFolder(tmp_path, "trainer 1")
+    epochs, old = JobEpochs(tmp_path, ROLES), RoleFolder(tmp_path, "trainer 1")
     assert old.current() == Epoch()
     epochs.drop("trainer 1")
     with pytest.raises(ReplacedError, match="of trainer 1, and the job continues without it; this"):
@@ -269,7 +270,7 @@ def test_a_second_loss_does_not_go_back_to_an_undone_cut(tmp_path: Path) -> None
     roles = roles_of(4, ("127.0.0.1:1", "127.0.0.1:2"))
     names = [role.name for role in roles]
     epochs = JobEpochs(tmp_path, roles, drops_trainers=True)
-    folders = {name: EpochFolder(tmp_path, name, started=1000) for name in names}
+    folders = {name: RoleFolder(tmp_path, name, started=1000) for name in names}
     for folder in folders.values():
         folder.enter(folder.current())
     for server in ("pserver 0", "pserver 1"):
@@ -306,6 +307,6 @@ def test_a_launcher_continues_only_with_a_quorum(job: Job, tmp_path: Path) -> No
         "write quorum=1, or another folder",
     ):
         JobEpochs(tmp_path, ROLES, drops_trainers=True, quorum=2)
-    assert job.epochs.epoch == EpochFolder(tmp_path).current()  # no epoch was granted
+    assert job.epochs.epoch == LauncherFolder(tmp_path).current()  # no epoch was granted
     again = JobEpochs(tmp_path, ROLES, drops_trainers=True, quorum=1)
     assert again.epoch == Epoch(2, 10, dropped=(1,))

@@ -25,8 +25,9 @@ from dtrans.run.distributed import attempt, identity, job_epochs, restarts
 from dtrans.run.distributed.launcher import launch
 from dtrans.run.distributed.restarts import RestartOptions
 from dtrans.run.distributed.site import Site
-from dtrans.run.net.epoch_folder import EpochFolder
 from dtrans.run.net.epoch_log import read_log
+from dtrans.run.net.launcher_folder import LauncherFolder
+from dtrans.run.net.role_folder import RoleFolder
 
 
 PATIENCE = 60.0  # seconds for something that takes milliseconds on an idle machine
@@ -660,8 +661,8 @@ def test_the_loss_of_a_role_that_starts_is_no_lack_of_cuts(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The servers may not serve yet; a mark of an earlier launch says nothing about this one."""
-    EpochFolder(tmp_path / "cuts").path.mkdir()
-    EpochFolder(tmp_path / "cuts").note_no_cuts()
+    (tmp_path / "cuts").mkdir()
+    RoleFolder(tmp_path / "cuts", "pserver 0").note_no_cuts()
     command = script("""
         if name == "trainer 1" and os.environ["DTRANS_RESTARTS"] == "0":
             die()
@@ -910,7 +911,7 @@ def test_a_killed_launcher_is_started_again(
         text=True,
     )
     with first:
-        folder = EpochFolder(cuts)
+        folder = LauncherFolder(cuts)
         servers = [name for name in ROLES if "pserver" in name]
         until(lambda: folder.newest_cut(servers) == 20 and len(folder.marks()) == 4, "a cut")
         with pytest.raises(ConfigError, match="cuts='.*cuts' is the folder of a job that runs"):

@@ -24,7 +24,7 @@ from dtrans.run.distributed.child_process import Guard
 from dtrans.run.distributed.job_epochs import ROLES_LOCK, open_epochs
 from dtrans.run.distributed.launch_record import LaunchRecord
 from dtrans.run.distributed.role import roles_of
-from dtrans.run.net.epoch_folder import EpochFolder
+from dtrans.run.net.launcher_folder import LauncherFolder
 
 
 ROLES = roles_of(1, ("127.0.0.1:1",))
@@ -39,7 +39,7 @@ SCRIPT = """
 
 def job_in(folder: Path, directory: Path, **options: Any) -> None:
     """Let a folder have a job whose launcher has ended."""
-    EpochFolder(folder).grant(Epoch(), "a run", 1, ["127.0.0.1:1"])
+    LauncherFolder(folder).grant(Epoch(), "a run", 1, ["127.0.0.1:1"])
     LaunchRecord({"script": "train.py", **options}, str(directory)).write(folder)
 
 
@@ -68,7 +68,7 @@ def test_the_command_line_is_repeated(
         stderr=subprocess.PIPE,
     )
     with first:
-        folder = EpochFolder(job / "cuts")
+        folder = LauncherFolder(job / "cuts")
         servers = ["pserver 0", "pserver 1"]
         until(lambda: folder.newest_cut(servers) == 20 and len(folder.marks()) == 4, "a cut")
         with monkeypatch.context() as patch:
@@ -190,7 +190,7 @@ def test_a_launcher_waits_for_the_roles_of_a_killed_one(
     thread = threading.Thread(target=launch)
     thread.start()
     until(lambda: False in tries, "a launcher that waits")
-    assert not EpochFolder(tmp_path).is_used
+    assert not LauncherFolder(tmp_path).is_used
     os.close(file)
     thread.join(HANG)
     assert found == [Epoch()]

@@ -25,8 +25,9 @@ from dtrans.protocol.epochs import Epoch
 from dtrans.run.distributed.launcher import launch
 from dtrans.run.distributed.restarts import RestartOptions
 from dtrans.run.distributed.role import Role
-from dtrans.run.net.epoch_folder import VARIABLE, EpochFolder
+from dtrans.run.net.epoch_folder import VARIABLE
 from dtrans.run.net.epoch_log import EpochLog, EpochRecord, read_log
+from dtrans.run.net.launcher_folder import LauncherFolder
 from dtrans.run.parameter_server.cuts import check_drops
 from dtrans.run.parameter_server.trainer_calls import TrainerCalls
 from dtrans.run.role_job import TrainerJob
@@ -336,7 +337,7 @@ def test_plans_that_need_all_trainers_are_refused() -> None:
 
 
 def test_a_server_reads_whether_trainers_may_be_dropped(tmp_path: Path) -> None:
-    folder = EpochFolder(tmp_path)
+    folder = LauncherFolder(tmp_path)
     folder.grant(Epoch(), "a run")
     assert not folder.drops_trainers
     folder.grant(Epoch(1, 10, dropped=(2,)), "a run", drops_trainers=True)
@@ -360,7 +361,7 @@ def test_a_trainer_refuses_a_batch_that_needs_all_trainers() -> None:
 def test_a_trainer_reads_whether_trainers_may_be_dropped(
     drops_trainers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    EpochFolder(tmp_path).grant(Epoch(), "a run", drops_trainers=drops_trainers)
+    LauncherFolder(tmp_path).grant(Epoch(), "a run", drops_trainers=drops_trainers)
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     plan = plan_for()
     role = Role("trainer", plan.trainers, tuple(plan.servers))

@@ -19,7 +19,8 @@ from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.epochs import Epoch, ReplacedError
 from dtrans.protocol.trainer.geo_steps import GeoCut
 from dtrans.run.distributed.launcher import launch
-from dtrans.run.net.epoch_folder import EpochFolder
+from dtrans.run.net.launcher_folder import LauncherFolder
+from dtrans.run.net.role_folder import RoleFolder
 from dtrans.run.parameter_server.geo_cuts import GeoCuts
 from dtrans.run.parameter_server.server_connections import ServerConnections
 
@@ -54,7 +55,7 @@ import os, signal, time
 import jax
 import numpy as np
 import dtrans
-from dtrans.run.net.epoch_folder import EpochFolder
+from dtrans.run.net.role_folder import RoleFolder
 from model import key, main, startup, x
 
 SERVERS = [f"pserver {i}" for i in range({servers})]
@@ -63,7 +64,7 @@ open(f"pid {role.name}", "w").write(str(os.getpid()))
 
 def await_cuts(number):
     # all servers have a cut, and another one than at the kill before
-    folder, before = EpochFolder.from_environment(role.name), None
+    folder, before = RoleFolder.from_environment(role.name), None
     if number:
         before = open(f"cuts {number - 1}").read()
     while not (cuts := folder.cuts_alone(SERVERS)) or str(cuts) == before:
@@ -249,9 +250,8 @@ def connections(*, every: int = 10) -> Any:
 
 
 def cuts_of(plan: PServerPlan, path: Path) -> GeoCuts:
-    folder = EpochFolder(path, "trainer 1")
-    folder.grant(Epoch(), "a run", trainers=2)
-    return GeoCuts(folder, plan, "trainer 1")
+    LauncherFolder(path).grant(Epoch(), "a run", trainers=2)
+    return GeoCuts(RoleFolder(path, "trainer 1"), plan, "trainer 1")
 
 
 def test_a_trainer_writes_cuts_and_begins_with_the_newest(
@@ -316,7 +316,7 @@ def test_a_cut_that_cannot_be_written_is_logged(
 
 def test_a_replaced_process_writes_no_cut(model: dict[str, Any], tmp_path: Path) -> None:
     cuts, state = cuts_of(plan_of(model), tmp_path), model["init"](model["key"])
-    EpochFolder(tmp_path).grant(Epoch(1), "a run", trainers=2, started={"trainer 1": 1})
+    LauncherFolder(tmp_path).grant(Epoch(1), "a run", trainers=2, started={"trainer 1": 1})
     with pytest.raises(ReplacedError):
         cuts.before_step(connections(), StandIn(), 10, state)
     assert not list(tmp_path.glob("trainer-1/*"))
@@ -324,7 +324,7 @@ def test_a_replaced_process_writes_no_cut(model: dict[str, Any], tmp_path: Path)
 
 def test_cuts_of_trainers_are_forgotten_with_those_of_servers(tmp_path: Path) -> None:
     """A new start of all roles without a cut of each server begins with the initial state."""
-    folder = EpochFolder(tmp_path)
+    folder = LauncherFolder(tmp_path)
     for forget in (folder.forget_marks, folder.clear):
         folder.grant(Epoch(), "a run", trainers=2)
         (tmp_path / "trainer-1").mkdir()

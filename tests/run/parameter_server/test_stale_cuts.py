@@ -20,7 +20,8 @@ from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.epochs import Epoch
 from dtrans.run.distributed.job_epochs import JobEpochs
 from dtrans.run.distributed.role import roles_of
-from dtrans.run.net.epoch_folder import EpochFolder
+from dtrans.run.net.launcher_folder import LauncherFolder
+from dtrans.run.net.role_folder import RoleFolder
 from dtrans.run.parameter_server.cuts import ServerCuts
 from dtrans.run.role_job import ServerJob
 
@@ -45,7 +46,7 @@ class Servers:
         self.first, self.epoch = first, JobEpochs(path, ROLES).epoch
         self.cuts = {}
         for name, endpoint in zip(NAMES, ENDPOINTS, strict=True):
-            folder = EpochFolder(path, name, started=self.epoch.number)
+            folder = RoleFolder(path, name, started=self.epoch.number)
             cuts = self.cuts[endpoint] = ServerCuts(folder, plan, endpoint, 100, at_loss=True)
             if plan.sync_mode:
                 cuts.begin(first[endpoint])
@@ -127,7 +128,7 @@ def test_the_folder_of_cuts_has_no_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="already has a folder 60, .*; write another folder"):
         JobEpochs(tmp_path, ROLES)
     assert (tmp_path / "60").exists()
-    job = types.SimpleNamespace(_epochs=EpochFolder(tmp_path, "pserver 0"))
+    job = types.SimpleNamespace(_epochs=RoleFolder(tmp_path, "pserver 0"))
     ServerJob._check_folders(job, tmp_path / "other")
     with pytest.raises(
         ConfigError, match="is also the folder .*; pass another folder to job.serve"
@@ -139,15 +140,15 @@ def test_the_folder_of_cuts_has_no_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def roles(tmp_path: Path) -> list[EpochFolder]:
-    EpochFolder(tmp_path).grant(Epoch(), "a run", 1)
-    folders = [EpochFolder(tmp_path, name) for name in ("pserver 1", "pserver 10", "trainer 1")]
+def roles(tmp_path: Path) -> list[RoleFolder]:
+    LauncherFolder(tmp_path).grant(Epoch(), "a run", 1)
+    folders = [RoleFolder(tmp_path, name) for name in ("pserver 1", "pserver 10", "trainer 1")]
     for folder in folders:
         folder.enter(Epoch())
     return folders
 
 
-def write_parts(path: Path, role: EpochFolder, *steps: int) -> None:
+def write_parts(path: Path, role: RoleFolder, *steps: int) -> None:
     """Write a role's parts of cuts, and a part that is incomplete."""
     name = role._slug
     for step in steps:
@@ -161,7 +162,7 @@ def write_parts(path: Path, role: EpochFolder, *steps: int) -> None:
 
 
 def test_a_role_removes_its_parts_after_the_cut_of_its_epoch(
-    roles: list[EpochFolder], tmp_path: Path
+    roles: list[RoleFolder], tmp_path: Path
 ) -> None:
     for role in roles:
         write_parts(tmp_path, role, 10, 20)
@@ -177,7 +178,7 @@ def test_a_role_removes_its_parts_after_the_cut_of_its_epoch(
 
 
 def test_incomplete_cuts_are_removed_when_newer_ones_are_complete(
-    roles: list[EpochFolder], tmp_path: Path
+    roles: list[RoleFolder], tmp_path: Path
 ) -> None:
     """A role that was lost has not written its part of cut 15."""
     servers = ["pserver 1", "pserver 10"]

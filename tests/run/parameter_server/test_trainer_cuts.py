@@ -20,7 +20,9 @@ from dtrans.checkpoint.runs import Mark
 from dtrans.errors import ConfigError, StateError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.epochs import Epoch
-from dtrans.run.net.epoch_folder import VARIABLE, EpochFolder
+from dtrans.run.net.epoch_folder import VARIABLE
+from dtrans.run.net.launcher_folder import LauncherFolder
+from dtrans.run.net.role_folder import RoleFolder
 from dtrans.run.parameter_server.cuts import ServerCuts, check_cuts
 from dtrans.run.parameter_server.trainer_cuts import TrainerCuts, computed_leaves
 from dtrans.run.role_job import ServerJob
@@ -71,9 +73,9 @@ def connections(epoch: Epoch | None, *, step: int, every: int = 10) -> Any:
     return types.SimpleNamespace(epoch=epoch, step_count=step, steps_between_cuts=every)
 
 
-def folder_of(path: Path) -> EpochFolder:
-    folder = EpochFolder(path, "trainer 1")
-    folder.grant(Epoch(), "a run", trainers=2)
+def folder_of(path: Path) -> RoleFolder:
+    LauncherFolder(path).grant(Epoch(), "a run", trainers=2)
+    folder = RoleFolder(path, "trainer 1")
     folder.enter(Epoch())
     return folder
 
@@ -105,7 +107,7 @@ def test_a_trainer_writes_its_leaves_at_the_cuts_of_servers(
     assert folder.marks()["trainer 1"].cuts == (7, 10)
 
     # the cut with which an epoch begins is written already
-    folder.grant(Epoch(1, 20), "a run", trainers=2)
+    LauncherFolder(tmp_path).grant(Epoch(1, 20), "a run", trainers=2)
     folder.enter(Epoch(1, 20))
     cuts.before_step(connections(Epoch(1, 20), step=20), 20, params)
     assert written(tmp_path) == {"7/trainer-1.npz", "10/trainer-1.npz"}
@@ -136,7 +138,7 @@ def test_a_trainer_goes_back_to_its_leaves_of_the_cut(plan: PServerPlan, tmp_pat
     types_of_start = [x.dtype for x in jax.tree.leaves(start)]
     cuts = TrainerCuts(folder, plan, "trainer 1")
     cuts.before_step(connections(Epoch(0), step=0), 10, params)
-    again = TrainerCuts(EpochFolder(tmp_path, "trainer 1"), plan, "trainer 1")
+    again = TrainerCuts(RoleFolder(tmp_path, "trainer 1"), plan, "trainer 1")
     for made, scale in ((cuts, params["net"]["scale"]), (again, start["net"]["scale"])):
         found = made.keep_constants(made.begin(connections(Epoch(1, 10), step=10), start))
         assert [x.dtype for x in jax.tree.leaves(found)] == types_of_start
@@ -144,7 +146,7 @@ def test_a_trainer_goes_back_to_its_leaves_of_the_cut(plan: PServerPlan, tmp_pat
             np.testing.assert_array_equal(as_numpy(found["own"][n]), as_numpy(x))
         assert found["net"]["w"] is start["net"]["w"] and found["net"]["scale"] is scale
 
-    other = TrainerCuts(EpochFolder(tmp_path, "trainer 0"), plan, "trainer 0")
+    other = TrainerCuts(RoleFolder(tmp_path, "trainer 0"), plan, "trainer 0")
     with pytest.raises(StateError, match="leaves of trainer 0 in the cut of step 10 cannot be"):
         other.begin(connections(Epoch(1, 10), step=10), start)
 
@@ -186,16 +188,16 @@ def test_servers_alone_write_and_restore_the_rest_of_a_cut(
     """A checkpoint of the same plan also needs the piece of trainer 0."""
     params, opt_state = init()
     states = {ep: scatter(plan, ep, params, opt_state) for ep in SERVERS}
-    EpochFolder(tmp_path).grant(Epoch(), "a run", trainers=2)
+    LauncherFolder(tmp_path).grant(Epoch(), "a run", trainers=2)
     for i, (endpoint, state) in enumerate(states.items()):
-        folder = EpochFolder(tmp_path, f"pserver {i}")
+        folder = RoleFolder(tmp_path, f"pserver {i}")
         cuts = ServerCuts(folder, plan, endpoint, every=10)
         cuts.begin(state)
         cuts.write(0, {}, state, Mark(("a run",), 10))
         assert folder.marks()[f"pserver {i}"].with_trainers
-    EpochFolder(tmp_path).grant(Epoch(1, 10), "a run", trainers=2)
+    LauncherFolder(tmp_path).grant(Epoch(1, 10), "a run", trainers=2)
     for i, (endpoint, state) in enumerate(states.items()):
-        cuts = ServerCuts(EpochFolder(tmp_path, f"pserver {i}"), plan, endpoint, every=10)
+        cuts = ServerCuts(RoleFolder(tmp_path, f"pserver {i}"), plan, endpoint, every=10)
         start = cuts.begin({})
         assert (start.epoch, start.step, start.loaded) == (Epoch(1, 10), 10, 10)
         assert start.state.keys() == state.keys()
@@ -214,7 +216,7 @@ def test_a_server_without_cuts_is_reported(
     plan: PServerPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless another role takes part in epochs."""
-    folder = EpochFolder(tmp_path)
+    folder = LauncherFolder(tmp_path)
     folder.grant(Epoch(), "a run")
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     role = dtrans.Role("pserver", plan.trainers, SERVERS, current_endpoint=SERVERS[0])
@@ -224,5 +226,5 @@ def test_a_server_without_cuts_is_reported(
         assert not folder.lacks_cuts
         job.serve({})
         assert folder.lacks_cuts
-    EpochFolder(tmp_path, "pserver 1").enter(Epoch())
+    RoleFolder(tmp_path, "pserver 1").enter(Epoch())
     assert not folder.lacks_cuts

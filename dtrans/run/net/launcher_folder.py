@@ -1,0 +1,107 @@
+"""Launcher's files in the folder of epochs and cuts: the launcher grants epochs.
+
+`dtrans.run.net.epoch_folder` lists the files of the folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from dtrans.protocol.epochs import Epoch
+from dtrans.run.net.epoch_folder import STARTED, VARIABLE, WITHOUT_CUTS, EpochFolder
+from dtrans.run.net.shared_files import write_json
+
+
+LAUNCH = "launch.json"
+
+
+class LauncherFolder(EpochFolder):
+    """Folder of a job's epochs and cuts, in the launcher of the job.
+
+    Example:
+      >>> import tempfile
+      >>> from dtrans.protocol.epochs import Epoch
+      >>> from dtrans.run.net.launcher_folder import LauncherFolder
+      >>> from dtrans.run.net.role_folder import RoleFolder
+      >>> with tempfile.TemporaryDirectory() as path:
+      ...     launcher, server = LauncherFolder(path), RoleFolder(path, "pserver 0")
+      ...     launcher.grant(Epoch(), run="a run")
+      ...     server.enter(server.current())
+      ...     server.note_cut(0, 20)
+      ...     launcher.grant(Epoch(1, launcher.newest_cut(["pserver 0"])), run="a run")
+      ...     print(server.current().number, server.current().cut)
+      1 20
+    """
+
+    def environment(self, started: int) -> dict[str, str]:
+        """Return the environment variables that the launcher sets for a role.
+
+        Args:
+          started: number of the epoch in which the role's process is started.
+        """
+        return {VARIABLE: str(self.path), STARTED: str(started)}
+
+    def grant(
+        self,
+        epoch: Epoch,
+        run: str,
+        trainers: int = 0,
+        endpoints: Sequence[str] = (),
+        started: Mapping[str, int] = {},
+        *,
+        drops_trainers: bool = False,
+    ) -> None:
+        """Begin an epoch. The file is flushed to the disk before the method returns.
+
+        `run`, `trainers` and `endpoints` are the same in all epochs of a job.
+
+        Args:
+          epoch: the epoch.
+          run: identifier of the job.
+          trainers: number of trainers.
+          endpoints: endpoints of the servers. Pieces of cuts and checkpoints contain them.
+          started: for each role, the number of the epoch in which its process was started. Earlier
+            processes of the role, on a host that the launcher has lost, end when they read it.
+          drops_trainers: True if the launcher may drop lost trainers.
+        """
+        job: dict[str, Any] = {"run": run, "trainers": trainers, "endpoints": list(endpoints)}
+        job |= {"started": dict(started), "drops_trainers": drops_trainers}
+        write_json(self.path / "epoch.json", {**dataclasses.asdict(epoch), **job})
+
+    def announce_end(self, lost: Collection[str] = ()) -> None:
+        """Tell servers that the current epoch is ending, so that they write their newest states.
+
+        Args:
+          lost: names of the lost servers, whose replicas other servers write.
+        """
+        ending = {"is_ending": True, "lost": list(lost)}
+        write_json(self.path / "epoch.json", {**self._granted(), **ending})
+
+    def clear(self) -> None:
+        """Remove all files of a job that has ended without an error."""
+        (self.path / "epoch.json").unlink()
+        for name in (LAUNCH, WITHOUT_CUTS):
+            (self.path / name).unlink(missing_ok=True)
+        for path in self.path.iterdir():  # the log of epochs stays
+            has_cuts = path.name.isdecimal() or path.name.startswith(("pserver-", "trainer-"))
+            if path.name in ("roles", "lost") or has_cuts:
+                shutil.rmtree(path)
+
+    def remove_other_cuts(self, cut: int | None) -> None:
+        """Remove all cuts of synchronous servers, except the newest complete one.
+
+        Args:
+          cut: step of the newest complete cut; None without one.
+        """
+        for step in self.steps():
+            if step != cut:
+                shutil.rmtree(self.path / str(step), ignore_errors=True)
+
+    def forget_marks(self) -> None:
+        """Remove the reports of all roles, and the cuts of trainers alone, while no role runs."""
+        for path in (self.path / "roles", self.path / "lost", *self.path.glob("trainer-*")):
+            shutil.rmtree(path, ignore_errors=True)
+        (self.path / WITHOUT_CUTS).unlink(missing_ok=True)

@@ -1,0 +1,262 @@
+"""Role's files in the folder of epochs and cuts: the role reports its epoch, and its cuts.
+
+`dtrans.run.net.epoch_folder` lists the files of the folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Collection, Mapping, Sequence
+
+from dtrans.protocol.epochs import Epoch, ReplacedError
+from dtrans.run.net.epoch_folder import STARTED, VARIABLE, WITHOUT_CUTS, EpochFolder, epoch_of
+from dtrans.run.net.role_marks import RoleMark, mark_of
+from dtrans.run.net.shared_files import read_all_json, write_json
+
+
+log = logging.getLogger(__name__)
+
+
+class RoleFolder(EpochFolder):
+    """Folder of a job's epochs and cuts, in the process of a role.
+
+    Args:
+      path: the folder, which all roles and the launcher see.
+      role: name of this process's role.
+      started: number of the epoch in which this process was started.
+
+    Example: see `dtrans.run.net.launcher_folder.LauncherFolder`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], role: str, started: int = 0) -> None:
+        super().__init__(path)
+        self._role, self._started = role, started
+        self._mark = RoleMark()
+        self._lock = threading.Lock()  # a server writes cuts in another thread
+
+    @classmethod
+    def from_environment(
+        cls, role: str, environ: Mapping[str, str] = os.environ
+    ) -> RoleFolder | None:
+        """Return the folder that the launcher has set; None without one."""
+        path = environ.get(VARIABLE)
+        return cls(path, role, int(environ.get(STARTED, 0))) if path else None
+
+    def current(self) -> Epoch:
+        """Return the epoch that the launcher has granted last.
+
+        Raises:
+          ConfigError: the folder has no epoch, since no launcher uses it.
+          ReplacedError: the launcher has started another process of this role, or has dropped it.
+        """
+        fields = self._granted()
+        epoch = epoch_of(fields)
+        if fields.get("started", {}).get(self._role, 0) > self._started:
+            what = "has started another one"
+            if self._role in [f"trainer {k}" for k in epoch.dropped]:
+                what = "the job continues without it"
+            raise ReplacedError(
+                f"the launcher has lost this process of {self._role}, and {what}; this process ends"
+            )
+        return epoch
+
+    def enter(
+        self,
+        epoch: Epoch,
+        *,
+        with_trainers: bool = False,
+        writes_newest: bool = False,
+        writes_replicas: bool = False,
+    ) -> None:
+        """Tell the launcher that this role takes part in an epoch.
+
+        The role forgets its cuts after the epoch's cut, so that the job never skips steps. It also
+        removes their files. Otherwise a later cut of the same step could contain a part that an
+        earlier launch with another script has written.
+
+        Args:
+          epoch: the epoch.
+          with_trainers: in a server, True if trainers write parts of its cuts, too.
+          writes_newest: in a server, True if it writes its newest states when the epoch is ending.
+          writes_replicas: in a server, True if it then also writes those of a lost server.
+        """
+        with self._lock:
+            cuts = self.mark().cuts_until(epoch.cut)
+            mark = RoleMark(
+                epoch.number,
+                cuts,
+                with_trainers=with_trainers,
+                writes_newest=writes_newest,
+                writes_replicas=writes_replicas,
+            )
+            self._write_mark(mark)
+            for step in self.steps():
+                if step not in cuts and step != epoch.cut:
+                    self._remove_part(step)
+
+    def enter_alone(self, epoch: Epoch) -> None:
+        """Tell the launcher that this asynchronous server takes part in an epoch, with its cuts."""
+        with self._lock:
+            before = self.mark()
+            mark = RoleMark(epoch.number, before.cuts, is_alone=True, counts=before.counts)
+            self._write_mark(mark)
+
+    def mark(self) -> RoleMark:
+        """Return the last report of this role, which an earlier process may have written."""
+        return mark_of(read_all_json(self.path / "roles").get(self._role, {}))
+
+    @property
+    def entered(self) -> int:
+        """Number of the epoch that this process has entered last."""
+        return self._mark.epoch
+
+    @property
+    def newest_written(self) -> int | None:
+        """Step of the newest cut that this process knows to be written; None without one."""
+        return max(self._mark.cuts, default=None)
+
+    def note_cut(self, epoch: int, step: int) -> None:
+        """Tell the launcher that this role has written its part of a cut.
+
+        Args:
+          epoch: number of the epoch in which the cut was taken. Cuts of older epochs are ignored.
+          step: the step of the cut.
+        """
+        with self._lock:
+            if epoch == self._mark.epoch:
+                cuts = sorted({*self._mark.cuts, step})
+                self._write_mark(dataclasses.replace(self._mark, cuts=tuple(cuts)))
+
+    def of_lost(self, role: str, epoch: int) -> RoleFolder:
+        """Return the folder as a lost role sees it, to write its part of a cut in its place.
+
+        Its methods raise ReplacedError when the launcher has started another process of the role.
+
+        Args:
+          role: name of the lost role.
+          epoch: number of the ending epoch.
+        """
+        folder = RoleFolder(self.path, role, epoch)
+        folder._mark = folder.mark()
+        return folder
+
+    def has_written(self, step: int) -> bool:
+        """Return True if this role has written its part of the cut of a step."""
+        return step in self._mark.cuts
+
+    def remove_part(self, step: int) -> None:
+        """Remove this role's part of the cut of a step, which the role has not reported.
+
+        Raises:
+          ReplacedError: the launcher has started another process of this role.
+        """
+        self.current()
+        self._remove_part(step)
+
+    def note_end(self, epoch: int, lost: Collection[str] = ()) -> None:
+        """Tell the launcher that this server has written its newest states.
+
+        Args:
+          epoch: number of the epoch that is ending.
+          lost: names of the lost servers. Their replicas on this server are written, too.
+        """
+        with self._lock:
+            if epoch == self._mark.epoch:
+                mark = dataclasses.replace(self._mark, ended=epoch, ended_for=tuple(lost))
+                self._write_mark(mark)
+
+    def note_cut_alone(self, step: int, counts: Sequence[int]) -> list[int]:
+        """Tell the launcher that this asynchronous server has written a cut.
+
+        Args:
+          step: the step of the cut. Steps increase.
+          counts: number of steps of each trainer in the cut.
+
+        Returns:
+          The steps of older cuts, which the server may remove.
+        """
+        with self._lock:
+            old = list(self._mark.cuts)
+            new = dataclasses.replace(self._mark, cuts=(step,), counts=tuple(counts))
+            self._write_mark(new)
+        return old
+
+    def drop_cuts(self, epoch: int, before: int) -> list[int]:
+        """Tell the launcher that this role removes all cuts before a step; return their steps.
+
+        Some of these cuts are incomplete, because only some roles have written their parts.
+        The cut of the current epoch stays, since this role may have to load it.
+
+        Args:
+          epoch: number of the role's epoch. If the launcher has granted a newer one, all stay.
+          before: the step.
+        """
+        with self._lock:
+            granted = self.current()
+            if granted.number != epoch or self._mark.epoch != epoch:
+                return []
+            written = {*self._mark.cuts, *self.steps()}
+            old = sorted(x for x in written if x < before and x != granted.cut)
+            cuts = tuple(x for x in self._mark.cuts if x not in old)
+            if cuts != self._mark.cuts:
+                self._write_mark(dataclasses.replace(self._mark, cuts=cuts))
+        return old
+
+    def remove_old_cuts(self, epoch: int, servers: Collection[str]) -> None:
+        """Remove all cuts before the second newest complete one.
+
+        Args:
+          epoch, servers: as for `drop_cuts` and `newest_cut`.
+        """
+        for step in self.drop_cuts(epoch, self.old_cut(servers)):
+            shutil.rmtree(self.path / str(step), ignore_errors=True)
+
+    def note_no_cuts(self) -> None:
+        """Tell the launcher that this server writes no cuts."""
+        (self.path / WITHOUT_CUTS).touch()
+
+    def leave(self) -> None:
+        """Tell the launcher that this role has left the job after its last step."""
+        with self._lock:
+            self._write_mark(dataclasses.replace(self._mark, left=True))
+
+    def report_lost(self, epoch: int, role: str, reason: str) -> None:
+        """Tell the launcher that this role has lost another role in an epoch.
+
+        Args:
+          epoch: number of the epoch.
+          role: "trainer 1", or "pserver " and its endpoint.
+          reason: text of the error.
+        """
+        fields = {"epoch": epoch, "role": role, "reason": reason}
+        try:
+            write_json(self.path / "lost" / self._role, fields)
+        except OSError as e:  # the caller raises its error when no epoch follows
+            log.warning("%s cannot report to the launcher that %s is lost: %s", self._role, role, e)
+
+    def _remove_part(self, step: int) -> None:
+        """Remove this role's part of the cut of a step, also if it is incomplete."""
+        for path in (self.path / str(step)).glob("*"):
+            # writers use temporary names such as pserver-0.tmp and .trainer-0.npz
+            if path.name.lstrip(".").partition(".")[0] != self._slug:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+    def _write_mark(self, mark: RoleMark) -> None:
+        """Write the report of this role; raise ReplacedError in a process that was replaced."""
+        if self.is_used:
+            self.current()
+        self._mark = mark
+        write_json(self.path / "roles" / self._role, dataclasses.asdict(mark))
+
+    @property
+    def _slug(self) -> str:
+        """Name of this role in the names of files and folders."""
+        return self._role.replace(" ", "-")
