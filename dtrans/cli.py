@@ -27,7 +27,7 @@ from dtrans.errors import ConfigError, DtransError, LaunchError
 
 
 if TYPE_CHECKING:
-    from dtrans.run.distributed.launch_record import LaunchRecord
+    from dtrans.run.distributed.restarts.launch_record import LaunchRecord
 
 
 # rich's tracebacks show all local variables and hide the error, so they are switched off
@@ -255,7 +255,7 @@ def launch_command(
     from dtrans.hosts.on_hosts import launch_on_hosts
     from dtrans.hosts.ray_launch import launch_on_ray, resources
     from dtrans.run.distributed.launcher import launch
-    from dtrans.run.distributed.restarts import RestartOptions
+    from dtrans.run.distributed.restarts.restart_options import RestartOptions
 
     if resume is not None:
         _resume(context, resume)
@@ -310,7 +310,7 @@ def launch_command(
 
 def _record(context: typer.Context) -> LaunchRecord:
     """Return the record of this command line: all values that differ from the default."""
-    from dtrans.run.distributed.launch_record import LaunchRecord
+    from dtrans.run.distributed.restarts.launch_record import LaunchRecord
 
     values = {}
     for parameter in context.command.params:
@@ -327,7 +327,7 @@ def _resume(context: typer.Context, folder: Path) -> None:
     Raises:
       ConfigError: the folder has no job, or the job has another script.
     """
-    from dtrans.run.distributed.launch_record import LaunchRecord
+    from dtrans.run.distributed.restarts.launch_record import LaunchRecord
 
     record = LaunchRecord.read(folder)
     values, earlier = context.params, record.options

@@ -485,7 +485,7 @@ FAULTS = (
         "run/base/test_between_steps.py::test_a_loader_skips_from_the_nearest_mark",
     ),
     Fault(  # a launcher does not wait for the roles of a killed one
-        "run/distributed/job_epochs.py",
+        "run/distributed/restarts/job_folder.py",
         "lock = stack.enter_context(_lock(path, ROLES_LOCK, patience=ROLES_END))",
         "lock = stack.enter_context(_lock(path, LOCK + LOCK))",
         ("run/distributed/test_resume.py",),

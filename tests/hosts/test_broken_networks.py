@@ -20,7 +20,7 @@ from paths import ROOT
 
 import dtrans
 from dtrans.run.distributed.launcher import launch
-from dtrans.run.distributed.restarts import RestartOptions
+from dtrans.run.distributed.restarts.restart_options import RestartOptions
 
 
 pytestmark = [

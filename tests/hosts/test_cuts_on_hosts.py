@@ -19,9 +19,9 @@ from dtrans.hosts import host_check, remote_agent
 from dtrans.hosts.host_list import HostEntry
 from dtrans.hosts.on_hosts import launch_on_hosts
 from dtrans.protocol.epochs import Epoch
-from dtrans.run.distributed import restarts
 from dtrans.run.distributed.launcher import launch
-from dtrans.run.distributed.restarts import RestartOptions
+from dtrans.run.distributed.restarts import run_attempts
+from dtrans.run.distributed.restarts.restart_options import RestartOptions
 from dtrans.run.net.launcher_folder import LauncherFolder
 from dtrans.run.net.role_folder import RoleFolder
 
@@ -43,7 +43,7 @@ def rsh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> None:
     find_without_checks(monkeypatch)
-    monkeypatch.setattr(restarts, "HOST_PAUSE", 0.1)
+    monkeypatch.setattr(run_attempts, "HOST_PAUSE", 0.1)
 
 
 def restarts_in(err: str) -> list[str]:

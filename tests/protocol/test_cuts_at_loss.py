@@ -30,8 +30,8 @@ from dtrans.protocol.server.peer_line import PeerLine
 from dtrans.protocol.server.serving import Serving
 from dtrans.protocol.server.sync_server import SyncServer
 from dtrans.protocol.server.trainer_registry import TrainerRegistry
-from dtrans.run.distributed import job_epochs
-from dtrans.run.distributed.job_epochs import JobEpochs
+from dtrans.run.distributed.restarts import cuts_at_loss
+from dtrans.run.distributed.restarts.job_epochs import JobEpochs
 from dtrans.run.distributed.role import roles_of
 from dtrans.run.net import shared_files
 from dtrans.run.net.launcher_folder import LauncherFolder
@@ -186,7 +186,7 @@ def test_a_server_that_is_lost_during_the_writes_is_announced_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its backup answers again, after it has written the lost server's states."""
-    monkeypatch.setattr(job_epochs, "WRITE_PATIENCE", float("inf"))
+    monkeypatch.setattr(cuts_at_loss, "WRITE_PATIENCE", float("inf"))
     job = Job(tmp_path, writes_newest=True, writes_replicas=True)
     live = job.folders["pserver 0"]
 
@@ -230,7 +230,7 @@ def test_the_launcher_does_not_wait_if_a_server_is_lost(
     lost: str, running: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No cut can become complete."""
-    monkeypatch.setattr(job_epochs, "WRITE_PATIENCE", float("inf"))
+    monkeypatch.setattr(cuts_at_loss, "WRITE_PATIENCE", float("inf"))
     job = Job(tmp_path, writes_newest=True)
     job.epochs.end_epoch(lost, lambda: running)
     assert not job.folders["pserver 0"].current().is_ending
@@ -239,7 +239,7 @@ def test_the_launcher_does_not_wait_if_a_server_is_lost(
 def test_the_launcher_does_not_wait_for_a_server_that_ends_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_epochs, "WRITE_PATIENCE", float("inf"))
+    monkeypatch.setattr(cuts_at_loss, "WRITE_PATIENCE", float("inf"))
     job = Job(tmp_path, writes_newest=True)
     looks = iter([{"pserver 0", "pserver 1"}, {"pserver 0"}])
     job.epochs.end_epoch("trainer 0", lambda: next(looks))
@@ -250,7 +250,7 @@ def test_the_launcher_does_not_wait_when_the_job_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After a signal, or at the time limit of the job."""
-    monkeypatch.setattr(job_epochs, "WRITE_PATIENCE", float("inf"))
+    monkeypatch.setattr(cuts_at_loss, "WRITE_PATIENCE", float("inf"))
     job = Job(tmp_path, writes_newest=True)
     stops = iter([False, True, True])
     job.epochs.end_epoch("trainer 0", lambda: {"pserver 0", "pserver 1"}, lambda: next(stops))
@@ -291,7 +291,7 @@ def test_a_job_continues_from_an_earlier_cut_if_the_disk_is_full(
 def test_the_launcher_waits_for_a_limited_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(job_epochs, "WRITE_PATIENCE", 0.1)
+    monkeypatch.setattr(cuts_at_loss, "WRITE_PATIENCE", 0.1)
     job = Job(tmp_path, writes_newest=True)
     job.folders["pserver 0"].note_end(0)
     job.epochs.end_epoch("trainer 0", lambda: {"pserver 0", "pserver 1"})

@@ -1,6 +1,6 @@
 """Simulated launcher: grants epochs, and starts lost roles again.
 
-It follows the rules of `dtrans.run.distributed.launcher`. A lost role alone is started again if all
+It follows the rules of `dtrans.run.distributed.restarts`. A lost role alone is started again if all
 other roles take part in the epoch and there is a complete cut. Otherwise all roles are started
 again. A job with a quorum drops a lost trainer in the first case, while enough trainers are left.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from dtrans.errors import CheckpointError, LostPeerError
 from dtrans.protocol.epochs import Epoch
 from dtrans.protocol.trainer.geo_steps import GeoCut
-from dtrans.run.distributed.job_epochs import WRITE_PATIENCE
+from dtrans.run.distributed.restarts.cuts_at_loss import WRITE_PATIENCE
 from dtrans.run.net.epoch_log import EpochRecord
 from tools.simulate.case import Case
 from tools.simulate.clock import Clock, Slot
@@ -219,7 +219,7 @@ class SimulatedLauncher:
     def _end_reported(self, epoch: int, name: str) -> None:
         if self._lost is not None:
             return
-        # A process that is still starting has not entered an epoch. See `JobEpochs.reports`.
+        # A process that is still starting has not entered an epoch. See `LostReports.current`.
         if epoch == self.epoch.number and name in self._entered and not self.roles[name].over:
             self.roles[name].kill()
 
@@ -252,7 +252,7 @@ class SimulatedLauncher:
     # -- cuts at losses --------------------------------------------------------------------------
 
     def _end_epoch(self, lost: Process) -> None:
-        """Let the servers write their newest states, as `JobEpochs.end_epoch` does."""
+        """Let the servers write their newest states, as `CutsAtLoss.request` does."""
         servers = {name for name in self._servers if not self.roles[name].over}
         number, writers = self.epoch.number, set[str]()
         for name in servers - self._left:

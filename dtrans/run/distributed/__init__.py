@@ -14,8 +14,8 @@ elastic         training that continues without lost trainers
 status_door     replies of trainer 0 to `dtrans status`
 launcher        starts the processes of a job, on this host or at a `Site`
 child_process   one process of the launcher, and its output
+restarts        restarts of lost roles, epochs and cuts
 compile_cache   JAX's compilation cache, for roles that may start again
-spares          processes that wait to take the place of a lost role
 identity        the variables of a role, which a spare receives
 orphan_guard    kills all processes if the launcher itself is killed
 """

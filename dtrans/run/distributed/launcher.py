@@ -46,16 +46,19 @@ from dtrans.checkpoint.runs import VARIABLE as RUN
 from dtrans.checks import check_one_of
 from dtrans.errors import ConfigError, DeadlineError, LaunchError
 from dtrans.protocol import token
-from dtrans.run.distributed.attempt import Attempt, Event
 from dtrans.run.distributed.child_process import Child, Guard
 from dtrans.run.distributed.compile_cache import open_cache
 from dtrans.run.distributed.identity import VARIABLE as SPARE
-from dtrans.run.distributed.job_epochs import JobEpochs, endpoints_of, open_epochs
-from dtrans.run.distributed.restarts import RestartOptions, Restarts, RoleStarter
+from dtrans.run.distributed.restarts.attempt import Attempt, Event
+from dtrans.run.distributed.restarts.job_epochs import JobEpochs
+from dtrans.run.distributed.restarts.job_folder import endpoints_of, open_epochs
+from dtrans.run.distributed.restarts.restart_options import RestartOptions
+from dtrans.run.distributed.restarts.role_starter import RoleStarter
+from dtrans.run.distributed.restarts.run_attempts import Restarts
+from dtrans.run.distributed.restarts.spares import Spares
 from dtrans.run.distributed.role import LOSS, VARIABLES, Role
 from dtrans.run.distributed.role_output import open_logs, say
 from dtrans.run.distributed.site import Site
-from dtrans.run.distributed.spares import Spares
 from dtrans.run.distributed.status_door import VARIABLE as STATUS
 from dtrans.run.net.epoch_folder import STARTED, VARIABLE as CUTS
 from dtrans.run.net.started_jobs import announce_job

@@ -2,7 +2,7 @@
 
     epoch.json      the launcher: the job's run and its current epoch
     epochs.jsonl    the launcher: all epochs of the job (`dtrans.run.net.epoch_log`)
-    launch.json     the launcher: its command line (`dtrans.run.distributed.launch_record`)
+    launch.json     the launcher: its command line (`dtrans.run.distributed.restarts.launch_record`)
     roles/ROLE      each role: the epoch in which it takes part, and its written cuts
     lost/ROLE       each role: the last role that it has lost
     without-cuts    a server: it has begun to serve, and writes no cuts

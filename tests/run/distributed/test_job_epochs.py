@@ -10,7 +10,8 @@ import pytest
 
 from dtrans.errors import ConfigError
 from dtrans.protocol.epochs import Epoch, ReplacedError
-from dtrans.run.distributed.job_epochs import JobEpochs, endpoints_of, open_epochs
+from dtrans.run.distributed.restarts.job_epochs import JobEpochs
+from dtrans.run.distributed.restarts.job_folder import endpoints_of, open_epochs
 from dtrans.run.distributed.role import roles_of
 from dtrans.run.net.ended_roles import EndedRoles, ended_roles
 from dtrans.run.net.epoch_log import members_of_steps, read_log

@@ -893,8 +893,9 @@ def test_a_signal_ends_the_launcher_while_it_waits_to_restart(script: Any) -> No
     """The second restart follows a pause, in which Ctrl-C counts."""
     command = script(LOSES.format(losses=9, signal="SIGKILL"))
     code = f"""
-from dtrans.run.distributed import launcher, restarts
-restarts.BACK_OFF = 900
+from dtrans.run.distributed import launcher
+from dtrans.run.distributed.restarts import run_attempts
+run_attempts.BACK_OFF = 900
 launcher.launch({command!r}, trainers=2, restarts=9)
 """
     with subprocess.Popen(
@@ -949,7 +950,7 @@ launch({[*command, folder + "/"]!r}, trainers=2, restarts=3, grace={PATIENCE})
 def test_no_restart_begins_after_the_deadline(
     script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dtrans.run.distributed.restarts.BACK_OFF", 900)
+    monkeypatch.setattr("dtrans.run.distributed.restarts.run_attempts.BACK_OFF", 900)
     command = script(LOSES.format(losses=9, signal="SIGKILL"))
     with pytest.raises(LaunchError, match="trainer 1 failed with signal SIGKILL"):
         launch(command, trainers=2, restarts=9, deadline=600)

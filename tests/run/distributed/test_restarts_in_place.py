@@ -21,9 +21,10 @@ from role_scripts import EPOCHS, assert_gone, came, script_writer
 from role_threads import until
 
 from dtrans.errors import ConfigError, LaunchError
-from dtrans.run.distributed import attempt, identity, job_epochs, restarts
+from dtrans.run.distributed import identity
 from dtrans.run.distributed.launcher import launch
-from dtrans.run.distributed.restarts import RestartOptions
+from dtrans.run.distributed.restarts import attempt, cuts_at_loss, lost_reports
+from dtrans.run.distributed.restarts.restart_options import RestartOptions
 from dtrans.run.distributed.site import Site
 from dtrans.run.net.epoch_log import read_log
 from dtrans.run.net.launcher_folder import LauncherFolder
@@ -790,7 +791,7 @@ def test_a_reported_role_is_ended_and_starts_again(
     script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The report stays in the folder in the next epoch, where it has no effect."""
-    monkeypatch.setattr(restarts, "PATIENCE", 0.1)
+    monkeypatch.setattr(lost_reports, "PATIENCE", 0.1)
     command = script("""
         if enter() == 0:
             cut(10, 20)
@@ -817,7 +818,7 @@ def test_a_reported_role_is_ended_and_starts_again(
 def test_a_reported_role_may_print_its_error(
     script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restarts, "PATIENCE", PATIENCE)
+    monkeypatch.setattr(lost_reports, "PATIENCE", PATIENCE)
     command = script("""
         enter()
         cut(10, 20)
@@ -839,7 +840,7 @@ def test_a_report_ends_the_job_if_no_restart_can_follow(
     has_ended: bool, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one that reports would wait for it."""
-    monkeypatch.setattr(restarts, "PATIENCE", 0.1)
+    monkeypatch.setattr(lost_reports, "PATIENCE", 0.1)
     command = script(f"""
         if enter() == 0:
             cut(10, 20)
@@ -870,7 +871,7 @@ def test_a_signal_ends_the_wait_for_cuts_at_a_loss(
     script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job ends without a restart."""
-    monkeypatch.setattr(job_epochs, "WRITE_PATIENCE", PATIENCE)
+    monkeypatch.setattr(cuts_at_loss, "WRITE_PATIENCE", PATIENCE)
     command = script(f"""
         signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
         epochs.enter(epochs.current(), writes_newest=True)

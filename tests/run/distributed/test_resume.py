@@ -19,10 +19,10 @@ from role_threads import HANG, until
 
 from dtrans.errors import ConfigError
 from dtrans.protocol.epochs import Epoch
-from dtrans.run.distributed import job_epochs
 from dtrans.run.distributed.child_process import Guard
-from dtrans.run.distributed.job_epochs import ROLES_LOCK, open_epochs
-from dtrans.run.distributed.launch_record import LaunchRecord
+from dtrans.run.distributed.restarts import job_folder
+from dtrans.run.distributed.restarts.job_folder import ROLES_LOCK, open_epochs
+from dtrans.run.distributed.restarts.launch_record import LaunchRecord
 from dtrans.run.distributed.role import roles_of
 from dtrans.run.net.launcher_folder import LauncherFolder
 
@@ -174,13 +174,13 @@ def test_a_guard_has_the_lock_until_its_roles_have_ended(tmp_path: Path) -> None
 def test_a_launcher_waits_for_the_roles_of_a_killed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tries, try_to_lock = list[bool](), job_epochs._try_to_lock
+    tries, try_to_lock = list[bool](), job_folder._try_to_lock
 
     def noted(*arguments: Any, **options: Any) -> bool:
         tries.append(try_to_lock(*arguments, **options))
         return tries[-1]
 
-    monkeypatch.setattr(job_epochs, "_try_to_lock", noted)
+    monkeypatch.setattr(job_folder, "_try_to_lock", noted)
     file, found = lock(tmp_path / ROLES_LOCK), []
 
     def launch() -> None:
@@ -197,7 +197,7 @@ def test_a_launcher_waits_for_the_roles_of_a_killed_one(
 
 
 def test_roles_that_do_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_epochs, "ROLES_END", 0.1)
+    monkeypatch.setattr(job_folder, "ROLES_END", 0.1)
     file = lock(tmp_path / ROLES_LOCK)
     with (
         pytest.raises(ConfigError, match="is the folder of a job that runs"),

@@ -17,9 +17,9 @@ from role_threads import until
 
 from dtrans.run.distributed import identity
 from dtrans.run.distributed.child_process import Guard
+from dtrans.run.distributed.restarts.spares import Spares
 from dtrans.run.distributed.role import Role
 from dtrans.run.distributed.role_output import open_logs
-from dtrans.run.distributed.spares import Spares
 
 
 pytestmark = pytest.mark.process

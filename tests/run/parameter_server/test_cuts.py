@@ -20,7 +20,7 @@ import dtrans
 from dtrans.errors import CheckpointWarning, LaunchError
 from dtrans.hosts.on_hosts import launch_on_hosts
 from dtrans.run.distributed.launcher import launch
-from dtrans.run.distributed.restarts import RestartOptions
+from dtrans.run.distributed.restarts.restart_options import RestartOptions
 
 
 FINAL = 60

@@ -23,7 +23,7 @@ from dtrans.errors import ConfigError, LaunchError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.epochs import Epoch
 from dtrans.run.distributed.launcher import launch
-from dtrans.run.distributed.restarts import RestartOptions
+from dtrans.run.distributed.restarts.restart_options import RestartOptions
 from dtrans.run.distributed.role import Role
 from dtrans.run.net.epoch_folder import VARIABLE
 from dtrans.run.net.epoch_log import EpochLog, EpochRecord, read_log

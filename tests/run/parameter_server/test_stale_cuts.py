@@ -18,7 +18,7 @@ from dtrans.checkpoint.runs import Mark
 from dtrans.errors import ConfigError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.epochs import Epoch
-from dtrans.run.distributed.job_epochs import JobEpochs
+from dtrans.run.distributed.restarts.job_epochs import JobEpochs
 from dtrans.run.distributed.role import roles_of
 from dtrans.run.net.launcher_folder import LauncherFolder
 from dtrans.run.net.role_folder import RoleFolder

@@ -30,7 +30,7 @@ class LaunchRecord:
     Example:
       >>> import tempfile
       >>> from dtrans.protocol.epochs import Epoch
-      >>> from dtrans.run.distributed.launch_record import LaunchRecord
+      >>> from dtrans.run.distributed.restarts.launch_record import LaunchRecord
       >>> from dtrans.run.net.launcher_folder import LauncherFolder
       >>> with tempfile.TemporaryDirectory() as path:
       ...     LauncherFolder(path).grant(Epoch(), run="a run")

@@ -1,45 +1,25 @@
 """Attempts at a job: the first start of its roles, and restarts after lost roles.
 
-A role is lost if a signal ended it, or if its host was lost. There are two kinds of restarts:
-
-    all roles    the launcher ends the other roles and starts all again, with the same endpoints
-    in place     the launcher starts only the lost role; the others continue from a cut.
-                 If there is a spare (`dtrans.run.distributed.spares`), it becomes the lost role.
-
-With `on_trainer_loss="drop"`, a lost trainer does not start again while enough trainers are left.
-The others go back to a cut, and continue without it. This is no restart.
-
-A restart in place needs cuts: every other role takes part in the current epoch and has not left,
-and all servers have a common cut (`dtrans.run.distributed.job_epochs`). Asynchronous servers have
-separate cuts, and only a lost server goes back to its newest cut. After the loss of a host, all
-roles start again, because all roles of this host are lost. After a restart of all roles, the script
-continues from the newest cuts, or from its newest checkpoint. Each start of all roles has another
-run name, so pieces of checkpoints from different starts never mix.
-
-A role that raised an exception ends the job, since it would raise the exception again. For the same
-reason, a role of a job with cuts that is lost twice without a newer cut ends the job.
+`dtrans.run.distributed.restarts` describes when a role counts as lost, and the kinds of restarts.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from queue import SimpleQueue
 from typing import NamedTuple
 
-from dtrans.checkpoint.runs import VARIABLE as RUN, new_run
 from dtrans.errors import LaunchError
 from dtrans.protocol.server.trainer_registry import named
-from dtrans.run.distributed.attempt import Attempt, Event, is_lost, lacks_quorum
-from dtrans.run.distributed.child_process import Child, Emit
-from dtrans.run.distributed.job_epochs import JobEpochs
-from dtrans.run.distributed.launch_record import LaunchRecord
+from dtrans.run.distributed.child_process import Child
+from dtrans.run.distributed.restarts.attempt import Attempt, is_lost, lacks_quorum
+from dtrans.run.distributed.restarts.job_epochs import JobEpochs
+from dtrans.run.distributed.restarts.lost_reports import FirstReport
+from dtrans.run.distributed.restarts.restart_options import RestartOptions
+from dtrans.run.distributed.restarts.role_starter import RoleStarter
+from dtrans.run.distributed.restarts.spares import SpareChild, Spares
 from dtrans.run.distributed.role import Role
 from dtrans.run.distributed.role_output import say
-from dtrans.run.distributed.site import Site
-from dtrans.run.distributed.spares import SpareChild, Spares
 from dtrans.run.net.ended_roles import EndedRoles
 from dtrans.run.net.role_marks import LostReport
 
@@ -48,73 +28,7 @@ BACK_OFF = 1.0  # seconds before the second restart of all roles; each further w
 # Seconds before a restart after the connection to a host was lost. The agent on that host ends its
 # role within 5 seconds, and the role's port is in use until then.
 HOST_PAUSE = 8.0
-# Seconds from a report that a role is lost until the launcher kills the role. A role that fails
-# loses its connections first, and prints its error afterwards.
-PATIENCE = 1.0
 RESTARTS = "DTRANS_RESTARTS"  # the number of restarts before this one, in each role's environment
-
-
-@dataclasses.dataclass(frozen=True)
-class RestartOptions:
-    """Restarts that a launcher may make if a signal, or the loss of a host, ends a role.
-
-    Attributes:
-      most: the largest number of restarts.
-      cuts: a folder for the cuts of servers, which all hosts of the job share. With None, a job on
-        this host has a temporary folder, and a job on several hosts has no cuts. If the launcher
-        itself is killed, a launch with the same folder continues the job from the newest cut.
-      spares: number of processes that run the script up to `Role.from_env`, and wait there to take
-        the place of a lost role.
-      record: the launcher's command line, which is written to the folder of the cuts.
-      quorum: with `on_trainer_loss="drop"`, the smallest number of trainers with which the job
-        continues. If a loss would leave fewer trainers, the lost trainer starts again.
-    """
-
-    most: int = 0
-    cuts: str | os.PathLike[str] | None = None
-    spares: int = 0
-    record: LaunchRecord | None = None
-    quorum: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class RoleStarter:
-    """Options with which a launcher starts each role.
-
-    Attributes:
-      command: program and arguments of every role.
-      site: the hosts of the roles.
-      base: variables that all roles of all attempts share.
-      run_name: the user's name for the run; None to generate one for each attempt.
-      logs: maps the name of each role to the function that prints and logs its lines.
-      inherit_stdout: True to let trainer 0 inherit this process's standard output.
-    """
-
-    command: Sequence[str]
-    site: Site
-    base: Mapping[str, str]
-    run_name: str | None
-    logs: Mapping[str, Emit]
-    inherit_stdout: bool
-
-    def shared(self, ended_roles: EndedRoles) -> dict[str, str]:
-        """Return the variables that all roles of a new attempt share."""
-        return {**self.base, **ended_roles.environment, RUN: self.run_name or new_run()}
-
-    def variables(self, role: Role, shared: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of a role."""
-        return {**self.site.variables(role), **shared, **role.environment()}
-
-    def start(self, role: Role, shared: Mapping[str, str], events: SimpleQueue[Event]) -> Child:
-        """Start a role's process, which waits for `begin`."""
-        return self.site.start(
-            role,
-            self.command,
-            self.variables(role, shared),
-            events,
-            self.logs[role.name],
-            inherit_stdout=self.inherit_stdout and role.name == "trainer 0",
-        )
 
 
 class RoleLoss(NamedTuple):
@@ -161,7 +75,7 @@ class Restarts:
         self._epochs, self._spares = epochs, spares
         self._count = 0  # restarts so far
         self._of_all = 0  # restarts of all roles so far, which determine the pauses
-        self._reports = _FirstReport()
+        self._reports = FirstReport()
 
     def run(self) -> Attempt:
         """Start the roles, restart them after losses, and return the last attempt."""
@@ -406,30 +320,6 @@ class Restarts:
     def _continues_after(self, role: Role) -> bool:
         """Return True if the job may continue after the loss of a role."""
         return self._may_restart(role) or self._leaves_quorum(role)
-
-
-class _FirstReport:
-    """The report of a lost role on which the launcher acts.
-
-    Attributes:
-      killed: the last role that was killed because of a report.
-    """
-
-    def __init__(self) -> None:
-        self.killed: Child | None = None
-        self._report: LostReport | None = None
-        self._since = 0.0
-
-    def choose(self, reports: Sequence[LostReport]) -> LostReport | None:
-        """Return the first of the current reports if it is old enough, or None.
-
-        Two roles may report each other. The launcher ends only the role in the first report.
-        """
-        if self._report not in reports:
-            self._report, self._since = next(iter(reports), None), time.monotonic()
-        if self._report is None or time.monotonic() - self._since < PATIENCE:
-            return None
-        return self._report
 
 
 def _names(attempt: Attempt) -> set[str]:

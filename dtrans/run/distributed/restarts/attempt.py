@@ -1,7 +1,7 @@
 """One attempt at a job: its running roles, their ends, and the cause of a failure.
 
 The launcher reads one queue with two kinds of events: a role has ended, or a signal has arrived.
-`dtrans.run.distributed.restarts` makes the attempts.
+`dtrans.run.distributed.restarts.run_attempts` makes the attempts.
 """
 
 from __future__ import annotations

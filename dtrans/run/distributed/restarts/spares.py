@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-from dtrans.run.distributed.attempt import is_lost
 from dtrans.run.distributed.child_process import Child, Emit, Guard
 from dtrans.run.distributed.identity import VARIABLE, identity_line
-from dtrans.run.distributed.job_epochs import JobEpochs
+from dtrans.run.distributed.restarts.attempt import is_lost
+from dtrans.run.distributed.restarts.job_epochs import JobEpochs
 from dtrans.run.distributed.role import Role
 from dtrans.run.distributed.role_output import say
 

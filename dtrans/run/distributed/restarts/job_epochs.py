@@ -11,38 +11,20 @@ The launcher alone grants epochs. `dtrans.protocol.epochs` describes what the ro
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from dtrans.checkpoint.runs import new_run
 from dtrans.errors import ConfigError, LaunchError
 from dtrans.protocol.epochs import Epoch
 from dtrans.protocol.server.trainer_registry import named
-from dtrans.run.distributed.launch_record import LaunchRecord
+from dtrans.run.distributed.restarts.cuts_at_loss import CutsAtLoss
+from dtrans.run.distributed.restarts.lost_reports import LostReports
 from dtrans.run.distributed.role import Role
 from dtrans.run.distributed.role_output import say
-from dtrans.run.net.epoch_folder import EpochFolder
 from dtrans.run.net.epoch_log import EpochLog, EpochRecord
-from dtrans.run.net.launcher_folder import LAUNCH, LauncherFolder
+from dtrans.run.net.launcher_folder import LauncherFolder
 from dtrans.run.net.role_marks import LostReport, RoleMark
-from dtrans.run.net.temp_dir import TempDir
-
-
-# Files that the launcher of a folder locks. If the launcher is killed, its guard process has the
-# second lock until all roles on this host have ended.
-LOCK, ROLES_LOCK = ".launcher", ".guard"
-# Seconds to wait for the roles of a killed launcher. Its guard kills them after a grace period of 5
-# seconds.
-ROLES_END = 30.0
-LOCK_PAUSE = 0.05  # seconds between two tries to lock a file
-# Seconds that the launcher waits, after a loss, until servers have written their newest states.
-# Then it chooses the newest complete cut.
-WRITE_PATIENCE = 10.0
-POLL = 0.02  # seconds between two looks at the servers' reports
 
 
 class JobEpochs:
@@ -78,15 +60,12 @@ class JobEpochs:
         self._names = [role.name for role in roles]
         self._servers = [role.name for role in roles if role.is_pserver]
         self._trainers, self._endpoints = roles[0].trainers, roles[0].pserver_endpoints
-        self._by_endpoint = {}
-        for role in roles:
-            if role.is_pserver:
-                self._by_endpoint[f"pserver {role.current_endpoint}"] = role.name
+        self._cuts_at_loss = CutsAtLoss(self._folder, self._servers)
+        self._reports = LostReports(self._folder, roles)
         self.epoch = Epoch()
         # for each role, the epoch in which its current process was started
         self._started: dict[str, int] = {}
         self._is_pending = False
-        self._ignored: set[LostReport] = set()
         # for each role, the newest cuts at its last loss
         self._losses: dict[str, int | tuple[int, ...] | None] = {}
         if self._folder.is_used:
@@ -179,62 +158,9 @@ class JobEpochs:
         running: Callable[[], Collection[str]],
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Let the servers write their newest states as cuts, after the loss of a role.
-
-        It waits for all live servers, up to WRITE_PATIENCE seconds. If another server is lost
-        meanwhile, its backup writes its states. The method returns at once if the servers cannot
-        write a complete cut: a server has left, takes part in another epoch, or is lost without a
-        replica.
-
-        Args:
-          lost: name of the lost role.
-          running: returns the names of the running roles.
-          is_stopped: returns True if the job ends, so that it needs no cut.
-        """
-        number, marks = self.epoch.number, self._current_marks()
-        live = {*running()} - {lost}
-        writers = live.intersection(self._servers)
-        for name in writers:
-            mark = marks.get(name, RoleMark(epoch=-1))
-            if not mark.writes_newest or mark.epoch != number or mark.left:
-                return
-        if not self._announce_end(writers):
-            return
-        limit = time.monotonic() + WRITE_PATIENCE
-        late = writers
-        while time.monotonic() < limit and not is_stopped():
-            marks, dead = self._folder.marks(), set(self._servers) - writers
-            late = {name for name in writers if not marks[name].has_ended(number, dead)}
-            if not late:
-                return
-            gone = late - {*running()}
-            writers -= gone
-            if gone and not self._announce_end(writers):
-                return
-            time.sleep(POLL)
-        if not is_stopped():
-            say(f"{', '.join(sorted(late))} did not write a cut within {WRITE_PATIENCE:.0f} s")
-
-    def _announce_end(self, writers: Collection[str]) -> bool:
-        """Announce the end of the epoch, and the lost servers. Return False if no cut is possible.
-
-        Args:
-          writers: names of the live servers.
-        """
-        marks = self._folder.marks()
-        dead = [name for name in self._servers if name not in writers]
-        has_replicas = all(marks[name].writes_replicas for name in writers)
-        if not writers or (dead and not has_replicas):
-            return False
-        try:
-            self._folder.announce_end(dead)
-        except OSError as e:
-            say(
-                f"the servers write no cut at this loss, because {self._folder.path} cannot be "
-                f"written: {e.strerror}"
-            )
-            return False
-        return True
+        """Let the servers write their newest states. `CutsAtLoss.request` has the arguments."""
+        marks = self._current_marks()
+        self._cuts_at_loss.request(self.epoch.number, marks, lost, running, is_stopped)
 
     def note_loss(self, name: str) -> bool:
         """Record the loss of a role; return True if no cut is newer than the role's last loss."""
@@ -344,29 +270,20 @@ class JobEpochs:
     # -- reports ---------------------------------------------------------------------------------
 
     def reports(self, running: Collection[str]) -> list[LostReport]:
-        """Return the reports of lost roles that running roles wrote in the current epoch.
-
-        Reports about a process that is still starting are left out. They are about the role's
-        previous process: a server has read its first message after its loss.
+        """Return the reports of lost roles in the current epoch.
 
         Args:
           running: names of the running roles.
         """
-        marks = self._current_marks()
-        # a role that has left the job does not wait for another role
-        waiting = set(running) - {name for name, mark in marks.items() if mark.left}
-        found = []
-        for report in self._folder.lost(self.epoch.number):
-            name = self.reported_role(report)
-            if name not in marks and self._started.get(name) == self.epoch.number > 0:
-                self._ignored.add(report)
-            if report.reporter in waiting and report not in self._ignored:
-                found.append(report)
-        return found
+        marks, number = self._current_marks(), self.epoch.number
+        starting = set[str]()
+        if number > 0:
+            starting = {n for n in self._names if n not in marks and self._started[n] == number}
+        return self._reports.current(number, marks, running, starting)
 
     def reported_role(self, report: LostReport) -> str:
         """Return the name of the lost role in a report, which names servers by their endpoints."""
-        return self._by_endpoint.get(report.role, report.role)
+        return self._reports.name_of(report)
 
     # -- parts -----------------------------------------------------------------------------------
 
@@ -408,101 +325,3 @@ class JobEpochs:
         """Return the marks of the current processes, without those of earlier processes."""
         marks = self._folder.marks()
         return {n: x for n, x in marks.items() if x.epoch >= self._started.get(n, 0)}
-
-
-def endpoints_of(cuts: str | os.PathLike[str] | None) -> tuple[str, ...]:
-    """Return the server endpoints of the job that wrote the cuts in a folder.
-
-    The result is empty if the folder has no cuts, or `cuts` is None.
-    """
-    folder = EpochFolder("" if cuts is None else cuts)
-    if cuts is None or not folder.is_used:
-        return ()
-    return folder.endpoints
-
-
-@contextlib.contextmanager
-def open_epochs(
-    roles: Sequence[Role],
-    cuts: str | os.PathLike[str] | None,
-    record: LaunchRecord | None = None,
-    *,
-    drops_trainers: bool = False,
-    quorum: int = 1,
-) -> Iterator[JobEpochs]:
-    """Yield the epochs of a job.
-
-    Args:
-      roles: every role of the job.
-      cuts: the folder of the epochs and cuts; None for a temporary one.
-      record: the command line of the launcher, for `dtrans launch --resume`; None without one.
-      drops_trainers, quorum: as for `JobEpochs`.
-
-    Raises:
-      ConfigError: the folder cannot be used.
-    """
-    with contextlib.ExitStack() as stack:
-        if cuts is None:
-            temporary = TempDir()
-            stack.callback(temporary.close)
-            yield JobEpochs(temporary.path, roles, drops_trainers=drops_trainers, quorum=quorum)
-            return
-        path = EpochFolder(cuts).path
-        stack.enter_context(_lock(path, LOCK))
-        lock = stack.enter_context(_lock(path, ROLES_LOCK, patience=ROLES_END))
-        epochs = JobEpochs(path, roles, lock, drops_trainers=drops_trainers, quorum=quorum)
-        (path / LAUNCH).unlink(missing_ok=True)
-        if record is not None:
-            record.write(path)
-        yield epochs
-
-
-@contextlib.contextmanager
-def _lock(path: Path, name: str, patience: float = 0.0) -> Iterator[int]:
-    """Create a folder, and lock a file in it; yield the file's descriptor.
-
-    The lock ends with the last process that has the descriptor.
-
-    Args:
-      path: the folder.
-      name: name of the file.
-      patience: seconds to wait for another process that has the lock.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        file = os.open(path / name, os.O_CREAT | os.O_RDWR, 0o600)
-    except OSError as e:
-        raise ConfigError(f"cuts={str(path)!r} cannot be created: {e.strerror}") from e
-    try:
-        _lock_file(file, path, patience)
-        yield file
-    finally:
-        os.close(file)
-
-
-def _lock_file(file: int, path: Path, patience: float) -> None:
-    limit = time.monotonic() + patience
-    try:
-        while not _try_to_lock(file, is_last=time.monotonic() >= limit):
-            time.sleep(LOCK_PAUSE)
-    except BlockingIOError as e:
-        raise ConfigError(
-            f"cuts={str(path)!r} is the folder of a job that runs; wait for its end, or write "
-            "another folder"
-        ) from e
-    except OSError as e:  # some network file systems have no locks
-        raise ConfigError(
-            f"cuts={str(path)!r} cannot be locked: {e.strerror}; write a folder of a file system "
-            "with locks, such as NFS 4"
-        ) from e
-
-
-def _try_to_lock(file: int, *, is_last: bool) -> bool:
-    """Lock a file. If another process has the lock, return False, or raise if `is_last`."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if is_last:
-            raise
-        return False
-    return True

@@ -1,0 +1,34 @@
+"""Restarts of the lost roles of a job, and the epochs that follow.
+
+A role is lost if a signal ended it, or if its host was lost. There are two kinds of restarts:
+
+    all roles    the launcher ends the other roles and starts all again, with the same endpoints
+    in place     the launcher starts only the lost role; the others continue from a cut.
+                 If there is a spare, it becomes the lost role.
+
+With `on_trainer_loss="drop"`, a lost trainer does not start again while enough trainers are left.
+The others go back to a cut, and continue without it. This is no restart.
+
+A restart in place needs cuts: every other role takes part in the current epoch and has not left,
+and all servers have a common cut. Asynchronous servers have separate cuts, and only a lost server
+goes back to its newest cut. After the loss of a host, all roles start again, because all roles of
+this host are lost. After a restart of all roles, the script continues from the newest cuts, or from
+its newest checkpoint. Each start of all roles has another run name, so pieces of checkpoints from
+different starts never mix.
+
+A role that raised an exception ends the job, since it would raise the exception again. For the same
+reason, a role of a job with cuts that is lost twice without a newer cut ends the job.
+
+These modules import others of `dtrans.run.distributed`, where only the launcher imports them:
+
+run_attempts     the first attempt at a job, and an attempt after each restart
+attempt          one attempt: its running roles, their ends, and the cause of a failure
+restart_options  the restarts that a launcher may make
+role_starter     starts the process of a role
+spares           processes that wait to take the place of a lost role
+job_epochs       the epochs of a job, and the decision whether roles can go back to a cut
+cuts_at_loss     the servers write their newest states after a loss
+lost_reports     reports of roles that have lost another role
+job_folder       the folder of a job's cuts, which one launcher at a time uses
+launch_record    the launcher's command line in this folder, for `dtrans launch --resume`
+"""

@@ -1,0 +1,97 @@
+"""Cuts that servers write after the loss of a role, before the epoch ends.
+
+Servers do so in jobs with `Cuts(at_loss=True)`. The job then goes back to the newest states.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from dtrans.run.distributed.role_output import say
+from dtrans.run.net.launcher_folder import LauncherFolder
+from dtrans.run.net.role_marks import RoleMark
+
+
+# Seconds that the launcher waits, after a loss, until servers have written their newest states.
+# Then it chooses the newest complete cut.
+WRITE_PATIENCE = 10.0
+POLL = 0.02  # seconds between two looks at the servers' reports
+
+
+class CutsAtLoss:
+    """Cuts that the servers of a job write after a loss.
+
+    Args:
+      folder: folder of the job's epochs and cuts.
+      servers: names of all servers.
+    """
+
+    def __init__(self, folder: LauncherFolder, servers: Sequence[str]) -> None:
+        self._folder, self._servers = folder, servers
+
+    def request(
+        self,
+        epoch: int,
+        marks: Mapping[str, RoleMark],
+        lost: str,
+        running: Callable[[], Collection[str]],
+        is_stopped: Callable[[], bool],
+    ) -> None:
+        """Let the servers write their newest states as cuts, after the loss of a role.
+
+        The method waits for all live servers, up to WRITE_PATIENCE seconds. If another server is
+        lost meanwhile, its backup writes its states. The method returns at once if the servers
+        cannot write a complete cut: a server has left, takes part in another epoch, or is lost
+        without a replica.
+
+        Args:
+          epoch: number of the current epoch, which ends.
+          marks: the report of each role's current process, by name.
+          lost: name of the lost role.
+          running: returns the names of the running roles.
+          is_stopped: returns True if the job ends, so that it needs no cut.
+        """
+        live = {*running()} - {lost}
+        writers = live.intersection(self._servers)
+        for name in writers:
+            mark = marks.get(name, RoleMark(epoch=-1))
+            if not mark.writes_newest or mark.epoch != epoch or mark.left:
+                return
+        if not self._announce(writers):
+            return
+        limit = time.monotonic() + WRITE_PATIENCE
+        late = writers
+        while time.monotonic() < limit and not is_stopped():
+            marks, dead = self._folder.marks(), set(self._servers) - writers
+            late = {name for name in writers if not marks[name].has_ended(epoch, dead)}
+            if not late:
+                return
+            gone = late - {*running()}
+            writers -= gone
+            if gone and not self._announce(writers):
+                return
+            time.sleep(POLL)
+        if not is_stopped():
+            say(f"{', '.join(sorted(late))} did not write a cut within {WRITE_PATIENCE:.0f} s")
+
+    def _announce(self, writers: Collection[str]) -> bool:
+        """Announce the end of the epoch, and the lost servers. Return False if no cut is possible.
+
+        Args:
+          writers: names of the live servers.
+        """
+        marks = self._folder.marks()
+        dead = [name for name in self._servers if name not in writers]
+        has_replicas = all(marks[name].writes_replicas for name in writers)
+        if not writers or (dead and not has_replicas):
+            return False
+        try:
+            self._folder.announce_end(dead)
+        except OSError as e:
+            say(
+                f"the servers write no cut at this loss, because {self._folder.path} cannot be "
+                f"written: {e.strerror}"
+            )
+            return False
+        return True

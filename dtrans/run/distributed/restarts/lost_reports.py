@@ -1,0 +1,90 @@
+"""Reports of roles that have lost another role, and the report on which the launcher acts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+
+from dtrans.run.distributed.child_process import Child
+from dtrans.run.distributed.role import Role
+from dtrans.run.net.launcher_folder import LauncherFolder
+from dtrans.run.net.role_marks import LostReport, RoleMark
+
+
+# Seconds from a report that a role is lost until the launcher kills the role. A role that fails
+# loses its connections first, and prints its error afterwards.
+PATIENCE = 1.0
+
+
+class LostReports:
+    """Reports of the lost roles of a job.
+
+    Args:
+      folder: folder of the job's epochs and cuts.
+      roles: every role of the job.
+    """
+
+    def __init__(self, folder: LauncherFolder, roles: Sequence[Role]) -> None:
+        self._folder = folder
+        self._by_endpoint = {}
+        for role in roles:
+            if role.is_pserver:
+                self._by_endpoint[f"pserver {role.current_endpoint}"] = role.name
+        self._ignored: set[LostReport] = set()
+
+    def current(
+        self,
+        epoch: int,
+        marks: Mapping[str, RoleMark],
+        running: Collection[str],
+        starting: Collection[str],
+    ) -> list[LostReport]:
+        """Return the reports of lost roles that running roles wrote in an epoch.
+
+        Reports about a process that is still starting are left out. They are about the role's
+        previous process: a server has read its first message after its loss.
+
+        Args:
+          epoch: number of the epoch.
+          marks: the report of each role's current process, by name.
+          running: names of the running roles.
+          starting: names of the roles whose process was started in this epoch, and has not entered
+            the epoch yet.
+        """
+        # a role that has left the job does not wait for another role
+        waiting = set(running) - {name for name, mark in marks.items() if mark.left}
+        found = []
+        for report in self._folder.lost(epoch):
+            if self.name_of(report) in starting:
+                self._ignored.add(report)
+            if report.reporter in waiting and report not in self._ignored:
+                found.append(report)
+        return found
+
+    def name_of(self, report: LostReport) -> str:
+        """Return the name of the lost role in a report, which names servers by their endpoints."""
+        return self._by_endpoint.get(report.role, report.role)
+
+
+class FirstReport:
+    """The report of a lost role on which the launcher acts.
+
+    Attributes:
+      killed: the last role that was killed because of a report.
+    """
+
+    def __init__(self) -> None:
+        self.killed: Child | None = None
+        self._report: LostReport | None = None
+        self._since = 0.0
+
+    def choose(self, reports: Sequence[LostReport]) -> LostReport | None:
+        """Return the first of the current reports if it is old enough, or None.
+
+        Two roles may report each other. The launcher ends only the role in the first report.
+        """
+        if self._report not in reports:
+            self._report, self._since = next(iter(reports), None), time.monotonic()
+        if self._report is None or time.monotonic() - self._since < PATIENCE:
+            return None
+        return self._report
