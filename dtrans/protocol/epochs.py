@@ -70,6 +70,31 @@ class Epoch:
         """
         return step != self.cut and (step == first or step % every == 0)
 
+    def members(self, trainers: int) -> tuple[int, ...]:
+        """Return the ids of the trainers that take part in the epoch, increasing.
+
+        Args:
+          trainers: number of trainers of the job.
+        """
+        return tuple(k for k in range(trainers) if k not in self.dropped)
+
+    def has_role(self, name: str) -> bool:
+        """Return True for the name of a role that was not dropped."""
+        return name not in [f"trainer {k}" for k in self.dropped]
+
+    def dropped_with(self, lost: str) -> tuple[int, ...]:
+        """Return the ids of the dropped trainers, and of a lost one.
+
+        Args:
+          lost: name of the lost trainer.
+
+        Example:
+          >>> from dtrans.protocol.epochs import Epoch
+          >>> Epoch(dropped=(3,)).dropped_with("trainer 1")
+          (1, 3)
+        """
+        return tuple(sorted({*self.dropped, int(lost.removeprefix("trainer "))}))
+
 
 def is_cut_due_alone(step: int, newest: int | None, every: int) -> bool:
     """Return True if an asynchronous server writes a cut after a step.

@@ -57,7 +57,7 @@ class RoleFolder(EpochFolder):
         epoch = epoch_of(fields)
         if fields.get("started", {}).get(self._role, 0) > self._started:
             what = "has started another one"
-            if self._role in [f"trainer {k}" for k in epoch.dropped]:
+            if not epoch.has_role(self._role):
                 what = "the job continues without it"
             raise ReplacedError(
                 f"the launcher has lost this process of {self._role}, and {what}; this process ends"

@@ -133,3 +133,37 @@ def newest_alone(marks: Mapping[str, RoleMark], servers: Collection[str]) -> tup
             return ()
         newest.append(marks[name].cuts[-1])
     return tuple(newest)
+
+
+def can_go_back(
+    marks: Mapping[str, RoleMark],
+    roles: Collection[str],
+    running: Collection[str],
+    *,
+    is_pending: bool,
+) -> bool:
+    """Return True if roles that live can go back to a cut.
+
+    All these roles must run, and must not have left the job. Each of them must also have entered an
+    epoch since its start. While an epoch is pending, this last condition does not apply: a role
+    that has not entered an epoch then is one that has just started again, and it will enter the
+    pending epoch.
+
+    Args:
+      marks: the report of each role's current process, by name.
+      roles: names of the roles.
+      running: names of the running roles.
+      is_pending: True if some roles have not entered the current epoch yet.
+
+    Example:
+      >>> from dtrans.run.net.role_marks import RoleMark, can_go_back
+      >>> can_go_back({"pserver 0": RoleMark()}, ["pserver 0"], ["pserver 0"], is_pending=False)
+      True
+    """
+    for name in roles:
+        mark = marks.get(name)
+        if name not in running or (mark is None and not is_pending):
+            return False
+        if mark is not None and mark.left:
+            return False
+    return True

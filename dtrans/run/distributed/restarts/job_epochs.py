@@ -15,16 +15,16 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from dtrans.checkpoint.runs import new_run
-from dtrans.errors import ConfigError, LaunchError
+from dtrans.errors import ConfigError
 from dtrans.protocol.epochs import Epoch
 from dtrans.protocol.server.trainer_registry import named
 from dtrans.run.distributed.restarts.cuts_at_loss import CutsAtLoss
+from dtrans.run.distributed.restarts.epoch_grants import EpochGrants
 from dtrans.run.distributed.restarts.lost_reports import LostReports
 from dtrans.run.distributed.role import Role
 from dtrans.run.distributed.role_output import say
-from dtrans.run.net.epoch_log import EpochLog, EpochRecord
 from dtrans.run.net.launcher_folder import LauncherFolder
-from dtrans.run.net.role_marks import LostReport, RoleMark
+from dtrans.run.net.role_marks import LostReport, RoleMark, can_go_back
 
 
 class JobEpochs:
@@ -55,11 +55,12 @@ class JobEpochs:
         quorum: int = 1,
     ) -> None:
         self.lock = lock
-        self._folder, self._log = LauncherFolder(path), EpochLog(path)
-        self._drops_trainers = drops_trainers
+        self._folder = LauncherFolder(path)
         self._names = [role.name for role in roles]
         self._servers = [role.name for role in roles if role.is_pserver]
-        self._trainers, self._endpoints = roles[0].trainers, roles[0].pserver_endpoints
+        self._trainers = roles[0].trainers
+        run = self._folder.run if self._folder.is_used else new_run()
+        self._grants = EpochGrants(self._folder, run, roles[0], drops_trainers=drops_trainers)
         self._cuts_at_loss = CutsAtLoss(self._folder, self._servers)
         self._reports = LostReports(self._folder, roles)
         self.epoch = Epoch()
@@ -76,10 +77,9 @@ class JobEpochs:
                     f"cuts={str(path)!r} already has a folder {steps[0]}, which may be a "
                     "checkpoint; write another folder, whose files this job may remove"
                 )
-            self._run = new_run()
             self._folder.forget_marks()
             self._started = dict.fromkeys(self._names, 0)
-            self._grant("", "the job starts")
+            self._grants.write(self.epoch, self._started, "", "the job starts")
 
     def _continue(self, path: Path, quorum: int) -> None:
         """Continue the job of a folder, after its launcher has ended."""
@@ -90,7 +90,7 @@ class JobEpochs:
                 f"pservers, but this job has {self._trainers} and {len(self._servers)}; write as "
                 "many as before, or another folder"
             )
-        self._run, self.epoch = self._folder.run, self._folder.current()
+        self.epoch = self._folder.current()
         if len(self.members) < quorum:
             raise ConfigError(
                 f"cuts={str(path)!r} has the cuts of a job that continues with "
@@ -131,17 +131,12 @@ class JobEpochs:
     @property
     def members(self) -> tuple[int, ...]:
         """Ids of the trainers of the current epoch, increasing."""
-        return tuple(k for k in range(self._trainers) if k not in self.epoch.dropped)
-
-    def takes_part(self, name: str) -> bool:
-        """Return True for a role that was not dropped."""
-        return name in self._active
+        return self.epoch.members(self._trainers)
 
     @property
     def _active(self) -> list[str]:
         """Names of the roles that were not dropped."""
-        dropped = {f"trainer {k}" for k in self.epoch.dropped}
-        return [name for name in self._names if name not in dropped]
+        return [name for name in self._names if self.epoch.has_role(name)]
 
     # -- losses ----------------------------------------------------------------------------------
 
@@ -183,28 +178,19 @@ class JobEpochs:
     def can_go_back(
         self, lost: str, running: Collection[str], *, without_lost: bool = False
     ) -> bool:
-        """Return True if all roles except a lost role can go back to a cut.
-
-        All other roles must run, and must not have left the job. Each of them must also have
-        entered an epoch since its start. While an epoch is pending, this last condition does not
-        apply: a role that has not entered an epoch then is one that has just started again, and
-        it will enter the pending epoch.
+        """Return True if all roles except a lost role can go back to a cut, and there is a cut.
 
         Args:
           lost: name of the lost role.
           running: names of the running roles.
           without_lost: True if the lost trainer would be dropped.
         """
-        marks = self._current_marks()
-        for name in self._active:
-            if name == lost:
-                continue
-            mark = marks.get(name)
-            if name not in running or (mark is None and not self._is_pending):
-                return False
-            if mark is not None and mark.left:
-                return False
-        return self._newest(self._dropped_with(lost) if without_lost else None) is not None
+        others = [name for name in self._active if name != lost]
+        marks, is_pending = self._current_marks(), self._is_pending
+        if not can_go_back(marks, others, running, is_pending=is_pending):
+            return False
+        dropped = self.epoch.dropped_with(lost) if without_lost else None
+        return self._newest(dropped) is not None
 
     def go_back(self, lost: str, reason: str = "") -> None:
         """Grant the next epoch, before a lost role starts again in place.
@@ -221,12 +207,8 @@ class JobEpochs:
         """Grant the next epoch, without a lost trainer. For the arguments, see `go_back`."""
         # a process of the trainer that still lives, on a lost host, ends when it reads the epoch
         self._started[lost] = self.epoch.number + 1
-        self._grant_next(lost, reason, self._dropped_with(lost))
+        self._grant_next(lost, reason, self.epoch.dropped_with(lost))
         self._is_pending = True
-
-    def _dropped_with(self, lost: str) -> tuple[int, ...]:
-        """Return the ids of the dropped trainers, and of a lost trainer."""
-        return tuple(sorted({*self.epoch.dropped, int(lost.removeprefix("trainer "))}))
 
     @property
     def other_roles(self) -> str:
@@ -292,34 +274,7 @@ class JobEpochs:
         if not self._folder.cuts_alone(self._servers):
             cut = self._folder.newest_cut(self._servers, dropped)
         self.epoch = Epoch(self.epoch.number + 1, cut, dropped=dropped)
-        self._grant(lost, reason)
-
-    def _grant(self, lost: str, reason: str) -> None:
-        """Grant the current epoch. On a full disk, first remove cuts that it does not need.
-
-        Raises:
-          LaunchError: the folder cannot be written.
-        """
-        epoch = self.epoch
-        record = EpochRecord(epoch.number, epoch.cut, self.members, lost, reason)
-        try:
-            self._write_grant(record)
-            return
-        except OSError:  # the disk may be full
-            self._folder.remove_other_cuts(epoch.cut)
-        try:
-            self._write_grant(record)
-        except OSError as e:
-            raise LaunchError(
-                f"the job ends, since its folder of cuts {self._folder.path} cannot be written: "
-                f"{e.strerror}; free space there, or allow this process to write there. Then start "
-                "the launcher again with the same folder: it continues from the newest cut"
-            ) from e
-
-    def _write_grant(self, record: EpochRecord) -> None:
-        job = self._run, self._trainers, self._endpoints
-        self._log.add(record)
-        self._folder.grant(self.epoch, *job, self._started, drops_trainers=self._drops_trainers)
+        self._grants.write(self.epoch, self._started, lost, reason)
 
     def _current_marks(self) -> dict[str, RoleMark]:
         """Return the marks of the current processes, without those of earlier processes."""

@@ -112,7 +112,7 @@ class Restarts:
                 attempt.begin_epoch(self._epochs.epoch.number)
             try:
                 for role in self._roles:
-                    if self._epochs is None or self._epochs.takes_part(role.name):
+                    if self._epochs is None or self._epochs.epoch.has_role(role.name):
                         self._start(attempt, role, shared)
                 attempt.wait(self._limit)
                 loss = self._find_loss(attempt)

@@ -1,0 +1,67 @@
+"""Grants of a job's epochs, which the launcher writes to the log and to the folder of the cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dtrans.errors import LaunchError
+from dtrans.protocol.epochs import Epoch
+from dtrans.run.distributed.role import Role
+from dtrans.run.net.epoch_log import EpochLog, EpochRecord
+from dtrans.run.net.launcher_folder import LauncherFolder
+
+
+class EpochGrants:
+    """Writer of the epochs of one job.
+
+    Args:
+      folder: folder of the job's epochs and cuts.
+      run: identifier of the job.
+      role: any role of the job.
+      drops_trainers: True if the job may continue without a lost trainer.
+    """
+
+    def __init__(
+        self, folder: LauncherFolder, run: str, role: Role, *, drops_trainers: bool
+    ) -> None:
+        self._folder, self._log, self._run = folder, EpochLog(folder.path), run
+        self._trainers, self._endpoints = role.trainers, role.pserver_endpoints
+        self._drops_trainers = drops_trainers
+
+    def write(self, epoch: Epoch, started: Mapping[str, int], lost: str, reason: str) -> None:
+        """Grant an epoch. On a full disk, first remove cuts that the epoch does not need.
+
+        Args:
+          epoch: the epoch.
+          started: for each role, the number of the epoch in which its process was started.
+          lost: name of the lost role; empty without one.
+          reason: cause of the epoch, for the log.
+
+        Raises:
+          LaunchError: the folder cannot be written.
+        """
+        try:
+            self._write(epoch, started, lost, reason)
+            return
+        except OSError:  # the disk may be full
+            self._folder.remove_other_cuts(epoch.cut)
+        try:
+            self._write(epoch, started, lost, reason)
+        except OSError as e:
+            raise LaunchError(
+                f"the job ends, since its folder of cuts {self._folder.path} cannot be written: "
+                f"{e.strerror}; free space there, or allow this process to write there. Then start "
+                "the launcher again with the same folder: it continues from the newest cut"
+            ) from e
+
+    def _write(self, epoch: Epoch, started: Mapping[str, int], lost: str, reason: str) -> None:
+        members = epoch.members(self._trainers)
+        self._log.add(EpochRecord(epoch.number, epoch.cut, members, lost, reason))
+        self._folder.grant(
+            epoch,
+            self._run,
+            self._trainers,
+            self._endpoints,
+            started,
+            drops_trainers=self._drops_trainers,
+        )
