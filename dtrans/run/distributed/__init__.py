@@ -13,7 +13,9 @@ watch           connections by which trainers learn that another trainer has end
 elastic         training that continues without lost trainers
 status_door     replies of trainer 0 to `dtrans status`
 launcher        starts the processes of a job, on this host or at a `Site`
+site            the hosts on which the roles run
 child_process   one process of the launcher, and its output
+role_output     lines of all roles on the terminal, and log files
 restarts        restarts of lost roles, epochs and cuts
 compile_cache   JAX's compilation cache, for roles that may start again
 identity        the variables of a role, which a spare receives

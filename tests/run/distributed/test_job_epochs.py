@@ -181,7 +181,7 @@ def test_a_dropped_trainer_takes_no_part(job: Job) -> None:
     assert job.epochs.can_go_back("trainer 1", RUNNING - {"trainer 1"}, without_lost=True)
     job.epochs.drop("trainer 1", "signal SIGKILL")
     assert job.epochs.epoch == Epoch(1, 10, dropped=(1,))
-    assert (job.epochs.members, job.epochs.takes_part("trainer 1")) == ((0,), False)
+    assert (job.epochs.members, job.epochs.epoch.has_role("trainer 1")) == ((0,), False)
     assert job.folders["pserver 0"].current() == Epoch(1, 10, dropped=(1,))
     job.enter("pserver 0", "trainer 0")
     assert job.epochs.have_all_entered and job.epochs.find_unable(RUNNING) is None
