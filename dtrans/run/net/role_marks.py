@@ -167,3 +167,44 @@ def can_go_back(
         if mark is not None and mark.left:
             return False
     return True
+
+
+def find_writers(
+    marks: Mapping[str, RoleMark], servers: Collection[str], live: Collection[str], epoch: int
+) -> set[str]:
+    """Return the servers that write their newest states when an epoch ends.
+
+    The result is empty if a live server cannot write them, since no cut can become complete.
+
+    Args:
+      marks: the report of each role's current process, by name.
+      servers: names of all servers.
+      live: names of the roles that live.
+      epoch: number of the epoch.
+
+    Example:
+      >>> from dtrans.run.net.role_marks import RoleMark, find_writers
+      >>> marks = {"pserver 0": RoleMark(2, writes_newest=True)}
+      >>> find_writers(marks, ["pserver 0"], live=["pserver 0"], epoch=2)
+      {'pserver 0'}
+    """
+    writers = {name for name in servers if name in live}
+    for name in writers:
+        mark = marks.get(name, RoleMark(epoch=-1))
+        if not mark.writes_newest or mark.epoch != epoch or mark.left:
+            return set()
+    return writers
+
+
+def can_complete_cut(
+    marks: Mapping[str, RoleMark], servers: Collection[str], writers: Collection[str]
+) -> bool:
+    """Return True if some servers can write a complete cut: all servers, or replicas of the others.
+
+    Args:
+      marks: the report of each role, by name.
+      servers: names of all servers.
+      writers: names of the servers that write their newest states.
+    """
+    has_replicas = all(marks[name].writes_replicas for name in writers)
+    return bool(writers) and (has_replicas or {*servers} <= {*writers})

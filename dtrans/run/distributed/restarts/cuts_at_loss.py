@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from dtrans.run.distributed.role_output import say
 from dtrans.run.net.launcher_folder import LauncherFolder
-from dtrans.run.net.role_marks import RoleMark
+from dtrans.run.net.role_marks import RoleMark, can_complete_cut, find_writers
 
 
 # Seconds that the launcher waits, after a loss, until servers have written their newest states.
@@ -52,12 +52,7 @@ class CutsAtLoss:
           running: returns the names of the running roles.
           is_stopped: returns True if the job ends, so that it needs no cut.
         """
-        live = {*running()} - {lost}
-        writers = live.intersection(self._servers)
-        for name in writers:
-            mark = marks.get(name, RoleMark(epoch=-1))
-            if not mark.writes_newest or mark.epoch != epoch or mark.left:
-                return
+        writers = find_writers(marks, self._servers, {*running()} - {lost}, epoch)
         if not self._announce(writers):
             return
         limit = time.monotonic() + WRITE_PATIENCE
@@ -81,13 +76,10 @@ class CutsAtLoss:
         Args:
           writers: names of the live servers.
         """
-        marks = self._folder.marks()
-        dead = [name for name in self._servers if name not in writers]
-        has_replicas = all(marks[name].writes_replicas for name in writers)
-        if not writers or (dead and not has_replicas):
+        if not can_complete_cut(self._folder.marks(), self._servers, writers):
             return False
         try:
-            self._folder.announce_end(dead)
+            self._folder.announce_end([name for name in self._servers if name not in writers])
         except OSError as e:
             say(
                 f"the servers write no cut at this loss, because {self._folder.path} cannot be "
