@@ -12,7 +12,7 @@ trainers connect again and repeat the steps after the cut. Only the lost process
 The launcher may also drop a lost trainer (`dtrans launch --on-trainer-loss drop`). The set of
 trainers is a part of the epoch. So all servers use the gradients of the same trainers in a step.
 
-Asynchronous trainers share no step, so each asynchronous server has its own cuts. A server that
+Asynchronous trainers share no step, so each asynchronous server writes separate cuts. A server that
 lives keeps its state, and a lost server continues from its newest cut. Each trainer continues after
 the last of its steps that a server has received.
 
@@ -47,7 +47,7 @@ class Epoch:
         with the cuts of asynchronous servers.
       is_ending: True if a role was lost, and the launcher waits until servers have written the
         states after their newest steps.
-      dropped: ids of the trainers that were lost, and without which the job continues; increasing.
+      dropped: ids of the lost trainers that do not start again, increasing.
       lost: names of the lost servers of an ending epoch. Other servers write their replicas.
     """
 

@@ -39,11 +39,11 @@ from dtrans.ops import (
 from dtrans.parameter_server.plan import PServerPlan, ServerPrograms
 from dtrans.protocol.server_blocks import RowGradient, Vectors
 from dtrans.protocol.tables.table_rows import put_in_place, unique_ids
-from dtrans.protocol.trainer.traffic import Leaf, rows_of
+from dtrans.protocol.trainer.traffic import rows_of
 from dtrans.run.base.batch import on_one_device
 from dtrans.run.executor import Executor, cut_for_role, put_on_device
 from dtrans.run.net.epoch_log import EpochRecord, members_of_steps, read_log
-from dtrans.run.parameter_server.equation_leaves import leaf_of, rows_wanted
+from dtrans.run.parameter_server.equation_leaves import leaf_of, received_leaf, rows_wanted
 from dtrans.run.parameter_server.fabric import concat_blocks, fake_init
 from dtrans.run.parameter_server.ordered_job import part_axes
 from dtrans.run.parameter_server.sync_update import SyncUpdate
@@ -121,7 +121,7 @@ def _check_plan(plan: Any) -> None:
         )
     if plan.shared is not None and not plan.shared.proven and plan.trainers > 1:
         raise ConfigError(
-            f"replay: the step needs values of the whole batch ({plan.shared.reason}), which "
+            f"replay: the step needs values of the full batch ({plan.shared.reason}), which "
             "trainers exchange within a step; such a job drops no trainers, so its result is that "
             "of plan.on_mesh()"
         )
@@ -184,7 +184,7 @@ class _ReplayedJob:
             self._trainers[k].params = _result_of(run)[0]
 
     def _update(self, members: frozenset[int], step: int) -> None:
-        """Update all servers, with the exchanges between servers in increasing levels."""
+        """Update all servers. They exchange vectors with each other, one level after another."""
         sent: dict[str, Vectors] = {}  # endpoint of a server that waits -> its outgoing vectors
         for ep, server in self._servers.items():
             vectors = server.begin(members, step)
@@ -205,7 +205,7 @@ class _ReplayedJob:
                     sent[ep] = vectors
 
     def result(self, trainer: int) -> tuple[Any, Any]:
-        """Return (params, opt_state), with the leaves that only trainers have from one trainer."""
+        """Return (params, opt_state). Leaves that no server stores are those of one trainer."""
         states = {ep: server.state for ep, server in self._servers.items()}
         return gather(self._plan, states, self._trainers[trainer].params)
 
@@ -341,20 +341,14 @@ class _ReplayedTrainer:
         return [None]
 
     def _recv(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        types, names = eqn.params["types"], eqn.params["names"]
-        if len(types) == 1:
-            leaf = leaf_of(eqn, types[0])
-        else:
-            rows = tuple(t.shape[0] for t in types)
-            shape = (sum(rows), *types[0].shape[1:])
-            leaf = Leaf(eqn.params["epmap"], names, rows, shape, types[0].dtype)
+        leaf = received_leaf(eqn)
         memory = np.empty(leaf.shape, leaf.dtype)
         received = []
         for ep, name, block in leaf.blocks(memory):
             block[...] = self._servers[ep].update.values[name]
             received.append(block)
         self._received += received
-        return [memory] if len(types) == 1 else received
+        return [memory] if len(eqn.params["types"]) == 1 else received
 
     def _fetch_barrier(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         received, self._received = self._received, []

@@ -44,18 +44,10 @@ def test_all_runs_in_which_a_trainer_is_dropped_hold() -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("quorum", [0, 1], ids=["restarts", "drops trainers"])
 @pytest.mark.parametrize("role", ROLES)
-def test_all_runs_of_two_steps_in_which_trainers_are_dropped_hold(role: str) -> None:
-    found = Explorer(small_case(quorum=1), roles=[role]).run()
-    assert not found.faults, str(found)
-    assert found.states > 10_000
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("role", ROLES)
-def test_all_runs_of_two_steps_hold(role: str) -> None:
-    found = Explorer(small_case(), roles=[role]).run()
+def test_all_runs_of_two_steps_hold(role: str, quorum: int) -> None:
+    found = Explorer(small_case(quorum=quorum), roles=[role]).run()
     assert not found.faults, str(found)
     assert found.states > 10_000
 

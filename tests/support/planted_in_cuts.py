@@ -27,6 +27,13 @@ from tools.simulate.trainer_mean import TrainerMean
 from tools.simulate.trainer_role import SimulatedTrainer
 
 
+def _wrapped(
+    owner: type, name: str, wrapper: Callable[[Any], Any]
+) -> Callable[[pytest.MonkeyPatch], None]:
+    """Return a function that replaces a method of a class by `wrapper` of the method."""
+    return lambda m: m.setattr(owner, name, wrapper(getattr(owner, name)))
+
+
 def _do_nothing(*args: Any) -> None:
     return None
 
@@ -188,8 +195,8 @@ def _keeps_cuts_of_undone_steps(real: Any) -> Any:
 
 PLANTED_IN_CUTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a server has no fence": lambda m: m.setattr(EpochGate, "admits", lambda *_, **__: True),
-    "greetings of later epochs are dropped": lambda m: m.setattr(
-        EpochGate, "admits", _drops_greetings_of_later_epochs(EpochGate.admits)
+    "greetings of later epochs are dropped": _wrapped(
+        EpochGate, "admits", _drops_greetings_of_later_epochs
     ),
     "a job goes back to the newest cut of any server": lambda m: m.setattr(
         SimulatedLauncher, "_newest_cut", _takes_the_newest_cut_of_any
@@ -203,25 +210,23 @@ PLANTED_IN_CUTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "one trainer evicts again after a cut": lambda m: m.setattr(
         SimulatedTrainer, "_asks_before", lambda self, first: not first or not self.k
     ),
-    "a cut does not wait for the one before": lambda m: m.setattr(
-        SimulatedServer, "_write_cut", _begins_cuts_without_waiting(SimulatedServer._write_cut)
+    "a cut does not wait for the one before": _wrapped(
+        SimulatedServer, "_write_cut", _begins_cuts_without_waiting
     ),
     "cuts of an old epoch count": _counts_old_cuts,
     "a trainer replays with another batch": _replays_with_the_next_batch,
-    "a trainer keeps its step number": lambda m: m.setattr(
-        SimulatedTrainer, "_first_step", _keeps_its_step(SimulatedTrainer._first_step)
-    ),
+    "a trainer keeps its step number": _wrapped(SimulatedTrainer, "_first_step", _keeps_its_step),
     "a trainer keeps its own leaf after it goes back": lambda m: m.setattr(
         TrainerMean, "_load", lambda self, cut: self.values[-1][1]
     ),
     "a job goes back to a cut that trainers have not written": lambda m: m.setattr(
         SimulatedLauncher, "_newest_cut", _takes_the_newest_cut_of_servers
     ),
-    "a server goes back and keeps received gradients": lambda m: m.setattr(
-        SimulatedServer, "_rewind", _keeps_received_gradients(SimulatedServer._rewind)
+    "a server goes back and keeps received gradients": _wrapped(
+        SimulatedServer, "_rewind", _keeps_received_gradients
     ),
-    "a trainer ignores that servers go back": lambda m: m.setattr(
-        ServerConnection, "receive", _ignores_rewinds(ServerConnection.receive)
+    "a trainer ignores that servers go back": _wrapped(
+        ServerConnection, "receive", _ignores_rewinds
     ),
     "a lost role is not reported": _reports_nobody,
     "an asynchronous server forgets the steps before a loss": lambda m: m.setattr(
@@ -230,8 +235,8 @@ PLANTED_IN_CUTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "an asynchronous server keeps its lower count of steps": lambda m: m.setattr(
         StepCounts, "adopt", lambda self, k, count: False
     ),
-    "an asynchronous server that lives goes back, too": lambda m: m.setattr(
-        SimulatedServer, "_load_alone", _always_loads(SimulatedServer._load_alone)
+    "an asynchronous server that lives goes back, too": _wrapped(
+        SimulatedServer, "_load_alone", _always_loads
     ),
     "a lost asynchronous server starts with the initial state": lambda m: m.setattr(
         SimulatedLauncher, "cut_alone", lambda self, endpoint: (None, None)
@@ -242,34 +247,28 @@ PLANTED_IN_CUTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a trainer of GEO-SGD repeats a push on all servers": lambda m: m.setattr(
         GeoSteps, "_lacking", _repeats_pushes_on_all_servers
     ),
-    "a trainer of GEO-SGD adds changes that it has pushed": lambda m: m.setattr(
-        GeoReturn, "split", _adds_changes_that_were_pushed(GeoReturn.split)
+    "a trainer of GEO-SGD adds changes that it has pushed": _wrapped(
+        GeoReturn, "split", _adds_changes_that_were_pushed
     ),
-    "a server of GEO-SGD applies a part of a push": lambda m: m.setattr(
-        AsyncServer, "__init__", _applies_parts_of_pushes(AsyncServer.__init__)
+    "a server of GEO-SGD applies a part of a push": _wrapped(
+        AsyncServer, "__init__", _applies_parts_of_pushes
     ),
-    "servers use the gradients of two sets of trainers in one step": lambda m: m.setattr(
-        TrainerRegistry, "lost", _drops_without_an_epoch(TrainerRegistry.lost)
+    "servers use the gradients of two sets of trainers in one step": _wrapped(
+        TrainerRegistry, "lost", _drops_without_an_epoch
     ),
-    "the gradient of a dropped trainer is used": lambda m: m.setattr(
-        TrainerExits, "counted", _counts_dropped_trainers(TrainerExits.counted)
+    "the gradient of a dropped trainer is used": _wrapped(
+        TrainerExits, "counted", _counts_dropped_trainers
     ),
-    "cuts wait for the leaves of a dropped trainer": lambda m: m.setattr(
-        SimulatedLauncher,
-        "_newest_cut",
-        _waits_for_leaves_of_dropped_trainers(SimulatedLauncher._newest_cut),
+    "cuts wait for the leaves of a dropped trainer": _wrapped(
+        SimulatedLauncher, "_newest_cut", _waits_for_leaves_of_dropped_trainers
     ),
     "a trainer is dropped without a quorum": lambda m: m.setattr(
         SimulatedLauncher, "_drops", lambda self, name: "trainer" in name and self._case.quorum
     ),
-    "a cut keeps the state of an undone step": lambda m: m.setattr(
-        SimulatedLauncher,
-        "_note_cut",
-        _keeps_cuts_of_undone_steps(SimulatedLauncher._note_cut),
+    "a cut keeps the state of an undone step": _wrapped(
+        SimulatedLauncher, "_note_cut", _keeps_cuts_of_undone_steps
     ),
-    "the log has a dropped trainer": lambda m: m.setattr(
-        SimulatedLauncher, "_grant", _logs_all_trainers(SimulatedLauncher._grant)
-    ),
+    "the log has a dropped trainer": _wrapped(SimulatedLauncher, "_grant", _logs_all_trainers),
 }
 
 
@@ -296,13 +295,11 @@ def _never_closes(self: Any) -> bool:
 
 # Faults of cuts at losses
 PLANTED_AT_LOSS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "a server writes only its newest state": lambda m: m.setattr(
-        SimulatedServer,
-        "_write_newest",
-        _writes_only_its_newest_state(SimulatedServer._write_newest),
+    "a server writes only its newest state": _wrapped(
+        SimulatedServer, "_write_newest", _writes_only_its_newest_state
     ),
-    "a server writes the state before its newest one as the newest": lambda m: m.setattr(
-        SimulatedServer, "_write_newest", _writes_the_state_before(SimulatedServer._write_newest)
+    "a server writes the state before its newest one as the newest": _wrapped(
+        SimulatedServer, "_write_newest", _writes_the_state_before
     ),
     "a server makes steps after it has written its newest states": lambda m: m.setattr(
         EpochGate, "is_closed", property(_never_closes, _do_nothing), raising=False
@@ -355,11 +352,11 @@ PLANTED_IN_REPLICAS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a replica is in the process of its primary": lambda m: m.setattr(
         updates, "backups_of", lambda endpoints: {x: x for x in endpoints}
     ),
-    "a replica that is one step behind counts as the newest": lambda m: m.setattr(
-        Replica, "newest", _calls_the_state_before_newest(Replica.newest)
+    "a replica that is one step behind counts as the newest": _wrapped(
+        Replica, "newest", _calls_the_state_before_newest
     ),
-    "a backup forgets the inputs that it has not used yet": lambda m: m.setattr(
-        Replica, "newest", _writes_without_pending_inputs(Replica.newest)
+    "a backup forgets the inputs that it has not used yet": _wrapped(
+        Replica, "newest", _writes_without_pending_inputs
     ),
     "trainers get their answers before the backup has the inputs": lambda m: m.setattr(
         JointUpdate, "is_replicated", True
@@ -372,7 +369,7 @@ PLANTED_IN_REPLICAS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 # Faults that only restart roles once more. The checks of schedules do not count restarts.
 PLANTED_RESTARTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "greetings of an earlier epoch are admitted": lambda m: m.setattr(
-        EpochGate, "admits", _admits_earlier_greetings(EpochGate.admits)
+    "greetings of an earlier epoch are admitted": _wrapped(
+        EpochGate, "admits", _admits_earlier_greetings
     ),
 }

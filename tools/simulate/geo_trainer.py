@@ -22,7 +22,7 @@ from tools.simulate.trainer_role import CommunicatingTrainer, Script, as_gradien
 from tools.simulate.updates import InNumpy, added, gradient, looked_up, row_gradient, spread
 
 
-Blocks = Mapping[str, np.ndarray]  # block name to an array
+Blocks = Mapping[str, np.ndarray]  # name of a block -> array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,9 +30,9 @@ class Push:
     """Push of a trainer of GEO-SGD.
 
     Attributes:
-      first, end: numbers of the first step whose changes it contains, and of the step after them.
-      deltas: block name to the deltas.
-      rest: block name to the changes of earlier steps that remain after the push.
+      first, end: the push contains the changes of steps `first` to `end` - 1.
+      deltas: the deltas, by name of the block.
+      rest: the changes of earlier steps that remain after the push, by name of the block.
     """
 
     first: int
@@ -43,13 +43,13 @@ class Push:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Return:
-    """Begin of a process that takes the place of a lost trainer.
+    """Start of a process that takes the place of a lost trainer.
 
     Attributes:
       step: number of steps before the first step of this process.
       cut: the trainer's cut; None without one.
-      received: endpoint of each server to the number of the trainer's steps that it has received.
-      changes: block name to the changes that the trainer has added to the servers' parameters.
+      received: number of the trainer's steps that each server has received, by endpoint.
+      changes: changes that the trainer has added to the servers' parameters, by name of the block.
     """
 
     step: int
@@ -62,10 +62,10 @@ class GeoSgdTrainer(CommunicatingTrainer):
     """Simulated trainer of GEO-SGD.
 
     Attributes:
-      agreed: for each pull, its number of included pushes, and the ids and `old` values of the
-        rows that the trainer stored at its request.
-      pushes: pushes of this process. A push that was repeated is contained again.
-      returned: the begin of this process, if it takes the place of another one.
+      agreed: (number of included pushes, ids of the stored rows, `old` values of these rows) at
+        the request of each pull.
+      pushes: pushes of this process, in which a repeated push occurs twice.
+      returned: the start of this process, if it takes the place of another one.
       step_count: number of the trainer's steps.
       geo: pushes and pulls; None before the first parameters.
     """

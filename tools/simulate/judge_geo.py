@@ -5,7 +5,7 @@
 - Such a server has the sum of each trainer's changes, except changes that the trainer has lost or
   not pushed.
 - A trainer that starts again loses only changes after its cut. The servers have not received them.
-- It continues at most as many steps after its cut as there are between two cuts.
+- The step after which this trainer continues is at most one interval of cuts after its cut.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tools.simulate.server_role import SimulatedServer
 from tools.simulate.updates import gradient
 
 
-# block name and deltas of a push -> id of the trainer, and the push
+# (name of a block, bytes of its deltas) -> (id of the trainer, push with these deltas)
 PushesByDelta = Mapping[tuple[str, bytes], tuple[int, Push]]
 
 

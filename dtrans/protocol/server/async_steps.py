@@ -68,8 +68,8 @@ class AsyncStep:
       grads: gradients of the current step, as they arrive.
       number: number of the current step in the trainer's messages.
       read: number of steps of other trainers that the trainer's newest parameters include.
-      staleness: number of steps of other trainers that the parameters behind the trainer's last
-        gradients did not include; None before the first gradients.
+      staleness: number of other trainers' steps that are missing in the parameters from which the
+        trainer computed its last gradients; None before the first gradients.
       updates: updates with the gradients of the current step.
     """
 

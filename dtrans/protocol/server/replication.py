@@ -129,7 +129,7 @@ class Replica:
             return False
         inbox = self._inputs.get(step)
         if inbox is None:
-            # The inputs of the step before are not applied yet.
+            # The inputs of the previous step may still wait in their memory.
             names = ((f"{step % 2} {n}", n, shape, dtype) for n, shape, dtype in self._inputs_of())
             inbox = self._inputs[step] = self._inbox_in_pool(names)
         inbox.take(message)

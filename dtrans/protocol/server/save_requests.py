@@ -24,9 +24,9 @@ class SaveRequests:
 
     Attributes:
       start: function that starts to write a checkpoint. Its arguments are the name of the
-        checkpoint and the number of steps that the requesting trainer has made. It returns the
-        number of blocks. `written` must be called at the end of the write. None if the server was
-        started without a folder for checkpoints.
+        checkpoint and the number of steps that the requesting trainer has made. The function
+        returns the number of blocks. `written` must be called at the end of the write. None if the
+        server was started without a folder for checkpoints.
       saved: dict from the name of each written checkpoint to the number of steps that the
         requesting trainer had made.
     """
@@ -93,10 +93,7 @@ class SaveRequests:
             self._answer(k, message, error)
 
     def asked(self) -> dict[str, int]:
-        """Return a dict from the name of each complete or pending checkpoint to a number of steps.
-
-        It is the number of steps that the requesting trainer had made.
-        """
+        """Return the number of steps before each complete or pending checkpoint, by name."""
         return self.saved | {name: steps for name, (steps, _) in self._pending.items()}
 
     def remind(self) -> None:

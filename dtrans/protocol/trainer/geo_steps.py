@@ -89,7 +89,7 @@ class GeoCut:
 
 
 class GeoReturn:
-    """Begin of a process that takes the place of a lost trainer.
+    """Start of a process that takes the place of a lost trainer.
 
     If the lost process had not pushed since its cut, the new process repeats the cut's pending push
     on the servers that lack this push. Otherwise some servers may lack the last push, and its
@@ -104,7 +104,7 @@ class GeoReturn:
     Attributes:
       count: number of steps whose changes were pushed.
       step: number of the trainer's steps.
-      repeated: number of steps of the push to the servers that lack the last one.
+      repeated: number of steps in the push to the servers that lack the last push.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class GeoSteps:
         Args:
           changes: changes to add to the servers' parameters.
           deltas: deltas to push to the servers that lack the last push.
-          begin: the number of steps before.
+          begin: numbers of steps with which the process starts.
           received: as for `counts`.
         """
         self._old = [old + d for old, d in zip(self._old, deltas, strict=True)]

@@ -142,7 +142,8 @@ class StatefulSource(BatchSource):
             if not marks:
                 raise ConfigError(
                     f"the first batch of {type(self._batches).__name__} has the number "
-                    f"{self._first}, so it cannot go to batch {position}"
+                    f"{self._first}, so dtrans.feed cannot go to batch {position}; pass "
+                    f"load_state_dict a state that was saved at batch {position} or before it"
                 )
             self._go_to(max(marks), self._marks[max(marks)])
         while self.position < position:

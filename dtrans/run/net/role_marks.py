@@ -22,9 +22,9 @@ class RoleMark:
       is_alone: True for an asynchronous server, which goes back to a cut without other servers.
       counts: for an asynchronous server, the number of steps of each trainer in its cut.
       writes_newest: True for a server that writes its newest states when its epoch is ending.
-      writes_replicas: True if the server then also writes those of a lost server.
-      ended: number of the last epoch at whose end the server has written them; -1 without one.
-      ended_for: names of the lost servers. Their replicas on this server were written at that end.
+      writes_replicas: True if the server also writes the newest states of a lost server then.
+      ended: number of the last epoch at whose end the server wrote its newest states, or -1.
+      ended_for: names of the lost servers whose states the server wrote at the end of that epoch.
     """
 
     epoch: int = 0

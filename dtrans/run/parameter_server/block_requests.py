@@ -13,9 +13,8 @@ from typing import Any
 
 from dtrans._jax import JaxprEqn
 from dtrans.protocol.buffers import BufferPool
-from dtrans.protocol.trainer.traffic import Leaf
 from dtrans.protocol.trainer.trainer_steps import Landing
-from dtrans.run.parameter_server.equation_leaves import leaf_of
+from dtrans.run.parameter_server.equation_leaves import received_leaf
 from dtrans.run.parameter_server.server_connections import ServerConnections
 
 
@@ -36,17 +35,11 @@ class BlockRequests:
     def recv(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         """Return arrays for the blocks of a `recv`. The blocks are written into them later."""
         self._connections.identify(eqn)
-        types, names = eqn.params["types"], eqn.params["names"]
-        if len(types) == 1:
-            leaf = leaf_of(eqn, types[0])
-        else:
-            rows = tuple(t.shape[0] for t in types)
-            shape = (sum(rows), *types[0].shape[1:])
-            leaf = Leaf(eqn.params["epmap"], names, rows, shape, types[0].dtype)
-        memory = self._pool.take(names[0], leaf.shape, leaf.dtype)
+        leaf = received_leaf(eqn)
+        memory = self._pool.take(leaf.names[0], leaf.shape, leaf.dtype)
         blocks = leaf.blocks(memory)
         self._landings += blocks
-        if len(types) == 1:
+        if len(eqn.params["types"]) == 1:
             return [memory]
         return [rows for _, _, rows in blocks]
 

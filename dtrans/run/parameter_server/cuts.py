@@ -91,7 +91,7 @@ class ServerCuts:
         return server_names(self.plan)[list(self.plan.servers).index(self.endpoint)]
 
     def of_lost(self, endpoint: str, epoch: int) -> ServerCuts:
-        """Return the writer of the cuts of a lost server, of whose state this server has a copy.
+        """Return a writer of cuts for a lost server, whose state this server has copied.
 
         Args:
           endpoint: endpoint of the lost server.
@@ -255,7 +255,7 @@ def _other_mode(path: Path, before: str, now: str) -> str:
 def check_drops(plan: PServerPlan) -> None:
     """Raise ConfigError if a job with cuts cannot continue without a lost trainer.
 
-    It continues by the rule for trainers that leave early: on_trainer_exit="drop".
+    After a drop, updates follow the rule for trainers that leave early: on_trainer_exit="drop".
     """
     restart = "launch the job with --on-trainer-loss restart"
     if not plan.sync_mode:
@@ -265,7 +265,7 @@ def check_drops(plan: PServerPlan) -> None:
         )
     if plan.shared is not None and not plan.shared.proven:
         raise ConfigError(
-            "on_trainer_loss='drop': the step needs values of the whole batch "
+            "on_trainer_loss='drop': the step needs values of the full batch "
             f"({plan.shared.reason}), which the remaining trainers cannot compute; pass "
             f"batch='local', or {restart}"
         )
@@ -313,7 +313,7 @@ def check_cuts(plan: PServerPlan, cuts: Cuts) -> None:
 
 
 def _check_replicas(plan: PServerPlan, cuts: Cuts) -> None:
-    """Raise ConfigError if a server has no other server for its copy, or has nothing to send."""
+    """Raise ConfigError if a plan has only one server, or a server without a trained parameter."""
     backups_of(list(plan.servers))
     for endpoint, programs in plan.servers.items():
         if not ServerUpdate.from_program(programs.main).grad_types:

@@ -25,6 +25,16 @@ def leaf_of(eqn: JaxprEqn, t: Any) -> Leaf:
     return Leaf(p["epmap"], p["names"], p.get("sections", ()), t.shape, t.dtype, merge, spans)
 
 
+def received_leaf(eqn: JaxprEqn) -> Leaf:
+    """Return the leaf that a `recv` receives, as one array or as one array for each block."""
+    types = eqn.params["types"]
+    if len(types) == 1:
+        return leaf_of(eqn, types[0])
+    rows = tuple(t.shape[0] for t in types)
+    shape = (sum(rows), *types[0].shape[1:])
+    return Leaf(eqn.params["epmap"], eqn.params["names"], rows, shape, types[0].dtype)
+
+
 def rows_wanted(eqn: JaxprEqn, uniq: np.ndarray, rows: np.ndarray) -> list[WantedRows]:
     """Return the lookup of a `prefetch` in each block of its table.
 

@@ -103,9 +103,7 @@ def test_a_role_that_is_lost_before_it_goes_back_starts_again_too(
         number = enter()
         if number == 0:
             cut(10, 20)
-            if name == "trainer 1":
-                wait(lambda: all_in(0))
-                die()
+            lose("trainer 1")
             wait(lambda: epochs.current().number)
             if name == "trainer 0":
                 die()
@@ -137,9 +135,7 @@ def test_all_start_again_if_a_role_leaves_before_it_goes_back(
     command = script(f"""
         if enter() == 0:
             cut(10, 20)
-            if name == "trainer 1":
-                wait(lambda: all_in(0))
-                die()
+            lose("trainer 1")
             wait(lambda: epochs.current().number)
             if name == "trainer 0":
                 {leaves}
@@ -330,9 +326,7 @@ DIES = """
 
     if enter() == 0:
         cut(10, 20)
-        if name == "trainer 2":
-            wait(lambda: all_in(0))
-            die()
+        lose("trainer 2")
         enter(1)
 """
 END = """
@@ -410,9 +404,7 @@ def test_the_job_ends_if_all_would_start_again_without_restarts(script: Any) -> 
     """The servers have no cut yet."""
     command = script("""
         enter()
-        if name == "trainer 2":
-            wait(lambda: all_in(0))
-            die()
+        lose("trainer 2")
         forever()
     """)
     with pytest.raises(
@@ -426,9 +418,7 @@ def test_the_lost_trainer_starts_with_the_others_if_all_start_again(
 ) -> None:
     command = script("""
         if enter() == 0:
-            if name == "trainer 2":
-                wait(lambda: all_in(0))
-                die()
+            lose("trainer 2")
             forever()
         finish(1)
     """)
@@ -466,9 +456,7 @@ def test_dropped_trainers_stay_dropped_when_all_start_again(
         number = enter()
         if number == 0:
             cut(10, 20)
-            if name == "trainer 2":
-                wait(lambda: all_in(0))
-                die()
+            lose("trainer 2")
             wait(lambda: epochs.current().number)
             if name == "trainer 0":
                 epochs.leave()

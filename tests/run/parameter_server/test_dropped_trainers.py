@@ -111,6 +111,18 @@ with plan.on_cluster() as job:
 """
 
 
+def launch_dropping(folder: Path, script: str, *, trainers: int, **options: Any) -> None:
+    """Launch a script of a folder as a job of two servers that drops lost trainers."""
+    launch(
+        [sys.executable, script],
+        trainers=trainers,
+        pservers=2,
+        env={"PYTHONPATH": f"{folder}:{ROOT}", "JAX_PLATFORMS": "cpu"},
+        on_trainer_loss="drop",
+        restarts=RestartOptions(cuts="cuts", **options),
+    )
+
+
 def run_job(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -124,15 +136,7 @@ def run_job(
     (folder / "kills").mkdir()
     (folder / "model.py").write_text(model + PLAN)
     (folder / "train.py").write_text(TRAIN.format(kills=list(kills), stop=STEPS))
-    env = {"PYTHONPATH": f"{folder}:{ROOT}", "JAX_PLATFORMS": "cpu"}
-    launch(
-        [sys.executable, "train.py"],
-        trainers=3,
-        pservers=2,
-        env=env,
-        on_trainer_loss="drop",
-        restarts=RestartOptions(cuts="cuts", **options),
-    )
+    launch_dropping(folder, "train.py", trainers=3, **options)
     found: dict[str, Any] = {}
     exec(model + PLAN, found)
     return found
@@ -214,15 +218,7 @@ def test_the_page_replays_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert script.count(first) == 1
     script = script.replace(first, "\n    " + kill + "\n")
     Path("survive.py").write_text("import os, signal\n" + script)
-    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "JAX_PLATFORMS": "cpu"}
-    launch(
-        [sys.executable, "survive.py"],
-        trainers=4,
-        pservers=2,
-        env=env,
-        on_trainer_loss="drop",
-        restarts=RestartOptions(2, "cuts", quorum=3),
-    )
+    launch_dropping(tmp_path, "survive.py", trainers=4, most=2, quorum=3)
     assert [x.members for x in read_log("cuts/epochs.jsonl")] == [(0, 1, 2, 3), (0, 1, 2)]
     monkeypatch.syspath_prepend(tmp_path)
     found = runpy.run_path("replay.py")
@@ -330,7 +326,7 @@ def test_plans_that_need_all_trainers_are_refused() -> None:
     for plan, message in [
         (plan_for(mode=dtrans.Async()), "asynchronous servers with cuts start a lost trainer aga"),
         (plan_for(on_trainer_exit="error"), "with on_trainer_exit='error' an update needs the gr"),
-        (plan_with_batch_norm(), r"the step needs values of the whole batch \(.*pass batch='local"),
+        (plan_with_batch_norm(), r"the step needs values of the full batch \(.*pass batch='local"),
     ]:
         with pytest.raises(ConfigError, match=f"^on_trainer_loss='drop': .*{message}"):
             check_drops(plan)

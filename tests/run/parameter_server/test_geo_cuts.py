@@ -136,6 +136,12 @@ def last_steps(name: str, output: str) -> tuple[int, int]:
     return int(found[-1][0]), int(found[-1][1])
 
 
+def returns(output: str) -> list[tuple[int, int]]:
+    """Return each return of trainer 0: its step, and the step of its optimizer's state."""
+    pattern = r"trainer 0 continues after step (\d+), with its optimizer's state after step (\d+)"
+    return [(int(step), int(cut)) for step, cut in re.findall(pattern, output)]
+
+
 def pushed(trainers: int) -> float:
     """Return the sum of the changes that a trainer pushes in all steps, if each change is 1."""
     rest = 0.0
@@ -158,11 +164,7 @@ def test_the_only_trainer_loses_steps_of_its_own_leaves_alone(
     assert output.err.count("it starts again, and the other roles continue") == 2
     for name, x in servers.items():
         np.testing.assert_array_equal(x, FINAL if name.startswith("params/net/b") else FINAL / 2)
-    returns = re.findall(
-        r"trainer 0 continues after step (\d+), with its optimizer's state after step (\d+)",
-        output.err,
-    )
-    lost = [int(step) - int(cut) for step, cut in returns]
+    lost = [step - cut for step, cut in returns(output.err)]
     assert len(lost) == 2 and all(0 <= x <= CUTS for x in lost)
     began, seen = last_steps("trainer 0", output.out)
     # batches are read one step ahead, and the push of step 48 may not have been sent
@@ -198,11 +200,7 @@ def test_a_lost_server_goes_back_alone_and_trainers_keep_their_steps(
     # trainer 1 and its leaves lived; trainer 0 has lost steps since its cut
     assert last_steps("trainer 1", output.out) == (0, FINAL)
     began, seen = last_steps("trainer 0", output.out)
-    (returned,) = re.findall(
-        r"trainer 0 continues after step (\d+), with its optimizer's state after step (\d+)",
-        output.err,
-    )
-    step, cut = map(int, returned)
+    ((step, cut),) = returns(output.err)
     assert began == step and 0 <= step - cut <= CUTS and seen == FINAL - (step - cut)
     both = 2 * pushed(2)
     for name, x in servers.items():
