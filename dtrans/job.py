@@ -40,7 +40,7 @@ class SeekableBatches(Protocol):
         """Continue with the batch of a step."""
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
-        """Return an iterator over the batches from there on."""
+        """Return an iterator over the batches from this step on."""
 
 
 @runtime_checkable
@@ -48,7 +48,7 @@ class CountedBatches(Protocol):
     """Batches that count the batches of finished steps, such as those of `dtrans.feed`."""
 
     def read_ahead(self) -> Iterator[Sequence[Any]]:
-        """Yield the batches of the next steps, and leave the count as it is."""
+        """Yield the batches of the next steps without counting them."""
 
     def advance(self, batch: Sequence[Any]) -> None:
         """Count the batch of a finished step."""

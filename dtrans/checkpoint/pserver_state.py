@@ -233,8 +233,8 @@ def check_saved_by_servers(plan: PServerPlan) -> None:
     check_plan(plan)
     if plan.frozen:
         raise ConfigError(
-            f"{plan.frozen[0]} is only on trainers, so servers cannot save it; save with "
-            "dtrans.checkpoint.save after the job has ended"
+            f"{plan.frozen[0]} is only on trainers, so servers cannot save it (job.save, "
+            "on_failure='save'); call dtrans.checkpoint.save after the job has ended"
         )
 
 

@@ -122,8 +122,8 @@ def _check_plan(plan: Any) -> None:
     if plan.shared is not None and not plan.shared.proven and plan.trainers > 1:
         raise ConfigError(
             f"replay: the step needs values of the full batch ({plan.shared.reason}), which "
-            "trainers exchange within a step; such a job drops no trainers, so its result is that "
-            "of plan.on_mesh()"
+            "trainers exchange within a step; such a job drops no trainers; run "
+            "plan.on_mesh() instead, which has the same result"
         )
 
 
@@ -307,7 +307,7 @@ class _ReplayedTrainer:
             raise ConfigError(
                 f"replay: the batch has {rows} rows, which cannot be split evenly over "
                 f"{plan.trainers} trainers; trainers exchange values within such a step, and a job "
-                "with such a step drops no trainers, so its result is that of plan.on_mesh()"
+                "with such a step drops no trainers; run plan.on_mesh() instead"
             )
         call = self._calls(batch)
         return self._run(call.program, self.params, *call.batch)

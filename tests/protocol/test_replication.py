@@ -20,14 +20,20 @@ PRIMARY = CASE.endpoints[0]
 BLOCK = f"{PRIMARY}/w0"
 
 
-def new_replica(endpoint: str, state: Mapping[str, np.ndarray], step: int) -> SimulatedUpdate:
-    update = SimulatedUpdate(served(CASE, endpoint), lambda: None, keeps_old=True, merges=True)
-    update.state = {n: x.copy() for n, x in state.items()}
-    return update
+def backup(updates: list[SimulatedUpdate] | None = None) -> StoredReplicas:
+    """Return the copies of a backup, before the first message of its primary.
 
+    Args:
+      updates: gets the update of each copy.
+    """
 
-def backup() -> StoredReplicas:
-    """Return the copies of a backup, before the first message of its primary."""
+    def new_replica(endpoint: str, state: Mapping[str, np.ndarray], step: int) -> SimulatedUpdate:
+        update = SimulatedUpdate(served(CASE, endpoint), lambda: None, keeps_old=True, merges=True)
+        update.state = {n: x.copy() for n, x in state.items()}
+        if updates is not None:
+            updates.append(update)
+        return update
+
     params = served(CASE, PRIMARY).params
     gradients = {gradient_name(n, 0): t for n, t in params.items()}
     return StoredReplicas({PRIMARY: Primary(gradients, params)}, new_replica)
@@ -44,9 +50,9 @@ def inputs(step: int, value: float = 1.0) -> wire.Message:
     return replica(step, gradient_name(BLOCK, 0), [value] * 3)
 
 
-def begun(step: int) -> StoredReplicas:
+def begun(step: int, updates: list[SimulatedUpdate] | None = None) -> StoredReplicas:
     """Return the copies of a backup that has the state after a step."""
-    copies = backup()
+    copies = backup(updates)
     assert copies.take(PRIMARY, replica(step, BLOCK, [0, 0, 0], is_state=True)) is None
     assert copies.due(PRIMARY) == step
     return copies
@@ -64,11 +70,13 @@ def test_a_backup_has_the_two_newest_states_of_its_primary() -> None:
 
 
 def test_inputs_are_applied_up_to_a_step() -> None:
-    copies = begun(0)
+    updates: list[SimulatedUpdate] = []
+    copies = begun(0, updates)
     assert copies.take(PRIMARY, inputs(0)) == 1
     copies.apply(1)
     assert copies.take(PRIMARY, inputs(1, 3.0)) == 2
     copies.apply(1)
+    assert [update.state[BLOCK].tolist() for update in updates] == [[1.0] * 3]
     # the memory of the applied inputs is used again
     assert copies.take(PRIMARY, inputs(2, 5.0)) == 3
     assert list(copies.newest(PRIMARY)) == [3, 2]

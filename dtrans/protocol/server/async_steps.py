@@ -1,6 +1,6 @@
 """Steps of an asynchronous server's trainers: the gradients that arrive, and their updates.
 
-Each trainer has its step, because trainers do not wait for each other.
+Trainers do not wait for each other, so their current steps have different numbers.
 """
 
 from __future__ import annotations

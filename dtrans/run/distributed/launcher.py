@@ -310,7 +310,7 @@ def _check_quorum(quorum: int, trainers: int, mode: str, on_trainer_loss: str) -
     """Raise ConfigError if a job cannot use a quorum."""
     if not 1 <= quorum <= trainers:
         raise ConfigError(
-            f"quorum must be between 1 and the number of trainers, {trainers}, it is {quorum}"
+            f"quorum must be a number from 1 to {trainers}, the number of trainers; it is {quorum}"
         )
     if quorum > 1 and (mode == "nccl2" or on_trainer_loss != "drop"):
         raise ConfigError(

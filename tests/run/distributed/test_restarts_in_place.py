@@ -495,9 +495,9 @@ def test_a_quorum_is_for_dropped_trainers() -> None:
         (
             RestartOptions(quorum=4),
             {},
-            "quorum must be between 1 and the number of trainers, 3, it",
+            "quorum must be a number from 1 to 3, the number of trainers; it is 4",
         ),
-        (RestartOptions(quorum=0), {}, "quorum must be between 1 and .* it is 0"),
+        (RestartOptions(quorum=0), {}, "quorum must be a number from 1 to .* it is 0"),
     ]:
         with pytest.raises(ConfigError, match=message):
             launch(["true"], restarts=wanted, trainers=3, **options)

@@ -174,7 +174,7 @@ class Restarts:
         return self._count < self._restarts and not aborts
 
     def _leaves_quorum(self, role: Role) -> bool:
-        """Return True if enough trainers are left without a lost role, which is a trainer."""
+        """Return True if the job may drop a lost role, and enough trainers are left then."""
         if self._epochs is None or self._on_trainer_loss != "drop" or not role.is_trainer:
             return False
         return len(self._epochs.members) > self._quorum
@@ -189,7 +189,7 @@ class Restarts:
         return self._epochs.can_go_back(lost.role.name, _names(attempt), without_lost=True)
 
     def _why_not_dropped(self, lost: Child) -> str:
-        """Return the reason why a job ends with a lost trainer although it may drop trainers."""
+        """Return the reason why a lost trainer is not dropped, so that the job ends."""
         assert self._epochs is not None
         others, restarts = len(self._epochs.members) - 1, f"{self._restarts} restarts"
         if self._leaves_quorum(lost.role):
