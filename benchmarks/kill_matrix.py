@@ -3,7 +3,7 @@
     python benchmarks/kill_matrix.py                        print a table
     python benchmarks/kill_matrix.py docs/reliability.md    also write the table into this page
 
-Each row is a mode, and the process that is lost by SIGKILL before step 26. Columns:
+Each row has a mode, and a process that gets SIGKILL before step 26. Columns:
 
     others notice       without a launcher: seconds until every other process has logged the loss
     others end          without a launcher: seconds until every other process has exited
@@ -12,7 +12,7 @@ Each row is a mode, and the process that is lost by SIGKILL before step 26. Colu
                         trainer repeats
     with cuts           the same with a cut every 10 steps
     with a spare        the same with `--spares 1`, too
-    bits                True if the last checkpoints have the bits of an undisturbed job
+    bits                "equal" if the last checkpoints have the bits of an undisturbed job
 
 The jobs have two trainers, and two parameter servers or two stages, on this host.
 """
@@ -79,7 +79,7 @@ def init(key):
 
 
 def batch(step):
-    """The batch of a step. Trainers wait before one step until the test has killed a process."""
+    """Return the batch of a step. Before step LOSS, wait until a process was killed."""
     if step == LOSS:
         print("waits", flush=True)
         while not Path("go").exists():
@@ -89,7 +89,7 @@ def batch(step):
 
 
 def traced():
-    """The programs of a step and of the initial state."""
+    """Return the programs of the step and of the init."""
     key = jax.random.key(0)
     shapes = jax.ShapeDtypeStruct((8, 16), float), jax.ShapeDtypeStruct((8, 1), float)
     step = dtrans.make_train_step(loss, optax.adam(1e-3))
@@ -230,7 +230,7 @@ class Job:
         return found
 
     def last(self, role: str, pattern: str, since: float = 0.0) -> re.Match[str] | None:
-        """The last line of a role that matches a pattern; None without one."""
+        """Return the last line of a role that matches a pattern; None without one."""
         found = None
         for line in self.lines:
             if line.role == role and line.at > since:
@@ -238,14 +238,14 @@ class Job:
         return found
 
     def first_at(self, role: str, pattern: re.Pattern[str], since: float) -> float | None:
-        """The time of the first line of a role after `since` in which a pattern occurs."""
+        """Return the time of a role's first line after `since` with the pattern, or None."""
         for line in self.lines:
             if line.role == role and line.at > since and pattern.search(line.text):
                 return line.at
         return None
 
     def kill(self, victim: str, *, with_spare: bool = False, cuts: bool = False) -> float:
-        """Kill a process while both trainers wait, and let the others continue; the time.
+        """Kill a process while both trainers wait, and let the others continue; return the time.
 
         Args:
           victim: the process.
@@ -273,7 +273,7 @@ class Job:
             time.sleep(0.01)
 
     def state(self) -> list[bytes]:
-        """The bytes of all arrays of the last checkpoint, after the end of the job."""
+        """Wait for the end of the job; return the bytes of all arrays of its last checkpoint."""
         self.wait("the end of the job", lambda: "launcher" in self.ended)
         path = dtrans.checkpoint.latest(self.folder / "ckpt")
         if path is None or path.name != str(STEPS):
@@ -313,7 +313,7 @@ def job_of(mode: str, kind: str) -> Iterator[Job]:
 
 
 def react(mode: str, victim: str) -> tuple[str, str]:
-    """The seconds until the others notice a loss, and end, without a launcher."""
+    """Return the seconds until the others notice a loss, and end, without a launcher."""
     with job_of(mode, "alone") as job:
         begin = job.kill(victim)
         continues = mode == "async" and victim.startswith("trainer")
@@ -332,7 +332,7 @@ def react(mode: str, victim: str) -> tuple[str, str]:
 
 
 def restart(mode: str, victim: str, kind: str, expected: list[bytes]) -> tuple[str, bool]:
-    """The cost of a loss under a launcher, and True if the result has the expected bits."""
+    """Return the cost of a loss under a launcher, and True if the bits are as expected."""
     with job_of(mode, kind) as job:
         has_cuts = mode == "sync" and kind != "checkpoints"
         begin = job.kill(victim, with_spare=kind == "spare", cuts=has_cuts)
@@ -358,7 +358,7 @@ def restart(mode: str, victim: str, kind: str, expected: list[bytes]) -> tuple[s
 
 
 def rows() -> Iterator[str]:
-    """The rows of the table."""
+    """Return the rows of the table."""
     for mode, victims in VICTIMS.items():
         with job_of(mode, "checkpoints") as job:
             (job.folder / "go").touch()

@@ -101,16 +101,16 @@ def launch_command(
         str,
         typer.Option(
             help="`restart` starts a lost trainer again, as often as --restarts allows. `abort` "
-            "ends the job. `drop` continues without the trainer (jobs with cuts, asynchronous "
-            "jobs, and nccl2)."
+            "ends the job. `drop` continues without the trainer (synchronous jobs with cuts, "
+            "asynchronous jobs without cuts, and nccl2)."
         ),
     ] = "restart",
     quorum: Annotated[
         int,
         typer.Option(
             min=1,
-            help="With `--on-trainer-loss drop`, in a job with cuts: continue without a lost "
-            "trainer only if at least this number of trainers is left.",
+            help="With `--on-trainer-loss drop`: the smallest number of trainers with which a job "
+            "of parameter servers continues.",
         ),
     ] = 1,
     restarts: Annotated[
