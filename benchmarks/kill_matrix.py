@@ -358,7 +358,7 @@ def restart(mode: str, victim: str, kind: str, expected: list[bytes]) -> tuple[s
 
 
 def rows() -> Iterator[str]:
-    """Return the rows of the table."""
+    """Yield the rows of the table."""
     for mode, victims in VICTIMS.items():
         with job_of(mode, "checkpoints") as job:
             (job.folder / "go").touch()
