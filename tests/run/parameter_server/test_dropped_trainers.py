@@ -302,7 +302,7 @@ def test_a_replay_refuses_a_batch_that_needs_all_trainers(tmp_path: Path) -> Non
     log.add(EpochRecord(0, None, (0, 1, 2)))
     with pytest.raises(
         ConfigError,
-        match=r"^replay: the batch has 7 rows, .* over 3 trainers; .*run plan\.on_mesh\(\) instead$",
+        match=r"^replay: the batch has 7 rows, .* over 3 trainers; .* plan\.on_mesh\(\) instead$",
     ):
         dtrans.replay(plan_for(), log.path, lambda step: mlp_batch(7), init=(params,), stop=1)
 
