@@ -64,7 +64,7 @@ class LauncherFolder(EpochFolder):
           trainers: number of trainers.
           endpoints: endpoints of the servers. Pieces of cuts and checkpoints contain them.
           started: for each role, the number of the epoch in which its process was started. Earlier
-            processes of the role, on a host that the launcher has lost, end when they read it.
+            processes of the role, on a host that the launcher has lost, end when they read this.
           drops_trainers: True if the launcher may drop lost trainers.
         """
         job: dict[str, Any] = {"run": run, "trainers": trainers, "endpoints": list(endpoints)}

@@ -82,7 +82,7 @@ class RoleFolder(EpochFolder):
           epoch: the epoch.
           with_trainers: in a server, True if trainers write parts of its cuts, too.
           writes_newest: in a server, True if it writes its newest states when the epoch is ending.
-          writes_replicas: in a server, True if it then also writes those of a lost server.
+          writes_replicas: in a server, True if it also writes a lost server's newest states then.
         """
         with self._lock:
             cuts = self.mark().cuts_until(epoch.cut)
@@ -132,9 +132,9 @@ class RoleFolder(EpochFolder):
                 self._write_mark(dataclasses.replace(self._mark, cuts=tuple(cuts)))
 
     def of_lost(self, role: str, epoch: int) -> RoleFolder:
-        """Return the folder as a lost role sees it, to write its part of a cut in its place.
+        """Return a lost role's view of the folder, to write the lost role's part of a cut.
 
-        Its methods raise ReplacedError when the launcher has started another process of the role.
+        The methods of the result raise ReplacedError when a new process of the role has started.
 
         Args:
           role: name of the lost role.

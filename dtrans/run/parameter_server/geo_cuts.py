@@ -20,11 +20,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 
-from dtrans.checkpoint.assemble import as_jax, as_numpy, numpy_type
+from dtrans.checkpoint.assemble import as_jax, as_numpy
 from dtrans.checkpoint.pserver_state import name_leaves
 from dtrans.errors import StateError
 from dtrans.ir.selection import subset
@@ -36,7 +35,7 @@ from dtrans.run.net.role_folder import RoleFolder
 from dtrans.run.net.shared_files import write_file
 from dtrans.run.parameter_server.geo import GeoTrainer
 from dtrans.run.parameter_server.server_connections import ServerConnections
-from dtrans.run.parameter_server.trainer_cuts import computed_leaves
+from dtrans.run.parameter_server.trainer_cuts import UNREADABLE, computed_leaves, read_array
 
 
 # names of arrays in a file: `GeoCut.pushed` and `GeoCut.pending`, and prefixes of other names
@@ -157,17 +156,15 @@ class GeoCuts:
                     data = self._read(file, LOCAL, name)
                     local[name] = as_jax(data, self._type(name).dtype)
                 return GeoCut(step, pushed, pending, changes, deltas, local)
-        except (OSError, EOFError, KeyError, ValueError, BadZipFile) as e:
+        except UNREADABLE as e:
             raise StateError(
                 f"the cut of {self._name} after step {step} cannot be read from {path}: {e}; start "
                 "the job again with another folder of cuts"
             ) from e
 
     def _read(self, file: Any, kind: str, name: str) -> np.ndarray:
-        """Return an array of a file, whose format lacks some types, such as bfloat16."""
-        t = self._type(name)
-        data: np.ndarray = file[kind + name].view(numpy_type(t.shape, t.dtype)[1])
-        return data
+        """Return an array of the kind `kind`, such as the changes, of a leaf."""
+        return read_array(file, kind + name, self._type(name))
 
     def _type(self, name: str) -> Any:
         return self._plan.main.inputs[name]

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -32,9 +33,19 @@ from dtrans.run.parameter_server.server_connections import ServerConnections
 from dtrans.step.frozen import changed_leaves
 
 
+# errors of reading a damaged file of arrays
+UNREADABLE = (OSError, EOFError, KeyError, ValueError, BadZipFile)
+
+
 def computed_leaves(plan: PServerPlan) -> list[str]:
     """Return the names of the leaves that no server stores, and that each trainer computes."""
     return changed_leaves(plan.main, plan.frozen)
+
+
+def read_array(file: Any, name: str, t: Any) -> np.ndarray:
+    """Return an array of type `t` from a file, whose format lacks some types, such as bfloat16."""
+    data: np.ndarray = file[name].view(numpy_type(t.shape, t.dtype)[1])
+    return data
 
 
 def server_names(plan: PServerPlan) -> list[str]:
@@ -118,10 +129,8 @@ class TrainerCuts:
             with np.load(path) as file:
                 for n in self._computed:
                     t = self._plan.main.inputs[n]
-                    # the format lacks some types, such as bfloat16
-                    data = file[n].view(numpy_type(t.shape, t.dtype)[1])
-                    found[n] = as_jax(data, t.dtype)
-        except (OSError, KeyError, ValueError) as e:
+                    found[n] = as_jax(read_array(file, n, t), t.dtype)
+        except UNREADABLE as e:
             raise StateError(
                 f"the leaves of {self._name} in the cut of step {step} cannot be read from {path}: "
                 f"{e}; start the job again with another folder of cuts"

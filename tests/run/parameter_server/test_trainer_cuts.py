@@ -147,7 +147,11 @@ def test_a_trainer_goes_back_to_its_leaves_of_the_cut(plan: PServerPlan, tmp_pat
         assert found["net"]["w"] is start["net"]["w"] and found["net"]["scale"] is scale
 
     other = TrainerCuts(RoleFolder(tmp_path, "trainer 0"), plan, "trainer 0")
-    with pytest.raises(StateError, match="leaves of trainer 0 in the cut of step 10 cannot be"):
+    unreadable = "leaves of trainer 0 in the cut of step 10 cannot be"
+    with pytest.raises(StateError, match=unreadable):
+        other.begin(connections(Epoch(1, 10), step=10), start)
+    (tmp_path / "10/trainer-0.npz").write_bytes(b"")
+    with pytest.raises(StateError, match=unreadable):
         other.begin(connections(Epoch(1, 10), step=10), start)
 
 

@@ -7,7 +7,7 @@ A role is lost if a signal ended it, or if its host was lost. There are two kind
                  If there is a spare, it becomes the lost role.
 
 With `on_trainer_loss="drop"`, a lost trainer does not start again while enough trainers are left.
-The others go back to a cut, and continue without it. This is no restart.
+The other roles go back to a cut, and continue without the trainer. This uses no restart.
 
 A restart in place needs cuts: every other role takes part in the current epoch and has not left,
 and all servers have a common cut. Asynchronous servers have separate cuts, and only a lost server

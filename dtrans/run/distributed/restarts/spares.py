@@ -109,7 +109,7 @@ class Spares:
         self._lost_in = -1  # number of the last epoch in which a signal ended a spare
 
     def put(self, child: SpareChild) -> None:
-        """Note that a process has ended. The child's thread calls it."""
+        """Note that a process has ended. The child's thread calls this method."""
         with self._lock:
             child.has_ended = not child.is_taken
         queue = self._ended if child.has_ended else self._events
