@@ -340,7 +340,7 @@ FAULTS = (
         "pipeline_parallel/test_schedule.py::test_known_orders",
     ),
     Fault(
-        "protocol/server/sync_server.py",
+        "protocol/server/trainer_turns.py",
         "            turn.grads.clear()\n",
         "",
         ("run/parameter_server/test_endpoints.py", "run/parameter_server/test_exchange.py"),

@@ -75,13 +75,15 @@ class Server:
     def shown(self) -> Any:
         """All that a message could have changed."""
         kind: Any = self.machine.kind
-        turns = {k: (t.at_barrier, t.waits, dict(t.grads._arrived)) for k, t in kind._turns.items()}
-        grads = {n: x.tobytes() for n, x in kind._grads.items()}
+        turns = {}
+        for k, t in kind._turns.by_trainer.items():
+            turns[k] = t.at_barrier, t.waits, dict(t.grads._arrived)
+        grads = {n: x.tobytes() for n, x in kind._turns._grads.items()}
         known = {k: (t.address, t.session, t.done, t.lost) for k, t in self.trainers.known.items()}
         state = {n: x.tobytes() for n, x in self.update.state.items()}
         return (
             kind.step,
-            kind._rounds.number,
+            kind.rounds.number,
             turns,
             grads,
             known,

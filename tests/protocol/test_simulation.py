@@ -29,6 +29,7 @@ from dtrans.protocol.server.server_peers import ServerPeers
 from dtrans.protocol.server.serving import Serving
 from dtrans.protocol.server.sync_server import SyncServer
 from dtrans.protocol.server.trainer_registry import TrainerRegistry
+from dtrans.protocol.server.trainer_turns import TrainerTurns
 from dtrans.protocol.tables.changed_rows import CHANGED, UnseenChanges
 from dtrans.protocol.tables.row_requests import RowRequests
 from dtrans.protocol.tables.rows_ahead import RowsAhead
@@ -370,7 +371,7 @@ def _is_true_of_any(monkeypatch: pytest.MonkeyPatch) -> None:
     def step_if_any_sent(self: Any) -> None:
         trainers = self._trainers
         if len(trainers.known) == trainers.count and any(
-            self._turns[k].at_barrier for k in trainers.present
+            self._turns.by_trainer[k].at_barrier for k in trainers.present
         ):
             self._make_step()
 
@@ -381,7 +382,7 @@ def _forgets_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     real = SyncServer._finish
 
     def finish(self: Any) -> None:
-        self._turns[0].waits = False
+        self._turns.by_trainer[0].waits = False
         real(self)
 
     monkeypatch.setattr(SyncServer, "_finish", finish)
@@ -392,8 +393,9 @@ def _answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def recv(self: Any, k: int, message: Any) -> None:
         real(self, k, message)
-        if self._turns[k].waits:
-            self._turns[k].waits = False
+        turn = self._turns.by_trainer[k]
+        if turn.waits:
+            turn.waits = False
             self._say(
                 self._trainers.known[k].address, "blocks", _blocks(self, k), step=message["step"]
             )
@@ -406,7 +408,7 @@ def _answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _counts_those_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
     def make_step(self: Any) -> None:
-        self._continue(self._joint.begin(self._grads, self._trainers.known))
+        self._continue(self._joint.begin(self._turns._grads, self._trainers.known))
 
     monkeypatch.setattr(SyncServer, "_make_step", make_step)
 
@@ -441,15 +443,14 @@ def _answers_with_rows_of_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None
     real = SyncServer.prefetch
 
     def prefetch(self: Any, k: int, message: Any) -> None:
-        sent = [i for i in self._trainers.known if self._turns[i].at_barrier]
+        sent = [i for i in self._trainers.known if i in self._turns.at_barrier]
         update, before = self._update, self._update.state
         if sent and not self._served.exchanges:
-            rows = {
-                n: x
-                for i in sent
-                for n, x in self._rows.requests.gradients(i, self._turns[i].grads).items()
-            }
-            update.begin({**self._grads, **rows}, frozenset(sent), self.step)
+            rows = {}
+            for i in sent:
+                grads = self._turns.by_trainer[i].grads
+                rows |= self._rows.requests.gradients(i, grads)
+            update.begin({**self._turns._grads, **rows}, frozenset(sent), self.step)
         real(self, k, message)
         update.state = before
 
@@ -460,7 +461,7 @@ def _counts_rows_of_those_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
     real = RowRequests.gradients
 
     def make_step(self: Any) -> None:
-        present, turns = self._trainers.present, self._turns
+        present, turns = self._trainers.present, self._turns.by_trainer
         requests = self._rows.requests
         rows = {n: x for k in turns for n, x in real(requests, k, turns[k].grads).items()}
         for t in self._served.tables.values() if self.on_trainer_exit == "drop" else ():
@@ -469,7 +470,7 @@ def _counts_rows_of_those_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
                 [rows[t.gradients[present[0]]], *again], "sum"
             )
         of = self._trainers.known if self.on_trainer_exit == "paddle" else present
-        self._continue(self._joint.begin({**self._grads, **rows}, of))
+        self._continue(self._joint.begin({**self._turns._grads, **rows}, of))
 
     monkeypatch.setattr(SyncServer, "_make_step", make_step)
 
@@ -586,7 +587,7 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         trainer_rounds, "sorted", list, raising=False
     ),
     "a round that was answered is answered again": _answers_a_round_again,
-    "who left counts in each later step": lambda m: m.setattr(SyncServer, "_forget", _nothing),
+    "who left counts in each later step": lambda m: m.setattr(TrainerTurns, "forget", _nothing),
     "who left counts though nothing comes": _counts_those_who_left,
     "who left is waited for": lambda m: m.setattr(
         TrainerRegistry, "present", property(lambda self: list(self.known))

@@ -12,12 +12,14 @@ import pytest
 from dtrans.protocol.epochs import NewEpoch
 from dtrans.protocol.server.async_server import AsyncServer
 from dtrans.protocol.server.epoch_gate import EpochGate
+from dtrans.protocol.server.joint_update import JointUpdate
+from dtrans.protocol.server.newest_states import NewestStates
 from dtrans.protocol.server.replication import Replica, StoredReplicas
-from dtrans.protocol.server.server_peers import JointUpdate
 from dtrans.protocol.server.step_counts import StepCounts
 from dtrans.protocol.server.sync_server import SyncServer
 from dtrans.protocol.server.trainer_exits import TrainerExits
 from dtrans.protocol.server.trainer_registry import TrainerRegistry
+from dtrans.protocol.server.trainer_rounds import TrainerRounds
 from dtrans.protocol.trainer.geo_steps import GeoReturn, GeoSteps
 from dtrans.protocol.trainer.server_connection import ServerConnection
 from tools.simulate import updates
@@ -107,9 +109,9 @@ def _keeps_its_step(real: Any) -> Any:
 
 def _keeps_received_gradients(real: Any) -> Any:
     def rewind(self: Any) -> None:
-        before = self.machine.kind._turns
+        before = self.machine.kind._turns.by_trainer
         real(self)
-        for k, turn in self.machine.kind._turns.items():
+        for k, turn in self.machine.kind._turns.by_trainer.items():
             turn.grads = before[k].grads
             turn.at_barrier = before[k].at_barrier
 
@@ -305,13 +307,13 @@ PLANTED_AT_LOSS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         EpochGate, "is_closed", property(_never_closes, _do_nothing), raising=False
     ),
     "a server writes a state before its results are merged": lambda m: m.setattr(
-        SyncServer, "merges_results", property(lambda self: False, _do_nothing), raising=False
+        TrainerRounds, "merges_results", property(lambda self: False, _do_nothing), raising=False
     ),
     "the launcher does not wait for the newest states": lambda m: m.setattr(
         "tools.simulate.launcher.WRITE_PATIENCE", -1.0
     ),
     "a server forgets that a trainer has begun the next step": lambda m: m.setattr(
-        SyncServer, "has_begun_step", True
+        NewestStates, "has_begun_step", True
     ),
 }
 

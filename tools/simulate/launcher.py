@@ -298,7 +298,9 @@ class SimulatedLauncher:
     def _lacking(self) -> int | None:
         """Return the newest step of the server that merges results, if it has not merged them."""
         server = self.roles[self._servers[0]]
-        if server.over or not self._case.has_results or server.machine.kind.has_merged_results:
+        if server.over or not self._case.has_results:
+            return None
+        if server.machine.kind.newest.has_merged_results:
             return None
         return int(server.machine.kind.step)
 

@@ -116,7 +116,7 @@ class SimulatedServer(Process):
         if launcher is not None:
             kind.between_steps = self._between_steps
         if isinstance(kind, SyncServer):
-            kind.merges_results = case.has_results and endpoint == case.endpoints[0]
+            kind.rounds.merges_results = case.has_results and endpoint == case.endpoints[0]
         self.machine = Serving(kind, trainers, say, Refusals(quiet))
         kind.tables = self.update.tables
         self.storage = SimulatedStorage(case, endpoint, lambda: kind.state, self._write)
@@ -211,7 +211,7 @@ class SimulatedServer(Process):
         if not self._case.at_loss:
             return
         assert isinstance(kind, SyncServer)
-        for endpoint, step, state in kind.newest_states(self._endpoints_of(lost)):
+        for endpoint, step, state in kind.newest.states(self._endpoints_of(lost)):
             if not launcher.has_written(endpoint, step):
                 terms = self._epoch.number, endpoint, step, SimulatedCut(dict(state), {})
                 self._written_at = launcher.write_cut(self, *terms, begin=self._written_at)

@@ -3,7 +3,7 @@
 A server connects to each server that takes part in one of its reductions. Its greeting contains a
 digest of all data that the two servers exchange. A server sends partial results over its own
 connection to the peer (`dtrans.protocol.server.peer_line`), and receives the peer's partial results
-at its listener. No function here waits: the server's loop checks `missing`.
+at its listener. No function here waits: `JointUpdate` checks `missing`.
 
 Each exchange of a step has its own level. Partial results of later levels and of the next step may
 arrive early, and are stored. The server stores all partial results of a step until the step's
@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,11 +25,9 @@ from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.numbered_messages import NumberedMessages
-from dtrans.protocol.server.admission import check_plan, welcome
+from dtrans.protocol.server.admission import check_plan
 from dtrans.protocol.server.exchange import Exchange, vector_types
-from dtrans.protocol.server.replication import MERGED, Replication, StoredReplicas, vector_blocks
-from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry
-from dtrans.protocol.server_blocks import StepUpdate, Vectors
+from dtrans.protocol.server.replication import Replication
 
 
 @dataclasses.dataclass
@@ -269,175 +267,6 @@ class ServerPeers:
         servers = ("pserver " if len(endpoints) == 1 else "pservers ") + ", ".join(endpoints)
         absent = [ep for ep in endpoints if self.known[ep].address is None]
         return f"{servers} (not connected: {', '.join(absent)})" if absent else servers
-
-
-class JointUpdate:
-    """Update of a synchronous server, which may need other servers' partial results.
-
-    Args:
-      update: computes the new state from the gradients.
-      peers: the other servers.
-      trainers: the server's trainers.
-      say: function that sends a message.
-      step: number of updates before the first one.
-      backup: endpoint of the server with the copy of this server's state; None without replicas.
-      replicas: copies of other servers' states.
-
-    Attributes:
-      peers: the other servers.
-      step: number of complete updates.
-    """
-
-    def __init__(
-        self,
-        update: StepUpdate,
-        peers: ServerPeers,
-        trainers: TrainerRegistry,
-        say: Say,
-        step: int = 0,
-        backup: str | None = None,
-        replicas: StoredReplicas | None = None,
-    ) -> None:
-        self.peers = peers
-        self.step = step
-        self.replicas = StoredReplicas() if replicas is None else replicas
-        self._backup, self._first = backup, step
-        self._update, self._trainers, self._say = update, trainers, say
-
-    @property
-    def exchange(self) -> Exchange | None:
-        """Exchange whose partial results the update waits for; None if it does not wait."""
-        return self._update.exchange
-
-    def missing(self) -> list[str]:
-        """Return the endpoints of the servers for which the update waits.
-
-        These are the servers whose partial results have not arrived. If all have arrived, it is the
-        backup, which has not acknowledged the merged gradients.
-        """
-        exchange = self.exchange
-        if exchange is not None:
-            return self.peers.missing(self.step, exchange)
-        return [] if self._backup is None or self.is_replicated else [self._backup]
-
-    @property
-    def is_replicated(self) -> bool:
-        """True if the backup can compute all complete updates, or if there are no replicas."""
-        if self._backup is None or self.step == self._first:
-            return True
-        return self.peers.known[self._backup].replicated >= self.step
-
-    def replicate_state(self) -> None:
-        """Send the state at the beginning of an epoch to the backup."""
-        if self._backup is not None:
-            blocks = self._update.state_blocks()
-            self._say(self._backup, "replica", blocks, step=self.step, is_state=True)
-
-    def _replicate(self, inputs: Iterable[tuple[str, Any]]) -> None:
-        """Send inputs of the current step to the backup."""
-        if self._backup is not None:
-            blocks = [(n, np.asarray(x)) for n, x in inputs]
-            if blocks:
-                self._say(self._backup, "replica", blocks, step=self.step, is_state=False)
-
-    @property
-    def can_go_on(self) -> bool:
-        """True if the update waits for an exchange, and all partial results have arrived."""
-        return self.exchange is not None and not self.missing()
-
-    def begin(self, grads: Mapping[str, Any], trainers: Collection[int]) -> bool:
-        """Start an update. Return True if the update is already complete.
-
-        Args:
-          grads: gradients by name.
-          trainers: ids of the trainers whose gradients the update uses.
-        """
-        present = frozenset(trainers)
-        if self._backup is not None:
-            grads = self._update.merge(grads, present, self.step)
-            self._replicate(grads.items())
-            present = MERGED
-        return self._exchange(self._update.begin(grads, present, self.step))
-
-    def go_on(self) -> bool:
-        """Continue the update with the received partial results; return True if it is complete."""
-        return self._exchange(self._go_on())
-
-    def _go_on(self) -> Vectors | None:
-        exchange = self.exchange
-        assert exchange is not None
-        arrived = self.peers.collected(self.step, exchange)
-        self._replicate(vector_blocks(exchange.level, arrived))
-        return self._update.go_on(arrived)
-
-    def _exchange(self, outgoing: Vectors | None) -> bool:
-        """Send vectors, and continue the update until it is complete or has to wait for a peer.
-
-        Args:
-          outgoing: vectors to send, by the receiver's endpoint; None if the update is complete.
-
-        Returns:
-          True if the update is complete.
-        """
-        while outgoing is not None:
-            exchange = self.exchange
-            assert exchange is not None
-            for ep, vectors in outgoing.items():
-                blocks = [(v.dtype.name, v) for v in vectors]
-                self._say(ep, "partials", blocks, step=self.step, level=exchange.level)
-            if not self.can_go_on:
-                return False
-            outgoing = self._go_on()
-        self.peers.end_step(self.step)
-        self.step += 1
-        return True
-
-    def take(self, address: bytes, message: wire.Message) -> bool:
-        """Handle a message if its sender is another server. Return False for other senders.
-
-        Raises:
-          WireError: the message is not expected.
-        """
-        sender = self.peers.name(address)
-        if message.op == "peer":
-            self._welcome(address, message)
-        elif sender is None:
-            return False
-        elif message.op == "replica":
-            self._take_replica(address, sender, message)
-        elif message.op != "partials":
-            raise WireError(
-                f"a `{message.op}` message from pserver {sender}; servers send each other only "
-                "`peer`, `partials` and `replica`"
-            )
-        else:
-            self.peers.take(address, message, self.step)
-        return True
-
-    def _take_replica(self, address: bytes, sender: str, message: wire.Message) -> None:
-        """Store inputs of a primary, and acknowledge those of a complete step."""
-        if not self.peers.known[sender].messages.take(message):
-            return
-        step = self.replicas.take(sender, message)
-        if step is not None:
-            self._say(address, "replicated", step=step)
-
-    def _welcome(self, address: bytes, message: wire.Message) -> None:
-        """Answer the greeting of another server."""
-        k = self._trainers.by_address.get(address)
-        if k is not None:
-            raise WireError(f"trainer {k} sent a `peer` message, which only servers send")
-        if self.peers.meet(address, message):
-            heard = self.peers.known[message["endpoint"]].messages.received
-            self._say(
-                address, "welcome", **welcome(self._trainers.secret, message, self.step, heard)
-            )
-            step = self.replicas.due(message["endpoint"])
-            if step is not None:  # a broken connection may have lost the last acknowledgement
-                self._say(address, "replicated", step=step)
-            return
-        reason = f"the end of another job in which pserver {message['endpoint']} takes part"
-        self._say(address, "waiting", reason=reason)
 
 
 def _layouts(

@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from dtrans.errors import DeadlineError, LostPeerError
-from dtrans.protocol.inbox import Inbox
-from dtrans.protocol.server.server_peers import JointUpdate
+from dtrans.protocol.server.joint_update import JointUpdate
 from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry, log, named
 from dtrans.protocol.server.trainer_rounds import TrainerRounds
+from dtrans.protocol.server.trainer_turns import TrainerTurns
 from dtrans.protocol.wait_reminder import WaitReminder
-
-
-@dataclasses.dataclass
-class TrainerTurn:
-    """Progress of one trainer in the current step.
-
-    Attributes:
-      grads: gradients of the step, as they arrive.
-      at_barrier: True if the trainer has sent `send_barrier`.
-      waits: True if the trainer has requested parameters, and the server has not answered yet.
-      looks_up: True if the trainer has requested rows whose gradient belongs to this step.
-    """
-
-    grads: Inbox
-    at_barrier: bool = False
-    waits: bool = False
-    looks_up: bool = False
-
-    @property
-    def begun(self) -> bool:
-        """True if the trainer is in the middle of the step."""
-        return self.at_barrier or self.looks_up or self.grads.begun
 
 
 class StepWaits:
@@ -41,7 +18,7 @@ class StepWaits:
     Args:
       trainers: the server's trainers.
       joint: the update, which may wait for other servers.
-      turns: progress of each trainer, by id.
+      turns: progress of each trainer in the current step.
       rounds: exchanges between the trainers.
       evicting: ids of the trainers that wait for an eviction; the caller updates the collection.
       say: function that sends a message.
@@ -51,7 +28,7 @@ class StepWaits:
         self,
         trainers: TrainerRegistry,
         joint: JointUpdate,
-        turns: Mapping[int, TrainerTurn],
+        turns: TrainerTurns,
         rounds: TrainerRounds,
         evicting: Collection[int],
         say: Say,
@@ -73,7 +50,7 @@ class StepWaits:
 
     def waiting(self) -> list[int]:
         """Return the ids of the trainers that wait for the update, a round or an eviction."""
-        at_barrier = [k for k in self._trainers.known if self._turns[k].at_barrier]
+        at_barrier = [k for k in self._trainers.known if self._turns.by_trainer[k].at_barrier]
         return at_barrier + self._rounds.waiting() + list(self._evicting)
 
     def doing(self, k: int) -> str:
@@ -84,7 +61,7 @@ class StepWaits:
             return "waiting for a checkpoint to be written"
         if k in self.waiting():
             return "waiting for the update"
-        return self._turns[k].grads.phase()
+        return self._turns.by_trainer[k].grads.phase()
 
     def awaited(self) -> str:
         """Describe what the trainers wait for; the text is empty if no trainer waits.

@@ -60,11 +60,14 @@ class TrainerRounds:
 
     Attributes:
       number: number of the open round; None if no round is open.
+      merges_results: True if trainers send their results of each step after its update, in the
+        round `RESULTS`, and this server merges them.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.number: int | None = None
+        self.merges_results = False
         self._step = 0
         # Step and number of the round that was answered last
         self._answered: tuple[int, float] = (0, -math.inf)

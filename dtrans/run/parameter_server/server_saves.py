@@ -104,7 +104,7 @@ class ServerSaves:
         if self._cuts is not None:
             protocol.kind.between_steps = self._between_steps
             if isinstance(protocol.kind, SyncServer):
-                protocol.kind.merges_results = self._cuts.merges_results
+                protocol.kind.rounds.merges_results = self._cuts.merges_results
             self._begin_cuts(protocol.kind, start.loaded)
             folder, protocol.status.epoch = self._cuts.epochs, start.epoch.number
             protocol.status.cut = lambda: folder.newest_written
@@ -219,7 +219,7 @@ class ServerSaves:
         The server answers messages during the write. The writing thread reports the end. If more
         servers are lost meanwhile, the method is called again, and writes only their replicas.
 
-        `SyncServer.newest_states` chooses the states.
+        `NewestStates` chooses the states.
 
         Args:
           lost: names of the lost servers. If this server has a replica, it writes its states, too.
@@ -233,7 +233,7 @@ class ServerSaves:
         writers = {ep: mine.of_lost(ep, number) for ep in endpoints}
         writers[kind.endpoint] = mine
         begun, self._begun = self._begun, {*self._begun, *writers}
-        for endpoint, step, state in kind.newest_states(endpoints):
+        for endpoint, step, state in kind.newest.states(endpoints):
             cuts = writers[endpoint]
             if endpoint not in begun and not cuts.epochs.has_written(step):
                 arrays = {n: _current(x) for n, x in state.items()}

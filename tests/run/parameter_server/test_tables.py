@@ -757,7 +757,8 @@ def test_a_request_that_cannot_be_is_refused_and_changes_nothing(
     fields: Any, said: str, mode: Any
 ) -> None:
     server, trainer = served_alone(mode)
-    progress = server._steps.of_trainer(0) if isinstance(server, AsyncServer) else server._turns[0]
+    is_async = isinstance(server, AsyncServer)
+    progress = server._steps.of_trainer(0) if is_async else server._turns.by_trainer[0]
     grads = progress.grads
     rows = lambda: grads.memory["params/emb@GRAD"].shape
     step = {"step": 0, "table": "params/emb", "train": True, **fields}

@@ -1,0 +1,84 @@
+"""Newest states of a synchronous server, which it writes as cuts when another process is lost.
+
+Servers make their steps at different times. At a loss, another server may have made a step more or
+a step less than this one. So each server writes its two newest states. The job continues from the
+newest step whose states all servers have written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from dtrans.protocol.server.joint_update import JointUpdate
+from dtrans.protocol.server.trainer_rounds import TrainerRounds
+from dtrans.protocol.server.trainer_turns import TrainerTurns
+from dtrans.protocol.server_blocks import StepUpdate
+
+
+class NewestStates:
+    """Newest states of one server, and of its replicas.
+
+    Args:
+      endpoint: endpoint of the server.
+      update: the server's update, which stores its two newest states.
+      joint: the progress of the update, and the replicas of other servers.
+      turns: progress of the trainers in the current step.
+      rounds: exchanges between trainers, which may also merge the results of each step.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        update: StepUpdate,
+        joint: JointUpdate,
+        turns: TrainerTurns,
+        rounds: TrainerRounds,
+    ) -> None:
+        self._endpoint, self._update, self._joint = endpoint, update, joint
+        self._turns, self._rounds = turns, rounds
+        self._first = joint.step
+
+    def states(self, lost: Collection[str] = ()) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
+        """Yield the newest states of this server, and of its replicas of lost servers.
+
+        If a trainer has begun the next step, it has received parameters from all servers. So all
+        servers have made the newest step of this server, and only states from this step are needed.
+
+        Args:
+          lost: endpoints of the lost servers.
+
+        Yields:
+          The endpoint of the server, the step, and the arrays by name.
+        """
+        newest = self._joint.step
+        least = newest if self.has_begun_step else newest - 1
+        states: dict[int, Mapping[str, Any]] = {newest: self._update.state}
+        if self._update.old is not None:
+            states[newest - 1] = self._update.old
+            if self.lacks_results:
+                # Live trainers would go forward to the newest step, and never receive its results.
+                del states[newest]
+        by_endpoint = {self._endpoint: states}
+        for endpoint in lost:
+            by_endpoint[endpoint] = self._joint.replicas.newest(endpoint)
+        for endpoint, found in by_endpoint.items():
+            for step, state in found.items():
+                if step >= least:
+                    yield endpoint, step, state
+
+    @property
+    def has_begun_step(self) -> bool:
+        """True if a trainer is in the middle of the step after the newest state."""
+        return not self._joint.waits_for_backup and bool(self._turns.begun)
+
+    @property
+    def has_merged_results(self) -> bool:
+        """True if the results of the newest step are merged, or the epoch has no step yet."""
+        step = self._joint.step
+        return step == self._first or self._rounds.has_merged_results(step)
+
+    @property
+    def lacks_results(self) -> bool:
+        """True if this server merges the results of the newest step, and has not sent them yet."""
+        return self._rounds.merges_results and not self.has_merged_results

@@ -1,0 +1,212 @@
+"""Turns: the progress of each trainer of a synchronous server within the current step.
+
+A trainer sends its gradients, then `send_barrier`, then a request for parameters. When all trainers
+have sent `send_barrier`, the server computes the update. It then answers the requests, and the
+turns of the next step begin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dtrans.errors import PeerError, WireError
+from dtrans.ir.selection import subset
+from dtrans.protocol import wire
+from dtrans.protocol.buffers import BufferPool
+from dtrans.protocol.inbox import Inbox
+from dtrans.protocol.server.trainer_exits import TrainerExits
+from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry, answer
+from dtrans.protocol.server_blocks import ServerBlocks, StepUpdate
+from dtrans.protocol.tables.row_answers import RowAnswers
+
+
+@dataclasses.dataclass
+class TrainerTurn:
+    """Progress of one trainer in the current step.
+
+    Attributes:
+      grads: gradients of the step, as they arrive.
+      at_barrier: True if the trainer has sent `send_barrier`.
+      waits: True if the trainer has requested parameters, and the server has not answered yet.
+      looks_up: True if the trainer has requested rows whose gradient belongs to this step.
+    """
+
+    grads: Inbox
+    at_barrier: bool = False
+    waits: bool = False
+    looks_up: bool = False
+
+    @property
+    def begun(self) -> bool:
+        """True if the trainer is in the middle of the step."""
+        return self.at_barrier or self.looks_up or self.grads.begun
+
+
+class TrainerTurns:
+    """Turns of one server's trainers, and the memory of their gradients.
+
+    Args:
+      served: the server's blocks.
+      update: the server's update, whose parameters are sent to trainers.
+      trainers: the server's trainers.
+      rows: answers to requests for table rows, with the memory of table gradients.
+      exits: rule for trainers that leave before other trainers do.
+      say: function that sends a message.
+
+    Attributes:
+      by_trainer: dict from the id of each trainer to its turn.
+    """
+
+    def __init__(
+        self,
+        served: ServerBlocks,
+        update: StepUpdate,
+        trainers: TrainerRegistry,
+        rows: RowAnswers,
+        exits: TrainerExits,
+        say: Say,
+    ) -> None:
+        self._arguments, self._update = served.arguments, update
+        self._trainers, self._say = trainers, say
+        self._rows, self._exits = rows, exits
+        pool = BufferPool()
+        self._grads = {n: pool.take(n, t.shape, t.dtype) for n, t in served.gradients.items()}
+        self.by_trainer = _turns_of(served, self._grads, rows, trainers.count)
+
+    @property
+    def at_barrier(self) -> list[int]:
+        """Ids of the trainers that have sent `send_barrier` in this step."""
+        return [k for k, turn in self.by_trainer.items() if turn.at_barrier]
+
+    @property
+    def begun(self) -> list[int]:
+        """Ids of the trainers that are in the middle of the step."""
+        return [k for k, turn in self.by_trainer.items() if turn.begun]
+
+    def take(self, k: int, message: wire.Message) -> None:
+        """Receive gradients of trainer k.
+
+        Raises:
+          WireError: a gradient is not expected. Nothing has been stored.
+        """
+        grads = self.by_trainer[k].grads
+        if not grads.begun:
+            self._rows.begin(k, message, grads)
+        grads.take(message)
+
+    def reach_barrier(self, k: int, step: int) -> None:
+        """Record that trainer k has sent `send_barrier`.
+
+        Args:
+          k: id of the trainer.
+          step: number of complete updates.
+
+        Raises:
+          WireError: the trainer has already sent it, or a gradient is incomplete.
+        """
+        turn = self.by_trainer[k]
+        if turn.at_barrier:
+            raise WireError(f"trainer {k} sent a second `send_barrier` in step {step}")
+        short = sorted(turn.grads.missing())
+        if short:
+            raise WireError(
+                f"trainer {k} sent `send_barrier` of step {step} before gradient {short[0]} was "
+                f"complete ({turn.grads.progress(short[0])})"
+            )
+        turn.at_barrier = True
+
+    def inputs(self, step: int) -> tuple[dict[str, Any], list[int]]:
+        """Return the gradients of the step by name, and the ids of the trainers that count.
+
+        `TrainerExits.counted` chooses these trainers.
+
+        Args:
+          step: number of complete updates.
+
+        Raises:
+          PeerError: trainers sent different values of a step argument that the update reads.
+        """
+        counted = self._exits.counted()
+        _check_arguments(self._arguments, self._grads, sorted(counted), step)
+        inboxes = {k: turn.grads for k, turn in self.by_trainer.items()}
+        return {**self._grads, **self._rows.gradients(inboxes, counted)}, counted
+
+    def end_step(self, step: int) -> None:
+        """Begin the turns of the next step, and answer the trainers that wait for parameters.
+
+        Args:
+          step: number of complete updates.
+        """
+        for turn in self.by_trainer.values():
+            turn.at_barrier = turn.looks_up = False
+            turn.grads.clear()
+        self.forget(self._trainers.left)
+        self._rows.send_changed(step)
+        for k in self._trainers.known:
+            if self.by_trainer[k].waits:
+                self.answer(k, step)
+
+    def forget(self, trainers: Collection[int]) -> None:
+        """Set gradients of trainers that have left to zero if `TrainerExits.spend` says so."""
+        for k in self._exits.spend(trainers):
+            grads = self.by_trainer[k].grads
+            for x in grads.memory.values():
+                x.fill(0)
+            self._rows.requests.used(k, grads)
+
+    def answer(self, k: int, step: int) -> None:
+        """Send trainer k the requested parameters, which are those after `step` updates."""
+        self.by_trainer[k].waits = False
+        answer(self._say, self._trainers.known[k], step, self._update.values)
+
+
+def _turns_of(
+    served: ServerBlocks, grads: Mapping[str, np.ndarray], rows: RowAnswers, trainers: int
+) -> dict[int, TrainerTurn]:
+    """Return a map from the id of each trainer to its progress, with an empty inbox."""
+    row_gradients: set[str] = set()
+    for table in served.tables.values():
+        row_gradients.update(table.gradients.values())
+    turns = {}
+    for k in range(trainers):
+        names = {sent[k] for sent in served.sent} - row_gradients
+        memory = subset(grads, names) | rows.requests.memory_of(k)
+        turns[k] = TrainerTurn(Inbox(memory, _unknown_gradient(k, served.endpoint)))
+    return turns
+
+
+def _unknown_gradient(k: int, endpoint: str) -> Callable[[str], str]:
+    """Return a function that returns the error text for the name of an unknown gradient."""
+    return lambda name: f"{name} is not a gradient that trainer {k} sends to pserver {endpoint}"
+
+
+def _check_arguments(
+    arguments: Mapping[str, Mapping[int, str]],
+    grads: Mapping[str, np.ndarray],
+    trainers: Sequence[int],
+    step: int,
+) -> None:
+    """Raise PeerError if trainers sent different values of a step argument that the update reads.
+
+    Args:
+      arguments: maps each step argument to a dict. The dict maps the id of a trainer to the name
+        under which this trainer sends the argument.
+      grads: received arrays by name.
+      trainers: sorted ids of the trainers to compare.
+      step: number of complete updates.
+    """
+    for argument, sent in arguments.items():
+        first, *others = trainers
+        value = grads[sent[first]]
+        for k in others:
+            other = grads[sent[k]]
+            if other.tobytes() != value.tobytes():
+                raise PeerError(
+                    f"{argument} of step {step + 1} is {wire.brief(value.tolist())} on trainer "
+                    f"{first}, and {wire.brief(other.tolist())} on trainer {k}; the update reads "
+                    "it, so all trainers must pass the same value"
+                )
