@@ -55,7 +55,7 @@ RUN_LAYERS = (
     ("pipeline_parallel",),
     ("executor",),
     ("replays",),
-    ("role_job", "job_replay", "verified"),
+    ("role_jobs", "verified"),
     ("realisers",),
 )
 

@@ -50,8 +50,8 @@ from dtrans.run.base.summary_writer import SummaryWriter
 from dtrans.run.distributed.connect import connect
 from dtrans.run.distributed.role import Role
 from dtrans.run.executor import Executor
-from dtrans.run.job_replay import replay
 from dtrans.run.parameter_server.tables.job_tables import ChangedRows, TablesReport
+from dtrans.run.role_jobs.log_replay import replay
 from dtrans.step import summary
 from dtrans.step.batch_sharing import Batch, UnevenPart, shard_batch
 from dtrans.step.collect import collect

@@ -1,10 +1,10 @@
 """Realisers: jobs that run plans, and the executor of programs.
 
     executor            `Executor.run`: runs any program of a job in this process
-    role_job            one process of a job of parameter servers
     base                code that several realisers use
     net                 messages over ZeroMQ
     parameter_server    parameter servers: on a mesh, or as processes
+    role_jobs           jobs of the processes of parameter servers, and the replay of a job's log
     collective          nccl2 mode and sharding: on a mesh, simulated, or as processes
     pipeline_parallel   pipelines: on a mesh, simulated, or as processes
     distributed         processes: their roles, their launcher, and their rendezvous

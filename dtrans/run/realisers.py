@@ -1,9 +1,10 @@
 """List of all realisers. Importing this module registers them with `dtrans.plan`."""
 
-from dtrans.run import role_job, verified
+from dtrans.run import verified
 from dtrans.run.collective import cluster, mesh, simulate
 from dtrans.run.parameter_server import mesh as servers
 from dtrans.run.pipeline_parallel import cluster as stages, job as pipelines
+from dtrans.run.role_jobs import cluster as roles
 
 
-REALISERS = (cluster, mesh, simulate, role_job, servers, stages, pipelines, verified)
+REALISERS = (cluster, mesh, simulate, roles, servers, stages, pipelines, verified)

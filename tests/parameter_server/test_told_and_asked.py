@@ -15,7 +15,8 @@ from role_threads import HANG, RoleThreads, free_endpoints
 import dtrans
 from dtrans.errors import ConfigError, GradientError, PeerError
 from dtrans.run.distributed.role import Role
-from dtrans.run.role_job import ServerJob, TrainerJob
+from dtrans.run.role_jobs.server_job import ServerJob
+from dtrans.run.role_jobs.trainer_job import TrainerJob
 
 
 KEY = jax.random.key(0)

@@ -43,9 +43,9 @@ from dtrans.run.net.launcher_folder import LauncherFolder
 from dtrans.run.net.role_folder import RoleFolder
 from dtrans.run.net.role_marks import LostReport, RoleMark
 from dtrans.run.parameter_server.cuts import EpochStart, ServerCuts, check_cuts
-from dtrans.run.parameter_server.return_to_cut import ReturnToCut
 from dtrans.run.parameter_server.server_connections import ServerConnections
 from dtrans.run.parameter_server.state_writer import StateWriter
+from dtrans.run.role_jobs.return_to_cut import ReturnToCut
 from tools.simulate.case import Case
 from tools.simulate.updates import SimulatedUpdate, served
 

@@ -21,7 +21,8 @@ from dtrans.costs import Costs
 from dtrans.errors import ConfigError, StateError
 from dtrans.job import Job
 from dtrans.plan import Plan
-from dtrans.run.role_job import ServerJob, TrainerJob
+from dtrans.run.role_jobs.server_job import ServerJob
+from dtrans.run.role_jobs.trainer_job import TrainerJob
 
 
 KEY = jax.random.key(0)

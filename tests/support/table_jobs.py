@@ -17,7 +17,7 @@ from role_threads import RoleThreads, free_endpoints, serve
 import dtrans
 from dtrans.protocol import wire
 from dtrans.run.distributed.role import Role
-from dtrans.run.role_job import TrainerJob
+from dtrans.run.role_jobs.trainer_job import TrainerJob
 
 
 V, D, STEPS, ROWS = 40, 3, 4, 6

@@ -1,7 +1,7 @@
 """Simulated trainer of GEO-SGD.
 
 In a job with cuts, the trainer writes its changes and its optimizer's state, as
-`dtrans.run.parameter_server.geo_cuts` does. The optimizer's state is the number of its steps.
+`dtrans.run.role_jobs.geo_cuts` does. The optimizer's state is the number of its steps.
 """
 
 from __future__ import annotations

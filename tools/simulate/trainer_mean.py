@@ -1,6 +1,6 @@
 """Leaf that one simulated trainer computes itself: the running mean of its gradients.
 
-No server stores it, so the trainer writes it at cuts, as `dtrans.run.parameter_server.trainer_cuts`
+No server stores it, so the trainer writes it at cuts, as `dtrans.run.role_jobs.leaf_cuts`
 does.
 """
 

@@ -8,15 +8,13 @@ On a mesh:
 As processes:
 
     fabric              executes communication equations (`dtrans.ops`) by messages
+    local_equations     executes equations without messages
     server_connections  connections of a trainer to its servers
     block_requests      a trainer's requests for blocks of parameters
     background          communication while a trainer computes: `communicator`, `geo`
     communicator_setup  starts communicators; `equation_leaves` has what equations communicate
-    trainer_requests    a trainer's requests between two steps: checkpoints and tables
     server              a server process; it runs `dtrans.protocol.server.server_loop`
     server_saves        saves of a server's state: `checkpoints`, `cuts` and `state_writer`
-    trainer_cuts        a trainer's part of cuts; `return_to_cut` goes back to a cut
-    geo_cuts            cuts of a trainer of GEO-SGD
 
 In both:
 

@@ -9,7 +9,7 @@ from dtrans._jax import JaxprEqn
 from dtrans.ops import CommunicatorConfig, prefetch_p, recv_p
 from dtrans.protocol.trainer.traffic import Leaf
 from dtrans.run.parameter_server.communicator import Communicator, Connect, Counts, NoteLost
-from dtrans.run.parameter_server.equation_leaves import leaf_of
+from dtrans.run.parameter_server.equation_leaves import received_leaf
 
 
 # GEO-SGD does not merge queued pushes, because it waits for an answer to each push.
@@ -44,14 +44,14 @@ class CommunicatorSetup:
         if "communicator" not in eqn.params:
             return False
         if eqn.primitive is recv_p:
-            leaf = _received_leaf(eqn)
+            leaf = received_leaf(eqn)
             return self.leaves.get(leaf.names[0]) != leaf
         return eqn.primitive is prefetch_p and not self.endpoints.issuperset(eqn.params["epmap"])
 
     def add(self, eqn: JaxprEqn) -> None:
         """Add the parameter of a `recv`, or the servers of a `prefetch`."""
         if eqn.primitive is recv_p:
-            leaf = _received_leaf(eqn)
+            leaf = received_leaf(eqn)
             self.leaves[leaf.names[0]] = leaf
         else:
             self.endpoints.update(eqn.params["epmap"])
@@ -75,8 +75,3 @@ class CommunicatorSetup:
             local_tables=local_tables,
             counts=counts,
         )
-
-
-def _received_leaf(eqn: JaxprEqn) -> Leaf:
-    (t,) = eqn.params["types"]
-    return leaf_of(eqn, t)

@@ -23,8 +23,18 @@ from dtrans.protocol.epochs import Epoch
 from dtrans.protocol.server.trainer_registry import log
 from dtrans.run.net.role_folder import RoleFolder
 from dtrans.run.parameter_server.step_results import merged_results
-from dtrans.run.parameter_server.trainer_cuts import computed_leaves, server_names
 from dtrans.run.parameter_server.update import ServerUpdate
+from dtrans.step.frozen import changed_leaves
+
+
+def computed_leaves(plan: PServerPlan) -> list[str]:
+    """Return the names of the leaves that no server stores, and that each trainer computes."""
+    return changed_leaves(plan.main, plan.frozen)
+
+
+def server_names(plan: PServerPlan) -> list[str]:
+    """Return the names of the servers' roles."""
+    return [f"pserver {i}" for i in range(len(plan.servers))]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,19 @@ def received_leaf(eqn: JaxprEqn) -> Leaf:
     rows = tuple(t.shape[0] for t in types)
     shape = (sum(rows), *types[0].shape[1:])
     return Leaf(eqn.params["epmap"], eqn.params["names"], rows, shape, types[0].dtype)
+
+
+def sent_blocks(eqn: JaxprEqn, values: Sequence[Any]) -> list[tuple[str, str, Any]]:
+    """Return the blocks that a `send` sends: endpoint, name and array of each.
+
+    Args:
+      eqn: the equation.
+      values: the blocks, or the gradient from which they are cut.
+    """
+    p = eqn.params
+    if "sections" in p:
+        return list(leaf_of(eqn, eqn.invars[0].aval).blocks(values[0]))
+    return list(zip(p["epmap"], p["names"], values, strict=True))
 
 
 def rows_wanted(eqn: JaxprEqn, uniq: np.ndarray, rows: np.ndarray) -> list[WantedRows]:

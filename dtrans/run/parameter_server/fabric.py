@@ -1,6 +1,5 @@
 """Execution of one process's communication equations by messages to other processes.
 
-    split_byref      slices a gradient into views of its memory, without a copy
     send             appends blocks to a server's outbox. The outbox is sent when it is full, or
                      with the message that ends the step
     send_barrier     records its servers; the message that ends the step includes the barrier
@@ -10,17 +9,14 @@
                      fetch_barrier: the same message is sent before the next equation, or at the
                      end of the program (`settle`)
     exchange         sends this trainer's values to the round's server, and waits for the results
-    concat           returns the memory that contains the received blocks in sequence
-    split_ids        checks ids of rows, and returns them unique and sorted
     prefetch         records the rows that a step looks up (`tables.row_lookups`)
     send_rows        sends gradients of rows
-    fake_init        returns an array with 0 rows in place of a table
     init_on_use      returns placeholders of rows that are initialized on first use
                      (`tables.new_rows`)
     listen_and_serv  serves until all trainers have closed (`server`)
 
-`background` executes the equations of a communicator and of GEO-SGD. `server_connections` opens
-connections.
+`local_equations` executes equations without messages. `background` executes the equations of a
+communicator and of GEO-SGD. `server_connections` opens connections.
 
 A gradient is sent without a copy, from the memory in which XLA wrote the gradient. Blocks of a few
 KB are packed into one frame. A received block is copied once, from ZeroMQ's frame to the
@@ -40,9 +36,7 @@ from dtrans.errors import ConfigError, DtransError, StateError
 from dtrans.ir.program import Program
 from dtrans.ir.selection import values_at
 from dtrans.ops import (
-    concat_p,
     exchange_p,
-    fake_init_p,
     fetch_barrier_p,
     geo_send_p,
     init_on_use_p,
@@ -52,19 +46,17 @@ from dtrans.ops import (
     send_barrier_p,
     send_p,
     send_rows_p,
-    split_byref_p,
     split_ids_p,
 )
-from dtrans.protocol.tables.table_rows import unique_ids
 from dtrans.protocol.trainer.geo_steps import GeoCut
 from dtrans.protocol.trainer.operation import Operation
-from dtrans.protocol.trainer.traffic import rows_of
 from dtrans.protocol.trainer.trainer_steps import TrainerSteps
 from dtrans.run.base.nonfinite import NonfiniteCheck
 from dtrans.run.parameter_server.background import BackgroundComm
 from dtrans.run.parameter_server.block_requests import BlockRequests
-from dtrans.run.parameter_server.equation_leaves import leaf_of
+from dtrans.run.parameter_server.equation_leaves import sent_blocks
 from dtrans.run.parameter_server.geo import GeoTrainer
+from dtrans.run.parameter_server.local_equations import LOCAL_RULES, EquationRule
 from dtrans.run.parameter_server.server import Server
 from dtrans.run.parameter_server.server_connections import ServerConnections
 from dtrans.run.parameter_server.server_saves import ServerStorage
@@ -110,18 +102,15 @@ class EndpointFabric:
             connections.connect, connections.lost, connections.rejoin, deadline
         )
         self._watch, self._closed = watch, False
-        self._rules: dict[Primitive, Callable[[JaxprEqn, list[Any]], Sequence[Any]]] = {
-            split_byref_p: _split,
+        self._rules: dict[Primitive, EquationRule] = {
+            **LOCAL_RULES,
             send_p: self._send,
             send_barrier_p: self._blocks.send_barrier,
             recv_p: self._blocks.recv,
             fetch_barrier_p: self._blocks.fetch_barrier,
             exchange_p: self._exchange,
-            split_ids_p: lambda eqn, values: [unique_ids(values, **eqn.params)],
             prefetch_p: self._lookups.prefetch,
             send_rows_p: self._lookups.send_rows,
-            fake_init_p: fake_init,
-            concat_p: concat_blocks,
             listen_and_serv_p: self._serve,
             init_on_use_p: new_rows,
         }
@@ -173,11 +162,8 @@ class EndpointFabric:
 
     def _send(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self.connections.identify(eqn)
-        if "sections" in eqn.params:
-            blocks = leaf_of(eqn, eqn.invars[0].aval).blocks(np.asarray(values[0]))
-            values = [rows for _, _, rows in blocks]
-        for x, endpoint, name in zip(values, eqn.params["epmap"], eqn.params["names"], strict=True):
-            self._steps.send(endpoint, name, np.asarray(x))
+        for endpoint, name, x in sent_blocks(eqn, [np.asarray(x) for x in values]):
+            self._steps.send(endpoint, name, x)
         return [None]
 
     def _exchange(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
@@ -345,36 +331,3 @@ def _check_gradients(watch: NonfiniteCheck, eqn: JaxprEqn, values: Sequence[Any]
         if len(names) != len(values):  # runtime_split: one operand is sent as several blocks
             names = [", ".join(names)]
         watch.check_values(zip(names, values, strict=True))
-
-
-def _split(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-    (x,) = values
-    return rows_of(np.asarray(x), eqn.params["sections"])
-
-
-def fake_init(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-    """Return zeros, such as an array with 0 rows in place of a table."""
-    return [np.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
-
-
-def concat_blocks(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-    """Concatenate the blocks of a leaf, without a copy if they share memory."""
-    if all(isinstance(v, np.ndarray) for v in values):
-        memory = _shared_memory(values)
-        if memory is not None:
-            return [memory]
-    return [np.concatenate(values, eqn.params["axis"])]
-
-
-def _shared_memory(blocks: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return one array over the memory of several blocks; None if they are not contiguous."""
-    first, base = blocks[0], blocks[0].base
-    if base is None:
-        return None
-    start = end = first.ctypes.data
-    for b in blocks:
-        if b.base is not base or b.ctypes.data != end:
-            return None
-        end += b.nbytes
-    rows = sum(b.shape[0] for b in blocks)
-    return np.ndarray((rows, *first.shape[1:]), first.dtype, base, start - base.ctypes.data)

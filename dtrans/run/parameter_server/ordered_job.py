@@ -52,7 +52,7 @@ from dtrans.protocol.tables.cached_rows import CachedRows
 from dtrans.protocol.trainer.traffic import Group, Leaf
 from dtrans.run.base.segments import COMPUTED, cut_program
 from dtrans.run.parameter_server.block_update import BlockUpdates
-from dtrans.run.parameter_server.equation_leaves import as_deltas, leaf_of
+from dtrans.run.parameter_server.equation_leaves import as_deltas, leaf_of, sent_blocks
 from dtrans.run.parameter_server.geo import GeoTrainer, pushed_leaves, split_push
 from dtrans.run.parameter_server.tables.mesh_tables import split_ids
 from dtrans.run.parameter_server.tables.missed_steps import MissedSteps
@@ -557,11 +557,7 @@ class _OrderedTrainer:
     # -- equations -------------------------------------------------------------------------------
 
     def _send(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-        p = eqn.params
-        if "sections" in p:
-            blocks = leaf_of(eqn, eqn.invars[0].aval).blocks(values[0])
-            values = [rows for *_, rows in blocks]
-        for ep, name, x in zip(p["epmap"], p["names"], values, strict=True):
+        for ep, name, x in sent_blocks(eqn, values):
             self._sent.setdefault(ep, {})[name] = x
         return [None]
 

@@ -20,10 +20,9 @@ from dtrans.protocol.server.serving import Serving
 from dtrans.protocol.server.sync_server import SyncServer
 from dtrans.protocol.server.trainer_registry import log
 from dtrans.run.parameter_server.block_update import BlockUpdates
-from dtrans.run.parameter_server.cuts import EpochStart, ServerCuts
+from dtrans.run.parameter_server.cuts import EpochStart, ServerCuts, server_names
 from dtrans.run.parameter_server.state_writer import Keep, KeepLast, StateWriter
 from dtrans.run.parameter_server.sync_update import SyncUpdate
-from dtrans.run.parameter_server.trainer_cuts import server_names
 
 
 @dataclasses.dataclass(frozen=True)

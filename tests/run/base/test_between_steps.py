@@ -21,7 +21,7 @@ from helpers import distance
 
 import dtrans
 from dtrans.errors import BatchError, ConfigError, StateError, TraceError
-from dtrans.run.role_job import TrainerJob
+from dtrans.run.role_jobs.trainer_job import TrainerJob
 
 
 TX = optax.adam(0.1)

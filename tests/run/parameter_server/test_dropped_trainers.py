@@ -30,7 +30,7 @@ from dtrans.run.net.epoch_log import EpochLog, EpochRecord, read_log
 from dtrans.run.net.launcher_folder import LauncherFolder
 from dtrans.run.parameter_server.cuts import check_drops
 from dtrans.run.parameter_server.trainer_calls import TrainerCalls
-from dtrans.run.role_job import TrainerJob
+from dtrans.run.role_jobs.trainer_job import TrainerJob
 
 
 STEPS = 40

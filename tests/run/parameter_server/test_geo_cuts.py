@@ -21,8 +21,8 @@ from dtrans.protocol.trainer.geo_steps import GeoCut
 from dtrans.run.distributed.launcher import launch
 from dtrans.run.net.launcher_folder import LauncherFolder
 from dtrans.run.net.role_folder import RoleFolder
-from dtrans.run.parameter_server.geo_cuts import GeoCuts
 from dtrans.run.parameter_server.server_connections import ServerConnections
+from dtrans.run.role_jobs.geo_cuts import GeoCuts
 
 
 FINAL, EVERY, CUTS = 60, 4, 10
@@ -239,12 +239,17 @@ def plan_of(model: dict[str, Any], **options: Any) -> PServerPlan:
 class StandIn:
     """GEO-SGD of a trainer that has pushed the changes of eight steps; the last push is pending."""
 
+    def __init__(self, received_before: dict[str, int]) -> None:
+        self.received_before = received_before
+
     def cut(self, step: int, params: dict[str, Any], local: dict[str, Any]) -> GeoCut:
         return GeoCut(step, 8, 4, params, {n: -x for n, x in params.items()}, local)
 
 
-def connections(*, every: int = 10) -> Any:
-    return types.SimpleNamespace(steps_between_cuts=every, is_in_epoch=True)
+def executor(received: dict[str, int] | None = None) -> Any:
+    """Return the fields of a trainer's executor that its cuts read."""
+    connections = types.SimpleNamespace(steps_between_cuts=10, is_in_epoch=True)
+    return types.SimpleNamespace(connections=connections, geo=StandIn(received or {}))
 
 
 def cuts_of(plan: PServerPlan, path: Path) -> GeoCuts:
@@ -255,13 +260,13 @@ def cuts_of(plan: PServerPlan, path: Path) -> GeoCuts:
 def test_a_trainer_writes_cuts_and_begins_with_the_newest(
     model: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan, geo = plan_of(model), StandIn()
+    plan = plan_of(model)
     cuts, state = cuts_of(plan, tmp_path), model["init"](model["key"])
     assert cuts.read() is None
-    assert cuts.begin({"a": 0, "b": 0}, state) == (state, 0)
+    assert cuts.begin(executor({"a": 0, "b": 0}), state) == (state, 0)
     for step in (0, 9, 11, 12, 20, 21):
         changed = jax.tree.map(lambda x, step=step: x + step, state)
-        cuts.before_step(connections(), geo, step, changed)
+        cuts.before_step(executor(), step, changed)
     assert [x.name for x in tmp_path.glob("trainer-1/*")] == ["20.npz"]
 
     again = cuts_of(plan, tmp_path)
@@ -271,7 +276,7 @@ def test_a_trainer_writes_cuts_and_begins_with_the_newest(
     np.testing.assert_array_equal(cut.changes[w], np.full((3, 2), 20.0))
     np.testing.assert_array_equal(cut.deltas[w], np.full((3, 2), -20.0))
     # the servers' parameters, with leaves that only the trainer has
-    (params, opt_state), step = again.begin({"a": 24, "b": 20}, state)
+    (params, opt_state), step = again.begin(executor({"a": 24, "b": 20}), state)
     assert step == 24 and params["seen"] == 20 and params["net"]["b"].tolist() == [0] * 5
     trace = jax.tree.leaves(opt_state)
     assert trace and all(np.all(x == 20) for x in trace)
@@ -285,7 +290,7 @@ def test_a_trainer_without_a_cut_continues_with_the_initial_optimizer_state(
 ) -> None:
     cuts, state = cuts_of(plan_of(model), tmp_path), model["init"](model["key"])
     assert cuts.read() is None
-    assert cuts.begin({"a": 4, "b": 8}, state) == (state, 8)
+    assert cuts.begin(executor({"a": 4, "b": 8}), state) == (state, 8)
     assert "continues after step 8, with its optimizer's state after step 0" in caplog.text
 
 
@@ -296,14 +301,14 @@ def test_a_cut_that_cannot_be_written_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     cuts, state = cuts_of(plan_of(model), tmp_path), model["init"](model["key"])
-    cuts.before_step(connections(), StandIn(), 10, state)
+    cuts.before_step(executor(), 10, state)
     with monkeypatch.context() as full:
 
         def fail(*_: Any, **__: Any) -> None:
             raise OSError(28, "No space left on device")
 
         full.setattr(np, "savez", fail)
-        cuts.before_step(connections(), StandIn(), 20, state)
+        cuts.before_step(executor(), 20, state)
     (message,) = caplog.messages
     assert message.startswith("trainer 1 cannot write its cut after step 20, so after a restart")
     assert "would be that after step 10: " in message
@@ -316,7 +321,7 @@ def test_a_replaced_process_writes_no_cut(model: dict[str, Any], tmp_path: Path)
     cuts, state = cuts_of(plan_of(model), tmp_path), model["init"](model["key"])
     LauncherFolder(tmp_path).grant(Epoch(1), "a run", trainers=2, started={"trainer 1": 1})
     with pytest.raises(ReplacedError):
-        cuts.before_step(connections(), StandIn(), 10, state)
+        cuts.before_step(executor(), 10, state)
     assert not list(tmp_path.glob("trainer-1/*"))
 
 

@@ -49,7 +49,8 @@ from dtrans.protocol.trainer.trainer_line import TrainerLine
 from dtrans.run.distributed.role import Role
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.update import ServerUpdate
-from dtrans.run.role_job import ServerJob, TrainerJob
+from dtrans.run.role_jobs.server_job import ServerJob
+from dtrans.run.role_jobs.trainer_job import TrainerJob
 
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -38,7 +38,8 @@ from dtrans.run.parameter_server.tables import job_tables, row_snapshot
 from dtrans.run.parameter_server.tables.lazy_memory import LazyArray
 from dtrans.run.parameter_server.tables.new_rows import with_makers
 from dtrans.run.parameter_server.update import ServerUpdate
-from dtrans.run.role_job import ServerJob, TrainerJob
+from dtrans.run.role_jobs.server_job import ServerJob
+from dtrans.run.role_jobs.trainer_job import TrainerJob
 
 
 V, D = 60, 3

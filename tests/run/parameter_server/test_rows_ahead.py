@@ -36,7 +36,8 @@ from dtrans.errors import BatchError, ConfigError, StateError
 from dtrans.protocol.tables import rows_ahead
 from dtrans.protocol.trainer.trainer_steps import TrainerSteps
 from dtrans.run.distributed.role import Role
-from dtrans.run.role_job import ServerJob, TrainerJob
+from dtrans.run.role_jobs.server_job import ServerJob
+from dtrans.run.role_jobs.trainer_job import TrainerJob
 
 
 Train = Callable[[TrainerJob], Any]

@@ -49,7 +49,8 @@ from dtrans.run.distributed.role import Role
 from dtrans.run.parameter_server import checkpoints, state_writer
 from dtrans.run.parameter_server.checkpoints import ServerCheckpoints
 from dtrans.run.parameter_server.state_writer import StateWriter
-from dtrans.run.role_job import ServerJob, TrainerJob
+from dtrans.run.role_jobs.server_job import ServerJob
+from dtrans.run.role_jobs.trainer_job import TrainerJob
 
 
 KEY = jax.random.key(0)

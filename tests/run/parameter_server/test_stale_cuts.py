@@ -23,7 +23,7 @@ from dtrans.run.distributed.role import roles_of
 from dtrans.run.net.launcher_folder import LauncherFolder
 from dtrans.run.net.role_folder import RoleFolder
 from dtrans.run.parameter_server.cuts import ServerCuts
-from dtrans.run.role_job import ServerJob
+from dtrans.run.role_jobs.server_job import ServerJob
 
 
 ENDPOINTS = ("127.0.0.1:1", "127.0.0.1:2")

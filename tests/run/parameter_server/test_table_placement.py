@@ -17,7 +17,7 @@ from role_threads import RoleThreads, free_endpoints, serve
 import dtrans
 from dtrans.errors import ConfigError
 from dtrans.run.distributed.role import Role
-from dtrans.run.role_job import TrainerJob
+from dtrans.run.role_jobs.trainer_job import TrainerJob
 
 
 V, D, ROWS = 41, 3, 8  # V divides by no number of servers or buckets here

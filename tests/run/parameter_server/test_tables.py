@@ -50,14 +50,14 @@ from dtrans.protocol.server.trainer_state import Trainer
 from dtrans.protocol.server_blocks import RowGradient, TableSpec
 from dtrans.protocol.tables.row_requests import RowRequests
 from dtrans.rows.writer import RowRange
-from dtrans.run import role_job
 from dtrans.run.distributed.role import Role
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.sync_update import SyncUpdate
 from dtrans.run.parameter_server.tables import job_tables
 from dtrans.run.parameter_server.tables.row_updates import RowUpdates
 from dtrans.run.parameter_server.update import ServerUpdate
-from dtrans.run.role_job import TrainerJob
+from dtrans.run.role_jobs import trainer_job
+from dtrans.run.role_jobs.trainer_job import TrainerJob
 
 
 @pytest.mark.usefixtures("x64")
@@ -337,7 +337,7 @@ def test_a_table_is_written_to_a_file(
                 ConfigError, match="params/emb cannot be written to .*nowhere/emb.npy: No such file"
             ):
                 job.tables.export("params/emb", tmp_path / "nowhere" / "emb.npy")
-            monkeypatch.setattr(role_job, "_memory_bytes", lambda: 100)
+            monkeypatch.setattr(trainer_job, "_memory_bytes", lambda: 100)
             with pytest.raises(
                 StateError,
                 match=r"the tables params/emb have 480 bytes, .* the 100 bytes .* "

@@ -41,7 +41,7 @@ from dtrans.run.distributed.role import Role
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.communicator import Communicator
 from dtrans.run.parameter_server.update import ServerUpdate
-from dtrans.run.role_job import TrainerJob
+from dtrans.run.role_jobs.trainer_job import TrainerJob
 
 
 pytestmark = pytest.mark.usefixtures("x64")

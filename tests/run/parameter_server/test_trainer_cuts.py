@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import types
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,10 @@ from dtrans.protocol.epochs import Epoch
 from dtrans.run.net.epoch_folder import VARIABLE
 from dtrans.run.net.launcher_folder import LauncherFolder
 from dtrans.run.net.role_folder import RoleFolder
-from dtrans.run.parameter_server.cuts import ServerCuts, check_cuts
-from dtrans.run.parameter_server.trainer_cuts import TrainerCuts, computed_leaves
-from dtrans.run.role_job import ServerJob
+from dtrans.run.parameter_server.cuts import ServerCuts, check_cuts, computed_leaves
+from dtrans.run.role_jobs.cut_file import CutFile
+from dtrans.run.role_jobs.leaf_cuts import LeafCuts
+from dtrans.run.role_jobs.server_job import ServerJob
 
 
 SERVERS = "127.0.0.1:6174", "127.0.0.1:6175"
@@ -68,9 +71,10 @@ def plan() -> PServerPlan:
     )
 
 
-def connections(epoch: Epoch | None, *, step: int, every: int = 10) -> Any:
-    """Return the fields of a trainer's connections that its cuts read."""
-    return types.SimpleNamespace(epoch=epoch, step_count=step, steps_between_cuts=every)
+def executor(epoch: Epoch | None, *, step: int, every: int = 10) -> Any:
+    """Return the fields of a trainer's executor that its cuts read."""
+    connections = types.SimpleNamespace(epoch=epoch, step_count=step, steps_between_cuts=every)
+    return types.SimpleNamespace(connections=connections)
 
 
 def folder_of(path: Path) -> RoleFolder:
@@ -78,6 +82,12 @@ def folder_of(path: Path) -> RoleFolder:
     folder = RoleFolder(path, "trainer 1")
     folder.enter(Epoch())
     return folder
+
+
+def assert_begins_with(cuts: LeafCuts, executor: Any, params: Any) -> None:
+    """Check that the trainer begins with the servers' parameters, at the servers' step."""
+    (found,), step = cuts.begin(executor, params)
+    assert found is params and step == executor.connections.step_count
 
 
 def written(path: Path) -> set[str]:
@@ -98,18 +108,18 @@ def test_a_trainer_writes_its_leaves_at_the_cuts_of_servers(
     plan: PServerPlan, tmp_path: Path
 ) -> None:
     folder, params = folder_of(tmp_path), init()[0]
-    cuts = TrainerCuts(folder, plan, "trainer 1")
-    servers = connections(Epoch(0), step=7)
-    assert cuts.begin(servers, params) is params
+    cuts = LeafCuts(folder, plan, "trainer 1")
+    servers = executor(Epoch(0), step=7)
+    assert_begins_with(cuts, servers, params)
     for at in (7, 8, 10, 11):
-        cuts.before_step(servers, at, params)
+        cuts.before_step(servers, at, (params,))
     assert written(tmp_path) == {"7/trainer-1.npz", "10/trainer-1.npz"}
     assert folder.marks()["trainer 1"].cuts == (7, 10)
 
     # the cut with which an epoch begins is written already
     LauncherFolder(tmp_path).grant(Epoch(1, 20), "a run", trainers=2)
     folder.enter(Epoch(1, 20))
-    cuts.before_step(connections(Epoch(1, 20), step=20), 20, params)
+    cuts.before_step(executor(Epoch(1, 20), step=20), 20, (params,))
     assert written(tmp_path) == {"7/trainer-1.npz", "10/trainer-1.npz"}
 
 
@@ -119,11 +129,11 @@ def test_a_trainer_writes_its_leaves_at_the_cuts_of_servers(
 def test_without_cuts_of_servers_a_trainer_writes_nothing(
     plan: PServerPlan, tmp_path: Path, epoch: Epoch | None, every: int
 ) -> None:
-    params, servers = init()[0], connections(epoch, step=0, every=every)
+    params, servers = init()[0], executor(epoch, step=0, every=every)
     for folder in (folder_of(tmp_path), None):
-        cuts = TrainerCuts(folder, plan, "trainer 1")
-        assert cuts.begin(servers, params) is params
-        cuts.before_step(servers, 0, params)
+        cuts = LeafCuts(folder, plan, "trainer 1")
+        assert_begins_with(cuts, servers, params)
+        cuts.before_step(servers, 0, (params,))
     assert written(tmp_path) == set()
 
 
@@ -136,30 +146,72 @@ def test_a_trainer_goes_back_to_its_leaves_of_the_cut(plan: PServerPlan, tmp_pat
     params = state[0] | {"net": {**state[0]["net"], "scale": jnp.full(3, 7.0)}}
     assert np.any(np.asarray(params["own"]["mean"]))
     types_of_start = [x.dtype for x in jax.tree.leaves(start)]
-    cuts = TrainerCuts(folder, plan, "trainer 1")
-    cuts.before_step(connections(Epoch(0), step=0), 10, params)
-    again = TrainerCuts(RoleFolder(tmp_path, "trainer 1"), plan, "trainer 1")
+    cuts = LeafCuts(folder, plan, "trainer 1")
+    cuts.before_step(executor(Epoch(0), step=0), 10, (params,))
+    again = LeafCuts(RoleFolder(tmp_path, "trainer 1"), plan, "trainer 1")
     for made, scale in ((cuts, params["net"]["scale"]), (again, start["net"]["scale"])):
-        found = made.keep_constants(made.begin(connections(Epoch(1, 10), step=10), start))
+        (found,), at = made.begin(executor(Epoch(1, 10), step=10), start)
+        assert at == 10
+        found = made.keep_constants(found)
         assert [x.dtype for x in jax.tree.leaves(found)] == types_of_start
         for n, x in params["own"].items():
             np.testing.assert_array_equal(as_numpy(found["own"][n]), as_numpy(x))
         assert found["net"]["w"] is start["net"]["w"] and found["net"]["scale"] is scale
 
-    other = TrainerCuts(RoleFolder(tmp_path, "trainer 0"), plan, "trainer 0")
-    unreadable = "leaves of trainer 0 in the cut of step 10 cannot be"
-    with pytest.raises(StateError, match=unreadable):
-        other.begin(connections(Epoch(1, 10), step=10), start)
-    (tmp_path / "10/trainer-0.npz").write_bytes(b"")
-    with pytest.raises(StateError, match=unreadable):
-        other.begin(connections(Epoch(1, 10), step=10), start)
+    other = LeafCuts(RoleFolder(tmp_path, "trainer 0"), plan, "trainer 0")
+    with pytest.raises(StateError, match="leaves of trainer 0 in the cut of step 10 cannot be"):
+        other.begin(executor(Epoch(1, 10), step=10), start)
+
+
+def damaged(path: Path, how: str) -> None:
+    """Damage the file of a cut."""
+    data = bytearray(path.read_bytes())
+    if how == "missing":
+        path.unlink()
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "cut short":
+        path.write_bytes(data[: len(data) // 2])
+    elif how == "not a zip file":
+        path.write_bytes(b"no arrays")
+    elif how == "another byte":
+        with zipfile.ZipFile(path) as file:
+            end = file.infolist()[1].header_offset  # the first array ends before the second begins
+        data[end - 1] ^= 1
+        path.write_bytes(data)
+    else:
+        np.savez(path, other=np.zeros(3))
+
+
+@pytest.mark.parametrize(
+    "how", ["missing", "empty", "cut short", "not a zip file", "another byte", "other arrays"]
+)
+def test_the_error_about_a_damaged_cut_names_the_file(
+    plan: PServerPlan, tmp_path: Path, how: str
+) -> None:
+    arrays = {"a": jnp.arange(3.0), "b": jnp.ones(2, jnp.bfloat16)}
+    path = tmp_path / "10.npz"
+    file = CutFile(path, "the cut of trainer 1 after step 10")
+    file.write(arrays)
+    assert {n: x.tolist() for n, x in file.read(arrays).items()} == {"a": [0, 1, 2], "b": [1, 1]}
+    damaged(path, how)
+    expected = f"the cut of trainer 1 after step 10 cannot be read from {path}: "
+    with pytest.raises(StateError, match=re.escape(expected)):
+        file.read(arrays)
+
+    params, folder = init()[0], tmp_path / "job"
+    cuts = LeafCuts(folder_of(folder), plan, "trainer 1")
+    cuts.before_step(executor(Epoch(0), step=0), 10, (params,))
+    damaged(folder / "10/trainer-1.npz", how)
+    with pytest.raises(StateError, match="leaves of trainer 1 in the cut of step 10 cannot be"):
+        cuts.begin(executor(Epoch(1, 10), step=10), params)
 
 
 def test_an_init_between_later_steps_does_not_go_back(plan: PServerPlan, tmp_path: Path) -> None:
     params = init()[0]
-    cuts = TrainerCuts(folder_of(tmp_path), plan, "trainer 1")
-    cuts.before_step(connections(Epoch(0), step=0), 10, params)
-    assert cuts.begin(connections(Epoch(1, 10), step=13), params) is params
+    cuts = LeafCuts(folder_of(tmp_path), plan, "trainer 1")
+    cuts.before_step(executor(Epoch(0), step=0), 10, (params,))
+    assert_begins_with(cuts, executor(Epoch(1, 10), step=13), params)
 
 
 def test_leaves_that_cannot_be_written_are_logged_and_the_job_goes_on(
@@ -169,20 +221,20 @@ def test_leaves_that_cannot_be_written_are_logged_and_the_job_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder, params = folder_of(tmp_path), init()[0]
-    cuts, servers = TrainerCuts(folder, plan, "trainer 1"), connections(Epoch(0), step=0)
-    cuts.before_step(servers, 0, params)
+    cuts, servers = LeafCuts(folder, plan, "trainer 1"), executor(Epoch(0), step=0)
+    cuts.before_step(servers, 0, (params,))
     with monkeypatch.context() as full:
 
         def fail(*_: Any, **__: Any) -> None:
             raise OSError(28, "No space left on device")
 
         full.setattr(np, "savez", fail)
-        cuts.before_step(servers, 10, params)
+        cuts.before_step(servers, 10, (params,))
     (record,) = caplog.records
     assert "trainer 1 cannot write its leaves in the cut of step 10, so a restart would go" in (
         record.getMessage()
     )
-    cuts.before_step(servers, 20, params)
+    cuts.before_step(servers, 20, (params,))
     assert folder.marks()["trainer 1"].cuts == (0, 20)
 
 

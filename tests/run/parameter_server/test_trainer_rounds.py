@@ -20,7 +20,7 @@ from dtrans.errors import BatchError, DtransError, PeerError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.server.trainer_rounds import LARGEST, TrainerRounds, values_of
 from dtrans.run.distributed.role import Role
-from dtrans.run.role_job import TrainerJob
+from dtrans.run.role_jobs.trainer_job import TrainerJob
 
 
 TRAINERS, ROWS = 3, 12

@@ -1,98 +1,37 @@
-"""Job of one process that is a trainer or a parameter server.
-
-Environment variables name the role (`dtrans.Role.from_env`). `dtrans.Executor` runs the role's
-programs.
-"""
+"""Job of one process that is a trainer of parameter servers."""
 
 from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
 
-from dtrans.checkpoint.orbax_io import load_orbax
 from dtrans.checkpoint.pserver_state import (
     TRAINER,
     check_saved_by_servers,
     check_type,
-    is_saved_by_servers,
     name_leaves,
-    scatter,
 )
 from dtrans.checkpoint.runs import run_of
-from dtrans.checks import check_int, check_one_of
 from dtrans.errors import ConfigError, StateError
 from dtrans.ir.cost import nbytes
-from dtrans.job import Job
-from dtrans.parameter_server.cut_options import Cuts
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.plan import realises
 from dtrans.protocol.epochs import NewEpoch
 from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.distributed.role import Role
-from dtrans.run.executor import Executor
-from dtrans.run.net.role_folder import RoleFolder
-from dtrans.run.parameter_server.checkpoints import ServerCheckpoints
-from dtrans.run.parameter_server.cuts import ServerCuts, check_cuts, check_drops
-from dtrans.run.parameter_server.geo_cuts import GeoCuts
-from dtrans.run.parameter_server.return_to_cut import ReturnToCut
-from dtrans.run.parameter_server.server_saves import ServerStorage
-from dtrans.run.parameter_server.state_writer import Keep, KeepLast
 from dtrans.run.parameter_server.step_results import merge_results
 from dtrans.run.parameter_server.tables.job_tables import TrainerTables
-from dtrans.run.parameter_server.tables.new_rows import with_makers
 from dtrans.run.parameter_server.trainer_calls import TrainerCalls
-from dtrans.run.parameter_server.trainer_cuts import TrainerCuts
-from dtrans.run.parameter_server.trainer_requests import TrainerRequests
+from dtrans.run.role_jobs.geo_cuts import GeoCuts
+from dtrans.run.role_jobs.leaf_cuts import LeafCuts
+from dtrans.run.role_jobs.return_to_cut import ReturnToCut
+from dtrans.run.role_jobs.role_job import RoleJob
+from dtrans.run.role_jobs.trainer_cuts import TrainerCuts
+from dtrans.run.role_jobs.trainer_requests import TrainerRequests
 from dtrans.step_meter import metered
-
-
-class RoleJob(Job):
-    """Base of the jobs of trainers and servers.
-
-    Args:
-      plan: the plan, the same in all processes.
-      role: the role of this process.
-      options: keyword arguments of `dtrans.Executor`.
-
-    Raises:
-      ConfigError: the environment and the plan have different trainers or servers.
-    """
-
-    def __init__(self, plan: PServerPlan, role: Role, options: dict[str, Any]) -> None:
-        if role.trainers != plan.trainers or tuple(plan.servers) != role.pserver_endpoints:
-            raise ConfigError(
-                f"the plan is for {plan.trainers} trainers and pservers {','.join(plan.servers)}, "
-                f"but this process's environment is for {role.trainers} trainers and pservers "
-                f"{role.pservers or 'none'}; plan with trainers=role.trainers and "
-                "pservers=role.pservers"
-            )
-        self.plan, self.role = plan, role
-        self._executor = Executor(**options)
-        self._epochs = RoleFolder.from_environment(role.name)
-
-    @property
-    def run_id(self) -> str:  # type: ignore[override]
-        return run_of(self.role.current_endpoint)
-
-    def close(self) -> None:
-        super().close()
-        self._executor.close()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        super().close()
-        self._executor.__exit__(kind, error, trace)  # sends the error to the servers
-
-    def opt_state(self, state: Any) -> Any:
-        raise ConfigError(
-            "the optimizer's state is on the servers; save a checkpoint, and read it with "
-            "dtrans.checkpoint.load"
-        )
 
 
 class TrainerJob(RoleJob):
@@ -113,8 +52,8 @@ class TrainerJob(RoleJob):
         drops_trainers = self._epochs is not None and self._epochs.drops_trainers
         self._calls = TrainerCalls(plan, role.trainer_id, drops_trainers=drops_trainers)
         self._return = ReturnToCut(role.name, self._epochs, self._connect, self._init_again)
-        self._cuts = TrainerCuts(self._epochs, plan, role.name)
-        self._geo_cuts = GeoCuts(self._epochs, plan, role.name) if plan.push_every else None
+        kind: type[TrainerCuts] = GeoCuts if plan.push_every else LeafCuts
+        self._cuts = kind(self._epochs, plan, role.name)
         self._requests = TrainerRequests(
             *(plan, role.trainer_id, self._return),
             run=self._executor.between_steps,
@@ -186,21 +125,11 @@ class TrainerJob(RoleJob):
         Args:
           args: the arguments that the user passed to `job.init`.
         """
+        self._cuts.prepare(self._executor)
         startup = self.plan.trainer_startup_program(self.role.trainer_id)
-        if self._geo_cuts is not None:
-            cut = self._geo_cuts.read()
-            self._executor.connections.steps.tells_counts = False
-            if cut is not None:
-                self._executor.begin_with(cut, self.plan.push_every)
         first = self._executor.run(startup, *args)
-        # `first` is (params, opt_state) with GEO-SGD, else params, which may also be a tuple
-        if self._geo_cuts is not None:
-            assert self._executor.geo is not None
-            received = self._executor.geo.received_before
-            state, self._step_count = self._geo_cuts.begin(received, first)
-            return state
-        self._step_count = self._executor.connections.step_count
-        return (self._cuts.begin(self._executor.connections, first),)
+        state, self._step_count = self._cuts.begin(self._executor, first)
+        return state
 
     def check(self, state: Any) -> None:
         self._check_open()
@@ -223,7 +152,7 @@ class TrainerJob(RoleJob):
         """
         self.check(state)
         self.check_return()
-        self._write_cut(state)
+        self._cuts.before_step(self._executor, self._step_count, state)
         call = self._calls(batch)
         try:
             outputs = self._executor.run(call.program, *state, *call.batch)
@@ -239,15 +168,6 @@ class TrainerJob(RoleJob):
             )
         self._step_count += 1
         return (tuple(outputs[: len(state)]), *outputs[len(state) :])
-
-    def _write_cut(self, state: tuple[Any, ...]) -> None:
-        """Write this trainer's piece of a cut, if one is due before the next step."""
-        connections, geo = self._executor.connections, self._executor.geo
-        if self._geo_cuts is None:
-            self._cuts.before_step(connections, self._step_count, state[0])
-        elif geo is not None:
-            params, opt_state = state
-            self._geo_cuts.before_step(connections, geo, self._step_count, (params, opt_state))
 
     def prefetch(self, *batch: Any) -> bool:
         """Request the table rows that a later step looks up, without waiting for them.
@@ -398,184 +318,3 @@ def _memory_bytes() -> int:
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return machine if limit == resource.RLIM_INFINITY else min(machine, limit)
-
-
-class ServerJob(RoleJob):
-    """Job of one server.
-
-    `init` computes the server's blocks. `serve` updates them until every trainer has closed. The
-    state is a dict of the server's arrays.
-
-    Attributes:
-      restored: the checkpoint from which the state was restored; None without a checkpoint.
-    """
-
-    restored: Path | None = None
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return (self.role.current_endpoint,)
-
-    def server_arrays(self, state: dict[str, Any], endpoint: str) -> dict[str, Any]:
-        """Return the server's arrays, by name."""
-        return state
-
-    def state_of(self, params: Any, opt_state: Any) -> dict[str, Any]:
-        return scatter(self.plan, self.role.current_endpoint, params, opt_state)
-
-    def init(self, *args: Any) -> dict[str, Any]:
-        self._check_open()
-        self.restored = None
-        return self._init(*args)
-
-    def _init(self, *args: Any) -> dict[str, Any]:
-        startup = self.plan.servers[self.role.current_endpoint].startup
-        first: dict[str, Any] = self._executor.run(startup, *args)
-        return first
-
-    def check(self, state: Any) -> None:
-        self._check_open()
-
-    def serve(
-        self,
-        state: dict[str, Any],
-        *,
-        checkpoints: str | os.PathLike[str] | None = None,
-        on_failure: str | None = None,
-        init: Sequence[Any] | None = None,
-        cuts: int | Cuts | None = None,
-    ) -> dict[str, Any]:
-        """Serve until every trainer has closed.
-
-        Args:
-          state: the state that `init` or `dtrans.checkpoint.restore` returned.
-          checkpoints: a folder that all servers share, for checkpoints that trainers request
-            (`job.save(name)`).
-          on_failure: "save" writes the state to `checkpoints` if the job fails or this process gets
-            SIGTERM. The checkpoint's name is the number of the step. "drop" does not save the
-            state. The default is "save" if there is a folder, and servers store all arrays of a
-            checkpoint.
-          init: the arguments of `init`, if the state comes from a checkpoint. Then table rows with
-            their initial values need no memory, and other rows can be evicted
-            (`job.tables.evict`).
-          cuts: the number of steps after which servers copy their state to disk (a cut), or a
-            `dtrans.Cuts` with further options. After the loss of a process, the job continues from
-            the last cut. Servers write cuts if `dtrans launch --restarts` started the job. A new
-            cut waits until the previous one is written. With `cuts`, the job counts its steps from
-            the number of the restored checkpoint. An asynchronous server counts the steps of all
-            trainers.
-
-        Steps are counted from the last `job.save` whose name is a number. Without one, they are
-        counted from the number of the restored checkpoint, or from 0.
-
-        Returns:
-          The final state, for `dtrans.checkpoint.save`.
-
-        Raises:
-          ConfigError: on_failure="save" has no folder, or only trainers store some arrays of the
-            plan. `checkpoints` is set, but orbax is not installed. Or `cuts` is set, but the plan
-            has state that cuts cannot contain.
-          DeadlineError, PeerError: the job has failed.
-        """
-        self._check_open()
-        check_one_of("on_failure", on_failure, (None, "save", "drop"))
-        self._check_folders(checkpoints)
-        if init is not None:
-            state = with_makers(state, self._init(*init))
-        if checkpoints is None and on_failure == "save":
-            raise ConfigError(
-                'on_failure="save" needs a folder: job.serve(state, checkpoints=folder)'
-            )
-        first_step, written = self._number_of_restored, None
-        if cuts is not None:
-            if not isinstance(cuts, Cuts):
-                check_int("cuts", cuts, "a number of steps", least=1)
-                cuts = Cuts(cuts)
-            check_cuts(self.plan, cuts)
-            if self._epochs is not None:
-                if self._epochs.drops_trainers:
-                    check_drops(self.plan)
-                load_orbax()
-            endpoint = self.role.current_endpoint
-            written = ServerCuts(
-                *(self._epochs, self.plan, endpoint, cuts.every, first_step),
-                at_loss=cuts.at_loss,
-                has_replicas=cuts.replicas > 0,
-            )
-            first_step = 0  # the step count starts from it
-        elif self._epochs is not None:
-            self._epochs.note_no_cuts()
-        storage = ServerStorage(cuts=written)
-        if checkpoints is not None:
-            keep, keep_last = self._checkpoints(Path(checkpoints), on_failure, first_step)
-            storage = ServerStorage(keep, keep_last, written)
-        self._executor.set_storage(storage)
-        program = self.plan.servers[self.role.current_endpoint].main
-        final: dict[str, Any] = self._executor.run(program, state)
-        return final
-
-    def _check_folders(self, checkpoints: str | os.PathLike[str] | None) -> None:
-        """Raise ConfigError if the folder of cuts, which roles clean, also has the checkpoints."""
-        if checkpoints is None or self._epochs is None:
-            return
-        if Path(checkpoints).absolute() == self._epochs.path.absolute():
-            raise ConfigError(
-                f"checkpoints={os.fspath(checkpoints)!r} is also the folder of `dtrans launch "
-                "--cuts`, whose files are removed; pass another folder to job.serve(checkpoints=)"
-            )
-
-    @property
-    def _number_of_restored(self) -> int:
-        """The number that is the name of the restored checkpoint; 0 if there is no such number."""
-        if self.restored is not None and self.restored.name.isdecimal():
-            return int(self.restored.name)
-        return 0
-
-    def _checkpoints(
-        self, folder: Path, on_failure: str | None, first_step: int
-    ) -> tuple[Keep, KeepLast | None]:
-        """Return two functions that save the state: on a trainer's request, and after a failure."""
-        load_orbax()
-        endpoint = self.role.current_endpoint
-        checkpoints = ServerCheckpoints(folder, self.plan, endpoint, first_step)
-        if on_failure == "save":
-            check_saved_by_servers(self.plan)
-        saves_last = on_failure != "drop" and is_saved_by_servers(self.plan)
-        return checkpoints.keep, checkpoints.keep_last if saves_last else None
-
-    def step(self, state: Any, *batch: Any) -> NoReturn:
-        raise ConfigError(
-            f"{self.role.name} takes no steps: job.serve(state) serves until every trainer has "
-            "closed"
-        )
-
-    def params(self, state: Any) -> NoReturn:
-        raise ConfigError(
-            f"{self.role.name} has only blocks of the parameters; save a checkpoint, and read the "
-            "parameters with dtrans.checkpoint.load"
-        )
-
-    def lower(self, state: Any, *batch: Any) -> NoReturn:
-        raise ConfigError(
-            f"{self.role.name} compiles its update only when gradients arrive; call "
-            "plan.on_mesh().lower() instead"
-        )
-
-
-@realises(PServerPlan, "cluster")
-def on_cluster(plan: PServerPlan, *, donate: bool = True, **options: Any) -> RoleJob:
-    """Return the job of this process's role.
-
-    Args:
-      plan: the plan, the same in all processes.
-      donate: must be True.
-      options: keyword arguments of `dtrans.Executor`.
-
-    Raises:
-      ConfigError: `donate` is False, or the plan does not fit the environment.
-    """
-    if not donate:
-        raise ConfigError("donate=False: a server updates its blocks in place; leave donate out")
-    role = Role.from_env()
-    job_class = TrainerJob if role.is_trainer else ServerJob
-    return job_class(plan, role, options)

@@ -17,48 +17,55 @@ lack the steps after the cut.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dtrans.checkpoint.assemble import as_jax, as_numpy
-from dtrans.checkpoint.pserver_state import name_leaves
-from dtrans.errors import StateError
+from dtrans.checkpoint.assemble import as_jax
 from dtrans.ir.selection import subset
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.epochs import is_cut_due_alone
 from dtrans.protocol.trainer.geo_steps import GeoCut
 from dtrans.protocol.trainer.trainer_line import log
+from dtrans.run.executor import Executor
 from dtrans.run.net.role_folder import RoleFolder
-from dtrans.run.net.shared_files import write_file
-from dtrans.run.parameter_server.geo import GeoTrainer
-from dtrans.run.parameter_server.server_connections import ServerConnections
-from dtrans.run.parameter_server.trainer_cuts import UNREADABLE, computed_leaves, read_array
+from dtrans.run.parameter_server.cuts import computed_leaves
+from dtrans.run.role_jobs.cut_file import CutFile
+from dtrans.run.role_jobs.trainer_cuts import TrainerCuts
 
 
 # names of arrays in a file: `GeoCut.pushed` and `GeoCut.pending`, and prefixes of other names
 COUNTS, CHANGE, DELTA, LOCAL = "counts", "change ", "delta ", "local "
 
 
-class GeoCuts:
+class GeoCuts(TrainerCuts):
     """Writer and reader of the cuts of one trainer of GEO-SGD.
 
     Args:
-      folder: folder of the job's epochs and cuts; None without a launcher that restarts roles.
-      plan: the job's plan.
-      name: name of the trainer's role.
+      folder, plan, name: as for `TrainerCuts`.
     """
 
     def __init__(self, folder: RoleFolder | None, plan: PServerPlan, name: str) -> None:
-        self._folder, self._plan, self._name = folder, plan, name
+        super().__init__(folder, plan, name)
         self._cut: GeoCut | None = None  # cut with which this process starts
         self._newest = 0  # step of the newest cut
         self._blocks: dict[str, str] = {}  # name of a parameter -> name of its first block
         for leaf, blocks in plan.placement.blocks.items():
             self._blocks[leaf] = blocks[0].name
         self._local = [*computed_leaves(plan), *plan.main.args[1].names]
+
+    def prepare(self, executor: Executor) -> None:
+        """Let the executor's GEO-SGD begin with the newest cut, if there is one.
+
+        Raises:
+          StateError: the cut cannot be read.
+        """
+        cut = self.read()
+        executor.connections.steps.tells_counts = False
+        if cut is not None:
+            executor.begin_with(cut, self._plan.push_every)
 
     def read(self) -> GeoCut | None:
         """Return the newest cut, in which parameters have the names of their first blocks.
@@ -73,18 +80,18 @@ class GeoCuts:
         self._cut = self._load(self._newest)
         return self._cut
 
-    def begin(
-        self, received: Mapping[str, int], state: tuple[Any, Any]
-    ) -> tuple[tuple[Any, Any], int]:
+    def begin(self, executor: Executor, first: Any) -> tuple[tuple[Any, ...], int]:
         """Return the first state of this process, and the number of steps before this state.
 
         Args:
-          received: number of the trainer's steps that each server has received, by endpoint.
-          state: the parameters, and the initial values of all local leaves.
+          executor: the trainer's executor, which has run the startup program.
+          first: the servers' parameters, and the initial values of all local leaves.
         """
-        step = max(received.values(), default=0)
+        assert executor.geo is not None
+        step = max(executor.geo.received_before.values(), default=0)
         if self._cut is None and not step:
-            return state, 0
+            return first, 0
+        state = first
         if self._cut is not None:
             step = max(step, self._cut.step, self._cut.pushed)
             state = self._replace(state, self._cut.local)
@@ -96,45 +103,32 @@ class GeoCuts:
         )
         return state, step
 
-    def before_step(
-        self, connections: ServerConnections, geo: GeoTrainer, step: int, state: tuple[Any, Any]
-    ) -> None:
+    def before_step(self, executor: Executor, step: int, state: tuple[Any, ...]) -> None:
         """Write a cut, if one is due before the next step.
 
+        If it cannot be written, the job continues with its earlier cut.
+
         Args:
-          connections: connections to the servers.
-          geo: GEO-SGD of the trainer.
+          executor: the trainer's executor.
           step: number of steps so far.
           state: the state before the next step.
         """
+        connections, geo = executor.connections, executor.geo
         every = connections.steps_between_cuts
-        if self._folder is None or not connections.is_in_epoch or not every:
+        if self._folder is None or geo is None or not connections.is_in_epoch or not every:
             return
         if is_cut_due_alone(step, self._newest, every):
             leaves = self._leaves(state)
             params = {block: leaves[n] for n, block in self._blocks.items()}
             self._write(geo.cut(step, params, subset(leaves, self._local)))
 
-    def _leaves(self, state: tuple[Any, Any]) -> dict[str, Any]:
-        params, opt_state = self._plan.main.args[:2]
-        found = name_leaves(params, state[0], "params")
-        return found | name_leaves(opt_state, state[1], "opt_state")
-
-    def _replace(self, state: tuple[Any, Any], leaves: Mapping[str, Any]) -> tuple[Any, Any]:
-        params, opt_state = self._plan.main.args[:2]
-        new = {**self._leaves(state), **leaves}
-        return params.unflatten_named(new), opt_state.unflatten_named(new)
-
     # -- files -----------------------------------------------------------------------------------
 
-    @property
-    def _epochs(self) -> RoleFolder:
-        """The folder, in a job with cuts."""
-        assert self._folder is not None
-        return self._folder
-
     def _path(self, step: int) -> Path:
-        return self._epochs.path / self._name.replace(" ", "-") / f"{step}.npz"
+        return self._epochs.path / self._file_name / f"{step}.npz"
+
+    def _file(self, step: int) -> CutFile:
+        return CutFile(self._path(step), f"the cut of {self._name} after step {step}")
 
     def _steps(self) -> list[int]:
         """Return the steps of the written cuts."""
@@ -143,44 +137,37 @@ class GeoCuts:
         return [int(path.stem) for path in self._path(0).parent.glob("[0-9]*.npz")]
 
     def _load(self, step: int) -> GeoCut:
-        path = self._path(step)
-        try:
-            with np.load(path) as file:
-                pushed, pending = map(int, file[COUNTS])
-                changes, deltas, local = {}, {}, {}
-                for name, block in self._blocks.items():
-                    changes[block] = self._read(file, CHANGE, name)
-                    if pending:
-                        deltas[block] = self._read(file, DELTA, name)
-                for name in self._local:
-                    data = self._read(file, LOCAL, name)
-                    local[name] = as_jax(data, self._type(name).dtype)
-                return GeoCut(step, pushed, pending, changes, deltas, local)
-        except UNREADABLE as e:
-            raise StateError(
-                f"the cut of {self._name} after step {step} cannot be read from {path}: {e}; start "
-                "the job again with another folder of cuts"
-            ) from e
+        file, params = self._file(step), list(self._blocks)
+        counts = file.read({COUNTS: np.empty(2, np.int64)})
+        pushed, pending = map(int, counts[COUNTS])
+        changes = self._read(file, CHANGE, params)
+        deltas = self._read(file, DELTA, params) if pending else {}
+        local = self._read(file, LOCAL, self._local)
+        for name, data in local.items():
+            local[name] = as_jax(data, self._plan.main.inputs[name].dtype)
+        return GeoCut(step, pushed, pending, self._by_block(changes), self._by_block(deltas), local)
 
-    def _read(self, file: Any, kind: str, name: str) -> np.ndarray:
-        """Return an array of the kind `kind`, such as the changes, of a leaf."""
-        return read_array(file, kind + name, self._type(name))
+    def _read(self, file: CutFile, kind: str, names: Iterable[str]) -> dict[str, Any]:
+        """Return the arrays of a kind by the names of their leaves."""
+        found = file.read({kind + n: self._plan.main.inputs[n] for n in names})
+        return {name.removeprefix(kind): x for name, x in found.items()}
 
-    def _type(self, name: str) -> Any:
-        return self._plan.main.inputs[name]
+    def _by_block(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Replace the names of parameters by the names of their first blocks."""
+        return {self._blocks[name]: x for name, x in values.items()}
 
     def _write(self, cut: GeoCut) -> None:
-        arrays: dict[str, Any] = {COUNTS: np.array([cut.pushed, cut.pending])}
+        arrays: dict[str, Any] = {COUNTS: np.array([cut.pushed, cut.pending], np.int64)}
         for name, block in self._blocks.items():
-            arrays[CHANGE + name] = as_numpy(cut.changes[block])
+            arrays[CHANGE + name] = cut.changes[block]
             if cut.pending:
-                arrays[DELTA + name] = as_numpy(cut.deltas[block])
+                arrays[DELTA + name] = cut.deltas[block]
         for name, x in cut.local.items():
-            arrays[LOCAL + name] = as_numpy(x)
+            arrays[LOCAL + name] = x
         old = self._steps()
         self._epochs.current()  # raises an error in a process that was replaced
         try:
-            write_file(self._path(cut.step), lambda file: np.savez(file, **arrays))
+            self._file(cut.step).write(arrays)
         except OSError as e:
             log.warning(
                 "%s cannot write its cut after step %d, so after a restart the optimizer's state "

@@ -25,26 +25,21 @@ from dtrans.errors import ConfigError
 from dtrans.ir.program import Program
 from dtrans.ir.selection import omit
 from dtrans.ops import (
-    concat_p,
-    fake_init_p,
     fetch_barrier_p,
     prefetch_p,
     recv_p,
     send_barrier_p,
     send_p,
     send_rows_p,
-    split_byref_p,
-    split_ids_p,
 )
 from dtrans.parameter_server.plan import PServerPlan, ServerPrograms
 from dtrans.protocol.server_blocks import RowGradient, Vectors
-from dtrans.protocol.tables.table_rows import put_in_place, unique_ids
-from dtrans.protocol.trainer.traffic import rows_of
+from dtrans.protocol.tables.table_rows import put_in_place
 from dtrans.run.base.batch import on_one_device
 from dtrans.run.executor import Executor, cut_for_role, put_on_device
 from dtrans.run.net.epoch_log import EpochRecord, members_of_steps, read_log
-from dtrans.run.parameter_server.equation_leaves import leaf_of, received_leaf, rows_wanted
-from dtrans.run.parameter_server.fabric import concat_blocks, fake_init
+from dtrans.run.parameter_server.equation_leaves import received_leaf, rows_wanted, sent_blocks
+from dtrans.run.parameter_server.local_equations import LOCAL_RULES, EquationRule
 from dtrans.run.parameter_server.ordered_job import part_axes
 from dtrans.run.parameter_server.sync_update import SyncUpdate
 from dtrans.run.parameter_server.trainer_calls import TrainerCalls
@@ -276,19 +271,14 @@ class _ReplayedTrainer:
         self._received: list[np.ndarray] = []
         # name of a table's block -> ids of the rows that the step has looked up
         self._looked_up: dict[str, np.ndarray] = {}
-        self._rules: dict[Primitive, Callable[[JaxprEqn, list[Any]], Sequence[Any]]] = {
-            split_byref_p: lambda eqn, values: rows_of(
-                np.asarray(values[0]), eqn.params["sections"]
-            ),
+        self._rules: dict[Primitive, EquationRule] = {
+            **LOCAL_RULES,
             send_p: self._send,
             send_barrier_p: lambda eqn, values: [None],
             recv_p: self._recv,
             fetch_barrier_p: self._fetch_barrier,
-            split_ids_p: lambda eqn, values: [unique_ids(values, **eqn.params)],
             prefetch_p: self._prefetch,
             send_rows_p: self._send_rows,
-            fake_init_p: fake_init,
-            concat_p: concat_blocks,
         }
 
     def start(self, init: Sequence[Any]) -> None:
@@ -333,11 +323,8 @@ class _ReplayedTrainer:
     # -- equations -------------------------------------------------------------------------------
 
     def _send(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        if "sections" in eqn.params:
-            blocks = leaf_of(eqn, eqn.invars[0].aval).blocks(np.asarray(values[0]))
-            values = [rows for _, _, rows in blocks]
-        for x, ep, name in zip(values, eqn.params["epmap"], eqn.params["names"], strict=True):
-            self._servers[ep].gradients[name] = np.array(x)
+        for ep, name, x in sent_blocks(eqn, [np.array(x) for x in values]):
+            self._servers[ep].gradients[name] = x
         return [None]
 
     def _recv(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:

@@ -18,8 +18,8 @@ from dtrans.protocol.epochs import NewEpoch
 from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.trainer_line import log
 from dtrans.protocol.trainer.trainer_steps import TrainerSteps
-from dtrans.run.parameter_server.return_to_cut import ReturnToCut
 from dtrans.run.parameter_server.tables.job_tables import TrainerTables
+from dtrans.run.role_jobs.return_to_cut import ReturnToCut
 
 
 T = TypeVar("T")

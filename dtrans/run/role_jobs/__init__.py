@@ -1,0 +1,14 @@
+"""Jobs of the processes of parameter servers: the role of a process is trainer or pserver.
+
+    cluster             the realiser; it creates the job of this process's role
+    role_job            base of the jobs of both roles
+    trainer_job         job of a trainer, and `server_job` of a server
+    trainer_requests    a trainer's requests between two steps: checkpoints and tables
+    trainer_cuts        base of a trainer's cuts; `leaf_cuts` and `geo_cuts` are the two kinds
+    cut_file            file of a trainer's cut
+    return_to_cut       return of a trainer to a cut, after the loss of a process
+    log_replay          `dtrans.replay`: computes a job again from the log of its epochs
+
+A job gives the programs of its role to a `dtrans.Executor`. `dtrans.run.parameter_server` executes
+their communication, and has the cuts of servers.
+"""

@@ -1,0 +1,116 @@
+"""Cuts of one trainer: the leaves that no server stores (`PServerPlan.frozen`).
+
+    computed    leaves that each trainer computes itself, such as batch statistics. They differ
+                between trainers. Each trainer writes its values at the cuts of the servers, and
+                loads those of the cut when an epoch begins
+    constant    leaves that nothing changes. A cut does not contain them: a trainer that goes back
+                keeps them, and the init computes them in a process that starts again
+
+When the next step begins, a trainer writes the state that the user passes to this step. Then it
+sends gradients.
+
+    STEP/trainer-0.npz    the computed leaves of trainer 0 after STEP steps, by name
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dtrans.checkpoint.assemble import as_jax
+from dtrans.ir.selection import exclude, subset
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.protocol.trainer.trainer_line import log
+from dtrans.run.executor import Executor
+from dtrans.run.net.role_folder import RoleFolder
+from dtrans.run.parameter_server.cuts import computed_leaves, server_names
+from dtrans.run.role_jobs.cut_file import CutFile
+from dtrans.run.role_jobs.trainer_cuts import TrainerCuts
+
+
+class LeafCuts(TrainerCuts):
+    """Writer and reader of the leaves of one trainer that no server stores.
+
+    Args:
+      folder, plan, name: as for `TrainerCuts`.
+    """
+
+    def __init__(self, folder: RoleFolder | None, plan: PServerPlan, name: str) -> None:
+        super().__init__(folder, plan, name)
+        self._computed = computed_leaves(plan)
+        self._constants = exclude(plan.frozen, self._computed)
+        self._last_constants: dict[str, Any] = {}  # the constant leaves of the last step
+        self._first = 0  # number of steps before the epoch
+
+    def prepare(self, executor: Executor) -> None:
+        """Do nothing: the servers' state is complete without this trainer's leaves."""
+
+    def begin(self, executor: Executor, first: Any) -> tuple[tuple[Any, ...], int]:
+        """Return the state; if the epoch begins at a cut, with the computed leaves of the cut.
+
+        Args:
+          executor: the trainer's executor, which is connected to the servers of the epoch.
+          first: the servers' parameters, and the initial values of all other leaves.
+
+        Returns:
+          The state, and the number of steps before this state.
+
+        Raises:
+          StateError: the leaves of the cut cannot be read.
+        """
+        epoch, self._first = executor.connections.epoch, executor.connections.step_count
+        state: tuple[Any, ...] = (first,)
+        if self._computed and epoch is not None and epoch.cut == self._first:
+            state = self._replace(state, self._load(epoch.cut))
+        return state, self._first
+
+    def keep_constants(self, params: Any) -> Any:
+        """Return parameters with the constant leaves of the last step."""
+        (params,) = self._replace((params,), self._last_constants)
+        return params
+
+    def before_step(self, executor: Executor, step: int, state: tuple[Any, ...]) -> None:
+        """Keep constant leaves. Write computed leaves if servers write a cut before this step.
+
+        If they cannot be written, the job continues with its earlier cuts.
+
+        Args:
+          executor: the trainer's executor.
+          step: number of steps so far.
+          state: the state before the next step.
+        """
+        connections = executor.connections
+        epoch, every = connections.epoch, connections.steps_between_cuts
+        if not self._plan.frozen or epoch is None or not every:
+            return
+        leaves = self._leaves(state)
+        self._last_constants = subset(leaves, self._constants)
+        if self._computed and epoch.is_cut_due(step, self._first, every):
+            self._write(epoch.number, step, subset(leaves, self._computed))
+
+    # -- files -----------------------------------------------------------------------------------
+
+    def _file(self, step: int) -> CutFile:
+        path = self._epochs.path / str(step) / f"{self._file_name}.npz"
+        return CutFile(path, f"the leaves of {self._name} in the cut of step {step}")
+
+    def _load(self, step: int) -> dict[str, Any]:
+        types = subset(self._plan.main.inputs, self._computed)
+        found = self._file(step).read(types)
+        return {n: as_jax(x, types[n].dtype) for n, x in found.items()}
+
+    def _write(self, epoch: int, step: int, leaves: Mapping[str, Any]) -> None:
+        servers = server_names(self._plan)
+        try:
+            self._file(step).write(leaves)
+            self._epochs.note_cut(epoch, step)
+            self._epochs.remove_old_cuts(epoch, servers)
+        except OSError as e:
+            log.warning(
+                "%s cannot write its leaves in the cut of step %d, so a restart would go back to "
+                "step %s: %s",
+                self._name,
+                step,
+                self._epochs.newest_cut(servers),
+                e,
+            )

@@ -1,0 +1,182 @@
+"""Job of one process that is a parameter server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dtrans.checkpoint.orbax_io import load_orbax
+from dtrans.checkpoint.pserver_state import check_saved_by_servers, is_saved_by_servers, scatter
+from dtrans.checks import check_int, check_one_of
+from dtrans.errors import ConfigError
+from dtrans.parameter_server.cut_options import Cuts
+from dtrans.run.parameter_server.checkpoints import ServerCheckpoints
+from dtrans.run.parameter_server.cuts import ServerCuts, check_cuts, check_drops
+from dtrans.run.parameter_server.server_saves import ServerStorage
+from dtrans.run.parameter_server.state_writer import Keep, KeepLast
+from dtrans.run.parameter_server.tables.new_rows import with_makers
+from dtrans.run.role_jobs.role_job import RoleJob
+
+
+class ServerJob(RoleJob):
+    """Job of one server.
+
+    `init` computes the server's blocks. `serve` updates them until every trainer has closed. The
+    state is a dict of the server's arrays.
+
+    Attributes:
+      restored: the checkpoint from which the state was restored; None without a checkpoint.
+    """
+
+    restored: Path | None = None
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return (self.role.current_endpoint,)
+
+    def server_arrays(self, state: dict[str, Any], endpoint: str) -> dict[str, Any]:
+        """Return the server's arrays, by name."""
+        return state
+
+    def state_of(self, params: Any, opt_state: Any) -> dict[str, Any]:
+        return scatter(self.plan, self.role.current_endpoint, params, opt_state)
+
+    def init(self, *args: Any) -> dict[str, Any]:
+        self._check_open()
+        self.restored = None
+        return self._init(*args)
+
+    def _init(self, *args: Any) -> dict[str, Any]:
+        startup = self.plan.servers[self.role.current_endpoint].startup
+        first: dict[str, Any] = self._executor.run(startup, *args)
+        return first
+
+    def check(self, state: Any) -> None:
+        self._check_open()
+
+    def serve(
+        self,
+        state: dict[str, Any],
+        *,
+        checkpoints: str | os.PathLike[str] | None = None,
+        on_failure: str | None = None,
+        init: Sequence[Any] | None = None,
+        cuts: int | Cuts | None = None,
+    ) -> dict[str, Any]:
+        """Serve until every trainer has closed.
+
+        Args:
+          state: the state that `init` or `dtrans.checkpoint.restore` returned.
+          checkpoints: a folder that all servers share, for checkpoints that trainers request
+            (`job.save(name)`).
+          on_failure: "save" writes the state to `checkpoints` if the job fails or this process gets
+            SIGTERM. The checkpoint's name is the number of the step. "drop" does not save the
+            state. The default is "save" if there is a folder, and servers store all arrays of a
+            checkpoint.
+          init: the arguments of `init`, if the state comes from a checkpoint. Then table rows with
+            their initial values need no memory, and other rows can be evicted
+            (`job.tables.evict`).
+          cuts: the number of steps after which servers copy their state to disk (a cut), or a
+            `dtrans.Cuts` with further options. After the loss of a process, the job continues from
+            the last cut. Servers write cuts if `dtrans launch --restarts` started the job. A new
+            cut waits until the previous one is written. With `cuts`, the job counts its steps from
+            the number of the restored checkpoint. An asynchronous server counts the steps of all
+            trainers.
+
+        Steps are counted from the last `job.save` whose name is a number. Without one, they are
+        counted from the number of the restored checkpoint, or from 0.
+
+        Returns:
+          The final state, for `dtrans.checkpoint.save`.
+
+        Raises:
+          ConfigError: on_failure="save" has no folder, or only trainers store some arrays of the
+            plan. `checkpoints` is set, but orbax is not installed. Or `cuts` is set, but the plan
+            has state that cuts cannot contain.
+          DeadlineError, PeerError: the job has failed.
+        """
+        self._check_open()
+        check_one_of("on_failure", on_failure, (None, "save", "drop"))
+        self._check_folders(checkpoints)
+        if init is not None:
+            state = with_makers(state, self._init(*init))
+        if checkpoints is None and on_failure == "save":
+            raise ConfigError(
+                'on_failure="save" needs a folder: job.serve(state, checkpoints=folder)'
+            )
+        first_step, written = self._number_of_restored, None
+        if cuts is not None:
+            if not isinstance(cuts, Cuts):
+                check_int("cuts", cuts, "a number of steps", least=1)
+                cuts = Cuts(cuts)
+            check_cuts(self.plan, cuts)
+            if self._epochs is not None:
+                if self._epochs.drops_trainers:
+                    check_drops(self.plan)
+                load_orbax()
+            endpoint = self.role.current_endpoint
+            written = ServerCuts(
+                *(self._epochs, self.plan, endpoint, cuts.every, first_step),
+                at_loss=cuts.at_loss,
+                has_replicas=cuts.replicas > 0,
+            )
+            first_step = 0  # the step count starts from it
+        elif self._epochs is not None:
+            self._epochs.note_no_cuts()
+        storage = ServerStorage(cuts=written)
+        if checkpoints is not None:
+            keep, keep_last = self._checkpoints(Path(checkpoints), on_failure, first_step)
+            storage = ServerStorage(keep, keep_last, written)
+        self._executor.set_storage(storage)
+        program = self.plan.servers[self.role.current_endpoint].main
+        final: dict[str, Any] = self._executor.run(program, state)
+        return final
+
+    def _check_folders(self, checkpoints: str | os.PathLike[str] | None) -> None:
+        """Raise ConfigError if the folder of cuts, which roles clean, also has the checkpoints."""
+        if checkpoints is None or self._epochs is None:
+            return
+        if Path(checkpoints).absolute() == self._epochs.path.absolute():
+            raise ConfigError(
+                f"checkpoints={os.fspath(checkpoints)!r} is also the folder of `dtrans launch "
+                "--cuts`, whose files are removed; pass another folder to job.serve(checkpoints=)"
+            )
+
+    @property
+    def _number_of_restored(self) -> int:
+        """The number that is the name of the restored checkpoint; 0 if there is no such number."""
+        if self.restored is not None and self.restored.name.isdecimal():
+            return int(self.restored.name)
+        return 0
+
+    def _checkpoints(
+        self, folder: Path, on_failure: str | None, first_step: int
+    ) -> tuple[Keep, KeepLast | None]:
+        """Return two functions that save the state: on a trainer's request, and after a failure."""
+        load_orbax()
+        endpoint = self.role.current_endpoint
+        checkpoints = ServerCheckpoints(folder, self.plan, endpoint, first_step)
+        if on_failure == "save":
+            check_saved_by_servers(self.plan)
+        saves_last = on_failure != "drop" and is_saved_by_servers(self.plan)
+        return checkpoints.keep, checkpoints.keep_last if saves_last else None
+
+    def step(self, state: Any, *batch: Any) -> NoReturn:
+        raise ConfigError(
+            f"{self.role.name} takes no steps: job.serve(state) serves until every trainer has "
+            "closed"
+        )
+
+    def params(self, state: Any) -> NoReturn:
+        raise ConfigError(
+            f"{self.role.name} has only blocks of the parameters; save a checkpoint, and read the "
+            "parameters with dtrans.checkpoint.load"
+        )
+
+    def lower(self, state: Any, *batch: Any) -> NoReturn:
+        raise ConfigError(
+            f"{self.role.name} compiles its update only when gradients arrive; call "
+            "plan.on_mesh().lower() instead"
+        )
