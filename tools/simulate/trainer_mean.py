@@ -1,7 +1,6 @@
 """Leaf that one simulated trainer computes itself: the running mean of its gradients.
 
-No server stores it, so the trainer writes it at cuts, as `dtrans.run.role_jobs.leaf_cuts`
-does.
+No server stores it, so the trainer writes it at cuts, as `dtrans.run.role_jobs.leaf_cuts` does.
 """
 
 from __future__ import annotations
