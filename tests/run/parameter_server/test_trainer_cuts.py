@@ -163,7 +163,7 @@ def test_a_trainer_goes_back_to_its_leaves_of_the_cut(plan: PServerPlan, tmp_pat
         other.begin(executor(Epoch(1, 10), step=10), start)
 
 
-def damaged(path: Path, how: str) -> None:
+def damage(path: Path, how: str) -> None:
     """Damage the file of a cut."""
     data = bytearray(path.read_bytes())
     if how == "missing":
@@ -194,7 +194,7 @@ def test_the_error_about_a_damaged_cut_names_the_file(
     file = CutFile(path, "the cut of trainer 1 after step 10")
     file.write(arrays)
     assert {n: x.tolist() for n, x in file.read(arrays).items()} == {"a": [0, 1, 2], "b": [1, 1]}
-    damaged(path, how)
+    damage(path, how)
     expected = f"the cut of trainer 1 after step 10 cannot be read from {path}: "
     with pytest.raises(StateError, match=re.escape(expected)):
         file.read(arrays)
@@ -202,7 +202,7 @@ def test_the_error_about_a_damaged_cut_names_the_file(
     params, folder = init()[0], tmp_path / "job"
     cuts = LeafCuts(folder_of(folder), plan, "trainer 1")
     cuts.before_step(executor(Epoch(0), step=0), 10, (params,))
-    damaged(folder / "10/trainer-1.npz", how)
+    damage(folder / "10/trainer-1.npz", how)
     with pytest.raises(StateError, match="leaves of trainer 1 in the cut of step 10 cannot be"):
         cuts.begin(executor(Epoch(1, 10), step=10), params)
 
