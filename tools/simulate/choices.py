@@ -105,7 +105,8 @@ class WatchedLauncher(SimulatedLauncher):
 
     def parts(self) -> Parts:
         """Return the parts of the launcher's state. Parts with None are absent."""
-        found: Parts = {EPOCH: dataclasses.astuple(self.epoch), NEWEST: self._newest}
+        epoch = *dataclasses.astuple(self.epoch), self._is_in_place
+        found: Parts = {EPOCH: epoch, NEWEST: self._newest}
         for name in self.roles:
             found["entered", name] = self._entered.get(name)
             found["left", name] = name in self._left or None

@@ -3,6 +3,9 @@
 It follows the rules of `dtrans.run.distributed.restarts`. A lost role alone is started again if all
 other roles take part in the epoch and there is a complete cut. Otherwise all roles are started
 again. A job with a quorum drops a lost trainer in the first case, while enough trainers are left.
+
+Functions of `dtrans.run.net.role_marks` decide, for this launcher and for the real one: which cuts
+are complete, whether roles can go back, and which servers write cuts at a loss.
 """
 
 from __future__ import annotations
@@ -18,6 +21,14 @@ from dtrans.protocol.epochs import Epoch
 from dtrans.protocol.trainer.geo_steps import GeoCut
 from dtrans.run.distributed.restarts.cuts_at_loss import WRITE_PATIENCE
 from dtrans.run.net.epoch_log import EpochRecord
+from dtrans.run.net.role_marks import (
+    RoleMark,
+    can_complete_cut,
+    can_go_back,
+    complete_cuts,
+    find_writers,
+    newest_alone,
+)
 from tools.simulate.case import Case
 from tools.simulate.clock import Clock, Slot
 from tools.simulate.network import drawn_delay
@@ -88,10 +99,10 @@ class SimulatedLauncher:
         self._announced: tuple[str, ...] = ()  # lost servers of an ending epoch
         self._writing = set[str]()  # servers that have begun to write their newest states
         self._next_lost: list[Process] = []  # roles that were lost while the epoch was ending
-        self._lacks_servers = False  # True if a live server does not take part in the ending epoch
         self._case, self._clock, self._random = case, clock, random
         self._new_role = new_role
         self._entered: dict[str, int] = {}
+        self._is_in_place = False  # True if live roles have continued in this epoch
         self._left: set[str] = set()
         self._starting: set[str] = set()
         writers = [*case.endpoints]
@@ -253,40 +264,46 @@ class SimulatedLauncher:
 
     def _end_epoch(self, lost: Process) -> None:
         """Let the servers write their newest states, as `CutsAtLoss.request` does."""
-        servers = {name for name in self._servers if not self.roles[name].over}
-        number, writers = self.epoch.number, set[str]()
-        for name in servers - self._left:
-            if self._entered.get(name) == number and name not in self._starting:
-                writers.add(name)
-        self._lacks_servers = writers != servers
         self._lost, self._next_lost, self._writing = lost, [], set()
-        self._announce(writers)
-        self._look_at_writers(writers, self._clock.now + WRITE_PATIENCE)
+        marks, number = self._marks(), self.epoch.number
+        writers = find_writers(marks, self._servers, self._running() - {lost.name}, number)
+        if self._announce(writers):
+            self._look_at_writers(writers, self._clock.now + WRITE_PATIENCE)
+        else:
+            self._end_wait(is_exact=False)
 
-    def _announce(self, writers: set[str]) -> None:
-        """Announce the end of the epoch, and the lost servers."""
-        self._announced = tuple(name for name in self._servers if self.roles[name].over)
-        self.epoch = dataclasses.replace(self.epoch, is_ending=bool(writers), lost=self._announced)
+    def _announce(self, writers: set[str]) -> bool:
+        """Announce the end of the epoch, and the lost servers. Return False without a cut."""
+        if not can_complete_cut(self._marks(), self._servers, writers):
+            return False
+        self._announced = tuple(name for name in self._servers if name not in writers)
+        self.epoch = dataclasses.replace(self.epoch, is_ending=True, lost=self._announced)
+        return True
 
     def _look_at_writers(self, writers: set[str], limit: float) -> None:
         """Restart the lost role if all servers have written their newest states, or are late."""
-        lost, number, is_late = self._lost, self.epoch.number, self._clock.now > limit
-        answer = number, self._announced
-        late = {name for name in writers if self._ended.get(name) != answer}
+        number, is_late = self.epoch.number, self._clock.now > limit
+        marks = self._marks()
+        late = {name for name in writers if not marks[name].has_ended(number, self._announced)}
         gone = {name for name in late if self.roles[name].over}
-        if gone and self._case.replicas and not is_late:
+        if late and not is_late:
             writers -= gone
-            self._announce(writers)
-            late = set(writers)
-        if not is_late and any(not self.roles[name].over for name in late):
-            self._later(self._look_at_writers, writers, limit)
-            return
+            if not gone or self._announce(writers):
+                self._later(self._look_at_writers, writers, limit)
+                return
+        if is_late:
+            self.late += sorted(late - gone - self._writing)
+        self._end_wait(is_exact=not late and self._can_lose_dead_servers())
+
+    def _end_wait(self, *, is_exact: bool) -> None:
+        """Restart the lost role.
+
+        Args:
+          is_exact: True if the servers have written their newest states, so that no step is lost.
+        """
+        lost, newest = self._lost, self._newest
+        received, lacking = self._newest_received(), self._lacking()
         assert lost is not None
-        for name in late - self._writing:
-            if not self.roles[name].over:
-                self.late.append(name)
-        newest, received, lacking = self._newest, self._newest_received(), self._lacking()
-        is_exact = not late and not self._lacks_servers and self._can_lose_dead_servers()
         self._lost = None
         self._restart(lost)
         if is_exact:
@@ -343,19 +360,19 @@ class SimulatedLauncher:
 
     def _replace(self, name: str) -> None:
         """Start a lost role again, and the others if they cannot go back by themselves."""
-        if name in self._dropped(self.epoch.dropped):
+        if not self.epoch.has_role(name):
             return
-        others = [x for x in self.roles if x != name and x not in self._dropped(self.epoch.dropped)]
-        can_go_back = all(
-            not self.roles[x].over and x in self._entered and x not in self._left for x in others
-        )
+        others = [x for x in self.roles if x != name and self.epoch.has_role(x)]
+        number, marks = self.epoch.number, self._marks()
+        is_pending = self._is_in_place and any(self._entered.get(x) != number for x in others)
+        goes_back = can_go_back(marks, others, self._running(), is_pending=is_pending)
         if self._drops(name):
-            dropped = self._dropped_with(name)
-            if can_go_back and self._newest_cut(dropped) is not None:
+            dropped = self.epoch.dropped_with(name)
+            if goes_back and self._newest_cut(dropped) is not None:
                 self._grant("none", dropped)
                 self._entered.pop(name, None)
                 return
-        if not can_go_back or not self._has_cut:
+        if not goes_back or not self._has_cut:
             self._start_all()
             return
         self._grant("in place", self.epoch.dropped)
@@ -368,12 +385,24 @@ class SimulatedLauncher:
         left = self._case.trainers - len(self.epoch.dropped) - 1
         return name.startswith("trainer") and left >= self._case.quorum > 0
 
-    def _dropped_with(self, name: str) -> tuple[int, ...]:
-        return tuple(sorted({*self.epoch.dropped, int(name.removeprefix("trainer "))}))
+    def _running(self) -> set[str]:
+        """Return the names of the roles whose process runs or will start in a moment."""
+        return {name for name in self.roles if name in self._starting or not self.roles[name].over}
 
-    def _dropped(self, trainers: Collection[int]) -> set[str]:
-        """Return the names of trainers."""
-        return {f"trainer {k}" for k in trainers}
+    def _marks(self) -> dict[str, RoleMark]:
+        """Return the reports of the roles' current processes that have entered an epoch."""
+        marks = {}
+        for name, number in self._entered.items():
+            ended, ended_for = self._ended.get(name, (-1, ()))
+            marks[name] = RoleMark(
+                number,
+                left=name in self._left,
+                writes_newest=self._case.at_loss,
+                writes_replicas=self._case.replicas > 0,
+                ended=ended,
+                ended_for=ended_for,
+            )
+        return marks
 
     def _start_all(self) -> None:
         """End all roles, and start all of them in a new epoch."""
@@ -382,7 +411,7 @@ class SimulatedLauncher:
             self._geo_cuts.clear()
         self._grant("all", self.epoch.dropped)
         for name, role in list(self.roles.items()):
-            if name in self._dropped(self.epoch.dropped):
+            if not self.epoch.has_role(name):
                 continue
             role.when_over = None
             if not role.over:
@@ -398,15 +427,20 @@ class SimulatedLauncher:
 
     def _newest_cut(self, dropped: Collection[int] = ()) -> int | None:
         """Return the newest cut that all roles except dropped trainers have written."""
-        out = self._dropped(dropped)
-        written = [set(cuts) for writer, cuts in self._cuts.items() if writer not in out]
-        return max(set.intersection(*written), default=None)
+        epoch = Epoch(dropped=tuple(dropped))
+        writers = [who for who in self._cuts if epoch.has_role(who)]
+        return max(complete_cuts(self._cut_marks(), writers), default=None)
 
     @property
     def _has_cut(self) -> bool:
         if self._case.sync_mode:
             return self._newest_cut(self.epoch.dropped) is not None
-        return all(self._cuts.values())
+        return bool(newest_alone(self._cut_marks(), self._case.endpoints))
+
+    def _cut_marks(self) -> dict[str, RoleMark]:
+        """Return the reports of cuts, by the endpoint of the server or the name of the trainer."""
+        is_alone = not self._case.sync_mode
+        return {who: RoleMark(cuts=(*x,), is_alone=is_alone) for who, x in self._cuts.items()}
 
     def _grant(self, restarts: str, dropped: tuple[int, ...]) -> None:
         self.restarts.append(restarts)
@@ -417,7 +451,8 @@ class SimulatedLauncher:
             self._newest = cut or 0
             self._forget_cuts(cut)
         self.epoch = Epoch(self.epoch.number + 1, cut, dropped=dropped)
-        members = tuple(k for k in range(self._case.trainers) if k not in dropped)
+        self._is_in_place = restarts != "all"
+        members = self.epoch.members(self._case.trainers)
         self.records.append(EpochRecord(self.epoch.number, cut, members))
 
     def _forget_cuts(self, after: int | None) -> None:
