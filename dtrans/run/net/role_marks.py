@@ -1,6 +1,7 @@
 """Reports of a job's roles to the launcher: their epochs, their cuts, and the roles that they lost.
 
-`dtrans.run.net.role_folder` writes the reports, and `dtrans.run.net.epoch_folder` reads them.
+`dtrans.run.net.role_folder` writes the reports, and `dtrans.run.net.epoch_folder` reads them. The
+functions below compute the decisions of the launcher from the reports.
 """
 
 from __future__ import annotations
@@ -199,12 +200,20 @@ def find_writers(
 def can_complete_cut(
     marks: Mapping[str, RoleMark], servers: Collection[str], writers: Collection[str]
 ) -> bool:
-    """Return True if some servers can write a complete cut: all servers, or replicas of the others.
+    """Return True if the cut that some servers write at a loss can become complete.
+
+    Either all servers write, or those that write also write the replicas of lost servers.
 
     Args:
       marks: the report of each role, by name.
       servers: names of all servers.
       writers: names of the servers that write their newest states.
+
+    Example:
+      >>> from dtrans.run.net.role_marks import RoleMark, can_complete_cut
+      >>> marks = {"pserver 0": RoleMark(writes_replicas=True)}
+      >>> can_complete_cut(marks, ["pserver 0", "pserver 1"], writers=["pserver 0"])
+      True
     """
     has_replicas = all(marks[name].writes_replicas for name in writers)
     return bool(writers) and (has_replicas or {*servers} <= {*writers})

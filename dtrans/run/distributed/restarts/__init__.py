@@ -19,7 +19,7 @@ different starts never mix.
 A role that raised an exception ends the job, since it would raise the exception again. For the same
 reason, a role of a job with cuts that is lost twice without a newer cut ends the job.
 
-These modules import others of `dtrans.run.distributed`, where only the launcher imports them:
+In `dtrans.run.distributed`, only the launcher imports these modules:
 
 run_attempts     the first attempt at a job, and an attempt after each restart
 attempt          one attempt: its running roles, their ends, and the cause of a failure
