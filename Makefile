@@ -73,8 +73,9 @@ bench: $(STAMP) ## run the benchmarks
 bench-smoke: $(STAMP) ## run every benchmark once, of its smallest size
 	$(BIN)/python -m pytest benchmarks --benchmark-disable --durations=5
 
-chaos: $(STAMP) ## kill and stop processes of jobs at random moments, and compare their results (takes an hour)
+chaos: $(STAMP) ## kill and stop processes of jobs at random moments, and compare their results (takes over an hour)
 	$(BIN)/python benchmarks/chaos.py --rounds 100
+	$(BIN)/python benchmarks/chaos.py --rounds 100 --replicas 1
 
 reliability: $(STAMP) ## kill processes of jobs, and write the cost of each loss into docs/reliability.md
 	$(BIN)/python benchmarks/kill_matrix.py docs/reliability.md

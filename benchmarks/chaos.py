@@ -1,6 +1,7 @@
 """Kill or stop processes of jobs at random moments; compare results with an undisturbed job.
 
     python benchmarks/chaos.py --rounds 100              two trainers and two parameter servers
+    python benchmarks/chaos.py --rounds 100 --replicas 1 the same, with replicas of the servers
     python benchmarks/chaos.py --rounds 20 --mode nccl2  two trainers with collectives
     python benchmarks/chaos.py --every 15 --seconds 3600 goodput of one job with a kill every 15 s
 
@@ -49,6 +50,23 @@ LAUNCHER = "launcher"
 RESTARTED = re.compile("all roles start again|all roles go back to step")
 
 
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Options of a job.
+
+    Attributes:
+      mode: pserver or nccl2.
+      blocks: number of transformer blocks in the model.
+      spares: number of spares of the launcher.
+      replicas: number of replicas of each server.
+    """
+
+    mode: str
+    blocks: int = 0
+    spares: int = 0
+    replicas: int = 0
+
+
 # -- a role of a job -------------------------------------------------------------------------------
 
 
@@ -91,10 +109,10 @@ def traced(blocks: int = 0):
     return dtrans.trace(step, *jax.eval_shape(startup, key), *batch(0)), dtrans.trace(startup, key)
 
 
-def work(mode: str, steps: int, blocks: int) -> None:
+def work(kind: Kind, steps: int) -> None:
     """Run one role of the job, in the current folder."""
-    cluster = dtrans.connect() if mode == "nccl2" else None
-    main, startup = traced(blocks)  # before `from_env`, where a spare waits for its role
+    cluster = dtrans.connect() if kind.mode == "nccl2" else None
+    main, startup = traced(kind.blocks)  # before `from_env`, where a spare waits for its role
     spent = time.process_time() if "DTRANS_SPARE" in os.environ else 0.0
     role = dtrans.Role.from_env()
     Path(f"pid-{role.name}").write_text(str(os.getpid()))
@@ -108,7 +126,7 @@ def work(mode: str, steps: int, blocks: int) -> None:
             return
         state = job.init(jax.random.key(0))
         if role.is_pserver:
-            job.serve(state, checkpoints="ckpt", cuts=EVERY)
+            job.serve(state, checkpoints="ckpt", cuts=dtrans.Cuts(EVERY, replicas=kind.replicas))
             return
         shards, is_first = lambda step: job.shard_batch(*batch(step)), True
         for _, value in job.steps(state, shards, stop=steps):
@@ -149,22 +167,15 @@ def tell_step(role, step: int) -> None:
 class Job:
     """Job under the launcher, in a separate folder."""
 
-    def __init__(
-        self,
-        mode: str,
-        steps: int,
-        folder: Path,
-        restarts: int,
-        *,
-        blocks: int = 0,
-        spares: int = 0,
-    ) -> None:
-        self.folder = folder
-        kinds = ["--pservers", "2", "--cuts", "cuts", "--spares", str(spares)]
+    def __init__(self, kind: Kind, steps: int, folder: Path, restarts: int) -> None:
+        self.folder, mode = folder, kind.mode
+        options = ["--restarts", str(restarts), "--trainers", "2"]
         if mode == "nccl2":
-            kinds = ["--mode", "nccl2"]
-        script = [__file__, "--work", mode, "--steps", str(steps), "--blocks", str(blocks)]
-        options = ["--restarts", str(restarts), "--trainers", "2", *kinds]
+            options += ["--mode", "nccl2"]
+        else:
+            options += ["--pservers", "2", "--cuts", "cuts", "--spares", str(kind.spares)]
+        script = [__file__, "--work", mode, "--steps", str(steps), "--blocks", str(kind.blocks)]
+        script += ["--replicas", str(kind.replicas)]
         self._command = [sys.executable, "-m", "dtrans", "launch", *options, *script]
         trainers = ["trainer 0", "trainer 1"]
         servers = [] if mode == "nccl2" else ["pserver 0", "pserver 1"]
@@ -322,10 +333,10 @@ def strike(job: Job, found: Round) -> None:
             job.start()
 
 
-def run_round(mode: str, steps: int, found: Round, expected: list[bytes], spares: int) -> Round:
+def run_round(kind: Kind, steps: int, found: Round, expected: list[bytes]) -> Round:
     """Run a job, kill or stop its victim, and compare the result with `expected`."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        job = Job(mode, steps, Path(folder), restarts=3, spares=spares)
+        job = Job(kind, steps, Path(folder), restarts=3)
         try:
             strike(job, found)
             code = 0 if job.has_ended_well else job.wait()
@@ -343,10 +354,10 @@ def run_round(mode: str, steps: int, found: Round, expected: list[bytes], spares
     return found
 
 
-def seconds_of_step(mode: str, blocks: int) -> float:
+def seconds_of_step(kind: Kind) -> float:
     """Return the seconds of a step of an undisturbed job, after its first 500 steps."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        job = Job(mode, 10**9, Path(folder), restarts=1, blocks=blocks)
+        job = Job(dataclasses.replace(kind, spares=0), 10**9, Path(folder), restarts=1)
         try:
             while job.step < 500 and job.seconds < LIMIT:
                 time.sleep(0.01)
@@ -357,10 +368,10 @@ def seconds_of_step(mode: str, blocks: int) -> float:
             job.close()
 
 
-def undisturbed(mode: str, steps: int) -> tuple[list[bytes], float]:
+def undisturbed(kind: Kind, steps: int) -> tuple[list[bytes], float]:
     """Run an undisturbed job; return the arrays of its last checkpoint, and its seconds."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        job = Job(mode, steps, Path(folder), restarts=1)
+        job = Job(dataclasses.replace(kind, spares=0), steps, Path(folder), restarts=1)
         try:
             assert job.wait() == 0, job.text
             return job.state(steps), job.seconds
@@ -368,31 +379,31 @@ def undisturbed(mode: str, steps: int) -> tuple[list[bytes], float]:
             job.close()
 
 
-def rounds(mode: str, count: int, seed: int, steps: int, pause: float, spares: int) -> bool:
+def rounds(kind: Kind, count: int, seed: int, steps: int, pause: float) -> bool:
     """Run rounds; return True if all end with the result of an undisturbed job."""
-    expected, seconds = undisturbed(mode, steps)
+    expected, seconds = undisturbed(kind, steps)
     print(f"undisturbed: {seconds:.1f} s (load {os.getloadavg()[0]:.1f})", flush=True)
     wrong = 0
     for number in range(seed, seed + count):
         draw = random.Random(number)
         roles = ["trainer 0", "trainer 1"]
-        roles += ["pserver 0", "pserver 1"] if mode != "nccl2" else []
+        roles += ["pserver 0", "pserver 1"] if kind.mode != "nccl2" else []
         victim, is_killed = draw.choice([*roles, LAUNCHER]), draw.random() < 0.6
         stopped = 0.0 if is_killed else draw.uniform(0.1, pause)
         found = Round(number, victim, stopped, draw.uniform(0.0, seconds))
-        run_round(mode, steps, found, expected, spares)
+        run_round(kind, steps, found, expected)
         wrong += bool(found.wrong)
         print(found, flush=True)
     print(f"{count - wrong} of {count} rounds ended with the bits of the undisturbed job")
     return not wrong
 
 
-def goodput(mode: str, every: float, seconds: float, *, blocks: int, spares: int) -> None:
+def goodput(kind: Kind, every: float, seconds: float) -> None:
     """Kill the roles of one job in turn, and print its goodput."""
-    of_step = seconds_of_step(mode, blocks)
+    of_step = seconds_of_step(kind)
     pauses, kills = [], 0  # seconds from a kill to the next step
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        job = Job(mode, 10**9, Path(folder), restarts=10**6, blocks=blocks, spares=spares)
+        job = Job(kind, 10**9, Path(folder), restarts=10**6)
         try:
             while not job.step and job.launcher.poll() is None:
                 time.sleep(0.01)
@@ -429,19 +440,21 @@ def main(
     seed: int = typer.Option(0, help="Seed of the first round."),
     mode: str = typer.Option("pserver", help="pserver or nccl2."),
     steps: int = typer.Option(400, help="Number of steps of each job."),
-    pause: float = typer.Option(20.0, help="Longest time between SIGSTOP and SIGCONT, in seconds."),
+    pause: float = typer.Option(60.0, help="Longest time between SIGSTOP and SIGCONT, in seconds."),
     every: float = typer.Option(0.0, help="Measure goodput: seconds between two kills."),
     seconds: float = typer.Option(3600.0, help="Duration of the measurement of goodput."),
     blocks: int = typer.Option(0, help="Number of transformer blocks in the model, for goodput."),
     spares: int = typer.Option(0, help="Number of spares of each job."),
+    replicas: int = typer.Option(0, help="Number of replicas of each server: 0 or 1."),
     work_: str = typer.Option("", "--work", hidden=True),
 ) -> None:
     """Kill or stop processes of jobs, and compare their results with an undisturbed job."""
+    kind = Kind(mode, blocks, spares, replicas)
     if work_:
-        work(work_, steps, blocks)
+        work(kind, steps)
     elif every:
-        goodput(mode, every, seconds, blocks=blocks, spares=spares)
-    elif not rounds(mode, rounds_, seed, steps, pause, spares):
+        goodput(kind, every, seconds)
+    elif not rounds(kind, rounds_, seed, steps, pause):
         raise typer.Exit(1)
 
 
