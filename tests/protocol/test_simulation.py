@@ -56,60 +56,40 @@ from tools.simulate.updates import InNumpy
 from tools.simulate.verdict import Verdict, reduced, simulated, smaller, verdicts
 
 
+# number of schedules of a night, by their kind
+BY_NIGHT = {
+    drawn: 200_000,
+    drawn_with_cuts: 100_000,
+    drawn_at_loss: 60_000,
+    drawn_with_replicas: 60_000,
+}
+PARTS = 20  # tests of a night for each kind
+NIGHTS = 3  # nights until the same schedules run again: over a million schedules
+
+
+def check_schedules(draw: Callable[[int], Case], start: int, count: int) -> None:
+    """Simulate the schedules of some seeds, and fail with the first three that break a promise."""
+    wrong = [v for v in verdicts(range(start, start + count), draw) if v.faults]
+    assert not wrong, "\n\n".join(str(smaller(v)) for v in wrong[:3])
+
+
 @pytest.mark.plan  # machines without sockets, threads and clocks: it runs each day
-def test_five_hundred_schedules_hold() -> None:
-    """Each day has others of those that run by night."""
-    start = layers.today().toordinal() % 400 * 500
-    wrong = [v for v in verdicts(range(start, start + 500)) if v.faults]
-    assert not wrong, "\n\n".join(str(smaller(v)) for v in wrong[:3])
+@pytest.mark.parametrize("draw", BY_NIGHT)
+def test_two_thousand_schedules_hold(draw: Callable[[int], Case]) -> None:
+    """Each day simulates 500 of each kind."""
+    check_schedules(draw, layers.today().toordinal() % 100 * 500, 500)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("part", range(20))
-def test_two_hundred_thousand_schedules_hold(part: int) -> None:
-    wrong = [v for v in verdicts(range(part * 10_000, (part + 1) * 10_000)) if v.faults]
-    assert not wrong, "\n\n".join(str(smaller(v)) for v in wrong[:3])
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("draw", BY_NIGHT)
+def test_a_million_schedules_hold_in_three_nights(draw: Callable[[int], Case], part: int) -> None:
+    night, count = layers.today().toordinal() % NIGHTS, BY_NIGHT[draw] // PARTS
+    check_schedules(draw, (night * PARTS + part) * count, count)
 
 
-@pytest.mark.plan
-def test_five_hundred_schedules_with_cuts_hold() -> None:
-    """Each day has others of those that run by night."""
-    start = layers.today().toordinal() % 200 * 500
-    wrong = [v for v in verdicts(range(start, start + 500), drawn_with_cuts) if v.faults]
-    assert not wrong, "\n\n".join(str(smaller(v)) for v in wrong[:3])
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("part", range(20))
-def test_a_hundred_thousand_schedules_with_cuts_hold(part: int) -> None:
-    seeds = range(part * 5_000, (part + 1) * 5_000)
-    wrong = [v for v in verdicts(seeds, drawn_with_cuts) if v.faults]
-    assert not wrong, "\n\n".join(str(smaller(v)) for v in wrong[:3])
-
-
-@pytest.mark.plan
-@pytest.mark.parametrize("draw", [drawn_at_loss, drawn_with_replicas])
-def test_three_hundred_schedules_with_cuts_at_losses_hold(draw: Callable[[int], Case]) -> None:
-    start = layers.today().toordinal() % 200 * 300
-    wrong = [v for v in verdicts(range(start, start + 300), draw) if v.faults]
-    assert not wrong, "\n\n".join(str(smaller(v)) for v in wrong[:3])
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("draw", [drawn_at_loss, drawn_with_replicas])
-@pytest.mark.parametrize("part", range(10))
-def test_sixty_thousand_schedules_with_cuts_at_losses_hold(
-    part: int, draw: Callable[[int], Case]
-) -> None:
-    seeds = range(part * 6_000, (part + 1) * 6_000)
-    wrong = [v for v in verdicts(seeds, draw) if v.faults]
-    assert not wrong, "\n\n".join(str(smaller(v)) for v in wrong[:3])
-
-
-@pytest.mark.parametrize("draw", [drawn, drawn_with_cuts, drawn_at_loss, drawn_with_replicas])
+@pytest.mark.parametrize("draw", BY_NIGHT)
 def test_a_seed_says_all(draw: Callable[[int], Case]) -> None:
     for seed in range(40):
         assert simulated(draw(seed)) == simulated(draw(seed))
