@@ -50,7 +50,7 @@ def parse_endpoints(endpoints: str | Sequence[str], role: str = "pserver") -> tu
             "'127.0.0.1:6174,127.0.0.1:6175', or as a list"
         )
     parts = endpoints.split(",") if isinstance(endpoints, str) else list(endpoints)
-    parsed = tuple(part.strip() for part in parts)
+    parsed = tuple(str(part).strip() for part in parts)
     if not parsed or parsed == ("",):
         raise ConfigError(
             f"{role}s has no endpoints; write e.g. {role}s='127.0.0.1:6174,127.0.0.1:6175'"

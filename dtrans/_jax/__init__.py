@@ -70,6 +70,7 @@ from dtrans._jax.jaxprs import (
     live_part as live_part,
     lowered_jaxpr as lowered_jaxpr,
     map_bodies as map_bodies,
+    named_in_errors as named_in_errors,
     opened as opened,
     resized as resized,
     small_jaxpr as small_jaxpr,

@@ -7,6 +7,9 @@ of `isinstance(x, Jaxpr)` and `x.jaxpr.jaxpr`.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -168,6 +171,21 @@ def lowered_jaxpr(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     name has no underscore (0.10.2, 0.11.0, head).
     """
     return jax.jit(fn).trace(*args).lojax.jaxpr
+
+
+def named_in_errors(wrapper: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Let JAX's errors name `fn`, its line and its arguments while JAX traces `wrapper`.
+
+    The wrapper must take the positional arguments of `fn`.
+    """
+    inner = fn
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    traced: Any = wrapper
+    traced.__wrapped__ = inner  # JAX reads the name and the line here
+    with contextlib.suppress(TypeError, ValueError):  # a builtin without a signature
+        traced.__signature__ = inspect.signature(fn)
+    return wrapper
 
 
 def small_jaxpr(fn: Callable[..., Any], types: Sequence[Any]) -> ClosedJaxpr:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections import OrderedDict
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -106,7 +107,8 @@ class TreeSpec:
 
         Raises:
           TraceError: the structure or a static leaf differs from this spec.
-          BatchError: an integer does not fit in 32 bits, to which JAX would truncate it.
+          BatchError: an array has text or objects, or an integer does not fit in 32 bits, to which
+            JAX would truncate it.
         """
         found, treedef = jax.tree.flatten(tree)
         if treedef != self.treedef:
@@ -117,6 +119,7 @@ class TreeSpec:
         arrays = []
         for spec, leaf in zip(self.leaves, found, strict=True):
             if isinstance(spec, str):
+                check_numbers(spec, leaf)
                 check_integers(spec, leaf)
                 arrays.append(plain_array(leaf))
             elif not spec.same(leaf):
@@ -133,6 +136,19 @@ class TreeSpec:
         return jax.tree.unflatten(
             self.treedef, [next(it) if isinstance(x, str) else x.value for x in self.leaves]
         )
+
+    def by_path(self, root: str, arrays: Iterable[Any]) -> Any:
+        """Return the arrays in leaf order, in a dict by their paths below `root`.
+
+        JAX's errors show these paths, for example `params['dense/kernel']`. If the pytree is one
+        array, return the array.
+        """
+        if self.names == (root,):
+            return next(iter(arrays))
+        paths = [name.removeprefix(f"{root}/") for name in self.names]
+        if len({*paths}) < len(paths):  # `Program` refuses such names
+            return list(arrays)
+        return OrderedDict(zip(paths, arrays, strict=True))
 
     def unflatten_named(self, values: Mapping[str, Any]) -> Any:
         """Return the pytree with the array `values[name]` for each name; ignore other entries."""
@@ -169,6 +185,22 @@ def as_array(leaf: Any) -> Any:
     if isinstance(leaf, NUMBERS):
         return jnp.asarray(leaf)
     return leaf
+
+
+def check_numbers(name: str, leaf: Any) -> None:
+    """Raise BatchError if an array has text, dates or Python objects, which JAX arrays cannot have.
+
+    Example:
+      >>> import numpy as np
+      >>> check_numbers("x", np.array(["a", "b"]))
+      Traceback (most recent call last):
+      ...
+      dtrans.errors.BatchError: x is an array of <U1; a step takes arrays of numbers, so convert x
+    """
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "USOMm":
+        raise BatchError(
+            f"{name} is an array of {leaf.dtype}; a step takes arrays of numbers, so convert {name}"
+        )
 
 
 def check_integers(name: str, leaf: Any) -> None:

@@ -35,6 +35,7 @@ from dtrans._jax import (
     closed_with,
     jaxpr_as_fun,
     lowered_jaxpr,
+    named_in_errors,
     opened,
     plain_array,
     plain_jaxpr,
@@ -422,15 +423,16 @@ class Applied:
         assert fn is not None
         result: list[Any] = []
 
-        def on_arrays(*arrays: Any) -> list[Any]:
-            state = self._spec.unflatten(arrays[: len(self._types)])
-            args = jax.tree.unflatten(structure, arrays[len(self._types) :])
+        def on_trees(leaves: Any, *args: Any) -> list[Any]:
+            state = self._spec.unflatten(jax.tree.leaves(leaves))
             outputs, tree = jax.tree.flatten(fn(state, *args))
             result.append(tree)
             return outputs
 
+        args = jax.tree.unflatten(structure, map(plain_type, flat))
+        state = self._spec.by_path("", self._types)
         traced = inline_calls(
-            plain_jaxpr(lowered_jaxpr(on_arrays, *self._types, *map(plain_type, flat)))
+            plain_jaxpr(lowered_jaxpr(named_in_errors(on_trees, fn), state, *args))
         )
         inner = opened(traced)
         _, read = backward_slice(inner.eqns, inner.outvars)

@@ -18,6 +18,7 @@ from dtrans._jax import (
     Var,
     current_mesh,
     lowered_jaxpr,
+    named_in_errors,
     opened,
     plain_jaxpr,
     plain_type,
@@ -74,16 +75,16 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
     result: list[Any] = []
     mesh = current_mesh()  # `fn` may name axes of the user's mesh
 
-    def on_arrays(*arrays: Any) -> list[Any]:
-        outputs = fn(*unflatten_all(specs, arrays))
+    def on_trees(*trees: Any) -> list[Any]:
+        outputs = fn(*unflatten_all(specs, jax.tree.leaves(trees)))
         result.append((outputs, out := _with_arrays(outputs, args)))
         return array_leaves(out)
 
-    flat: list[Any] = []
-    for spec, arg in zip(specs, args, strict=True):
-        flat += spec.flatten(arg)
+    trees = []
+    for spec, root, arg in zip(specs, roots, args, strict=True):
+        trees.append(spec.by_path(root, map(plain_type, spec.flatten(arg))))
     with numbered():
-        jaxpr = plain_jaxpr(lowered_jaxpr(on_arrays, *map(plain_type, flat)))
+        jaxpr = plain_jaxpr(lowered_jaxpr(named_in_errors(on_trees, fn), *trees))
     with within_mesh(None):
         jaxpr = batched_gathers(jaxpr)
     counting = _with_counts(args, result[-1][0])

@@ -9,6 +9,7 @@ fault.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dtrans._jax import ClosedJaxpr, equations, plain_type, shard_map_of
+from dtrans._jax import ClosedJaxpr, equations, named_in_errors, plain_type, shard_map_of
 from dtrans.errors import ConfigError, TraceError, VerifyError
 from dtrans.ir.pytree import TreeSpec, all_names, array_leaves, as_array, is_array, unflatten_all
 from dtrans.ir.selection import retain
@@ -166,13 +167,18 @@ def _trace(
     """
     result: list[Any] = []
 
-    def on_arrays(*arrays: Any) -> list[Any]:
-        outputs = fn(*unflatten_all(specs, arrays))
+    def on_trees(*trees: Any) -> list[Any]:
+        outputs = fn(*unflatten_all(specs, jax.tree.leaves(trees)))
         result.append(jax.tree.map(as_array, outputs))
         return array_leaves(result[-1])
 
+    remaining = iter(types)
+    trees = []
+    for spec in specs:
+        arrays = itertools.islice(remaining, len(spec.names))
+        trees.append(spec.by_path(spec.root, arrays))
     try:
-        jaxpr: Any = jax.make_jaxpr(on_arrays)(*types)
+        jaxpr: Any = jax.make_jaxpr(named_in_errors(on_trees, fn))(*trees)
     except ValueError as e:
         # JAX compares in_specs with the sharding of an argument only if axes are Explicit.
         if "in_specs passed to shard_map" not in str(e):

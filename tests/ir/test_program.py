@@ -4,6 +4,7 @@ batch sizes, and the words in which arguments that do not fit are refused."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ import pytest
 from helpers import mlp_batch, mlp_loss, mlp_params, plain_step, tree_close, tree_equal
 
 import dtrans
-from dtrans.errors import NotRealisedError, TraceError
+from dtrans.errors import BatchError, NotRealisedError, TraceError
 from dtrans.ir.builder import Builder
 from dtrans.ir.pytree import TreeSpec
 from dtrans.ops import token
@@ -145,6 +146,50 @@ def test_more_arguments_than_parameters_are_refused():
         match="one has 1 positional parameter; dtrans.trace was called with 2 arguments",
     ):
         dtrans.trace(one, jnp.ones(1), jnp.ones(1))
+
+
+def branching(params, x, *batch):
+    """A step that reads the values of its arguments, which JAX refuses."""
+    if (batch[0] if batch else params["dense/kernel"]).sum() > 0:
+        return params, x
+    return params, 2 * x
+
+
+@pytest.mark.parametrize(
+    "fn,batch,name",
+    [
+        (branching, (), r"params\['dense/kernel'\]"),
+        (branching, (np.ones(3),), r"batch\[0\]"),
+        (functools.partial(branching, {"dense/kernel": 1.0}), (np.ones(3),), r"batch\[0\]"),
+    ],
+)
+def test_errors_of_jax_name_the_function_its_line_and_its_argument(fn, batch, name):
+    line = branching.__code__.co_firstlineno
+    params = {"dense/kernel": np.ones((3, 2))}
+    arguments = (np.ones(2), *batch) if isinstance(fn, functools.partial) else (params, 1.0, *batch)
+    text = f"tracing the function branching at .*test_program.py:{line} .*the argument {name}"
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=text):
+        dtrans.trace(fn, *arguments)
+
+
+def test_errors_of_jax_name_the_argument_of_a_callable_object():
+    class Step:
+        def __call__(self, params, x):
+            return params if x > 0 else 2 * params
+
+    with pytest.raises(jax.errors.TracerBoolConversionError, match="value of the argument x"):
+        dtrans.trace(Step(), np.ones(2), 1.0)
+
+
+@pytest.mark.parametrize("values", [["a", "b"], [b"a"], [object()], ["2026-01-01"]])
+def test_arrays_without_numbers_are_refused_by_name(values):
+    x = np.array(values, dtype="datetime64[D]" if "2026-01-01" in values else None)
+    text = re.escape(f"x is an array of {x.dtype}; a step takes arrays of numbers, so convert x")
+    with pytest.raises(BatchError, match=text):
+        dtrans.trace(lambda params, x: params, np.ones(2), x)
+    program = dtrans.trace(lambda params, x: params, np.ones(2), np.ones(2))
+    with pytest.raises(BatchError, match=text):
+        program(np.ones(2), x)
 
 
 def test_a_step_with_a_numpy_scalar_in_its_state_is_traced_once():

@@ -708,6 +708,7 @@ class TooFew(dtrans.RoundRobin):
         ({"pservers": "a:65536"}, "'a:65536' is not an endpoint"),
         ({"pservers": "a:1,"}, "'' is not an endpoint"),
         ({"pservers": ["a b:1"]}, "'a b:1' is not an endpoint"),
+        ({"pservers": [6000]}, "'6000' is not an endpoint; expected host:port"),
         ({"trainers": 0}, "trainers must be a positive number of trainers, it is 0"),
         ({"trainers": -1}, "trainers must be a positive number of trainers, it is -1"),
         ({"trainers": True}, "trainers must be a positive number of trainers, it is True"),
