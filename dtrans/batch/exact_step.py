@@ -24,7 +24,7 @@ from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.capture import captured_if_marked
-from dtrans.step.cut import Cut, cut
+from dtrans.step.cut import Cut, cut, cut_like
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -133,7 +133,7 @@ def shard_step(
     rows = rows_of(source, axes, noun)
 
     def cut_of(types: Sequence[jax.ShapeDtypeStruct]) -> Cut:
-        return cut(source.specialize_flat(types)).with_reported()
+        return cut_like(step, source.specialize_flat(types)).with_reported()
 
     def written(step: Cut) -> TrainerStep:
         part = trainer_step(step, axes, trainers, over, open_state=open_state, noun=noun)
@@ -156,7 +156,7 @@ def shard_step(
 
     def for_types(types: Sequence[jax.ShapeDtypeStruct]) -> ExactStep:
         part = adapt(written(cut_of(types)))
-        return shared(part, cut(part.program).with_reported(), None)
+        return shared(part, cut_like(step, part.program).with_reported(), None)
 
     unpaired = ""
     together = cut_of([*all_grown(source.inputs).values()])
@@ -171,9 +171,9 @@ def shard_step(
     if open_state:  # for a pipeline, whose parts cannot communicate; the caller raises an error
         return shared(part, step, None)
     part = adapt(part)
-    again = lambda other: adapt(written(cut(other).with_reported())).program
+    again = lambda other: adapt(written(cut_like(step, other).with_reported())).program
     program = together.program.rewritten(again, all_grown, result=part.program)
-    return shared(part, cut(program).with_reported(), None)
+    return shared(part, cut_like(step, program).with_reported(), None)
 
 
 def shard_alone(step: Cut, batch: Batch, parts: int, name: str) -> ExactStep:

@@ -191,6 +191,20 @@ class Options:
                 )
 
     @property
+    def need_of_gradients(self) -> str:
+        """The remedy for the first option that needs the gradients of the step; "" without one."""
+        compress, clip = self.reduce.compress, self.reduce.clip_local_norm
+        found = {
+            "pass batch='exact'": not self.batch.exact,
+            f"leave out num_micro_batch={self.num_micro_batch}": self.num_micro_batch > 1,
+            f"leave out local_sgd={self.local_sgd}": self.local_sgd is not None,
+            f"leave out trainers_per_node={self.trainers_per_node}": self.trainers_per_node > 0,
+            f"leave out compress={compress!r}": compress is not None,
+            f"leave out clip_local_norm={clip!r}": clip is not None,
+        }
+        return next((text for text, is_used in found.items() if is_used), "")
+
+    @property
     def local(self) -> Self:
         """Copy of these options with batch='local'."""
         reduce = dataclasses.replace(self.reduce, op=self.reduce.op or "mean")

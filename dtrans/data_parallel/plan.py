@@ -222,6 +222,11 @@ class CollectivePlan(Plan):
     def notes(self) -> list[str]:
         """Remarks to print below the table of the plan."""
         notes = [] if self.shared is None else list(self.shared.notes)
+        computed: set[str] = set()  # state of a step that is not divided at its gradients
+        if self.shared is not None and self.shared.step.undivided:
+            computed.update(self.shared.step.params)
+            reason = self.shared.step.undivided.split("; ")[0].split(". ")[0]
+            notes.insert(0, f"no gradients are reduced: {reason}")
         moved = _listed(self.bytes_per_step) or "nothing"
         names = " and ".join(self.axis_names)
         notes.append(f"each trainer puts {moved} into collectives per step, over {names}")
@@ -234,7 +239,7 @@ class CollectivePlan(Plan):
             notes.append("statistics, counts and random numbers depend on each trainer's rows only")
         averaged = {leaf for b in self.buckets for leaf in b.leaves}
         for name, way in self.merges.items():
-            if name not in averaged or way != "mean":
+            if name not in computed and (name not in averaged or way != "mean"):
                 notes.append(f"{name}: {way}")
         return notes + list(self.callers)
 

@@ -57,7 +57,7 @@ from dtrans.plan import with_recipe
 from dtrans.rows.analysis import leaves_of_state
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.capture import captured_if_marked
-from dtrans.step.cut import GRAD, Cut, Gradient, cut
+from dtrans.step.cut import GRAD, Cut, Gradient, cut, cut_like, leave_undivided
 from dtrans.step.forward_backward import (
     ready_order,
     refuse_across,
@@ -154,7 +154,7 @@ def nccl2(
 def plan_data_parallel(main: Program, startup: Program, options: Options) -> CollectivePlan:
     """Plan data-parallel training from checked options."""
     refuse_collectives(main)
-    plain = cut(main).with_reported()
+    plain = _cut_if_possible(main, options)
     check_names(plain, options)
     if options.trainers > 1:
         check_observers(plain.program, plain.observers)
@@ -176,6 +176,22 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
         shared=shared,
         for_uneven_batch=for_uneven_batch,
     )
+
+
+def _cut_if_possible(main: Program, options: Options) -> Cut:
+    """Cut a step at its gradients. If they cannot be found, leave the step undivided.
+
+    Raises:
+      GradientError: the program is not a training step, or an option needs the gradients.
+    """
+    try:
+        plain = cut(main).with_reported()
+        _check_gradient_results(plain)
+    except GradientError as e:
+        if options.need_of_gradients:
+            raise GradientError(f"{e}. Or {options.need_of_gradients}") from None
+        return leave_undivided(main, str(e))
+    return plain
 
 
 def callers(options: Options) -> tuple[str, str]:
@@ -445,7 +461,7 @@ def write_trainer(
 
     program = Program.written(f"trainer of {source.name}", b, source.args, source.out, outs)
     return source.rewritten(
-        lambda other: write_trainer(cut(other).with_reported(), options, merges, kind),
+        lambda other: write_trainer(cut_like(step, other).with_reported(), options, merges, kind),
         result=program,
     )
 

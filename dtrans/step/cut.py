@@ -47,7 +47,8 @@ from dtrans.step.observers import EARLY, Observer, observers_of
 GRAD = "@GRAD"
 ONE_GRADIENT = (
     "take the gradient of the sum of all losses with one dtrans.value_and_grad, or take each with "
-    "dtrans.value_and_grad and add them up before anything else reads them"
+    "dtrans.value_and_grad and add them up before anything else reads them. Or use dtrans.nccl2, "
+    "which needs no gradients"
 )
 
 
@@ -102,6 +103,8 @@ class Cut:
         (`dtrans.step.handed_values`).
       numbers: numbers that depend on the batch size and are inputs of the optimize half, by name
         (`dtrans.step.batch_numbers`).
+      undivided: for the result of `leave_undivided`: the reason why the step cannot be cut. Empty
+        for other steps.
     """
 
     program: Program
@@ -123,6 +126,7 @@ class Cut:
     optimize: OptimizeHalf
     handed: Mapping[str, Atom] = dataclasses.field(default_factory=dict)
     numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    undivided: str = ""
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -346,6 +350,52 @@ def cut(program: Program) -> Cut:
     return program.once(_cut)
 
 
+def leave_undivided(program: Program, reason: str) -> Cut:
+    """Return a training step whose trainer half computes all outputs, state included.
+
+    All leaves of the state count as parameters that the trainer half computes. A strategy can then
+    write the step without knowing its gradients.
+
+    Args:
+      program: trace of a function of (params, opt_state, *batch).
+      reason: the reason why the step cannot be cut at its gradients.
+
+    Raises:
+      GradientError: the program is not a training step.
+    """
+    s = open_step(program)
+    state = (*s.params, *s.opt_state)
+    roles = (FORWARD,) * len(s.eqns)
+    forward = dataclasses.replace(s.source, jaxpr=s.jaxpr, roles=roles, guessed=False)
+    return Cut(
+        program=s.source.rewritten(lambda other: other, result=forward),
+        params=state,
+        opt_state=(),
+        batch=s.batch,
+        gradients={},
+        reported={},
+        boundary={},
+        optimized=(),
+        frozen=state,
+        results=s.results,
+        from_gradients=(),
+        observers=observers_of(s, set(), [], {}),
+        nested="",
+        across=None,
+        argument_need=None,
+        state_read={},
+        optimize=OptimizeHalf(extract_part(s.jaxpr, [], [], []), (), ()),
+        undivided=reason,
+    )
+
+
+def cut_like(step: Cut, program: Program) -> Cut:
+    """Cut another trace of a step, or a rewrite, where the step is cut."""
+    if step.undivided:
+        return leave_undivided(program, step.undivided)
+    return cut(program)
+
+
 def _cut(program: Program) -> Cut:
     return _Cutter(open_step(program)).cut()
 
@@ -389,8 +439,8 @@ class _Cutter:
             raise GradientError(
                 f"no gradient was found in {self.s.source.name}: none of its parameters "
                 f"({', '.join(self.s.params[:4])}{more}) is updated from the derivative of a loss. "
-                "Take gradients with dtrans.value_and_grad, or build the step with "
-                "dtrans.make_train_step"
+                "Take gradients with dtrans.value_and_grad, build the step with "
+                "dtrans.make_train_step, or use dtrans.nccl2, which needs no gradients"
             )
         computed_frozen = self.s.changed(frozen)
         self.check_frozen(gradients, computed_frozen)
