@@ -107,6 +107,9 @@ def pipeline(
         # EPL clips the gradients of each micro-batch before the sum over micro-batches
         options = {"clip_local_per": "micro_batch"} | options
     chosen = {name: config[key] for name, key in NAMES.items()}
+    is_exact = Batch.from_option(options.get("batch", "local"), "local", micro=True).exact
+    if is_exact and chosen["reduce"] == "mean":
+        del chosen["reduce"]  # EPL's default; exact plans infer the reduction
     num_stages = config["pipeline.num_stages"]
     if num_stages == -1:
         num_stages = "auto"

@@ -218,3 +218,13 @@ def test_a_job_of_it_trains() -> None:
     _, loss = job.step(job.init(jax.random.key(0)), *of.batch)[:2]
     _, _, want = of.on_one_device(1)
     assert abs(float(loss) - float(want)) < 1e-5
+
+
+def test_an_exact_batch_infers_the_reduction(programs: Any) -> None:
+    key = "communication.gradients_reduce_method"
+    implicit = dtrans.epl.pipeline(*programs, ALWAYS, batch="exact")
+    explicit = dtrans.epl.pipeline(*programs, ALWAYS | {key: "mean"}, batch="exact")
+    assert str(implicit) == str(explicit)
+    assert any(note.startswith("exact: ") for note in implicit.notes)
+    with pytest.raises(ConfigError, match=f"{key}='sum' needs batch='local'"):
+        dtrans.epl.pipeline(*programs, ALWAYS | {key: "sum"}, batch="exact")

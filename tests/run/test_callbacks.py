@@ -182,7 +182,7 @@ def test_every_micro_batch_calls_where_the_user_says_so():
     main, startup = programs(step)
     with pytest.raises(
         dtrans.errors.GradientError,
-        match=r"\(test_callbacks.py:\d+\) .*micro-batch; .*batch='micro'",
+        match=r"\(test_callbacks.py:\d+\) .*one micro-batch at a time; .*batch='micro'",
     ):
         dtrans.pipeline(main, startup, num_stages=1, num_micro_batch=3)
     plan = dtrans.pipeline(main, startup, num_stages=1, num_micro_batch=3, batch="micro")
