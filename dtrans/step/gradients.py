@@ -228,8 +228,8 @@ def marked(step: OpenStep) -> Gradients | None:
                 f"the marked gradient of {leaf} in {step.source.name} is "
                 f"{short_type(eqn.outvars[0].aval)}, but the leaf has shape {list(shape)}; "
                 "per-example gradients (dtrans.value_and_grad under vmap) cannot be averaged over "
-                "parts of the batch. Take the gradient of the mean loss, or use dtrans.nccl2, which "
-                "needs no gradients"
+                "parts of the batch. Take the gradient of the mean loss, or use dtrans.nccl2, "
+                "which needs no gradients"
             )
         marks.setdefault(leaf, []).append(eqn.outvars[0])
     if not marks:
