@@ -45,7 +45,7 @@ def check(name: str, *, seed: int = 0, devices: int | None = None) -> Report:
 
 
 def _report(name: str, found: Any, seed: int) -> Report:
-    """Verify the user's object, or its result if the object is a function.
+    """Verify the user's object. If the object is a function, call it and verify its result.
 
     Raises:
       VerifyError: the outputs of a step written by hand differ.

@@ -81,7 +81,7 @@ def check_name(name: str, value: Any, what: str) -> None:
 
 
 def check_together(options: Mapping[str, bool], why: str, other: str) -> None:
-    """Raise ConfigError if one of `options` is set. The user has also set `other`.
+    """Raise ConfigError if one of `options` is set, because the user has also set `other`.
 
     Args:
       options: for the text of each option, such as `"stage=3"`: True if the option is set.

@@ -34,10 +34,10 @@ BatchOfStep = Callable[[int], Sequence[Any]]  # step number -> batch arguments
 
 @runtime_checkable
 class SeekableBatches(Protocol):
-    """Batches that can go to the batch of a step, such as those of `dtrans.feed`."""
+    """Iterable of batches with a method that jumps to a step, such as `dtrans.feed` returns."""
 
     def seek(self, step: int) -> None:
-        """Continue with the batch of a step."""
+        """Make the batch of step `step` the next batch."""
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
         """Return an iterator over the batches from this step on."""
@@ -45,7 +45,7 @@ class SeekableBatches(Protocol):
 
 @runtime_checkable
 class CountedBatches(Protocol):
-    """Batches that count the batches of finished steps, such as those of `dtrans.feed`."""
+    """Batches whose position counts finished steps only, such as those of `dtrans.feed`."""
 
     def read_ahead(self) -> Iterator[Sequence[Any]]:
         """Yield the batches of the next steps without counting them."""

@@ -60,7 +60,7 @@ def choose_averages(step: Cut, merge: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def add_averages(step: Cut, leaves: Sequence[str]) -> Cut:
-    """Extend the update: the new value of each of `leaves` is the value sent as its gradient."""
+    """Extend the update: the new value of each leaf is the value sent in place of its gradient."""
     if not leaves:
         return step
     half = step.optimize

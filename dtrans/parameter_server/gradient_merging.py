@@ -1,4 +1,4 @@
-"""Rule by which a communicator merges the gradients of several steps into one update.
+"""Rule by which a trainer's background thread merges gradients of several steps into one update.
 
 sum    if one update with the sum equals the separate updates. Each update must be linear in the
        gradients, and may otherwise read only values that no update changes: plain SGD with a

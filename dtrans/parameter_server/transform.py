@@ -264,7 +264,7 @@ def pserver(
 
 
 def served_update(step: Cut, update: UpdateSpec, comm: TrainerCommConfig) -> ServedUpdate:
-    """Return facts about the update that servers run, e.g. the parameters that stay unchanged."""
+    """Describe the update that servers run, e.g. which parameters it leaves unchanged."""
     sent_values = []
     fixed_size = ""
     if comm.trainers > 1:
@@ -434,7 +434,7 @@ def _has_exchange(eqn: JaxprEqn) -> bool:
 def trainer_comm(
     step: Cut, trainers: int, mode: Sync | Async | HalfAsync, batch: Batch
 ) -> TrainerCommConfig:
-    """Return the options of the communication between trainers and servers."""
+    """Return the options by which trainers write their `send` and `recv` equations."""
     averages = choose_averages(step, batch.merge)
     if isinstance(mode, Sync):
         return TrainerCommConfig(

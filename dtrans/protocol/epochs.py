@@ -60,8 +60,8 @@ class Epoch:
     def is_cut_due(self, step: int, first: int, every: int) -> bool:
         """Return True if roles write a cut after a step of a synchronous job.
 
-        An epoch that begins without a cut writes one at its first step. The cut with which an epoch
-        begins is written already.
+        In an epoch without a cut at its start, roles write one before its first step. The cut at
+        the start of an epoch exists already.
 
         Args:
           step: number of steps of the job.
@@ -79,11 +79,11 @@ class Epoch:
         return tuple(k for k in range(trainers) if k not in self.dropped)
 
     def has_role(self, name: str) -> bool:
-        """Return True for the name of a role that was not dropped."""
+        """Return False for a trainer that the launcher has dropped, and True for other roles."""
         return name not in [f"trainer {k}" for k in self.dropped]
 
     def dropped_with(self, lost: str) -> tuple[int, ...]:
-        """Return the ids of the dropped trainers, and of a lost one.
+        """Return the ids that `dropped` will have after trainer `lost` is dropped, too.
 
         Args:
           lost: name of the lost trainer.

@@ -284,7 +284,7 @@ class StatusReporter:
     """Status of one process, and the process's answers to observers.
 
     Args:
-      kind: the process.
+      kind: the server, or trainer 0 of a collective job.
       trainers: trainers of the job.
       refusals: counter of refused messages.
 

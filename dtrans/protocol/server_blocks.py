@@ -110,7 +110,7 @@ class StepUpdate(Protocol):
     def merge(
         self, grads: Mapping[str, Any], present: frozenset[int], step: int
     ) -> Mapping[str, Any]:
-        """Return the merged gradients by name, which `begin` then takes in place of gradients.
+        """Reduce gradients over trainers; return the results, which are then passed to `begin`.
 
         The arguments are those of `begin`.
         """
@@ -159,7 +159,7 @@ class BlockUpdate(Protocol):
     """Update of an asynchronous server, which computes one block at a time."""
 
     def begin(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Run the lr_sched block once, for one step of a trainer.
+        """Run the block of learning rate schedules (`lr_sched`) once, for one step of a trainer.
 
         Returns:
           The changed state, and the outputs that the step's updates of blocks read.

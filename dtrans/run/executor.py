@@ -200,7 +200,7 @@ class Executor:
             self._interrupted = program.name  # reset when the last equation has run
 
     def _compute(self, piece: Compute, values: Sequence[Any]) -> Sequence[Any]:
-        """Run a piece, after the table rows that it reads have arrived."""
+        """Receive the table rows that a piece of the program reads, then run the piece."""
         self._fabric.receive_rows()
         return piece.jitted(*values)
 

@@ -589,7 +589,7 @@ class _GeoDevice(_ReplayedDevice):
                 local[n] = _select_rows(rows, self._init[n], local[n])
 
     def _mark_pushed(self, trainer: int) -> None:
-        """Mark the pushed rows as stale on other trainers; store which rows the answer has."""
+        """Mark the pushed rows as stale on other trainers; store the rows that the answer has."""
         for n, rows in self._unpushed[trainer].items():
             for k in range(self.plan.trainers):
                 if k != trainer:

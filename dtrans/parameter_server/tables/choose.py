@@ -206,7 +206,7 @@ def _table(name: str, lookups: TableLookups, zero: ZeroGradient, option: Rows) -
 
 
 def _with_limit(name: str, table: Table, limit: int | None) -> Table:
-    """Return the table with a limit of its number of rows.
+    """Return the table with a maximum number of rows that servers may create.
 
     Raises:
       ConfigError: the update also changes rows that no trainer looked up, so servers need all rows.

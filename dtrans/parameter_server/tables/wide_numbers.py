@@ -43,9 +43,9 @@ class WideNumbers:
         self._found: dict[Var, Atom | None] = {}
 
     def component(self, atom: Atom, component: int) -> tuple[Atom, int]:
-        """Return an array with a component of index vectors, and the component's position in it.
+        """Return the array that contains one component of index vectors, and its position there.
 
-        If the index vectors are a concatenation, the value is the operand with the component.
+        If the index vectors are a concatenation, the array is the operand with the component.
         """
         eqn = self._producers.get(atom) if isinstance(atom, Var) else None
         if eqn is None or eqn.primitive.name != "concatenate":

@@ -392,7 +392,7 @@ class _FollowedRow:
             self._set_open(eqn.invars[0], range(len(bodies(eqn))), eqn)
 
     def _open_first(self, a: Atom) -> None:
-        """Set `open` to the first condition that a value depends on, if its outcome is unknown."""
+        """Set `open` to the first condition with an unknown outcome on which a value depends."""
         stack, seen = [a], set[Var]()
         while stack and self.open is None:
             a = stack.pop()
@@ -439,7 +439,7 @@ class _FollowedRow:
         self.kinds |= zip(eqn.outvars, entered.outs, strict=True)
 
     def _is_alike(self, a: Atom, axis: int) -> bool:
-        """Return True if a shared array is constant along `axis`."""
+        """Return True if the equations show that an array has equal entries along `axis`."""
         if isinstance(a, Literal) or not a.aval.ndim or a.aval.shape[axis] == 1:
             return True
         eqn = self._producers.get(a)

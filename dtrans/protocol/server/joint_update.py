@@ -90,7 +90,7 @@ class JointUpdate:
 
     @property
     def is_replicated(self) -> bool:
-        """True if the backup can compute all complete updates, or if there are no replicas."""
+        """True if the backup has the inputs of all complete updates, or if there is no backup."""
         if self._backup is None or self.step == self._first:
             return True
         return self.peers.known[self._backup].replicated >= self.step
@@ -195,7 +195,7 @@ class JointUpdate:
         return True
 
     def _take_replica(self, address: bytes, sender: str, message: wire.Message) -> None:
-        """Store inputs of a primary, and acknowledge those of a complete step."""
+        """Store update inputs of a server that this one copies; acknowledge each complete step."""
         if not self.peers.known[sender].messages.take(message):
             return
         step = self.replicas.take(sender, message)

@@ -229,7 +229,7 @@ class ServerPeers:
         self._arrivals[key] = arrival
 
     def _room(self, exchange: Exchange, source: str) -> Inbox:
-        """Return an inbox for the vectors that a peer sends in one exchange: one for each dtype."""
+        """Return an inbox for a peer's vectors in one exchange: a vector for each dtype."""
         vectors: dict[str, np.ndarray] = {}
         for dtype, size in vector_types(exchange.sources[source]):
             key = f"{source} {exchange.level} {dtype}"

@@ -29,7 +29,7 @@ class TrainerExits:
         return self._trainers.present
 
     def spend(self, trainers: Collection[int]) -> set[int]:
-        """Return the ids of the trainers whose gradients must be set to zero now.
+        """Return the trainers whose gradients the caller sets to zero; with "paddle" only.
 
         Args:
           trainers: ids of trainers that have left. The last update used their gradients again.

@@ -167,7 +167,7 @@ class TrainerTurns:
 def _turns_of(
     served: ServerBlocks, grads: Mapping[str, np.ndarray], rows: RowAnswers, trainers: int
 ) -> dict[int, TrainerTurn]:
-    """Return a map from the id of each trainer to its progress, with an empty inbox."""
+    """Return a map from the id of each trainer to a new turn, whose inbox is empty."""
     row_gradients: set[str] = set()
     for table in served.tables.values():
         row_gradients.update(table.gradients.values())

@@ -156,7 +156,7 @@ class CachedRows:
         return self._slots.ids[slots], self._stored[0][slots], self._old[slots]
 
     def _known(self, server: RowGradient) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return the ids, and the received, local and old values, of the received stored rows."""
+        """Return ids, received values, local values and old values of the rows that are stored."""
         slots = self._slots.find(server.ids)
         is_here = slots >= 0
         slots = slots[is_here]

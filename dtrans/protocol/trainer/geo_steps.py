@@ -252,7 +252,7 @@ class GeoSteps:
     # -- losses ----------------------------------------------------------------------------------
 
     def counts(self, received: Mapping[str, int]) -> dict[str, int]:
-        """Return the number of steps that each server must have, without pushes to repeat.
+        """Return how many steps each server must count, before the pending push is repeated.
 
         Args:
           received: number of this trainer's steps that each server has received, by endpoint.

@@ -139,6 +139,8 @@ class _Lookup:
 class Traffic:
     """Messages between one trainer's communicator and its servers.
 
+    A *group* contains the gradients of one step, or a push of GEO-SGD.
+
     Args:
       lines: maps the endpoint of each server to the trainer's connection to it. Each request for
         parameters goes to all servers, even to servers without blocks of `leaves`.

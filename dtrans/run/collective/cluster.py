@@ -268,7 +268,7 @@ def on_cluster(plan: CollectivePlan, *, donate: bool, on_nonfinite: str = "ignor
 
 
 def job_of(plan: CollectivePlan, *, donate: bool, on_nonfinite: str) -> CollectiveJob:
-    """Return a job of all connected trainers."""
+    """Return a job of all connected trainers. The job ends if one of them is lost."""
     devices = trainer_devices()
     plan = plan.for_trainers(len(devices))
     return CollectiveJob(

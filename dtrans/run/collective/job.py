@@ -323,7 +323,7 @@ class CollectiveJob(Job):
 
 
 def _check_reduces_finite(plan: CollectivePlan, on_nonfinite: str) -> None:
-    """Raise ConfigError if `on_nonfinite` has no gradients to check, or the job handles them."""
+    """Raise ConfigError if the plan reduces no gradients, or skips steps that overflow."""
     reason = ""
     if plan.trainers == 1:
         reason = (

@@ -97,7 +97,7 @@ def shared_keys(
 
     Raises:
       ConfigError: another process has a different `transport_encryption`.
-      DeadlineError: a process did not write its text to the board in time.
+      DeadlineError: a process did not write its text to the store in time.
     """
     keys = cluster.keys
     text = f"{token.new_token()} {keys.setting}"

@@ -95,7 +95,7 @@ class Child:
         self._thread(self._wait, events)
 
     def begin(self) -> None:
-        """Start the command. Call it when the guard knows the process id."""
+        """Start the command, after `Guard.add` has registered the process."""
         assert self.process.stdin is not None
         with self.process.stdin:
             self._send(b"\n")

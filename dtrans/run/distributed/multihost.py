@@ -266,7 +266,7 @@ def _digest(lines: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def peers() -> Iterator[None]:
-    """Run an operation of all trainers; raise PeerError if it fails because a trainer has ended."""
+    """Convert JAX errors of a `with` block to PeerError if another trainer's end caused them."""
     watched = watch()
     operation: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if watched is not None:

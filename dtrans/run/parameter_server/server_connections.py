@@ -200,7 +200,7 @@ class ServerConnections:
 
     @contextlib.contextmanager
     def after_last_step(self) -> Iterator[None]:
-        """Convert the start of a new epoch to LostPeerError, since the trainer cannot go back."""
+        """Convert `NewEpoch` to LostPeerError: after its last step, a trainer cannot go back."""
         try:
             yield
         except NewEpoch:

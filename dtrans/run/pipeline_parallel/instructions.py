@@ -77,7 +77,7 @@ class StepProgram:
       inputs: maps (stage or device that stores it, name) of each state or batch array to its slot.
       fixed: maps the slot of each constant to its value. Constants are indices of micro-batches,
         and constant outputs of the update.
-      state: the same dict for the arrays of the new state.
+      state: like `inputs`, for the arrays of the new state.
       results: maps each result's name to (slot, sharding, the stage that computes the result).
       saved: maps (stage, micro-batch) to the slots of the values saved from forward to backward.
       in_flight: maps each slot that contains a value of a single micro-batch to the value's stage.

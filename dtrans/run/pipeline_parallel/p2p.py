@@ -314,14 +314,14 @@ class P2PChannels:
 
 
 def _look(trainer: int) -> None:
-    """Raise PeerError if the process that this process waits for has ended."""
+    """Raise PeerError if a process has ended, or if this process cannot continue."""
     watched = watch()
     if watched is not None:
         watched.check(trainer)
 
 
 def _has_ended(trainer: int) -> bool:
-    """Return True if a process has ended, or if another ended process stops this process."""
+    """Return True if a process has ended, or if this process cannot continue."""
     watched = watch()
     return watched is not None and bool(watched.members.why(trainer) or watched.members.failure())
 

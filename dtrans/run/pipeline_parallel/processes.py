@@ -28,7 +28,7 @@ class OneProcess:
     Attributes:
       part: (index of this process's part of the batch, number of parts).
       run_id: the identifier of the job's run.
-      saves: True if this process writes the arrays that all processes have to checkpoints.
+      saves: True if this process saves the arrays that every process stores.
     """
 
     part = (0, 1)

@@ -1,9 +1,10 @@
 """Placement of a plan on devices: where arrays of the state are stored, and how they are sharded.
 
 A *place* is an index that identifies one stored copy of an array of the state. All stages of a
-device share parameters, so the place of a parameter is the index of the device. With replicas, it
-is the index of the replicas' row of devices. The place of optimizer state is the index of a stage.
-State that every stage stores, such as a step count, has a copy in each place.
+device share parameters, so the place of a parameter is the index of the device. With replicas, a
+stage has a row of devices, and the place is the index of the row. The place of optimizer state is
+the index of a stage. State that every stage stores, such as a step count, has a copy in each
+place.
 """
 
 from __future__ import annotations

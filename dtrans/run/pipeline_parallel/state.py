@@ -160,7 +160,7 @@ class StateLayout:
 
 
 def _rows_by_name(plan: PipelinePlan) -> dict[str, tuple[str, Any]]:
-    """Return a dict: name of one stage's rows of a stack -> (name of the stack, rows)."""
+    """Return a dict from the name of one stage's rows to (name of the stacked array, rows)."""
     found = {}
     for n, runs in plan.model.stacks.items():
         for rows in runs:

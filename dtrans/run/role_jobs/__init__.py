@@ -1,6 +1,6 @@
 """Jobs of the processes of parameter servers: the role of a process is trainer or pserver.
 
-    cluster             the realiser; it creates the job of this process's role
+    cluster             `plan.on_cluster()`: creates the job of this process's role
     role_job            base of the jobs of both roles
     trainer_job         job of a trainer, and `server_job` of a server
     trainer_requests    a trainer's requests between two steps: checkpoints and tables

@@ -1,4 +1,4 @@
-"""Realiser of parameter servers as processes: creates the job of this process's role.
+"""`plan.on_cluster()` with parameter servers: creates the job of this process's role.
 
 Environment variables name the role (`dtrans.Role.from_env`).
 """

@@ -15,7 +15,7 @@ from dtrans.run.net.shared_files import write_file
 
 
 class CutFile:
-    """Reader and writer of the file of one cut.
+    """Reader and writer of the file of one cut, a copy of a trainer's state after a step.
 
     The format lacks some types, such as bfloat16 and random keys. The file contains the bytes of
     such arrays, and a reader passes their types.

@@ -57,7 +57,7 @@ class GeoCuts(TrainerCuts):
         self._local = [*computed_leaves(plan), *plan.main.args[1].names]
 
     def prepare(self, executor: Executor) -> None:
-        """Let the executor's GEO-SGD begin with the newest cut, if there is one.
+        """Load the newest cut into the executor, so that GEO-SGD continues from it.
 
         Raises:
           StateError: the cut cannot be read.
@@ -68,7 +68,7 @@ class GeoCuts(TrainerCuts):
             executor.begin_with(cut, self._plan.push_every)
 
     def read(self) -> GeoCut | None:
-        """Return the newest cut, in which parameters have the names of their first blocks.
+        """Return the newest cut; None without one. It names each parameter by its first block.
 
         Raises:
           StateError: the cut cannot be read.
@@ -106,7 +106,7 @@ class GeoCuts(TrainerCuts):
     def before_step(self, executor: Executor, step: int, state: tuple[Any, ...]) -> None:
         """Write a cut, if one is due before the next step.
 
-        If it cannot be written, the job continues with its earlier cut.
+        If the write fails, the job continues with its earlier cut.
 
         Args:
           executor: the trainer's executor.
@@ -148,7 +148,7 @@ class GeoCuts(TrainerCuts):
         return GeoCut(step, pushed, pending, self._by_block(changes), self._by_block(deltas), local)
 
     def _read(self, file: CutFile, kind: str, names: Iterable[str]) -> dict[str, Any]:
-        """Return the arrays of a kind by the names of their leaves."""
+        """Read the arrays whose names in the file begin with `kind`; return them by leaf name."""
         found = file.read({kind + n: self._plan.main.inputs[n] for n in names})
         return {name.removeprefix(kind): x for name, x in found.items()}
 

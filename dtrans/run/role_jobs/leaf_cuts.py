@@ -46,7 +46,9 @@ class LeafCuts(TrainerCuts):
         """Do nothing: the servers' state is complete without this trainer's leaves."""
 
     def begin(self, executor: Executor, first: Any) -> tuple[tuple[Any, ...], int]:
-        """Return the state; if the epoch begins at a cut, with the computed leaves of the cut.
+        """Return the trainer's first state in an epoch, the part of the job between two losses.
+
+        If the epoch begins at a cut, the computed leaves come from the cut.
 
         Args:
           executor: the trainer's executor, which is connected to the servers of the epoch.
@@ -65,14 +67,14 @@ class LeafCuts(TrainerCuts):
         return state, self._first
 
     def keep_constants(self, params: Any) -> Any:
-        """Return parameters with the constant leaves of the last step."""
+        """Replace the constant leaves of `params` by those of the last step; return the result."""
         (params,) = self._replace((params,), self._last_constants)
         return params
 
     def before_step(self, executor: Executor, step: int, state: tuple[Any, ...]) -> None:
-        """Keep constant leaves. Write computed leaves if servers write a cut before this step.
+        """Store constant leaves; write computed leaves if servers write a cut before this step.
 
-        If they cannot be written, the job continues with its earlier cuts.
+        If the write fails, the job continues with its earlier cuts.
 
         Args:
           executor: the trainer's executor.

@@ -230,7 +230,7 @@ class _ReplayedServer:
 
     @property
     def exchange(self) -> Any:
-        """Exchange at which the update waits for other servers."""
+        """Exchange of partial results for which the update waits now."""
         assert self.update.exchange is not None
         return self.update.exchange
 
@@ -303,7 +303,7 @@ class _ReplayedTrainer:
         return self._run(call.program, self.params, *call.batch)
 
     def _run(self, program: Program, *args: Any) -> ProgramRun:
-        """Run a program as `Executor.run` does. Yield when the gradients are sent."""
+        """Run a program like `Executor.run`, as a generator that yields when gradients are sent."""
         flat = program.flatten(*args)
         program = program.specialize_flat(flat)
         flat = [*map(on_one_device, flat)]

@@ -10,7 +10,9 @@ from dtrans.protocol.epochs import Epochs
 
 
 class ReturnToCut:
-    """Return of one trainer to a cut. It begins with a `NewEpoch`, and ends with a `Rewound`.
+    """Return of one trainer to a cut, a copy of the job's state at an earlier step.
+
+    The return begins when `NewEpoch` is raised, and ends when `job.step` raises `Rewound`.
 
     Args:
       name: name of the trainer's role.
@@ -36,7 +38,7 @@ class ReturnToCut:
 
     @property
     def is_due(self) -> bool:
-        """True if the trainer has received the parameters of a cut, and the next step returns."""
+        """True if a cut's parameters have arrived: the next `job.step` raises `Rewound`."""
         return self._params is not None
 
     def begin(self, epoch: int, step: int) -> None:
@@ -55,7 +57,7 @@ class ReturnToCut:
         self.before = before
 
     def end(self, step: int) -> Rewound:
-        """Return the exception with the state of the cut.
+        """End the return; create the `Rewound` exception with the state of the cut.
 
         Args:
           step: the step of the cut.
@@ -66,7 +68,7 @@ class ReturnToCut:
         return Rewound(step, (params,), epoch)
 
     def end_request(self, call: str, before: int, step: int, *, repeats: bool | None) -> None:
-        """Continue after a request between two steps, during which the servers went back to a cut.
+        """Continue after a request during which the servers went back to a cut.
 
         If the cut has the trainer's step, the return ends. Otherwise the next `job.step` ends the
         return, and the loop over `job.steps` repeats the step and the request.

@@ -135,7 +135,7 @@ class ServerJob(RoleJob):
         return final
 
     def _check_folders(self, checkpoints: str | os.PathLike[str] | None) -> None:
-        """Raise ConfigError if the folder of cuts, which roles clean, also has the checkpoints."""
+        """Raise ConfigError if checkpoints are in the folder of cuts, which roles clean up."""
         if checkpoints is None or self._epochs is None:
             return
         if Path(checkpoints).absolute() == self._epochs.path.absolute():
@@ -154,7 +154,7 @@ class ServerJob(RoleJob):
     def _checkpoints(
         self, folder: Path, on_failure: str | None, first_step: int
     ) -> tuple[Keep, KeepLast | None]:
-        """Return two functions that save the state: on a trainer's request, and after a failure."""
+        """Return two functions: one saves when a trainer asks, the other after a failure."""
         load_orbax()
         endpoint = self.role.current_endpoint
         checkpoints = ServerCheckpoints(folder, self.plan, endpoint, first_step)

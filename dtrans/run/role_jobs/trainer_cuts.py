@@ -55,7 +55,7 @@ class TrainerCuts(ABC):
     def before_step(self, executor: Executor, step: int, state: tuple[Any, ...]) -> None:
         """Write a cut, if one is due before the next step.
 
-        If it cannot be written, the job continues with its earlier cuts.
+        If the write fails, the job continues with its earlier cuts.
 
         Args:
           executor: the trainer's executor.
@@ -64,20 +64,20 @@ class TrainerCuts(ABC):
         """
 
     def keep_constants(self, params: Any) -> Any:
-        """Return parameters with the constant leaves of the last step, if there are any."""
+        """Return `params`. Subclasses may replace constant leaves by those of the last step."""
         return params
 
     # -- for subclasses --------------------------------------------------------------------------
 
     @property
     def _epochs(self) -> RoleFolder:
-        """The folder, in a job with cuts."""
+        """The folder of the job's epochs and cuts. Call this only in a job with cuts."""
         assert self._folder is not None
         return self._folder
 
     @property
     def _file_name(self) -> str:
-        """The name of the role, as a part of a path."""
+        """The name of the role without spaces, for paths."""
         return self._name.replace(" ", "-")
 
     def _leaves(self, state: tuple[Any, ...]) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class TrainerJob(RoleJob):
         self._executor.connect(self._epochs, epoch)
 
     def _init_again(self) -> Any:
-        """Return this trainer's parameters after the loss of a process."""
+        """Call `init` again after the loss of a process; return this trainer's parameters."""
         if self._init_args is None:
             raise StateError(
                 "a process was lost, and all roles go back to an earlier step, but this trainer's "

@@ -94,6 +94,8 @@ class StepRecords:
 class MissedSteps:
     """Missed steps of the rows of one block.
 
+    A row *rests* until its first update: it has its initial values, and misses no steps.
+
     Args:
       update: the server's update.
       table: the block of the table.

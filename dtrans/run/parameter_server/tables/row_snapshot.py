@@ -139,7 +139,7 @@ class RowSnapshot(TableRows):
                 self._put(np.sort(due))
 
     def _put(self, ids: np.ndarray) -> None:
-        """Store copies of rows, by group."""
+        """Store copies of rows, in groups of adjacent ids."""
         first, last = ids[0] // self._group, ids[-1] // self._group
         edges = np.searchsorted(ids, np.arange(first + 1, last + 1) * self._group)
         for part in np.split(ids, edges):

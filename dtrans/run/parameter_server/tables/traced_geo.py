@@ -81,7 +81,7 @@ class TracedCachedRows(CachedRows):
         self._move(put, [ids], new, [], [])
 
     def over(self, rows: Sequence[Any]) -> list[Any]:
-        """Return `rows`, the table and its row state, with local rows in place of their rows."""
+        """Replace rows of the table and of its row state by the trainer's local rows."""
 
         def over(local: CachedRows, ids: np.ndarray, *rows: np.ndarray) -> list[Any]:
             for x, here in zip(rows, local.take(local.ids, len(local)), strict=True):
