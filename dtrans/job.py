@@ -383,7 +383,7 @@ class Job(StateFunctions):
         return _steps_ahead(self, state, batches, ahead)
 
     def check_return(self) -> None:
-        """Raise Rewound if the job goes back to a cut. The base class does nothing."""
+        """Raise Rewound if the job goes back to an earlier step. The base class does nothing."""
 
     @property
     def step_count(self) -> int:
@@ -392,7 +392,7 @@ class Job(StateFunctions):
 
     @property
     def first_step(self) -> int:
-        """Number of the next step, if servers have the state; 0 if the caller has the state."""
+        """Number of the next step, as servers count steps; 0 in jobs without parameter servers."""
         return 0
 
     @cached_property

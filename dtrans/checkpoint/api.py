@@ -443,7 +443,7 @@ def _init_outputs(
 
 
 def _init_slices(saved: Checkpoint, init: Program | None) -> InitSlice | None:
-    """Return a function that computes a slice's initial values, or None if none are needed."""
+    """Return a function that computes a slice's initial values; None if it is not needed."""
     if init is None:
         return None
     first = _init_outputs(saved, init)

@@ -172,7 +172,7 @@ def _intersect_rows(a: RowSet, b: RowSet) -> RowSet | np.ndarray:
 
 
 def _index_in(shared: Shared, outer: Box) -> tuple[slice | np.ndarray, ...]:
-    """Return the NumPy index that selects entries `shared` of an array that has entries `outer`."""
+    """Convert the indices `shared` of the full array to a NumPy index into the slice `outer`."""
     return tuple(_local_index(x, o) for x, o in zip(shared, outer, strict=True))
 
 

@@ -180,7 +180,7 @@ def values_to_save(plan: CollectivePlan, who: str, arrays: Mapping[str, Any]) ->
 def _read_bin(
     plan: CollectivePlan, row: VarDistributed, place: BinSlot, arrays: Mapping[str, Any]
 ) -> Any:
-    """Extract one array from a bin, the vector that packs all arrays of one rank."""
+    """Return one array from a bin, the vector that contains all arrays of one rank."""
     everything = full_slice(place.bin, arrays[place.bin], row.endpoint)
     inside = _rows_of(everything, 0, *_bin_span(plan, place))
     return _rows(inside, arrays[place.bin]).reshape(place.shape)
@@ -281,7 +281,7 @@ def _device_parts(job: SavedJob, name: str, aval: Any) -> dict[Any, Part]:
 def _part_rows(
     plan: CollectivePlan, name: str, axis: int | None, part: Part
 ) -> list[tuple[VarDistributed, int]]:
-    """Return the slices of the step's arrays that a part contains, each with its start in the part.
+    """Return the slices of the step's arrays that a device's part contains, each with its start.
 
     Args:
       name: an array of the job's state: an array of the step, or a bin, which contains several.

@@ -152,7 +152,7 @@ class Checkpoint:
         return cls(path, first["pieces"], first["types"], group_by_origin(rows), tables, may_differ)
 
     def of(self, main: Program, remedy: str = "") -> Checkpoint:
-        """Return this checkpoint, after a check that it belongs to the step `main`.
+        """Check that the checkpoint belongs to the step `main`; return the checkpoint.
 
         Args:
           main: the traced training step of one device.
@@ -572,7 +572,7 @@ def _locate_rows(
 
 
 def _shared_rows(target: VarDistributed, row: VarDistributed) -> int:
-    """Return the number of rows that two slices share."""
+    """Return the number of rows of the origin that are in both slices."""
     _, local = _locate_rows(target, row, np.arange(row.slice_shape[0]))
     return len(local)
 
@@ -651,7 +651,7 @@ def _origin(about: Mapping[str, Any]) -> str:
 
 
 def _may_be_replaced(theirs: Mapping[str, Any] | None, mark: Mark) -> bool:
-    """Return True if no process can need this piece of an incomplete checkpoint any more.
+    """Return True if this process may replace a piece of an incomplete checkpoint.
 
     Args:
       theirs: the description of the piece; None if a crash of the host lost files of the piece.

@@ -244,7 +244,7 @@ def is_saved_by_servers(plan: PServerPlan) -> bool:
 
 
 def _on_no_server(plan: PServerPlan) -> str | None:
-    """Return the name of an optimizer state array that no server stores, or None."""
+    """Return the name of some optimizer state that no server stores; None if there is none."""
     there = {row.origin_name for row in plan.overview}
     return next((n for n in plan.main.args[1].names if n not in there), None)
 

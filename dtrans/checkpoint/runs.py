@@ -50,7 +50,9 @@ def run_of(who: str, environ: Mapping[str, str] | None = None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """Run, step and tag that a piece records. Only pieces with matching marks are combined.
+    """Run, step and tag of a piece: one process's files in a checkpoint.
+
+    Only pieces with matching marks are combined.
 
     Attributes:
       run: identifiers of the run. All pieces of one save have at least one in common.

@@ -73,7 +73,7 @@ class RowSegment:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class InitRows:
-    """Generator of the initial rows of a block.
+    """Generator of the initial rows of a table's block on one server.
 
     Attributes:
       eqn: the `init_on_use` equation, which generates the rows.

@@ -254,7 +254,7 @@ class Message:
 
     @property
     def request(self) -> dict[str, int]:
-        """The field `request`, as a dict for the answer, which repeats it; empty without it."""
+        """Header fields for the answer: the request's number, or an empty dict without a number."""
         return {"request": self.fields["request"]} if "request" in self.fields else {}
 
 

@@ -88,7 +88,7 @@ class JoinLeader:
         self.joined.append(k)
 
     def barred(self, k: int, why: str) -> None:
-        """Handle a refused connection: the process at trainer k's endpoint rejects this process.
+        """Record why the process at trainer k's endpoint rejects this process.
 
         The wait continues, because the right process may start there later.
 

@@ -110,7 +110,7 @@ class MembershipTable:
         return trainer in self._broken
 
     def due(self) -> float | None:
-        """Return the time at which to call `silent`; None if no live trainer's link is broken."""
+        """Return the time at which to call `silent`; None if all live trainers are connected."""
         waiting = [t for k, t in self._broken.items() if k not in self.ended]
         return min(waiting, default=None)
 

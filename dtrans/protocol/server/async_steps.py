@@ -117,7 +117,7 @@ class AsyncSteps:
         return step
 
     def check_between(self, k: int, message: wire.Message) -> AsyncStep:
-        """Return trainer k's current step; raise WireError if a gradient has arrived."""
+        """Return trainer k's current step; raise WireError if one of its gradients has arrived."""
         step = self.check_number(k, message)
         if step.grads.begun:
             short = min(step.grads.missing())

@@ -1,4 +1,4 @@
-"""Admission of greetings by their epoch (`dtrans.protocol.epochs`)."""
+"""Admission of messages by their epoch, the part of a job between two losses of processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EpochGate:
 
     @property
     def fields(self) -> dict[str, int]:
-        """Fields of a welcome: the epoch, the steps between two cuts, and the epoch's cut."""
+        """Header fields of a `welcome`: the epoch, its cut, and the steps between two cuts."""
         fields = {"epoch": self.number, "every": self._every}
         if self._epoch.cut is not None:
             fields["cut"] = self._epoch.cut

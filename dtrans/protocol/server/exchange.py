@@ -60,7 +60,7 @@ class Alike:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Exchange:
-    """The `all_reduce` equations of one server at one level.
+    """The `all_reduce` equations that one server executes between two parts of its update.
 
     Attributes:
       me: endpoint of this server.
@@ -115,7 +115,7 @@ class Exchange:
 
     @cached_property
     def parcels(self) -> dict[str, Parcel]:
-        """Reductions whose partial results this server sends, by the receiver's endpoint.
+        """Reductions whose partial results this server sends to each server, by endpoint.
 
         The receivers include this server. Receivers of the same reductions share one tuple.
         """
@@ -173,7 +173,7 @@ class Exchange:
         return packed
 
     def addressed(self, packed: Sequence[list[jax.Array]]) -> dict[str, list[jax.Array]]:
-        """Return a map from each receiving server's endpoint to the vectors for this server.
+        """Return the vectors for each receiving server, by endpoint.
 
         Args:
           packed: result of `pack`.
@@ -202,7 +202,7 @@ class Exchange:
 
 
 def vector_types(parcel: Parcel) -> list[tuple[str, int]]:
-    """Return the dtype and length of each vector of a parcel."""
+    """Return the dtype and length of each vector that contains these reductions."""
     found = []
     for dtype, kinds in _by_dtype(parcel).items():
         found.append((dtype, sum(_size(kind) for kind in kinds)))
@@ -241,7 +241,7 @@ def _alike(reductions: Sequence[tuple[Mapping[str, Any], Any]]) -> tuple[Alike, 
 
 
 def _unpacked(parcel: Parcel, vectors: Sequence[jax.Array]) -> dict[Alike, jax.Array]:
-    """Split the vectors of a parcel into one vector for each group of reductions."""
+    """Split one server's vectors into one vector for each group of reductions."""
     found: dict[Alike, jax.Array] = {}
     for kinds, vector in zip(_by_dtype(parcel).values(), vectors, strict=True):
         pieces = jax.lax.split(vector, [_size(kind) for kind in kinds])

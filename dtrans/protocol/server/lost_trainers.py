@@ -1,4 +1,4 @@
-"""Losses of one server's trainers: connections and processes that ended without a goodbye."""
+"""Losses of one server's trainers: connections or processes that ended before `goodbye`."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class NewestStates:
 
     @property
     def has_merged_results(self) -> bool:
-        """True if the results of the newest step are merged, or the epoch has no step yet."""
+        """True if the trainers' results of the newest step are merged, or there is no step yet."""
         step = self._joint.step
         return step == self._first or self._rounds.has_merged_results(step)
 

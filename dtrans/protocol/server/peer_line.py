@@ -49,7 +49,7 @@ class PeerLine:
         self._say = say
 
     def send(self, step: int, messages: Iterable[list[Any]]) -> None:
-        """Send partial results of one exchange; before the welcome, only store them.
+        """Send partial results of one exchange, or store them until the other server's welcome.
 
         Args:
           step: number of the step. When it changes, the messages of earlier steps are released.
@@ -75,14 +75,14 @@ class PeerLine:
                 self._say(frames)
 
     def connected(self) -> None:
-        """Handle a new connection or a reconnection: send the greeting if a welcome is due."""
+        """Handle a connection: greet before the first welcome, and after each break."""
         if not self.peer.welcomed or self._lost:
             # The other server may be busy, and answer later than a reconnection may take.
             self._retry_until = math.inf
             self._say([wire.header("peer", **self._greeting, back=self._lost)])
 
     def broken(self, now: float) -> None:
-        """Handle the end of the connection, and wait `retry` seconds for a reconnection."""
+        """Handle a broken connection: start the wait of `retry` seconds for a reconnection."""
         if self.peer.welcomed and self._retry_until == math.inf:
             self._lost, self._retry_until = True, now + self._retry
 

@@ -149,7 +149,7 @@ class Replica:
             self._state = self._inbox(())
 
     def apply(self, end: int) -> None:
-        """Apply the updates of the steps before `end` whose inputs have arrived."""
+        """Update the copy, up to step `end` or to the first step with missing inputs."""
         while self.due is not None and self._step < min(end, self.due):
             self._apply_next(self._inputs.pop(self._step).memory)
 
@@ -238,7 +238,7 @@ class StoredReplicas:
         return None if replica is None else replica.due
 
     def apply(self, end: int) -> None:
-        """Apply the updates of the steps before `end` whose inputs have arrived."""
+        """Update all copies, each up to step `end` or to the first step with missing inputs."""
         for replica in self._of.values():
             replica.apply(end)
 

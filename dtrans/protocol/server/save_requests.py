@@ -93,7 +93,7 @@ class SaveRequests:
             self._answer(k, message, error)
 
     def asked(self) -> dict[str, int]:
-        """Return the number of steps before each complete or pending checkpoint, by name."""
+        """Return a map from the name of each written or pending checkpoint to its step."""
         return self.saved | {name: steps for name, (steps, _) in self._pending.items()}
 
     def remind(self) -> None:
@@ -107,7 +107,7 @@ class SaveRequests:
                 )
 
     def take_over(self, before: SaveRequests) -> None:
-        """Take over the checkpoints of the previous epoch, which may still be written.
+        """Take over the checkpoints of the previous epoch, whose writes may not have ended.
 
         Repeated steps request the same checkpoints again, and the server then answers.
         """

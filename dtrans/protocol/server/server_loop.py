@@ -261,7 +261,7 @@ class ServerLoop:
             self._listener.send(to, frames)
 
     def _counted(self, messages: Iterable[list[Any]]) -> Iterator[list[Any]]:
-        """Yield messages to another server, and count their bytes."""
+        """Yield messages to another server; add their sizes to the count of sent bytes."""
         for frames in messages:
             self._trainers.to_servers += sum(map(len, frames))
             yield frames

@@ -75,7 +75,7 @@ class Serving:
 
     @property
     def ended(self) -> bool:
-        """True if the server may end: all trainers have left, and all peers have greeted it."""
+        """True if the server may end: all trainers have left, and all peers have connected."""
         return self.trainers.parted and not self.kind.peers.unsettled
 
     def take(self, address: bytes, frames: Sequence[Any], now: float) -> None:
@@ -155,7 +155,7 @@ class Serving:
         self.saves.remind()
 
     def wait_for_epoch(self, now: float) -> None:
-        """Send `waiting` to all trainers while the epoch is ending, instead of `look`."""
+        """Send `waiting` to all trainers; called in place of `look` while the epoch is ending."""
         self.status.look(now)
         for k in self.trainers.present:
             address = self.trainers.known[k].address
@@ -207,7 +207,7 @@ class Serving:
         return True
 
     def _tell(self, address: bytes, message: wire.Message) -> None:
-        """Answer a request about checkpoints or tables: `save`, `tables` or `changed_since`."""
+        """Answer a trainer's request between two steps: `save`, `tables` or `changed_since`."""
         if message.op == "save":
             self.saves.take(self.trainers.by_address[address], message, self._now)
         elif message.op == "tables":

@@ -1,4 +1,4 @@
-"""Waits of a synchronous server's trainers: their descriptions and deadlines."""
+"""Waits of a synchronous server's trainers, with deadlines and texts for the log."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class StepWaits:
             self._say(self._trainers.known[k].address, "waiting", reason=reason)
 
     def _look_at_end(self, now: float) -> None:
-        """Check the deadline of a server whose trainers have all left.
+        """Check the deadline of the last wait, after all trainers have left.
 
         The server still waits until all other servers have greeted it. Otherwise they would greet
         the next job's server.

@@ -213,7 +213,7 @@ class SyncServer:
         self._open_turn(k, message, f"a `{message.op}` in")
 
     def saving(self, k: int, message: wire.Message) -> None:
-        """Record that trainer k waits for a checkpoint, so that it does not count as late."""
+        """Record that trainer k waits for a checkpoint: its silence is then no missed deadline."""
         self._check_step(message)
         self._waits.note_saving(k)
 
@@ -251,7 +251,7 @@ class SyncServer:
         raise PeerError(f"trainer {k} failed: {message['reason']}")
 
     def _begin_step(self, k: int) -> None:
-        """Check that trainer k may begin the current step, or continue it."""
+        """Begin the current step; raise PeerError if a trainer still waits for an eviction."""
         self._between.check_step(k, self.step)
         self._end_between_steps()
 
@@ -266,7 +266,7 @@ class SyncServer:
             raise _other_step(self, message)
 
     def _open_turn(self, k: int, message: wire.Message, what: str) -> TrainerTurn:
-        """Return trainer k's turn. Raise WireError if the trainer must not send `message` now."""
+        """Return trainer k's progress in the step; raise WireError if `message` is not allowed."""
         self._check_step(message)
         turn = self._turns.by_trainer[k]
         if turn.at_barrier:

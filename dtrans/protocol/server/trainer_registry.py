@@ -1,4 +1,4 @@
-"""Registry of one server's trainers: their connections, and lost or late trainers.
+"""Registry of one server's trainers: connections, lost trainers and late trainers.
 
 The registry sends no messages and reads no clock: its caller passes it the time, and sends the
 messages that it returns.
@@ -82,7 +82,7 @@ class TrainerRegistry:
 
     @property
     def present(self) -> list[int]:
-        """Ids of the trainers that have connected and not left."""
+        """Ids of the trainers that have connected, and have not left."""
         return [k for k, t in self.known.items() if not t.done]
 
     @property

@@ -163,7 +163,7 @@ class CachedRows:
         return server.ids[is_here], server.rows[is_here], self._stored[0][slots], self._old[slots]
 
     def _agree(self, ids: np.ndarray, local: np.ndarray | None, old: np.ndarray) -> None:
-        """Set the old values of rows. If `local` is given, also set the local values."""
+        """Set the old values of rows and, unless `local` is None, the local values."""
         slots = self._slots.find(ids)
         self._old[slots] = old
         if local is not None:

@@ -65,7 +65,7 @@ class RowAnswers:
         self._say(self._trainers.known[k].address, "rows", [(name, rows)], **at)
 
     def begin(self, k: int, message: wire.Message, grads: Inbox) -> None:
-        """Prepare trainer k's step: allocate the gradients of the rows announced for it."""
+        """Allocate gradients for the table rows that trainer k has announced for this step."""
         for name, ids in self._ahead.begin(k, message["step"]):
             self.requests.begin(k, message, name, ids, grads)
 

@@ -205,7 +205,7 @@ class RowRequests:
         return found
 
     def used(self, k: int, grads: Inbox, steps: int | None = None) -> None:
-        """Forget the rows of trainer k's gradients after the update has used the gradients.
+        """Release the row ids and memory of trainer k's table gradients after an update used them.
 
         Args:
           grads: the trainer's gradients. The memory of table gradients is released.

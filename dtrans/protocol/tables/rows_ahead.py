@@ -240,7 +240,7 @@ class ComingRows:
         return self._again[key]
 
     def _put(self, key: tuple[str, int], inbox: Inbox) -> None:
-        """Copy the rows that were sent again to their positions among the announced rows."""
+        """Copy rows that the server has sent again to their positions among the announced rows."""
         if self._again.pop(key, None) is None:
             return
         rows, at = self._expected[key].memory[key[0]], inbox.memory[AT]

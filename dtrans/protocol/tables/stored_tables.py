@@ -90,7 +90,7 @@ class StoredTables(Protocol):
 def check_eviction(
     endpoint: str, tables: Mapping[str, TableSpec], k: int, message: wire.Message
 ) -> tuple[str, int]:
-    """Check an `evict` message of trainer k; return its fields `table` and `unused_for`.
+    """Check trainer k's `evict` message; return the message's fields `table` and `unused_for`.
 
     Raises:
       WireError: a field is invalid.

@@ -1,4 +1,4 @@
-"""Lookups of table rows that a trainer has announced for later steps (`tables.rows_ahead`)."""
+"""Lookups of table rows that a trainer has requested for later steps (*announced* lookups)."""
 
 from __future__ import annotations
 

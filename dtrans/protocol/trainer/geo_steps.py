@@ -208,7 +208,7 @@ class GeoSteps:
 
     @property
     def owes(self) -> bool:
-        """True if steps were made since the last push."""
+        """True if the trainer has made steps whose changes it has not pushed."""
         return self._steps > 0
 
     @property

@@ -233,5 +233,5 @@ class ServerConnection:
             )
 
     def barred(self, why: str) -> PeerError:
-        """Return the error to raise if the server rejects this trainer's key or password."""
+        """Return the error for a server that rejects this trainer's key or password."""
         return PeerError(f"pserver {self.endpoint} does not admit {self.me}: {why}")

@@ -238,7 +238,8 @@ class Traffic:
         self._ahead = 0
 
     def may_take(self, waiting: int, now: float) -> int:
-        """Return the number of queued groups to merge and send now; 0 if a limit is reached.
+        """Return how many queued groups to merge and send now; 0 while a pending request forbids
+        it.
 
         If a request for parameters is due, send the request first.
 
@@ -396,7 +397,7 @@ _NOT_ASKED = "pserver {} sent {}, which was not requested".format
 
 
 def _split(leaf: Leaf, values: Sequence[Any]) -> list[tuple[str, str, np.ndarray]]:
-    """Merge gradients of a leaf; return the server's endpoint, name and rows of each block."""
+    """Merge gradients of a leaf; return (server's endpoint, block's name, rows) for each block."""
     return leaf.blocks(merged([np.asarray(x) for x in values], leaf.merge))
 
 

@@ -190,7 +190,7 @@ class TrainerLine(ServerConnection):
         return min(self.patience, self.reminder.next, self.retries_until)
 
     def answer(self, message: wire.Message, now: float) -> wire.Message | None:
-        """Handle a message from the server; return it if it is the awaited answer, else None."""
+        """Handle a message of the server; return the message only if the trainer waits for it."""
         if message.op == "waiting":
             self.patience = now + self._deadline
             self._reason = f", which waited for {message['reason']}"

@@ -260,7 +260,7 @@ class TrainerSteps:
         return Operation(answers, _changes)
 
     def forget_connections(self) -> None:
-        """Clear the record of requests, before the trainer connects to the servers again."""
+        """Clear the records of sent requests, before the trainer connects to the servers again."""
         self.forget_asked()
         self._saves = "", {}
 

@@ -261,7 +261,7 @@ def global_types(parts: Sequence[tuple[Any, Share]], trainers: int) -> list[jax.
 
 
 def resize(x: Any, share: Share, rows: Callable[[int], int]) -> jax.ShapeDtypeStruct:
-    """Return the type of an array with another number of rows.
+    """Return the shape and dtype of an array after a change of its number of rows.
 
     Args:
       rows: takes the number of rows of `x`, and returns the new number.

@@ -71,7 +71,7 @@ class Feed(Iterator[Any]):
         return loaded.batch
 
     def read_ahead(self) -> Iterator[Any]:
-        """Yield the batches of the next steps. `job.steps` calls it, and `advance` after each step.
+        """Yield the batches of the next steps. `job.steps` calls `advance` after each step.
 
         If the loop ends before `advance`, the remaining batches stay the next ones.
         """

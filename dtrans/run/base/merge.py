@@ -12,7 +12,7 @@ from dtrans.ir.array_fns import in_one
 
 @dataclasses.dataclass(frozen=True)
 class Merge:
-    """Rule that merges the results of all trainers.
+    """Rule that merges one result over all trainers.
 
     The input stacks the results of all trainers on a leading dimension. `way` is one of:
 

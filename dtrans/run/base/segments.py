@@ -87,7 +87,7 @@ class Compute:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Carry:
-    """Communication equation that runs between two compiled pieces of a program."""
+    """Communication equation, which the caller of `Segments.run` executes between two pieces."""
 
     eqn: JaxprEqn
 

@@ -190,7 +190,7 @@ def _leading_if(is_mapped: bool) -> int | None:
 
 
 def _map_in_turn(fn: Function, in_axes: Sequence[int | None], size: int) -> Function:
-    """Return a function that maps `fn` over the leading dimension, one index after the other."""
+    """Return a function that applies `fn` to each index of the leading dimension, in turn."""
 
     def run_all(*args: Any) -> Any:
         def run_one(parts: Sequence[Any]) -> Sequence[Any]:

@@ -85,7 +85,7 @@ class TrainerBatches:
     # -- batches with padding --------------------------------------------------------------------
 
     def odd_rows(self, arrays: Sequence[Any], global_rows: int = 0) -> int:
-        """Return the number of rows of the global batch if it needs padding, else 0.
+        """Return the number of rows of the global batch if the batch needs padding, else 0.
 
         In a job of several processes, a process knows only its part of the batch. There, the job
         pads only batches that are passed as `dtrans.UnevenPart`s.

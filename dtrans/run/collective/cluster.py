@@ -277,7 +277,7 @@ def job_of(plan: CollectivePlan, *, donate: bool, on_nonfinite: str) -> Collecti
 
 
 def local_piece(x: Any) -> Any:
-    """Return the piece of a global array that this process has; return other values unchanged."""
+    """Return this process's part of a global array; return other values unchanged."""
     return local_shard(x) if isinstance(x, jax.Array) else x
 
 
@@ -385,5 +385,5 @@ def is_of_cluster(program: Program) -> bool:
 
 
 def _is_over_trainers(eqn: JaxprEqn) -> bool:
-    """Return True if a parameter of an equation names the axes of the trainers."""
+    """Return True if a parameter of an equation contains the names of the trainers' axes."""
     return collective_of(eqn) is not None or eqn.primitive is trainer_index_p

@@ -75,7 +75,7 @@ class FirstState:
 
     @cached_property
     def _opened(self) -> ClosedJaxpr:
-        """Startup program with its constants as first inputs, so that rank 0 can send them."""
+        """Startup program whose constants are its first inputs, so that rank 0 can send them."""
         inner = self.program.inner
         return closed([], [], [*inner.constvars, *inner.invars], inner.outvars, inner.eqns, inner)
 

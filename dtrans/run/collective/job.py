@@ -208,7 +208,7 @@ class CollectiveJob(Job):
         return self.watch.rules(OVER_AXIS, leaves, self.plan.axis_names)
 
     def _way(self, name: str) -> tuple[str, int | None]:
-        """Return the merge rule of an output, and the dimension to concatenate (else None)."""
+        """Return the merge rule of an output; for "concat", also the dimension, otherwise None."""
         axis = self._state.slice_axis(name)
         if axis is not None:
             return "slice", axis

@@ -1,4 +1,4 @@
-"""Interface of the backends of collective jobs; how a step's arrays are laid out over trainers."""
+"""Interface of the backends of collective jobs, and the layout of arrays over trainers."""
 
 from __future__ import annotations
 

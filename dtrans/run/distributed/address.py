@@ -82,7 +82,7 @@ def may_bind(cluster: Membership, hosts: Sequence[str]) -> bool:
 
 
 def address_of(cluster: Membership, hosts: Sequence[str], coordinator: str) -> Address:
-    """Return the address of this process.
+    """Return the address for this process's connections to other trainers.
 
     Args:
       cluster: the job.

@@ -85,7 +85,7 @@ def all_gather_text(
 def shared_keys(
     cluster: Membership, topic: str, missed: str, check: Callable[[int], None] = lambda k: None
 ) -> Keys:
-    """Return encryption keys that only the processes of this run have.
+    """Return keys that only the processes of this run have, for connections between them.
 
     The keys are derived from the job's token and a random word. The first process draws the word
     and sends it to the others. A process of another run may have the same token, but it does not

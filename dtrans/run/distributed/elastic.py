@@ -63,7 +63,7 @@ def prepare(seconds: int) -> None:
 
 @contextlib.contextmanager
 def all_or_none() -> Iterator[None]:
-    """Wait for all live trainers after a block; on survivors, raise Loss if a trainer ended."""
+    """Wait for all live trainers after a `with` block; raise Loss if a trainer has ended."""
     try:
         with live_devices(jax.devices()):
             yield

@@ -354,7 +354,7 @@ def _check_spares(
 
 @contextlib.contextmanager
 def _announce(endpoints: Sequence[str], secret: str) -> Iterator[None]:
-    """Print the job's `dtrans status` command; store the job's token where this command finds it.
+    """Print the job's `dtrans status` command; in the block, store the token for this command.
 
     Args:
       endpoints: the endpoints that answer; empty if the job does not answer.

@@ -12,7 +12,7 @@ from dtrans.run.net.sockets import DEADLINE, PATIENCE
 
 @dataclasses.dataclass(frozen=True)
 class Membership:
-    """The job that this process is connected to.
+    """Membership of this process in a job: its trainers, options and endpoints.
 
     Attributes:
       trainer_id: id of this trainer.

@@ -223,7 +223,7 @@ _rounds: dict[tuple[int, ...], int] = {}  # calls of `_all_gather_words`, by the
 
 
 def _all_gather_words(words: Sequence[str]) -> dict[int, list[str]]:
-    """All-gather words: return each trainer's words, by its id.
+    """All-gather a list of texts; return the texts of each trainer, by its id.
 
     Raises:
       DeadlineError: a trainer did not write its words in time.

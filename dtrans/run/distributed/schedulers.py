@@ -288,7 +288,7 @@ def _read_paddle(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _derive_variables(env: Mapping[str, str], world: _World) -> dict[str, str]:
-    """Return the DTRANS_* variables of the process with rank `world.rank`."""
+    """Derive the DTRANS_* variables of this process from its rank and hosts."""
     started = f"{world.name} started this process as rank {world.rank} of {world.size}"
     if world.rank >= world.size:
         raise ConfigError(

@@ -88,7 +88,7 @@ class Site:
         return Child(role, command, env, events, emit, inherit_stdout=inherit_stdout)
 
     def ended(self, child: Child, *, stopped: bool) -> None:
-        """Update what the site shows about a role that has ended.
+        """Update the site's display of roles after a role has ended.
 
         Args:
           stopped: True if the launcher ended the role.

@@ -138,7 +138,7 @@ class StatusDoor:
         )
 
     def look(self, now: float) -> None:
-        """Sample the counts of the job, from which the report computes rates."""
+        """Record the counts of steps and bytes, from which a status report computes rates."""
         self.reporter.look(now)
 
     def take(self, event: Event, now: float) -> None:

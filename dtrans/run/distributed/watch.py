@@ -375,7 +375,7 @@ def _exit(me: str, why: str) -> None:
 
 
 def _waits_in_jax(is_doing: bool) -> bool:
-    """Return True if the main thread is in an operation, or in JAX's code."""
+    """Return True if the main thread runs an operation of all trainers, or JAX's code."""
     frame = _main_frame()
     return is_doing or (frame is not None and frame.f_code.co_filename.startswith(JAX))
 

@@ -312,7 +312,7 @@ class BackgroundComm:
             log.info("%s", line)
 
     def _in_epochs(self, act: Callable[[Communicator], T]) -> T:
-        """Run an action with the communicator; return its result.
+        """Call `act` with the communicator; return the result.
 
         If a process is lost, a trainer of GEO-SGD connects again, and repeats the action.
 
@@ -355,7 +355,7 @@ class BackgroundComm:
 
 
 def _local_rows(eqn: JaxprEqn, args: Sequence[Any]) -> CachedRows:
-    """Return the empty local rows of a `geo_init`, with the initializer of their state."""
+    """Return an empty store of a table's local rows, which can initialize their optimizer state."""
     types = eqn.params["types"]
     state = None
     if types[1:]:

@@ -252,7 +252,7 @@ class BlockUpdates:
 
 
 def _pick(names: Collection[str], *sources: State) -> dict[str, Any]:
-    """Return the values of these names. Each value is read from the first source with its name."""
+    """Return the values with these names, each from the first source that has the name."""
     picked = {}
     for n in names:
         source = next(x for x in sources if n in x)

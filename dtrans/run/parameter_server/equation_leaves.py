@@ -67,5 +67,5 @@ def drop_padding(uniq: np.ndarray, table: Leaf) -> np.ndarray:
 
 
 def as_deltas(leaf: Leaf) -> Leaf:
-    """Return the leaf under which deltas are sent: its blocks have the names of deltas."""
+    """Return the leaf with other names of its blocks: the names under which deltas are sent."""
     return dataclasses.replace(leaf, names=tuple(n + DELTA for n in leaf.names))

@@ -102,7 +102,7 @@ class GeoTrainer:
         return self._tables[table][1]
 
     def leaf(self, table: str) -> Leaf:
-        """Return the leaf of a table whose blocks have the names of deltas."""
+        """Return the leaf under which deltas of a table are pushed."""
         return self._tables[table][0]
 
     @property
@@ -133,7 +133,7 @@ class GeoTrainer:
             self.settle()
 
     def settle(self) -> None:
-        """Pull and push what is due, and wait for answers until the next step may begin."""
+        """Pull and push if they are due; wait for answers until the next step may begin."""
         self._communicator.received()  # raises the error of a communicator that has ended
         self._steps.go_on()
         while self._steps.waits:

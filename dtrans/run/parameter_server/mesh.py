@@ -194,7 +194,7 @@ class MeshJob(Job):
         return (self._newest(MeshState(subset(values, state.params), servers)), *results)
 
     def _newest(self, state: MeshState) -> MeshState:
-        """Record the state that the job returns, and return it."""
+        """Store a weak reference to the newest state, for `tables`; return the state."""
         self._last = weakref.ref(state)
         return state
 

@@ -254,7 +254,7 @@ class _MeshServer:
         return new
 
     def _sized(self, sizes: Mapping[str, int]) -> CompiledUpdate:
-        """Return the compiled update for the given number of rows of each table."""
+        """Compile the update for these numbers of table rows, or return the earlier result."""
         key = tuple(sizes.values())
         if key not in self._compiled:
             update = self._update.sized(sizes) if sizes else self._update
@@ -412,7 +412,7 @@ class MeshStepFabric(MeshFabric):
         return [None]
 
     def _note(self, name: str, gradient: Any, is_stacked: bool) -> None:
-        """Record a gradient for `_check_finite` if the job checks gradients."""
+        """Store a gradient until `_check_finite`, if the job checks gradients for NaN."""
         if self._watch.enabled:
             self._sent.append((name, gradient, is_stacked))
 

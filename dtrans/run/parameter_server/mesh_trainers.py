@@ -212,7 +212,7 @@ class MeshTrainerPrograms:
         return self.kinds.get(atom) if isinstance(atom, Var) else None
 
     def _differs(self, piece: Compute) -> bool:
-        """Return True if a piece's outputs differ between trainers."""
+        """Return True if the outputs of a compiled piece differ between trainers."""
         return any(v in self.kinds for v in piece.reads) or _communicates(piece)
 
     def compute(self, piece: Compute, values: Sequence[Any]) -> Sequence[Any]:
@@ -279,7 +279,7 @@ class MeshTrainerPrograms:
         return Merge("concat")
 
     def _merge_of(self, name: str, merge: Merge) -> Merge | None:
-        """Adapt the merge of a result to the result's layout.
+        """Return the merge rule for a result's layout on the mesh; None if no merge is needed.
 
         A split result is already one array with the rows of all trainers. A replicated result needs
         no merge.

@@ -143,7 +143,7 @@ class RecordedOrder:
 
 
 def run_to_end(step: Step) -> Values:
-    """Run a step to its end; return its results."""
+    """Run a generator of a step to its end; return the step's results."""
     while True:
         try:
             next(step)
@@ -526,7 +526,7 @@ class _OrderedTrainer:
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
     def _deliver(self) -> None:
-        """Let servers update their blocks with the gradients that were sent."""
+        """Update the servers' blocks with the gradients that this turn has collected."""
         sent, self._sent = self._sent, {}
         for ep, grads in sent.items():
             self._servers[ep].take(self._number, grads)
@@ -637,7 +637,7 @@ class _OrderedTrainer:
     # -- the `PushQueue` of `GeoTrainer` ---------------------------------------------------------
 
     def put(self, group: Group, steps: int) -> None:
-        """Let servers apply a push, and store their answer for the next step."""
+        """Apply a push on the servers, and store their answer for the next step."""
         for leaf, x in group:
             if isinstance(x, RowGradient):
                 self._send_parts(leaf.endpoints, leaf.names, leaf.spans, x)

@@ -191,7 +191,7 @@ class Server:
         return omit(state, tables)
 
     def _copied(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state that updates can donate. `TableMemory` copies the tables."""
+        """Return the state with copies of all arrays outside of tables, for donation."""
         return {**state, **copy_state(self._dense(state))}
 
     def _open_door(self, update: ServerUpdate, *, allow_remote: bool) -> ZmqListener:
@@ -272,7 +272,7 @@ class Server:
         return True
 
     def _rewind(self) -> None:
-        """Begin a new epoch with new state machines. A synchronous server goes back to its cut."""
+        """Begin a new epoch with new state machines. A synchronous server loads the epoch's cut."""
         gate, endpoint = self._protocol.gate, self._protocol.kind.endpoint
         assert gate is not None
         before, self._early = self._protocol, gate.early

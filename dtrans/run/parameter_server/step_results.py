@@ -24,7 +24,7 @@ ADD = ("all_reduce", "sum")
 
 
 def merged_results(plan: PServerPlan, shared: ExactStep | None) -> dict[str, str]:
-    """Return the results that the first server merges in each step, and how, by name.
+    """Return the merge rule of each result that the first server merges in a step, by name.
 
     Args:
       plan: the plan.

@@ -193,7 +193,7 @@ class SyncUpdate:
         return merged
 
     def _say_gone(self, present: frozenset[int], step: int) -> None:
-        """Write to the log that later updates use only the gradients of the present trainers."""
+        """Write to the log that a trainer has left: updates now use only the other gradients."""
         log.warning(
             "pserver %s continues without %s: step %d and later steps use gradients of %s",
             self._update.endpoint,
@@ -207,7 +207,7 @@ class SyncUpdate:
         return [(n, np.asarray(words(x))) for n, x in self.state.items()]
 
     def _publish(self) -> None:
-        """Store the new parameters in `values` when they are computed."""
+        """Wait until the new parameters are computed, and store them in `values`."""
         names = (*self._update.params, *self._update.tables)
         self.values = {n: np.asarray(words(self.state[n])) for n in names if n not in self._tables}
 

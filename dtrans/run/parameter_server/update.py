@@ -205,7 +205,7 @@ class ServerUpdate:
         )
 
     def merged(self) -> ServerUpdate:
-        """Return the update that reads merged gradients, each under its first sender's name."""
+        """Return an update that reads reduced gradients, each under its first sender's name."""
         blocks = []
         for block in self.blocks:
             grads = []
@@ -325,7 +325,7 @@ class ServerUpdate:
         return tuple(phases)
 
     def _parts(self) -> list[_Part]:
-        """Cut the blocks after each block that takes part in an exchange."""
+        """Split the list of blocks after each block that takes part in an exchange."""
         parts: list[_Part] = []
         current: list[OptimizeBlock] = []
         for block in self.blocks:

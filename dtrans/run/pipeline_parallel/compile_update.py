@@ -184,7 +184,7 @@ def _write_piece(values: _UpdateValues, piece: StagePart, later: Sequence[StageP
 
 
 def _donated(values: _UpdateValues, piece: StagePart, later: Sequence[StagePart]) -> list[int]:
-    """Return the positions of the operands whose memory a piece may reuse.
+    """Return the positions of the operands whose memory a piece of the update may reuse.
 
     An operand is donated if it is old state, the piece computes the new state, and no later piece
     reads the old state.

@@ -282,7 +282,7 @@ class P2PChannels:
             self._arrivals.hear(origin, message)
 
     def _report(self, origin: int) -> None:
-        """Report to a process how many of its messages have arrived."""
+        """Tell a process how many of the messages that it has sent have arrived."""
         report = wire.header("received", heard=self._heard[origin].received)
         self._listener.send(self._addresses[origin], [report])
 

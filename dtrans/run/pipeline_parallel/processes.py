@@ -112,7 +112,7 @@ class OneProcess:
         return arrays
 
     def check_reorder(self, name: str) -> None:
-        """Raise ConfigError if the job cannot continue with another schedule."""
+        """Raise ConfigError if the schedule of a running job cannot be changed."""
 
     def close(self) -> None:
         """Close the channels to other processes."""

@@ -53,10 +53,10 @@ class StateLayout:
 
     @cached_property
     def _entries(self) -> list[tuple[str, str, tuple[int, str]]]:
-        """Position of each of this process's arrays in a `PipelineState`, and its (place, name).
+        """Positions of this process's arrays in a `PipelineState`, as (field, key, (place, name)).
 
-        The position is a pair (field, key), such as ("params", "params/w"). The place is the index
-        of the stored copy. Each tuple is (field, key, (place, name)).
+        A field and a key are, for example, "params" and "params/w". The place is the index of the
+        stored copy.
         """
         plan, found = self.at.plan, []
         for part, spec in zip(("params", "opt_state"), plan.update.program.args[:2], strict=True):

@@ -179,7 +179,7 @@ class _ReplayedJob:
             self._trainers[k].params = _result_of(run)[0]
 
     def _update(self, members: frozenset[int], step: int) -> None:
-        """Update all servers. They exchange vectors with each other, one level after another."""
+        """Update all servers. In each round of the update, they exchange partial results."""
         sent: dict[str, Vectors] = {}  # endpoint of a server that waits -> its outgoing vectors
         for ep, server in self._servers.items():
             vectors = server.begin(members, step)

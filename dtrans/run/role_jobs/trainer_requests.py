@@ -43,7 +43,7 @@ class TrainerRequests:
     Args:
       plan: the job's plan.
       trainer_id: id of the trainer.
-      returns: the trainer's returns to cuts.
+      returns: repeats or ends a request after the job went back to a cut.
       run: runs an operation with the servers.
       look_up: function that returns the servers' current rows of a table. Its arguments are the
         trainer's program, the table's name and increasing row ids.
@@ -117,7 +117,7 @@ class TrainerRequests:
             self._unconfirmed = name, step
 
     def drop_save(self, step: int) -> None:
-        """Log a pending checkpoint that no repeated step saves again, and stop waiting for it.
+        """Stop waiting for a pending checkpoint that no repeated step saves again; log its name.
 
         Args:
           step: step of the cut to which the trainer has returned.
@@ -140,7 +140,7 @@ class TrainerRequests:
         *,
         retries: bool = True,
     ) -> T:
-        """Send a request; if a process is lost, send the request again or skip it.
+        """Send a request. If a process is lost during the request, send it again or skip it.
 
         If the servers go back to the cut of an earlier step, the loop over `job.steps` repeats the
         request with its step. Until then, a request that only reads gets its answer from the cut.

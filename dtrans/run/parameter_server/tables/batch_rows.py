@@ -90,7 +90,7 @@ class BatchRows:
 
 
 def _prefetches(program: Program, split: JaxprEqn) -> list[JaxprEqn]:
-    """Return the `prefetch` equations that read the ids of a `split_ids`."""
+    """Return the `prefetch` equations whose row ids a `split_ids` equation computes."""
     (uniq,) = split.outvars
     found = []
     for eqn in program.eqns:

@@ -149,11 +149,11 @@ class MissedSteps:
 
     @property
     def moving(self) -> np.ndarray:
-        """Mask of the rows that every step changes: the rows that do not rest."""
+        """Mask of the rows that do not rest: every step changes them."""
         return self._seen < RESTS
 
     def rest(self, ids: np.ndarray) -> None:
-        """Mark rows as resting, because they have their initial values again."""
+        """Mark evicted rows as resting, because they have their initial values again."""
         self._seen[ids] = RESTS
 
     def add(self, ids: np.ndarray, values: Arrays) -> bool:
@@ -172,7 +172,7 @@ class MissedSteps:
         self._records.forget()
 
     def make_up(self, ids: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
-        """Run the missed steps of rows, in place.
+        """Run the missed steps of some rows; write the new rows into `arrays`.
 
         Args:
           ids: ids of the rows.

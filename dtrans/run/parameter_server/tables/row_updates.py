@@ -122,12 +122,12 @@ def take_padded(table: TableBlock, ids: np.ndarray, size: int, state: Rows) -> d
 
 
 def take_rows(table: TableBlock, ids: Any, state: Rows) -> dict[str, jax.Array]:
-    """Return rows of a block and of its state; for ids of padding, return zeros."""
+    """Return rows of a block and of its state; return zeros for ids that are padding."""
     return {n: _take(state[n], ids) for n in table.arrays}
 
 
 def put_rows(table: TableBlock, ids: Any, new: Rows, state: Rows) -> dict[str, jax.Array]:
-    """Return a block and its state with new rows. Drop the rows with ids of padding."""
+    """Return a block and its state with new rows. Drop rows whose ids are padding."""
     return {n: _put(state[n], ids, new[n]) for n in table.arrays}
 
 

@@ -237,7 +237,7 @@ class TableMemory:
         return {n: TableArray(x, table, i) for i, (n, x) in enumerate(self.arrays.items())}
 
     def _before(self, ids: np.ndarray) -> None:
-        """Save rows in all open snapshots, before an update changes the rows."""
+        """Copy rows into snapshots that a thread still reads, before an update changes them."""
         if self._snapshots:
             self._snapshots = [x for x in self._snapshots if not x.is_over]
             for x in self._snapshots:
@@ -309,7 +309,7 @@ def _maker_of(saved: TableRows | None, initial: Sequence[Any]) -> RowMaker | Non
 
 
 def _saved_rows(table: TableBlock, initial: Sequence[Any]) -> TableRows | None:
-    """Return the saved table that provides a block and all its state; None without one."""
+    """Return the rows from a checkpoint that contain a block and its state; None without them."""
     found = {x.table if isinstance(x, ArrayLike) else None for x in initial}
     saved = found.pop()
     if found or saved is None or saved.names != table.arrays:

@@ -168,7 +168,7 @@ def _updated_ids(table: TableBlock, gradients: Mapping[str, RowGradient]) -> np.
 def _trace_layout(
     table: TableBlock, gradients: Mapping[str, RowGradient]
 ) -> tuple[Any, dict[str, Any]]:
-    """Trace `gradients_with_room`."""
+    """Trace a call of `gradients_with_room` as one equation."""
     if table.updates_all:
         size = table.rows
     else:
