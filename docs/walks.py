@@ -306,7 +306,7 @@ WALKS = (
         "params/w1",
         HIDDEN,
         (
-            "step/trace:trace.on_arrays",
+            "step/marks:make_train_step.step",
             "step/cut:_Cutter.optimize_half",
             "engine:SplitWriter.equation",
             "parameter_server/placement:place",
@@ -323,7 +323,7 @@ WALKS = (
         "params/w1",
         HIDDEN,
         (
-            "step/trace:trace.on_arrays",
+            "step/marks:make_train_step.step",
             "step/cut:_Cutter.optimize_half",
             "zero/choose_slices:_choose_layer_axes",
             "zero/update:slice_half",
@@ -340,7 +340,7 @@ WALKS = (
         "",
         WIDTH,
         (
-            "step/trace:trace.on_arrays",
+            "step/marks:make_train_step.step",
             "pipeline_parallel/staged_model:micro_batch_of",
             "step/capture:operands_of",
             "pipeline_parallel/assign_stages:stages_of",
