@@ -84,7 +84,7 @@ class Plan(abc.ABC):
     """Result of a transform: the programs of all roles of a distributed job.
 
     Attributes:
-      main: the step, with calls inlined and a role for each equation.
+      main: the step, with calls inlined; each equation has a role, such as `forward`.
       recipe: the call that returned the plan; None if the plan was derived from another plan.
     """
 

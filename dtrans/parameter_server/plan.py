@@ -122,7 +122,7 @@ class PServerPlan(Plan):
     """Plan of a job with parameter servers; `dtrans.pserver` returns it.
 
     Attributes:
-      main: the single-device step, with calls inlined and a role for each equation.
+      main: the single-device step, with calls inlined; each equation has a role, such as `forward`.
       startup: the single-device init.
       options: the arguments of `dtrans.pserver`.
       placement: every block and its server.

@@ -34,7 +34,7 @@ from dtrans.protocol.server_blocks import StepUpdate, Vectors
 
 
 class JointUpdate:
-    """Update of a synchronous server, and its waits for other servers.
+    """Update of a synchronous server, with the waits for partial results of other servers.
 
     Args:
       update: computes the new state from the gradients.

@@ -17,7 +17,7 @@ from dtrans.protocol.server_blocks import StepUpdate
 
 
 class NewestStates:
-    """Newest states of one server, and of its replicas.
+    """Two newest states of one server, and of the servers whose states it copies.
 
     Args:
       endpoint: endpoint of the server.

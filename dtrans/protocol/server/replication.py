@@ -39,7 +39,7 @@ NewReplica = Callable[[str, Mapping[str, np.ndarray], int], StepUpdate]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Primary:
-    """Arrays that a primary sends to its backup.
+    """Arrays that a server (the *primary*) sends to the server that stores its copy (the *backup*).
 
     Attributes:
       gradients: shape and dtype of each merged gradient, by name.
@@ -52,7 +52,7 @@ class Primary:
     exchanges: Sequence[Exchange] = ()
 
     def inputs(self) -> Iterator[tuple[str, tuple[int, ...], Any]]:
-        """Yield name, shape and dtype of each input of a step."""
+        """Yield name, shape and dtype of each input of the update of one step."""
         for name, t in self.gradients.items():
             yield name, t.shape, t.dtype
         for exchange in self.exchanges:
@@ -63,7 +63,7 @@ class Primary:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replication:
-    """Replicas of one server.
+    """Servers with which one server exchanges replicas: copies of their states.
 
     Attributes:
       backup: endpoint of the server that stores the copy of this server's state.

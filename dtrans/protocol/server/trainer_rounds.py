@@ -53,7 +53,7 @@ class RoundValue:
 
 
 class TrainerRounds:
-    """Rounds of one server's trainers.
+    """Rounds of one server: exchanges of values between all trainers within a step.
 
     Args:
       count: number of trainers.

@@ -47,7 +47,7 @@ class TrainerTurn:
 
 
 class TrainerTurns:
-    """Turns of one server's trainers, and the memory of their gradients.
+    """Turns of one server's trainers: their progress in the current step, and their gradients.
 
     Args:
       served: the server's blocks.

@@ -30,7 +30,7 @@ STORED, CHANGED = 1, 2
 
 
 class UnseenChanges:
-    """Record of the rows that each trainer stores, and of changes that the trainer lacks.
+    """Record of the rows that each trainer stores, and of the changes by other trainers.
 
     Args:
       tables: maps the name of each block to its specification. Only blocks with `on_trainers`

@@ -45,7 +45,7 @@ AT = "at"  # name of a block in a `rows` message: positions of the rows that are
 
 @dataclasses.dataclass(eq=False)
 class _Announced:
-    """Rows of a block that a trainer has announced for a step.
+    """Rows of a block that a trainer has requested for a later step.
 
     Attributes:
       ids: row ids in the block.
@@ -91,7 +91,7 @@ class DueRows:
 
 
 class RowsAhead:
-    """Announcements of one server's trainers.
+    """Announcements: requests of one server's trainers for table rows of later steps.
 
     Args:
       tables: specification of each block of a table, by name.
@@ -106,7 +106,8 @@ class RowsAhead:
         return bool(self._of)
 
     def announce(self, k: int, name: str, step: int, ahead: int, ids: np.ndarray) -> DueRows | None:
-        """Record an announcement of trainer k; return the rows to send at once, or None.
+        """Record trainer k's request for rows of a later step; return the rows to send now, or
+        None.
 
         The caller has called `check` before.
 
@@ -160,7 +161,7 @@ class RowsAhead:
                     yield DueRows(k, name, target, x.ids[at], at, True)
 
     def begin(self, k: int, step: int) -> list[tuple[str, np.ndarray]]:
-        """Remove trainer k's announcements for a step; return the block and row ids of each."""
+        """Remove trainer k's announcements for a step; return (block, row ids) of each."""
         found = []
         for trainer, name, target in list(self._of):
             if (trainer, target) == (k, step):
@@ -184,7 +185,7 @@ class RowsAhead:
 
 
 class ComingRows:
-    """Announced rows that one server sends to a trainer.
+    """Rows that a trainer has requested from one server for later steps.
 
     Args:
       endpoint: endpoint of the server.

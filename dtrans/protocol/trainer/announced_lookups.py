@@ -31,7 +31,7 @@ class LookedUp:
 
 
 class AnnouncedLookups:
-    """Announced lookups of one trainer.
+    """Announced lookups of one trainer: it has requested their rows, but no step has used them.
 
     Args:
       line: function from a server's endpoint to the trainer's requests to this server.

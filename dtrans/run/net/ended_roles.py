@@ -22,7 +22,7 @@ VARIABLE = "DTRANS_ENDED_ROLES"
 
 
 class EndedRoles:
-    """Folder in which a launcher reports the roles that have ended; a context manager.
+    """Folder in which a launcher reports the roles whose processes have ended; a context manager.
 
     Example:
       >>> from dtrans.run.net.ended_roles import EndedRoles, ended_roles

@@ -49,6 +49,9 @@ WITHOUT_CUTS = "without-cuts"
 class EpochFolder:
     """Epochs and cuts of a job, read from a folder.
 
+    A *cut* is a copy of the job's state. An *epoch* is the part of a job between two losses of
+    processes.
+
     Args:
       path: the folder, which all roles and the launcher see.
     """
@@ -128,7 +131,7 @@ class EpochFolder:
         return max(self._complete_cuts(servers, dropped), default=None)
 
     def old_cut(self, servers: Collection[str]) -> int:
-        """Return the second newest complete cut; 0 if there is none.
+        """Return the step of the second newest complete cut; 0 if there is none.
 
         Roles may remove older cuts: the launcher chooses the newest one, and the second newest one
         covers a choice that is made while roles write.
@@ -137,7 +140,8 @@ class EpochFolder:
         return common[-2] if len(common) > 1 else 0
 
     def cuts_alone(self, servers: Collection[str]) -> tuple[int, ...]:
-        """Return the newest cut of each server, if all are asynchronous and have one; else ().
+        """Return the step of each server's newest cut, if all are asynchronous and have one; else
+        ().
 
         Args:
           servers: names of all servers.

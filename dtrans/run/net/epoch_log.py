@@ -26,7 +26,7 @@ NAME = "epochs.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class EpochRecord:
-    """Line of the log.
+    """Line of the log: one epoch of a job, the part between two losses of processes.
 
     Attributes:
       epoch: number of the epoch.
@@ -48,7 +48,7 @@ class EpochRecord:
 
 @dataclasses.dataclass(frozen=True)
 class EpochLog:
-    """Log in a folder of cuts.
+    """Log of a job's epochs, in the folder of the job's cuts.
 
     Attributes:
       folder: the folder.
@@ -72,7 +72,7 @@ class EpochLog:
         return Path(self.folder) / NAME
 
     def add(self, record: EpochRecord) -> None:
-        """Add a line, and flush it to the disk. The line of epoch 0 begins a new log."""
+        """Add a line, and flush the file to the disk. The line of epoch 0 begins a new log."""
         before = b""
         if record.epoch and self.path.exists():
             before = self.path.read_bytes()

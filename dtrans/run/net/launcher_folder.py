@@ -54,7 +54,8 @@ class LauncherFolder(EpochFolder):
         *,
         drops_trainers: bool = False,
     ) -> None:
-        """Begin an epoch. The file is flushed to the disk before the method returns.
+        """Write a new epoch to the folder. The file is flushed to the disk before the method
+        returns.
 
         `run`, `trainers` and `endpoints` are the same in all epochs of a job.
 
@@ -101,7 +102,7 @@ class LauncherFolder(EpochFolder):
                 shutil.rmtree(self.path / str(step), ignore_errors=True)
 
     def forget_marks(self) -> None:
-        """Remove the reports of all roles, and the cuts of trainers alone, while no role runs."""
+        """Remove the reports of all roles and the cuts of GEO-SGD trainers. No role may run."""
         for path in (self.path / "roles", self.path / "lost", *self.path.glob("trainer-*")):
             shutil.rmtree(path, ignore_errors=True)
         (self.path / WITHOUT_CUTS).unlink(missing_ok=True)

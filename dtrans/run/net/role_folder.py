@@ -99,14 +99,14 @@ class RoleFolder(EpochFolder):
                     self._remove_part(step)
 
     def enter_alone(self, epoch: Epoch) -> None:
-        """Tell the launcher that this asynchronous server takes part in an epoch, with its cuts."""
+        """Tell the launcher that this asynchronous server is in an epoch; its cuts stay valid."""
         with self._lock:
             before = self.mark()
             mark = RoleMark(epoch.number, before.cuts, is_alone=True, counts=before.counts)
             self._write_mark(mark)
 
     def mark(self) -> RoleMark:
-        """Return the last report of this role, which an earlier process may have written."""
+        """Return the last report of this role, possibly by an earlier process of the role."""
         return mark_of(read_all_json(self.path / "roles").get(self._role, {}))
 
     @property
@@ -132,7 +132,7 @@ class RoleFolder(EpochFolder):
                 self._write_mark(dataclasses.replace(self._mark, cuts=tuple(cuts)))
 
     def of_lost(self, role: str, epoch: int) -> RoleFolder:
-        """Return a lost role's view of the folder, to write the lost role's part of a cut.
+        """Return the folder as the lost role sees it, to write the lost role's part of a cut.
 
         The methods of the result raise ReplacedError when a new process of the role has started.
 

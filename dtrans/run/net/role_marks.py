@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class RoleMark:
-    """Report of one role.
+    """Report of one role to the launcher.
 
     Attributes:
       epoch: number of the epoch in which the role takes part.
@@ -49,7 +49,7 @@ class RoleMark:
         return self.ended >= epoch and {*lost} <= {*self.ended_for}
 
     def cuts_until(self, cut: int | None) -> tuple[int, ...]:
-        """Return the steps of the cuts up to the cut of an epoch, which is None without a cut."""
+        """Return the steps of the written cuts up to step `cut`; () if `cut` is None."""
         return () if cut is None else tuple(step for step in self.cuts if step <= cut)
 
 
@@ -97,7 +97,7 @@ def complete_cuts(marks: Mapping[str, RoleMark], roles: Collection[str]) -> set[
 def without_undone(
     marks: Mapping[str, RoleMark], epoch: int, cut: int | None
 ) -> dict[str, RoleMark]:
-    """Return the reports of all roles without cuts of steps that the job has undone.
+    """Return the reports of all roles, from which cuts of undone steps are removed.
 
     A role that has not entered the current epoch may have written cuts after the epoch's cut. Other
     trainers may have made these steps.
@@ -122,7 +122,7 @@ def without_undone(
 
 
 def newest_alone(marks: Mapping[str, RoleMark], servers: Collection[str]) -> tuple[int, ...]:
-    """Return the newest cut of each server, if all are asynchronous and have one; else ().
+    """Return the step of each server's newest cut, if all are asynchronous and have one; else ().
 
     Args:
       marks: the report of each role, by name.
@@ -143,7 +143,7 @@ def can_go_back(
     *,
     is_pending: bool,
 ) -> bool:
-    """Return True if roles that live can go back to a cut.
+    """Return True if the roles that were not lost can go back to a cut.
 
     All these roles must run, and must not have left the job. Each of them must also have entered an
     epoch since its start. While an epoch is pending, this last condition does not apply: a role

@@ -270,7 +270,7 @@ def _find_user(
 
 
 class Handshakes:
-    """Connection events of a connecting socket.
+    """Reader of the connection events of a connecting socket.
 
     Args:
       connecting: the socket, before it is connected.
@@ -342,7 +342,7 @@ def user_of(frame: zmq.Frame) -> str:
 
 
 class PeerIds:
-    """Ids of the connected peers of a bound socket, and of the peers that have disconnected.
+    """Ids of the peers of a bound socket: those connected, and those that have disconnected.
 
     Args:
       bound: the socket, before it is bound.

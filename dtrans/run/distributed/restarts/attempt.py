@@ -99,7 +99,7 @@ class Attempt:
         return next((child for child in self.running if child.role.name == name), None)
 
     def find_alive(self) -> set[str]:
-        """Return the names of the running roles whose end is not in the queue, either."""
+        """Return the names of the running roles, without those whose end waits in the queue."""
         events = self._queued()
         return {child.role.name for child in self.running if child not in events}
 

@@ -20,7 +20,7 @@ POLL = 0.02  # seconds between two looks at the servers' reports
 
 
 class CutsAtLoss:
-    """Cuts that the servers of a job write after a loss.
+    """Cuts that the servers of a job write after the loss of a role, from their newest states.
 
     Args:
       folder: folder of the job's epochs and cuts.

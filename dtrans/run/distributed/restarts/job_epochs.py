@@ -28,7 +28,7 @@ from dtrans.run.net.role_marks import LostReport, RoleMark, can_go_back
 
 
 class JobEpochs:
-    """Epochs of one job. A new object grants the first epoch of this launcher.
+    """Epochs of one job: the parts between losses. A new object grants this launcher's first epoch.
 
     A folder with an epoch belongs to a job whose launcher has ended. The job is continued: its next
     epoch begins at the newest complete cut, or at the newest cut of each asynchronous server.
@@ -158,7 +158,7 @@ class JobEpochs:
         self._cuts_at_loss.request(self.epoch.number, marks, lost, running, is_stopped)
 
     def note_loss(self, name: str) -> bool:
-        """Record the loss of a role; return True if no cut is newer than the role's last loss."""
+        """Record a loss of a role; return True if no cut was written since its last loss."""
         if not self.has_marks:
             return False
         newest = self._newest()
@@ -167,7 +167,7 @@ class JobEpochs:
         return is_crash_loop
 
     def _newest(self, dropped: Collection[int] | None = None) -> int | tuple[int, ...] | None:
-        """Return the newest common cut, or asynchronous servers' newest cuts, or None.
+        """Return the step of the newest common cut, the steps of asynchronous cuts, or None.
 
         Args:
           dropped: as for `EpochFolder.newest_cut`.
@@ -231,7 +231,7 @@ class JobEpochs:
         self._grant_next(lost, reason, self.epoch.dropped)
 
     def find_unable(self, running: Collection[str]) -> str | None:
-        """Return a role that left or ended before it entered a pending epoch, or None.
+        """Return a role that left or ended before it entered the pending epoch, or None.
 
         Args:
           running: names of the running roles.
@@ -277,6 +277,6 @@ class JobEpochs:
         self._grants.write(self.epoch, self._started, lost, reason)
 
     def _current_marks(self) -> dict[str, RoleMark]:
-        """Return the marks of the current processes, without those of earlier processes."""
+        """Return the report of each role's current process, by role name."""
         marks = self._folder.marks()
         return {n: x for n, x in marks.items() if x.epoch >= self._started.get(n, 0)}

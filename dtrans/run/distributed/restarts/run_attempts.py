@@ -203,7 +203,7 @@ class Restarts:
         )
 
     def _goes_back(self, attempt: Attempt, loss: RoleLoss, shared: Mapping[str, str]) -> bool:
-        """Continue in place, with or without the lost role. Return False if that is impossible."""
+        """Continue without a restart of all roles. Return False if that is impossible."""
         if loss.is_dropped:
             self._drop(attempt, loss.child)
         elif self._can_go_back(attempt, loss.child):
@@ -281,7 +281,7 @@ class Restarts:
     # -- reports of roles ------------------------------------------------------------------------
 
     def _look(self, attempt: Attempt) -> None:
-        """Check whether all roles can go back, and whether a role has lost another one."""
+        """Act on reports of lost roles; start all roles again if one can no longer go back."""
         assert self._epochs is not None
         self._spares.renew(self._epochs)
         running = _names(attempt)

@@ -160,7 +160,7 @@ class Spares:
         child.begin()
 
     def _on_end(self, child: SpareChild, epoch: int) -> None:
-        """Decide whether another spare starts after the end of a spare, and warn the user."""
+        """Warn the user that a spare has ended, and decide whether another spare starts."""
         if is_lost(child, was_reached=True):
             self._lost_in = epoch
             say(f"a spare failed with {child.how()}; the next one starts after the next restart")
@@ -174,7 +174,7 @@ class Spares:
         )
 
     def _remove_next(self) -> SpareChild:
-        """Wait for the end of a spare, remove the spare and return it."""
+        """Wait for the end of a spare; remove the spare and return it."""
         child = self._ended.get()
         self._waiting.remove(child)
         child.reap()
