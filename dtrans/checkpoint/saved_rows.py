@@ -156,7 +156,7 @@ class SavedTable(TableRows):
 
 
 class TableArray(ArrayLike):
-    """One array of a table's block: the parameter's rows (index 0), or those of optimizer state."""
+    """One array of a table's block: the parameter's rows (index 0), or rows of optimizer state."""
 
     def __init__(self, like: Any, table: TableRows, index: int) -> None:
         super().__init__(like, table)

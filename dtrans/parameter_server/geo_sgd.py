@@ -227,7 +227,7 @@ class GeoTrainerSide:
         return self._without_tables(with_shared_leaves(self.step), trainer_id)
 
     def _without_tables(self, step: Cut, trainer_id: int) -> Program:
-        """Return the program of one trainer without tables."""
+        """Return one trainer's program in a plan without tables."""
         source = step.program
         outs: dict[str, Any] = source.outvars
         b = Builder(source.jaxpr)
@@ -243,7 +243,8 @@ class GeoTrainerSide:
         )
 
     def _with_tables(self, step: Cut, trainer_id: int) -> Program:
-        """Return one trainer's program with tables: a step on the rows of its batch, and a `send`.
+        """Return one trainer's program in a plan with tables: a step on the batch's rows, and a
+        `send`.
 
         Args:
           step: the step; its `optimized` contains every parameter that the update changes.

@@ -142,7 +142,7 @@ def _choose_update(
     beside: Sequence[str],
     otherwise: str,
 ) -> Table:
-    """Return one `Table`; raise ConfigError for an option that this table cannot have."""
+    """Return the `Table` of one leaf; raise ConfigError if the leaf cannot have this option."""
     zero = at_zero_gradient(analysis, name, constant_outputs(startup))
     if beside:
         moves = (*zero.moves, *(name + suffix for suffix in beside))

@@ -224,7 +224,7 @@ def _follow(
     *,
     any_gradient: bool = False,
 ) -> _FollowedRow:
-    """Evaluate an update for one row of a leaf; return which values are known numbers.
+    """Evaluate an update for one row of a leaf; return the abstract values of all variables.
 
     Args:
       begins: maps each array of the state that is filled with one number to this number.

@@ -13,7 +13,7 @@ GRACE = 0.5
 
 
 class LostTrainers:
-    """Losses of one server's trainers.
+    """Record of one server's lost trainers.
 
     Args:
       endpoint: the server's endpoint, for error texts.

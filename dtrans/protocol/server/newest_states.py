@@ -80,5 +80,5 @@ class NewestStates:
 
     @property
     def lacks_results(self) -> bool:
-        """True if this server merges the results of the newest step, and has not sent them yet."""
+        """True if this server must still send merged results of the newest step to trainers."""
         return self._rounds.merges_results and not self.has_merged_results

@@ -15,7 +15,7 @@ from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry
 
 
 class SaveRequests:
-    """Requests for checkpoints of one server.
+    """Requests of one server's trainers for checkpoints.
 
     Args:
       trainers: the server's trainers.

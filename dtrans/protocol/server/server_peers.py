@@ -263,7 +263,7 @@ class ServerPeers:
         self._arrivals = {key: a for key, a in self._arrivals.items() if key[0] > step}
 
     def named(self, endpoints: Sequence[str]) -> str:
-        """Return a text with the names of peers, and of those peers that have not connected."""
+        """Return a text that names peers, and marks those that have not connected."""
         servers = ("pserver " if len(endpoints) == 1 else "pservers ") + ", ".join(endpoints)
         absent = [ep for ep in endpoints if self.known[ep].address is None]
         return f"{servers} (not connected: {', '.join(absent)})" if absent else servers

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class ServerConnections:
-    """All connections of one process.
+    """Connections of one trainer process to its servers.
 
     Args:
       deadline: seconds that a server's answer may take.
@@ -220,7 +220,7 @@ class ServerConnections:
             self._opened = None
 
     def rejoin(self, epoch: int) -> None:
-        """Leave the connections of an old epoch, so that the next use connects to a later one.
+        """Leave the servers of an old epoch; the next use connects to servers of a later epoch.
 
         Args:
           epoch: the smallest possible number of the later epoch.

@@ -40,7 +40,7 @@ from dtrans.run.parameter_server.update import (
 
 
 class SyncUpdate:
-    """Updates of one server.
+    """State of one synchronous server, and its compiled update.
 
     Args:
       update: the server's update, which uses the gradients of all trainers.

@@ -13,8 +13,10 @@ from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 
 
 def is_numbered(at: StagePlacement, p: Program, batch: Mapping[str, Any]) -> bool:
-    """Return True if a program needs the index of the micro-batch. A program needs the index if
-    there are several micro-batches, and the program reads rows of the batch or a PRNG key.
+    """Return True if a program needs the index of the micro-batch.
+
+    A program needs the index if it reads rows of the batch, or a PRNG key, and there are several
+    micro-batches.
     """
     if at.plan.options.num_micro_batch == 1:
         return False

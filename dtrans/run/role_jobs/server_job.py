@@ -146,7 +146,7 @@ class ServerJob(RoleJob):
 
     @property
     def _number_of_restored(self) -> int:
-        """The number that is the name of the restored checkpoint; 0 if there is no such number."""
+        """The name of the restored checkpoint as an integer; 0 if the name is not a number."""
         if self.restored is not None and self.restored.name.isdecimal():
             return int(self.restored.name)
         return 0

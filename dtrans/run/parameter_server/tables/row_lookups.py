@@ -23,7 +23,7 @@ from dtrans.run.parameter_server.server_connections import ServerConnections
 
 
 class RowLookups:
-    """Lookups of table rows of one trainer.
+    """One trainer's lookups of table rows on servers.
 
     Args:
       connections: the trainer's connections to servers.
