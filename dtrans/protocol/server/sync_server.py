@@ -213,7 +213,7 @@ class SyncServer:
         self._open_turn(k, message, f"a `{message.op}` in")
 
     def saving(self, k: int, message: wire.Message) -> None:
-        """Record that trainer k waits for a checkpoint: its silence is then no missed deadline."""
+        """Record that trainer k waits for a checkpoint, so that its deadline starts again."""
         self._check_step(message)
         self._waits.note_saving(k)
 

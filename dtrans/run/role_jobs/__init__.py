@@ -7,8 +7,9 @@
     trainer_cuts        base of a trainer's cuts; `leaf_cuts` and `geo_cuts` are the two kinds
     cut_file            file of a trainer's cut
     return_to_cut       return of a trainer to a cut, after the loss of a process
-    log_replay          `dtrans.replay`: computes a job again from the log of its epochs
+    log_replay          `dtrans.replay`: repeats the steps of a job with cuts in one process
 
-A job gives the programs of its role to a `dtrans.Executor`. `dtrans.run.parameter_server` executes
-their communication, and has the cuts of servers.
+A *cut* is a copy of the state, to which a job goes back after the loss of a process. A job gives
+the programs of its role to a `dtrans.Executor`. `dtrans.run.parameter_server` executes the
+communication of these programs, and writes the cuts of servers.
 """

@@ -1,4 +1,4 @@
-"""Base of the cuts of one trainer. A cut contains values that no server stores.
+"""Base class for the cuts of one trainer: copies of the state that no server stores.
 
     leaf_cuts    leaves that each trainer computes itself
     geo_cuts     state of a trainer of GEO-SGD
@@ -71,7 +71,7 @@ class TrainerCuts(ABC):
 
     @property
     def _epochs(self) -> RoleFolder:
-        """The folder of the job's epochs and cuts. Call this only in a job with cuts."""
+        """The folder of the job's epochs and cuts. Only jobs with cuts have this folder."""
         assert self._folder is not None
         return self._folder
 
