@@ -112,7 +112,7 @@ def _backups(
 
 
 def moving_suffixes(mode: Mode) -> tuple[str, ...]:
-    """Return name suffixes of the added arrays that change even if the gradient is zero."""
+    """Return suffixes of added arrays (backups, mean squares) that change at zero gradients."""
     delay = mode.delay if isinstance(mode, Async | HalfAsync) else None
     if delay is None or delay.decay is None:
         return ()

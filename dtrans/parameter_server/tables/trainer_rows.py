@@ -195,7 +195,7 @@ class TableWriter:
         self.writer.shared.update(zip(eqn.outvars, eqn.outvars, strict=True))
 
     def _ids(self, table: TableLookups, wide: WideNumbers) -> list[Atom]:
-        """Return the row ids that a step looks up in a table, before JAX narrows them."""
+        """Return the row ids that a step looks up in a table, not truncated to 32 bits."""
         found: list[Atom] = []
         for atom, component in table.ids:
             if component is not None:

@@ -136,7 +136,7 @@ def at_zero_gradient(analysis: RowAnalysis, leaf: str, begins: Mapping[Any, Any]
 def _moves(
     analysis: RowAnalysis, leaf: str, rows: Mapping[str, Var], begins: Mapping[Any, Any]
 ) -> tuple[_FollowedRow, tuple[str, ...]]:
-    """Evaluate the update for a row with zero gradient; return the row and the arrays that change.
+    """Evaluate the update for a row with zero gradient; return values and names of changed arrays.
 
     Args:
       rows: the arrays with rows of the leaf, by name.
@@ -454,9 +454,9 @@ class _FollowedRow:
 
 
 def _conditions_are_in_operands(eqn: JaxprEqn) -> bool:
-    """Return True if an equation computes no condition itself, as a comparison would.
+    """Return True if an equation depends on conditions only through its operands.
 
-    The conditions on which it depends are then found in its operands.
+    A comparison, in contrast, computes a condition itself.
     """
     is_logic = eqn.primitive.name in ("and", "or", "xor", "not")
     compares = any(v.aval.dtype == bool for v in eqn.outvars) and not is_logic

@@ -111,7 +111,7 @@ class AsyncServer:
         return self.counts.largest
 
     def count_of(self, k: int) -> int | None:
-        """Return the number of trainer k's steps, for its welcome; None if it is 0."""
+        """Return the number of trainer k's steps, to be sent to trainer k; None for 0 steps."""
         return self.counts.of_trainer(k) or None
 
     def progress(self) -> dict[int, int]:

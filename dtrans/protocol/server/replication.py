@@ -113,7 +113,7 @@ class Replica:
         self._step = 0  # number of updates in the copy
 
     def take(self, message: wire.Message) -> bool:
-        """Store a part of the state, or of the inputs of a step. Return True if it was the last.
+        """Store a part of the state, or of the inputs of a step. Return True for the last part.
 
         Raises:
           WireError: the message is not expected. Nothing has been stored.

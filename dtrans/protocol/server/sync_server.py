@@ -318,7 +318,7 @@ class SyncServer:
         self._joint.replicate_state()
 
     def heard_backup(self) -> None:
-        """Answer trainers if they waited for the backup, which now has the step's inputs."""
+        """Answer the trainers if the update waited only for the backup's acknowledgement."""
         if self._joint.end_wait_for_backup():
             self._finish()
 

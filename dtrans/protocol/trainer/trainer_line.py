@@ -60,7 +60,7 @@ class TrainerLine(ServerConnection):
 
     @property
     def steps_so_far(self) -> int:
-        """Number of this trainer's steps. Steps that a communicator sends do not count."""
+        """Number of this trainer's steps, without those that a background thread sends."""
         # an asynchronous trainer numbers its steps from 0 on each connection
         return self.step if self._hello["sync_mode"] else self.count + self.step
 

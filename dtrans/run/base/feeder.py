@@ -143,7 +143,7 @@ class Feed(Iterator[Any]):
         """Continue at the position that `state_dict` returned, also in another process.
 
         Args:
-          state: the dict.
+          state: the dict that `state_dict` returned.
         """
         self.close()
         position, saved = state["position"], state["source"]

@@ -46,7 +46,7 @@ class PushQueue(Protocol):
 
 
 class GeoTrainer:
-    """Local steps of one trainer, with pushes and pulls.
+    """GEO-SGD of one trainer: local steps, pushes of changes, and pulls of parameters.
 
     Args:
       communicator: sends pushes and receives parameters. Only this trainer uses it.

@@ -414,9 +414,9 @@ class _OrderedServer:
         self.state: dict[str, Any] = dict(self._blocks.state)
 
     def settled(self, trainers: int) -> Values:
-        """Return the state in which every trainer has received the newest blocks.
+        """Return this server's state as if every trainer had just received the newest blocks.
 
-        With delay compensation, the stored copies of the blocks equal the blocks.
+        With delay compensation, the stored copies of the blocks then equal the blocks.
         """
         copies = {backup_of(n, k): self.state[n] for n in self._backed for k in range(trainers)}
         return {**self.state, **copies}

@@ -150,7 +150,7 @@ class ServerConnections:
 
     @property
     def steps_between_cuts(self) -> int:
-        """Number of steps between two cuts of the first server; 0 if it writes no cuts."""
+        """Number of steps between two cuts, as the first server reports it; 0 without cuts."""
         return next((link.line.every for link in self._links.values()), 0)
 
     @property

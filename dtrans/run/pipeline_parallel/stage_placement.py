@@ -77,7 +77,7 @@ class StagePlacement:
         return self.plan.device_of(stage) if name in self.plan.model.homes else stage
 
     def first_place(self, name: str) -> int:
-        """Return the place (see `place`) of a state array; 0 if every stage stores the array."""
+        """Return the index of the first stored copy of a state array (its *place*)."""
         home = self.plan.home(name)
         if home is None:
             return 0

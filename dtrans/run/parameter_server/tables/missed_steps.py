@@ -298,7 +298,7 @@ def _read_beside_rows(update: ServerUpdate, table: TableBlock) -> dict[str, Any]
 
 
 def _find_resting(table: TableBlock, state: Arrays) -> np.ndarray:
-    """Return a mask of a block's rows that no step has updated, according to their state."""
+    """Return a mask of the rows whose optimizer state shows that no step has updated the row."""
     found = np.ones(table.rows, bool)
     for n, number in (table.rests or {}).items():
         found &= (state[n] == number).reshape(table.rows, -1).all(1)
