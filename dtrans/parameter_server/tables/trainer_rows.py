@@ -260,7 +260,7 @@ def _position_of(number: jax.Array, uniq: jax.Array) -> jax.Array:
 
 
 def without_unused(b: Builder, outs: Sequence[Atom]) -> None:
-    """Remove the equations of a builder whose outputs are not used.
+    """Remove those equations of a builder whose outputs no equation or result uses.
 
     Equations that communicate or have effects stay.
 

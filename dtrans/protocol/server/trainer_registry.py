@@ -108,7 +108,9 @@ class TrainerRegistry:
         return self.unseen + [k for k in self.present if k not in said]
 
     def all_said(self, said: Collection[int]) -> bool:
-        """Return True if `said` contains every trainer that has not left; False if it is empty."""
+        """Return True if `said` contains every trainer that has not left, and `said` is not
+        empty.
+        """
         return bool(said) and not self.due(said)
 
     @property

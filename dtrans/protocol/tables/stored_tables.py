@@ -70,7 +70,7 @@ class StoredTables(Protocol):
         """Return a report of each block."""
 
     def evict(self, name: str, unused_for: int, under_way: np.ndarray) -> int:
-        """Evict the rows of a block without a recent gradient; return their number.
+        """Evict those rows of a block that have no recent gradient; return how many were evicted.
 
         Args:
           name: name of the block.

@@ -56,7 +56,7 @@ class ServerTables:
         return TableReport(*place, table.rows, size, None, 0, self._steps(table.name))
 
     def evict(self, name: str, unused_for: int, under_way: np.ndarray) -> int:
-        """Evict the rows without a gradient in the last `unused_for` steps; return their number.
+        """Evict the rows without a gradient in the last `unused_for` steps; return how many.
 
         Args:
           name: name of the block.

@@ -171,7 +171,7 @@ class TableMemory:
         return self.arrays
 
     def evict(self, unused_for: int, under_way: np.ndarray) -> int:
-        """Evict the rows without a gradient in the last `unused_for` steps; return their number.
+        """Evict the rows without a gradient in the last `unused_for` steps; return how many.
 
         Evicted rows do not exist any more. Their next use initializes them again.
 
