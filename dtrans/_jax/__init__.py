@@ -20,6 +20,7 @@ from dtrans._jax.equation_params import (
     axes_of as axes_of,
     bodies as bodies,
     call_body as call_body,
+    call_operands as call_operands,
     checkpoint_name_of as checkpoint_name_of,
     closed_over as closed_over,
     combiner_of as combiner_of,

@@ -16,7 +16,17 @@ import jax
 
 from dtrans._jax.imports import Atom, ClosedJaxpr, JaxprEqn, Var
 from dtrans._jax.jaxprs import opened
-from dtrans._jax.primitives import CALLS, COND, CUSTOM_RULES, CUSTOM_VJP, JIT, REMAT, SCAN, WHILE
+from dtrans._jax.primitives import (
+    CALLS,
+    COND,
+    CUSTOM_RULES,
+    CUSTOM_VJP,
+    JIT,
+    LINEAR_SOLVE,
+    REMAT,
+    SCAN,
+    WHILE,
+)
 from dtrans.errors import TraceError
 
 
@@ -70,17 +80,27 @@ def call_body(eqn: JaxprEqn, *, rules: bool) -> Any | None:
     """Return the body of a call that can be inlined; None for other equations.
 
     Custom derivative rules are useless after differentiation, so calls with such rules can be
-    inlined then. `jax.checkpoint` is never inlined: the call keeps XLA from merging recomputed
-    values.
+    inlined then. The body of a `custom_linear_solve` is its `solve`. `jax.checkpoint` is never
+    inlined: the call keeps XLA from merging recomputed values.
 
     Args:
       eqn: the equation.
       rules: True to return None for calls with custom derivative rules.
     """
     name = eqn.primitive.name
+    if name == LINEAR_SOLVE and not rules:
+        return linear_solve(eqn, eqn.invars)[0]
     if is_plain_jit(eqn) or name in CALLS or (name in CUSTOM_RULES and not rules):
         return bodies(eqn)[0]
     return None
+
+
+def call_operands(eqn: JaxprEqn) -> Sequence[Any]:
+    """Return the operands of the body of a call."""
+    if eqn.primitive.name == LINEAR_SOLVE:
+        return linear_solve(eqn, eqn.invars)[1]
+    operands: Sequence[Any] = eqn.invars
+    return operands
 
 
 def is_plain_jit(eqn: JaxprEqn) -> bool:

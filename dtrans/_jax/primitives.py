@@ -29,6 +29,7 @@ from dtrans.errors import UnknownPrimitiveWarning
 SCAN, WHILE, COND = "scan", "while", "cond"
 LOOPS = (SCAN, WHILE)
 REMAT = ("remat2", "remat", "checkpoint")  # names of `jax.checkpoint` in different versions of JAX
+LINEAR_SOLVE = "custom_linear_solve"
 # from jax 0.11, the last name replaces the two names before it
 CALLS = (
     "closed_call",
@@ -182,7 +183,7 @@ RECORDS: tuple[tuple[str, PrimitiveFacts], ...] = (
     ("select_n", _F(elementwise=True, moves=(1, ...), linear_in=((1, ...),))),
     ("copy copy_p name stop_gradient", _IDENTITY),
     (
-        "optimization_barrier",
+        "device_put optimization_barrier",
         _F(
             elementwise=True,
             moves=(0, ...),
@@ -271,8 +272,7 @@ RECORDS: tuple[tuple[str, PrimitiveFacts], ...] = (
     ("fft", _F(linear_in=((0,),), last_axes=lambda eqn: len(eqn.params["fft_lengths"]))),
     # counters, keys, and placement of arrays
     (
-        "device_put dce_sink empty empty2 iota pbroadcast pvary random_seed random_unwrap "
-        "random_wrap",
+        "dce_sink empty empty2 iota pbroadcast pvary random_seed random_unwrap random_wrap",
         _NO_FLOPS,
     ),
     ("sharding_constraint", _NO_FLOPS),

@@ -383,7 +383,7 @@ def _convolution(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
 
 RULES: Mapping[str, Callable[[JaxprEqn, Ins, Shards], Strategy | None]] = {
     "reshape": _reshape,
-    "optimization_barrier": _keep_layouts,
+    **dict.fromkeys(("device_put", "optimization_barrier"), _keep_layouts),
     "all_reduce": _keep_layouts,  # this all_reduce is over another mesh axis, so layouts stay
     "argmax": _arg_reduce,
     "argmin": _arg_reduce,

@@ -19,6 +19,7 @@ from dtrans._jax import (
     Literal,
     Var,
     call_body,
+    call_operands,
     closed,
     constants,
     live_part,
@@ -78,7 +79,7 @@ def inline_calls(
                 eqns.append(wrap(eqn.replace(invars=ins, outvars=outs)))
                 continue
             sub = opened(body)
-            operands = [_replaced(env, a) for a in eqn.invars]
+            operands = [_replaced(env, a) for a in call_operands(eqn)]
             inside: dict[Var, Atom] = dict(zip(sub.invars, operands, strict=True))
             for var, value in zip(sub.constvars, constants(body), strict=True):
                 if id(value) not in hoisted:
