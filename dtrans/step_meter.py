@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import html
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -60,6 +61,13 @@ class JobReport:
             share = f", {seconds / self.seconds:.0%}" if self.seconds else ""
             lines.append(f"  {name:17}  {seconds:.3f} s{share}")
         return "\n".join([*lines, str(self.costs)])
+
+    def __repr__(self) -> str:
+        return f"<JobReport: {self.steps} steps, {self.steps_per_second:,.2f} a second>"
+
+    def _repr_html_(self) -> str:
+        times = str(self).removesuffix(str(self.costs))
+        return f"<pre>{html.escape(times)}</pre>{self.costs._repr_html_()}"
 
 
 _last: StepMeter | None = None

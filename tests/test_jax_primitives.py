@@ -209,6 +209,7 @@ EXAMPLES: dict[str, list[tuple[Callable[..., Any], tuple[Any, ...]]]] = {
     "reduce_precision": [(lambda x: lax.reduce_precision(x, 8, 50), (F,))],
     "copy": [(jnp.copy, (F,))],
     "name": [(lambda x: checkpoint_name(x, "x"), (F,))],
+    "device_put": [(lambda x: jax.device_put(x, jax.memory.Space.Device), (F,))],
     "optimization_barrier": [(lambda *xs: lax.optimization_barrier(xs), (F, 2 * F))],
     "bitcast_convert_type": [(lambda x: lax.bitcast_convert_type(x, np.int64), (F,))],
     "convert_element_type": [(lambda x, t=t: lax.convert_element_type(x, t), (x,))

@@ -7,6 +7,8 @@ from functools import partial
 
 import jax
 
+from dtrans.ir.pytree import short_repr
+
 
 @partial(
     jax.tree_util.register_dataclass, data_fields=["params", "opt_state", "extra"], meta_fields=[]
@@ -24,3 +26,5 @@ class CollectiveState:
     params: dict[str, jax.Array]
     opt_state: dict[str, jax.Array]
     extra: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+
+    __repr__ = short_repr

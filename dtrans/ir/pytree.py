@@ -22,6 +22,7 @@ from jax.tree_util import PyTreeDef, keystr
 
 from dtrans._jax import plain_array
 from dtrans.errors import BatchError, TraceError
+from dtrans.ir.cost import nbytes
 from dtrans.ir.selection import values_at
 
 
@@ -36,6 +37,21 @@ def is_array(leaf: Any) -> bool:
 def array_leaves(tree: Any) -> list[Any]:
     """Return the array leaves of a pytree, in order."""
     return [x for x in jax.tree.leaves(tree) if is_array(x)]
+
+
+def short_repr(state: Any) -> str:
+    """Return a text for `repr` without the entries of the arrays.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from dtrans.data_parallel.state import CollectiveState
+      >>> CollectiveState({"params/w": jnp.ones(3)}, {})
+      <CollectiveState: 1 array, 12 bytes>
+    """
+    arrays = array_leaves(state)
+    size = sum(nbytes(x) for x in arrays)
+    noun = "array" if len(arrays) == 1 else "arrays"
+    return f"<{type(state).__name__}: {len(arrays)} {noun}, {size:,} bytes>"
 
 
 def is_differentiable(leaf: Any) -> bool:

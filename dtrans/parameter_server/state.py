@@ -7,6 +7,8 @@ from functools import partial
 
 import jax
 
+from dtrans.ir.pytree import short_repr
+
 
 @partial(jax.tree_util.register_dataclass, data_fields=["params", "servers"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
@@ -21,3 +23,5 @@ class MeshState:
 
     params: dict[str, jax.Array]
     servers: dict[str, dict[str, jax.Array]]
+
+    __repr__ = short_repr

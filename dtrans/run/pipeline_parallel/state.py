@@ -14,7 +14,7 @@ from dtrans._jax import ClosedJaxpr
 from dtrans.ir.array_fns import padded_to
 from dtrans.ir.builder import Builder
 from dtrans.ir.inline import eliminate_dead
-from dtrans.ir.pytree import TreeSpec
+from dtrans.ir.pytree import TreeSpec, short_repr
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.run.base.state import check_arrays, check_kind, check_types, missing_array
 from dtrans.run.pipeline_parallel.stage_devices import SAME
@@ -37,6 +37,8 @@ class PipelineState:
     params: dict[str, jax.Array]
     opt_state: dict[str, jax.Array]
     extra: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+
+    __repr__ = short_repr
 
 
 @dataclasses.dataclass(frozen=True)

@@ -174,6 +174,24 @@ def test_an_error_of_the_iterator_comes_where_the_batch_was_to_come() -> None:
         pass
 
 
+@pytest.mark.parametrize("strategy", ["pserver", "nccl2", "pipeline"])
+def test_a_state_prints_without_its_arrays(strategy: str) -> None:
+    tx = optax.adam(0.1)
+    init = lambda key: (p := {"w": jax.random.normal(key, (64, 64))}, tx.init(p))
+    step = dtrans.make_train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx)
+    key = jax.random.key(0)
+    programs = dtrans.trace(step, *init(key), np.ones((8, 64))), dtrans.trace(init, key)
+    options: dict[str, dict[str, Any]] = {
+        "pserver": {"pservers": "a:1", "trainers": 2},
+        "nccl2": {"trainers": 2},
+        "pipeline": {"num_stages": 1, "num_micro_batch": 2},
+    }
+    state = getattr(dtrans, strategy)(*programs, **options[strategy]).simulate().init(key)
+    arrays = jax.tree.leaves(state)
+    size = sum(x.nbytes for x in arrays)
+    assert repr(state) == f"<{type(state).__name__}: {len(arrays)} arrays, {size:,} bytes>"
+
+
 # -- report and trace ------------------------------------------------------------------------------
 
 
@@ -191,6 +209,8 @@ def test_a_report_counts_steps_and_says_where_time_went(monkeypatch: pytest.Monk
     found = job.report()
     assert (found.steps, found.first, found.seconds, found.in_step) == (3, 5.0, 4.0, 1.5)
     assert (found.waiting, found.elsewhere, found.steps_per_second) == (1.0, 1.5, 0.5)
+    assert repr(found) == "<JobReport: 3 steps, 0.50 a second>"
+    assert "<pre>3 steps, 0.50 a second" in found._repr_html_() and "<table" in found._repr_html_()
     text = str(found)
     assert "3 steps, 0.50 a second after the first (5.000 s)" in text
     assert "in step            1.500 s, 38%" in text and "bytes sent" in text
