@@ -73,6 +73,7 @@ from dtrans.step.frozen import check_frozen
 
 # format of a piece: with `arrays` only; with `rows`; with `dense`
 FORMAT, FORMAT_TABLES, FORMAT_FILES = 1, 2, 3
+OVERVIEW_FILE = "metadata"  # JSON file in `overview`, as orbax names it
 ORBAX_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")  # files that orbax adds to a piece
 
 Folder = str | os.PathLike[str]
@@ -489,7 +490,7 @@ def _about(layout: PieceLayout, who: str, mark: Mark) -> dict[str, Any]:
 def _save_piece(
     place: Path, values: Mapping[str, Any], about: Mapping[str, Any], *, serving: bool = False
 ) -> None:
-    """Write a piece with orbax under a temporary name, and rename it."""
+    """Write a piece under a temporary name, and rename it; a running server needs no orbax."""
     tables = _tables_in(values)
     by_rows = set[str]()
     for table in tables:
@@ -502,6 +503,19 @@ def _save_piece(
         # Orbax refuses arrays without elements. Nothing is lost, since their types are saved.
         if n not in by_rows and math.prod(x.shape):
             arrays[n] = to_orbax(x)
+    if serving:
+        unfinished = _unfinished(place)
+        shutil.rmtree(unfinished, ignore_errors=True)  # a process that crashed has left it
+        unfinished.mkdir()
+        types = write_arrays(unfinished / "dense", arrays)
+        about = _with_tables(unfinished, tables, about)
+        files = {"format": max(about["format"], FORMAT_FILES), "dense": types}
+        overview = unfinished / "overview"
+        overview.mkdir()
+        (overview / OVERVIEW_FILE).write_text(json.dumps({**about, **files}))
+        _sync_tree(unfinished)
+        unfinished.rename(place)
+        return
     ocp, (handler, args) = _orbax(), _piece_types()
     with (
         _one_at_a_time,
@@ -509,7 +523,21 @@ def _save_piece(
             handler(*_handlers()), multiprocessing_options=_single_process()
         ) as checkpointer,
     ):
-        checkpointer.save(place, args=args(arrays, tables, about, serving))
+        checkpointer.save(place, args=args(arrays, tables, about))
+
+
+def _unfinished(place: Path) -> Path:
+    """Return the temporary name of a piece; orbax uses the same name."""
+    return place.with_name(f"{place.name}.orbax-checkpoint-tmp")
+
+
+def _with_tables(
+    folder: Path, tables: Sequence[TableRows], about: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write the rows of tables to a piece; return the description of the piece with its tables."""
+    if not tables:
+        return dict(about)
+    return {**about, "format": FORMAT_TABLES, "tables": write_tables(folder / "rows", tables)}
 
 
 def _tables_in(values: Mapping[str, Any]) -> list[TableRows]:
@@ -530,7 +558,7 @@ def _write_errors(who: str, place: Path) -> Iterator[None]:
         raise
     except (OSError, ValueError) as e:  # orbax raises ValueError for a full disk
         # Remove the incomplete files, which would fill the disk.
-        shutil.rmtree(place.with_name(f"{place.name}.orbax-checkpoint-tmp"), ignore_errors=True)
+        shutil.rmtree(_unfinished(place), ignore_errors=True)
         raise StateError(
             f"the piece of {who} cannot be written to {place}: {e}; free space, or allow this "
             "process to write there. Earlier checkpoints are unchanged"
@@ -917,24 +945,12 @@ def _piece_types() -> tuple[Any, Any]:
             self.arrays, self.overview = arrays, overview
 
         def save(self, directory: Any, args: Args) -> None:
-            about = dict(args.overview)
-            if args.tables:
-                about |= {
-                    "format": FORMAT_TABLES,
-                    "tables": write_tables(Path(directory) / "rows", args.tables),
-                }
-            arrays = args.arrays
-            if args.serving:
-                about |= {
-                    "format": max(about["format"], FORMAT_FILES),
-                    "dense": write_arrays(Path(directory) / "dense", arrays),
-                }
-                arrays = {}
+            about = _with_tables(Path(directory), args.tables, args.overview)
             (directory / "overview").mkdir()
             self.overview.save(directory / "overview", args=ocp.args.JsonSave(about))
-            if arrays:
+            if args.arrays:
                 (directory / "arrays").mkdir()
-                self.arrays.save(directory / "arrays", args=ocp.args.PyTreeSave(arrays))
+                self.arrays.save(directory / "arrays", args=ocp.args.PyTreeSave(args.arrays))
 
         def finalize(self, directory: Any) -> None:
             if (directory / "arrays").exists():
@@ -950,7 +966,6 @@ def _piece_types() -> tuple[Any, Any]:
         arrays: Mapping[str, Any]
         tables: Sequence[TableRows]
         overview: Mapping[str, Any]
-        serving: bool
 
     return Handler, Args
 
