@@ -9,6 +9,7 @@ of a step on the load of the host.
 from __future__ import annotations
 
 import cProfile
+import mmap
 import os
 import pstats
 import shutil
@@ -26,6 +27,7 @@ import typer
 import dtrans
 from dtrans.checkpoint import api as checkpoint
 from dtrans.checkpoint.runs import Mark
+from dtrans.protocol.buffers import BufferPool
 
 
 def loss(params, x):
@@ -50,9 +52,13 @@ def main(
     servers = ["127.0.0.1:1", "127.0.0.1:2"]
     plan = dtrans.pserver(main_program, dtrans.trace(init, key), pservers=servers, trainers=2)
     endpoint = next(iter(plan.servers))
+    # a server's copies of its arrays are page-aligned, too
+    pool = BufferPool(mmap.PAGESIZE)
     state = {}
     for row in plan.overview.by_endpoint(endpoint):
-        state[row.slice_name] = np.ones(row.slice_shape, row.dtype)
+        copy = pool.take(row.slice_name, row.slice_shape, row.dtype)
+        copy.fill(1)
+        state[row.slice_name] = copy
 
     writes, removals = [], []
     profiler = cProfile.Profile()

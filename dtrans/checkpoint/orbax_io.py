@@ -18,6 +18,9 @@ folder. A complete checkpoint is never overwritten.
 The files of a piece are flushed to the disk before the piece is renamed. The new name is flushed
 before `write` returns.
 
+A running server writes its piece without orbax, which needs several milliseconds of processor time
+for each piece.
+
 Orbax assumes that all processes of a `jax.distributed` job write one checkpoint together: processes
 wait for each other, and only one of them writes a NumPy array. But here each piece belongs to one
 process. So each process tells orbax that it is the only one. An array must then be a replicated
