@@ -507,17 +507,7 @@ def _save_piece(
         if n not in by_rows and math.prod(x.shape):
             arrays[n] = to_orbax(x)
     if serving:
-        unfinished = _unfinished(place)
-        shutil.rmtree(unfinished, ignore_errors=True)  # a process that crashed has left it
-        unfinished.mkdir()
-        types = write_arrays(unfinished / "dense", arrays)
-        about = _with_tables(unfinished, tables, about)
-        files = {"format": max(about["format"], FORMAT_FILES), "dense": types}
-        overview = unfinished / "overview"
-        overview.mkdir()
-        (overview / OVERVIEW_FILE).write_text(json.dumps({**about, **files}))
-        _sync_tree(unfinished)
-        unfinished.rename(place)
+        _save_files(place, arrays, tables, about)
         return
     ocp, (handler, args) = _orbax(), _piece_types()
     with (
@@ -527,6 +517,26 @@ def _save_piece(
         ) as checkpointer,
     ):
         checkpointer.save(place, args=args(arrays, tables, about))
+
+
+def _save_files(
+    place: Path,
+    arrays: Mapping[str, np.ndarray],
+    tables: Sequence[TableRows],
+    about: Mapping[str, Any],
+) -> None:
+    """Write a piece without orbax."""
+    unfinished = _unfinished(place)
+    shutil.rmtree(unfinished, ignore_errors=True)  # a process that crashed has left it
+    unfinished.mkdir()
+    types = write_arrays(unfinished / "dense", arrays)
+    about = _with_tables(unfinished, tables, about)
+    files = {"format": max(about["format"], FORMAT_FILES), "dense": types}
+    overview = unfinished / "overview"
+    overview.mkdir()
+    (overview / OVERVIEW_FILE).write_text(json.dumps({**about, **files}))
+    _sync_tree(unfinished)
+    unfinished.rename(place)
 
 
 def _unfinished(place: Path) -> Path:
