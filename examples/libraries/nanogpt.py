@@ -30,7 +30,8 @@ class GPTBlock(nn.Module):
         causal = nn.make_causal_mask(x[..., 0])
         # There are no biases, as in nanoGPT. The gradient of a key's bias is zero up to rounding,
         # which Adam would amplify.
-        x = x + nn.SelfAttention(num_heads=HEADS, use_bias=False)(nn.LayerNorm()(x), mask=causal)
+        attend = nn.MultiHeadDotProductAttention(HEADS, use_bias=False)
+        x = x + attend(nn.LayerNorm()(x), mask=causal)
         h = nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x)))
         return x + nn.Dense(WIDTH)(h)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import shutil
 import subprocess
@@ -117,9 +118,18 @@ def why_not() -> str:
     return ""
 
 
+def _remove_if_empty(folder: Path) -> None:
+    """Remove a folder that may have files of other tests, which run at the same time."""
+    try:
+        folder.rmdir()
+    except OSError as e:
+        if e.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+            raise
+
+
 @contextlib.contextmanager
 def namespaces(count: int) -> Iterator[Namespaces]:
-    """Give so many hosts, and remove them at the end, with what still runs there."""
+    """Yield hosts; at the end, remove them and their processes."""
     prefix = f"dt{os.getpid()}"
     had_files = OWN_FILES.exists()
     with contextlib.ExitStack() as stack:
@@ -131,7 +141,7 @@ def namespaces(count: int) -> Iterator[Namespaces]:
         rsh.chmod(0o755)
         hosts = Namespaces(tuple(f"{prefix}h{i}" for i in range(count)), f"{prefix}sw", str(rsh))
         if not had_files:
-            stack.callback(lambda: OWN_FILES.exists() and OWN_FILES.rmdir())
+            stack.callback(_remove_if_empty, OWN_FILES)
         _add(hosts.switch, stack)
         for bridge in ("sw0", "sw1"):
             _ip("-n", hosts.switch, "link", "add", bridge, "type", "bridge")
