@@ -571,10 +571,12 @@ def test_survivors_end_without_a_launcher(fate: str) -> None:
         said, _ = first.communicate(timeout=PATIENCE)
         assert time.monotonic() - killed < 40.0
     if first.returncode == 1 and fate == "kill":
-        assert (
-            "dtrans.errors.PeerError: trainer 0 lost trainer 1 in the middle of a reduction: it "
-            "has ended" in said
+        # the end of the connection may be noticed before the reduction fails
+        lost = (
+            "lost trainer 1 in the middle of a reduction: it has ended",
+            r"cannot continue: trainer 1 \(.*\) has ended: its connection ended without a goodbye",
         )
+        assert re.search(f"dtrans.errors.PeerError: trainer 0 ({'|'.join(lost)})", said)
     else:
         assert first.returncode == -signal.SIGABRT, said
         assert "JAX distributed service detected fatal errors" in said
