@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from role_threads import HANG
+from strict_python import STRICT_PYTHON
 
 
 SCRIPT = Path(__file__).with_name("lifecycle_role.py")
@@ -37,7 +38,7 @@ class Process:
         told = json.dumps({"do": do, "out": str(out), "x64": True} | job)
         path = [str(SCRIPT.parent), *sys.path]
         self._popen = subprocess.Popen(
-            [*wrap, sys.executable, "-W", "error", str(SCRIPT), told],
+            [*wrap, *STRICT_PYTHON, str(SCRIPT), told],
             env={
                 **os.environ,
                 "JAX_PLATFORMS": "cpu",

@@ -4,8 +4,9 @@ A role that starts again finds its compiled programs in a temporary folder. The 
 not contain them: compiled programs are for this host's processor, but another host may use the cuts
 later.
 
-If a role is killed while JAX writes a program, the file is incomplete. In a role that reads this
-file, JAX logs a warning and compiles the program.
+JAX writes the files in place, so a role may find an incomplete file: another role is writing the
+file, or a signal killed the writer. JAX then warns in the role that reads the file, and compiles
+the program.
 """
 
 from __future__ import annotations

@@ -6,13 +6,13 @@ error.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import scatter_trainer as script
+from strict_python import STRICT_PYTHON
 from trainer_processes import outcome
 
 
@@ -22,7 +22,7 @@ def test_reduce_scatters_of_many_megabytes_are_the_sum_bit_for_bit(tmp_path: Pat
         2,
         tmp_path,
         280,
-        [sys.executable, "-W", "error", script.__file__, "scatters", str(tmp_path)],
+        [*STRICT_PYTHON, script.__file__, "scatters", str(tmp_path)],
     )
     for of in found:
         assert [int(of[str(side)]) for side in script.SIDES] == [0, 0, 0]
@@ -36,7 +36,7 @@ def test_sharding_over_processes_is_the_same_from_run_to_run(tmp_path: Path) -> 
         2,
         tmp_path,
         280,
-        [sys.executable, "-W", "error", script.__file__, "training", str(tmp_path)],
+        [*STRICT_PYTHON, script.__file__, "training", str(tmp_path)],
     )
     for of in found:
         for what in ("sharding", "params"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import sharding_trainer as script
 import trainer_processes
 from cluster_trainer import flat
 from helpers import distance
+from strict_python import STRICT_PYTHON
 
 from dtrans import checkpoint
 
@@ -33,7 +33,7 @@ def double() -> Iterator[None]:
 
 def outcome(ranks: int, folder: Path, what: str, **options: Any) -> list[dict[str, Any]]:
     """What each rank of a job found."""
-    command = [sys.executable, "-W", "error", script.__file__, what, str(folder)]
+    command = [*STRICT_PYTHON, script.__file__, what, str(folder)]
     return trainer_processes.outcome(
         ranks, folder, PATIENCE, [*command, *([json.dumps(options)] if options else [])]
     )

@@ -51,6 +51,7 @@ from role_threads import (
     train,
     until,
 )
+from strict_python import STRICT_PYTHON
 
 import dtrans
 from dtrans.errors import ConfigError, DeadlineError, LostPeerError, PeerError, StateError
@@ -436,7 +437,7 @@ class Role:
         script = ROLE.format(path=[str(SUPPORT), str(ROOT)])
         arguments = [kind, str(index), ",".join(pservers), str(trainers), str(steps), str(self.out)]
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", script, *arguments],
+            [*STRICT_PYTHON, "-c", script, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

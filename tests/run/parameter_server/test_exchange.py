@@ -41,6 +41,7 @@ from helpers import (
 )
 from paths import ROOT, SUPPORT
 from role_threads import HANG, NEVER, FakeServer, Peer, RoleThreads, free_endpoints, serve, train
+from strict_python import STRICT_PYTHON
 
 from dtrans.errors import DeadlineError, LostPeerError, PeerError
 from dtrans.ir.program import DIST
@@ -694,7 +695,7 @@ def process(
     out = str(folder / f"{kind}{which.rpartition(':')[2]}.npz")
     arguments = [kind, which, ",".join(pservers), str(BATCHES), dies, out]
     role = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", script, *arguments], stderr=subprocess.PIPE, text=True
+        [*STRICT_PYTHON, "-c", script, *arguments], stderr=subprocess.PIPE, text=True
     )
     try:
         yield role
