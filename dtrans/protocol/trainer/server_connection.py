@@ -6,8 +6,12 @@ number of messages that the server has received. Each process repeats the messag
 process lacks (`dtrans.protocol.numbered_messages`).
 
 Before the first welcome, the trainer sends `hello` on every new connection, because a server of the
-previous job may still listen at the endpoint. A Unix socket breaks only when the server's process
-ends, so the trainer stores no messages for it, and waits for no reconnection.
+previous job may still listen at the endpoint. If a connection breaks before the server has answered
+`hello`, the trainer cannot know whether the server has received it. It reconnects in time or fails:
+later, the server may have dropped the trainer, and a server of the next job may listen.
+
+A Unix socket breaks only when the server's process ends, so the trainer stores no messages for it,
+and waits for no reconnection.
 
 Read `trainer_line` next: it sends requests and receives answers over this connection.
 """
@@ -76,6 +80,7 @@ class ServerConnection:
         self._secret, self._say_now, self._retry = secret, say, retry
         self._is_lost = False  # True from a break until the server's welcome
         self._retry_until = math.inf
+        self._is_answered = True  # False from `hello` until the server's next message
         self._is_local = False  # True if the connection is a Unix socket
         self._messages = NumberedMessages()
         self._connections = 0  # number of connections on which `hello` was sent
@@ -104,6 +109,7 @@ class ServerConnection:
         """
         self.welcomed = self.gone = False
         self._is_lost, self._retry_until, self._is_local = False, math.inf, local
+        self._is_answered = True
 
     def connected(self) -> None:
         """Handle a new connection: send `hello` if the trainer waits for a welcome.
@@ -113,7 +119,7 @@ class ServerConnection:
         if self.welcomed and not self._is_lost:
             return
         # The limit `retry` does not apply to the welcome: a busy server may answer much later.
-        self._retry_until = math.inf
+        self._retry_until, self._is_answered = math.inf, False
         self._connections += 1
         counts = {"heard": self._messages.received, "connection": self._connections}
         fields = {**self._hello, **counts, "back": self._is_lost, "local": self._is_local}
@@ -123,8 +129,8 @@ class ServerConnection:
         """Handle the end of the connection, and wait for a reconnection if one is possible."""
         if self.welcomed and (self._is_local or self._aborts):
             self.gone = True
-        elif self.welcomed and self._retry_until == math.inf:
-            self._is_lost, self._retry_until = True, now + self._retry
+        elif self._retry_until == math.inf and (self.welcomed or not self._is_answered):
+            self._is_lost, self._retry_until = self.welcomed, now + self._retry
 
     @property
     def retries_until(self) -> float:
@@ -183,6 +189,7 @@ class ServerConnection:
           WireError: the message is malformed.
         """
         message = wire.parse(frames)
+        self._is_answered = True
         if message.op == "rewind":
             raise NewEpoch(message["epoch"])
         if message.op == "refuse":
