@@ -267,7 +267,10 @@ class Case:
         limits = [self.deadline / 2]
         if kinds - {"pause", "twice"}:
             limits.append(self.patience / 2)
-        breaks = sum(e.seconds for e in self.events if e.kind == "cut")
+        # messages that are stopped on a broken connection delay its reconnection
+        broken = {e.who for e in self.events if e.kind == "cut"}
+        delays = ("cut", "hold", "outage")
+        breaks = sum(e.seconds for e in self.events if e.kind in delays and e.who in broken)
         spans = sum(e.seconds for e in self.events if e.kind != "twice")
         return breaks < RETRY / 2 and spans < min(limits)
 

@@ -264,7 +264,9 @@ def _faults_of_rows(
                 i for n, i, x in server.update.evicted if n == block and np.isin(here, x).any()
             ]
             early = [i for i in evicted if had[i] <= step]
-            if early and max(early) > max(moments):
+            # the gradient of a trainer that failed may never arrive
+            arrives = had[-1] > step
+            if arrives and early and max(early) > max(moments):
                 yield (
                     f"{server.name} evicted rows of {block} that {t.name} had looked up for step "
                     f"{step}, before the step's gradient arrived"

@@ -76,6 +76,11 @@ class PendingAnswer:
         some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         return f"{self.what} ({some or 'no blocks'})"
 
+    @property
+    def is_early(self) -> bool:
+        """True if the answer arrived while the trainer waited for another answer."""
+        return self.line.saved.get(self.number) is not None
+
     def begin(self) -> bool:
         """Make this the answer that its line waits for; first send the request `ask`, if any.
 
@@ -140,6 +145,11 @@ class Operation(Generic[T]):
     def waits_for(self) -> PendingAnswer:
         """First incomplete answer."""
         return self._answers[self._at]
+
+    @property
+    def next_answers(self) -> Sequence[PendingAnswer]:
+        """Answers that the operation awaits after `waits_for`."""
+        return self._answers[self._at + 1 :]
 
     def take(self, message: wire.Message) -> None:
         """Handle a message from the server of the answer `waits_for`.

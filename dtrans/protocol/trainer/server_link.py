@@ -109,6 +109,11 @@ class ServerLink:
         """True if `take_early` has stored a refusal of the server."""
         return self._refusal is not None
 
+    @property
+    def is_silent(self) -> bool:
+        """True if the server has ended, and `take_early` has stored nothing of it."""
+        return self.line.gone and not self._early and not self.is_refused
+
     def early_answers(self) -> Iterator[wire.Message]:
         """Handle the messages that `take_early` has stored; yield each awaited answer.
 
@@ -168,6 +173,7 @@ class OperationWait:
         # has arrived precedes the refusal: all trainers then see the answer, and not only those
         # that read it before another trainer failed because of it.
         self._refused = [link for link in links.values() if link.is_refused]
+        self._has_ended = any(link.line.gone for link in links.values())  # any server of the job
         self._begin()
 
     def _begin(self) -> None:
@@ -185,7 +191,20 @@ class OperationWait:
         """Time at which `turn` must be called, even without an event."""
         line = self.operation.waits_for.line
         # A server has ended: poll once without waiting, to read the awaited server's last messages.
-        return -math.inf if line.gone or self._refused else line.wakes
+        is_last_look = line.gone or self._refused or self._never_answered
+        return -math.inf if is_last_look else line.wakes
+
+    @property
+    def _never_answered(self) -> list[PendingAnswer]:
+        """Later answers of the operation whose servers have ended.
+
+        The awaited server may itself wait for a server that has ended.
+        """
+        if not self._has_ended:
+            return []
+        later = self.operation.next_answers
+        silent = [a for a in later if self._links[a.line.endpoint].is_silent]
+        return [a for a in silent if not a.is_early]
 
     def turn(self) -> bool:
         """Wait for an event and handle it. Return True if there was an event.
@@ -206,8 +225,9 @@ class OperationWait:
         line, any_came, is_idle = link.line, False, True
         line.say_that_it_waits(transport.now())
         is_last_look, refused = line.gone, [*self._refused]
-        for message in link.early_answers():
-            self._take(message)
+        never_answered = self._never_answered
+        for early in link.early_answers():
+            self._take(early)
             return True
         for event in transport.poll(self.wakes):
             is_idle = False
@@ -215,13 +235,15 @@ class OperationWait:
                 self._take_early(event)
                 continue
             any_came = True
-            answer = link.take(event)
-            if answer is not None:
-                self._take(answer)
+            message = link.take(event)
+            if message is not None:
+                self._take(message)
                 break
         if is_idle:
             for other in refused:
                 other.check_admitted()
+            for answer in never_answered:
+                raise answer.line.went_away(str(answer))
         if not any_came and is_last_look:
             raise line.went_away()
         if not any_came:
@@ -236,6 +258,7 @@ class OperationWait:
         for link in self._links.values():
             if link.link is event.source:
                 link.take_early(event)
+                self._has_ended |= link.line.gone
                 if link.is_refused:
                     self._refused.append(link)
 
