@@ -17,6 +17,7 @@ from dtrans.protocol.wire import parse
 from tools.simulate.clock import Clock, Slot
 from tools.simulate.launcher import CUT
 from tools.simulate.process import TIMER, Process
+from tools.simulate.trainer_role import SimulatedTrainer
 
 
 START = 1000.0  # time of all processes at their start; it is larger than all durations
@@ -128,7 +129,8 @@ def _follows_at_once(slot: Slot) -> bool:
     """Return True for an event whose place in the order is not chosen.
 
     A process that is started begins at once, and a client greets as soon as it is connected. A
-    message that a server still waits, and a connection without a message, change no state.
+    message that a server still waits, and a connection without a message, change no state. But a
+    trainer counts such a message as an answer to its greeting.
     """
     event = slot.event
     if slot.process is None:
@@ -136,7 +138,10 @@ def _follows_at_once(slot: Slot) -> bool:
     if not isinstance(event, Event):
         return False
     if event.kind == "message":
-        return parse(event.frames).op == "waiting"
+        is_waiting = parse(event.frames).op == "waiting"
+        trainer = slot.process
+        is_answer = isinstance(trainer, SimulatedTrainer) and trainer.greets(event.source)
+        return is_waiting and not is_answer
     return event.kind == "connected"
 
 
