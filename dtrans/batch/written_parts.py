@@ -250,7 +250,7 @@ def _values_to_precompute(
         needed, read = backward_slice(program.eqns, [a])
         inside = itertools.chain.from_iterable(equations_inside(program.eqns[k]) for k in needed)
         is_exchanged = any(map(is_communication, (*values_at(program.eqns, needed), *inside)))
-        # if rows are reordered, a piece does not consist of the rows of the part
+        # with reordered rows, a shard of the value has other rows than the same shard of the batch
         is_reordered = isinstance(layout, RowAxis) and layout.order is not None
         if (
             isinstance(layout, Partial)

@@ -1,12 +1,13 @@
-"""NumPy files of arrays, which a server writes while it serves, with direct output (O_DIRECT).
+"""NumPy files of arrays, which a server writes between its steps.
 
     dense/0.npy    the first array in the mapping of names and types that `write_arrays` returns
 
-A running server does not save with orbax, which compresses the data, and stores the compressed data
-in memory until it is written. Compression slows the steps of trainers on the same host, for three
-times as long as a plain copy of the state takes. Direct output bypasses the page cache. It needs a
-tenth of the processor time, and `CHUNK` bytes of memory. On file systems without direct output,
-such as older tmpfs, data is written through the page cache.
+The files are written with direct output (O_DIRECT), which bypasses the page cache. Orbax is not
+used here, for two reasons. Orbax stores compressed data in memory until the write is complete. And
+its compression delays trainers on the same host, three times as long as a copy of the state would.
+Direct output needs a tenth of orbax's processor time, and `CHUNK` bytes of memory. Some file
+systems have no direct output, such as older tmpfs. There the data is written through the page
+cache.
 """
 
 from __future__ import annotations

@@ -165,7 +165,18 @@ def local_savers(job: SavedJob) -> list[str]:
 
 
 def values_to_save(plan: CollectivePlan, who: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays that one rank or trainer saves, by name, without copies between devices."""
+    """Return the arrays that one rank or trainer saves.
+
+    The function copies no array from one device to another.
+
+    Args:
+      plan: plan of the job.
+      who: the rank or trainer: `rank 0`, `trainer 0`.
+      arrays: name -> array of the job's state, sharded over the devices.
+
+    Returns:
+      Name of a slice -> slice. The name of a leaf without slices is the name of the leaf.
+    """
     places, found = _bin_slots(plan), {}
     for row in saver_rows(plan):
         if row.endpoint != who:

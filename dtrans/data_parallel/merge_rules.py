@@ -229,19 +229,20 @@ def mergeable_state(step: Cut, options: Options) -> Sequence[str]:
 def _trace_full_batch(
     step: Cut, options: Options, parts: int, may_grow: Sequence[str]
 ) -> Program | None:
-    """Trace the step on the full batch.
+    """Trace the step of one trainer again, on the full batch.
 
     Args:
       step: the step of one trainer.
       options: the options of the data-parallel strategy.
-      parts: the number of parts of the full batch.
-      may_grow: outputs whose rule depends on this trace.
+      parts: the number of parts into which the full batch is split.
+      may_grow: outputs whose merge rule depends on the new trace. They may grow with the batch.
 
     Returns:
-      The traced step; None if arrays have different numbers of rows, and `may_grow` is empty.
+      The new trace. Batch arrays with different numbers of rows cannot be traced on the full batch:
+      the function then returns None if `may_grow` is empty.
 
     Raises:
-      ConfigError: arrays have different numbers of rows, and `may_grow` is not empty.
+      ConfigError: batch arrays have different numbers of rows, and `may_grow` contains outputs.
     """
     types = step.program.inputs
     split = [

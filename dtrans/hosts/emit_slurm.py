@@ -141,7 +141,8 @@ def _shared_nodes(table: RoleTable, parts: EmitParts, nodes: int) -> str:
     check_int("nodes", nodes, "a number of nodes", least=1)
     if not parts.servers:
         raise ConfigError(
-            f"nodes={nodes} is for jobs with servers, but these are {table.title}; leave nodes out"
+            f"nodes={nodes} is for a job with parameter servers, but this is a {table.mode} job; "
+            "leave nodes out"
         )
     if nodes > len(table):
         raise ConfigError(

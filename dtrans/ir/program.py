@@ -181,7 +181,7 @@ class Program(NamedJaxpr):
 
     @cached_property
     def communicates(self) -> bool:
-        """True if the program contains communication, which only a realiser can run."""
+        """True if the program contains communication (`is_communication`)."""
         return any(is_communication(eqn) for eqn in equations(self.jaxpr))
 
     @cached_property
@@ -350,7 +350,10 @@ class Program(NamedJaxpr):
 
 
 def is_communication(eqn: JaxprEqn) -> bool:
-    """Return True if an equation is communication (`dtrans.ops`), which only a realiser runs."""
+    """Return True if the primitive of an equation is communication (`dtrans.ops`).
+
+    JAX alone cannot run it. A job replaces it by messages or by collectives of JAX.
+    """
     return getattr(eqn.primitive, "communicates", False)
 
 

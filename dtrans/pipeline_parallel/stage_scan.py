@@ -339,12 +339,17 @@ def unstack_params(
 def _half_of_blocks(
     step: Cut, rows: Mapping[str, tuple[StageRows, ...]]
 ) -> tuple[OptimizeHalf, dict[str, tuple[StageRows, ...]]]:
-    """Rewrite the update for rows instead of stacks.
+    """Rewrite the update, so that it updates the rows of each stage instead of stacked parameters.
 
-    The new update is the program of a single parameter server that stores all rows as blocks.
+    The function uses the writer of programs for parameter servers. It writes the program of one
+    server whose blocks are the rows of the stages.
+
+    Args:
+      step: the step, divided at its gradients.
+      rows: stacked parameter -> its rows in each stage.
 
     Returns:
-      The new update, and the rows of each array of the optimizer's state.
+      The new update, and a dict from each stacked array of the optimizer's state to its rows.
     """
     analysis = analyse(step.optimize, step.params)
     types = step.program.inputs

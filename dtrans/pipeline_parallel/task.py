@@ -132,8 +132,8 @@ def task_costs(
     for k, (both, part) in enumerate(zip(backwards, weights, strict=True)):
         if part > both:
             raise ConfigError(
-                f"weight is {part} at model stage {k}; expected at most backward={both}, which "
-                "includes it"
+                f"weight={part} of model stage {k} is more than backward={both}; pass the time of "
+                "the full backward pass as backward, since this time includes weight"
             )
         cotangents.append(both - part)
     return {"F": forwards, "B": cotangents, "W": weights}

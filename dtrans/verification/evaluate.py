@@ -1,10 +1,11 @@
-"""Evaluation of a jaxpr over the field, for all ranks of a mesh in lock step.
+"""Evaluation of a jaxpr in a finite field, for all ranks of a mesh in lock step.
 
 The value of a variable is a tuple with one entry for each rank. If several ranks have the same
-object as entry, an equation is computed once for them. A one-device program has one rank; the body
-of a `shard_map` is evaluated by an inner `World` with the ranks of its mesh.
+object as their entry, an equation is computed once for these ranks. A program for one device has
+one rank. An inner `World`, with one rank for each device of the mesh, evaluates the body of a
+`shard_map`.
 
-Read first: `field_values`. The rules are in `rules` and `rank_collectives`.
+Read `field_values` first. The rules of primitives are in `rules` and `rank_collectives`.
 """
 
 from __future__ import annotations
@@ -286,7 +287,7 @@ class World:
     def _shard_map(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
         """Evaluate the body of a `shard_map` for all ranks of its mesh."""
         if self.count != 1:
-            raise UnfollowedError("it is a shard_map within another")
+            raise UnfollowedError("it is a shard_map in the body of another shard_map")
         sharded = shard_map_of(eqn)
         # Along automatic axes the body sees global values, so only manual axes have ranks.
         axes = retain(sharded.axes, sharded.manual)

@@ -170,12 +170,22 @@ class _Walk:
         return any(m.kind in kinds and m.factor != 1 for m in self._meanings_of(number))
 
     def _cause_of_multiple(self, number: int) -> int | None:
-        """Return the computation that created a multiple; None if no computation did.
+        """Return the computation at fault for an output that is a wrong multiple of a step value.
 
-        The search goes back along the chain of multiples to its start. Factors that cancel each
-        other, such as a sum of means and its division, do not count. The computation with the first
-        remaining factor is the cause. But if this factor is an integer, means may have been summed
-        instead of averaged: then a later reduction in the chain is the cause.
+        The chain consists of the output, its operand that is a multiple, the operand's operand,
+        and so on. Each computation of the chain may change the factor. A change that a later
+        computation reverts does not count, e.g. a sum over ranks that is divided later.
+
+        The first computation with a remaining change is at fault. If this change is an integer, a
+        reduction after the computation may have summed means that should be averaged. Then the
+        reduction is at fault.
+
+        Args:
+          number: the last computation of the chain.
+
+        Returns:
+          The computation at fault, or None if the first multiple is a mean that no later reduction
+          sums.
         """
         chain = [number]
         both = (Kind.EXACT, Kind.PARTIAL)

@@ -235,7 +235,7 @@ def test_tasks_on_shared_nodes_have_the_roles_of_the_table(
         (
             "nccl2",
             2,
-            "nodes=2 is for jobs with servers, but these are roles of a nccl2 job: 3 trainers",
+            "nodes=2 is for a job with parameter servers, but this is a nccl2 job; leave nodes out",
         ),
         (
             "pserver",

@@ -55,7 +55,10 @@ class SteadyRandom(Random):
         return 0.0
 
     def random(self) -> float:
-        """Return a number that leads to no rare choice."""
+        """Return 0.5. The simulator compares random numbers with smaller probabilities.
+
+        So no event happens that has a small probability.
+        """
         return 0.5
 
 

@@ -70,7 +70,7 @@ def _faults_of_log(case: Case, server: SimulatedServer, epochs: int) -> Iterator
     assert server.blocks is not None
     used = collections.Counter(block for block, _ in server.blocks.log)
     for block, count in used.items():
-        # each loss repeats at most the step that a trainer was making
+        # each failure of a server repeats at most one step of each trainer: the step in progress
         if count > sum(case.steps) + epochs * case.trainers:
             yield f"{server.name} used {count} gradients of {block} in {epochs} epochs"
 

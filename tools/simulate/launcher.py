@@ -345,7 +345,14 @@ class SimulatedLauncher:
         return newest
 
     def note_end(self, server: Process, epoch: int, lost: tuple[str, ...], time: float) -> None:
-        """Note that a server will have written its newest states at a time."""
+        """Note that a server writes its newest states at the end of an epoch.
+
+        Args:
+          server: the server's process.
+          epoch: number of the epoch.
+          lost: names of the roles whose failure ended the epoch.
+          time: virtual time at which the write is complete.
+        """
         self._writing.add(server.name)
 
         def end() -> None:

@@ -35,7 +35,7 @@ class DecayedAdagradState(NamedTuple):
     """State of `decayed_adagrad`.
 
     Attributes:
-      count: updates so far, int32; None unless the learning rate is a schedule.
+      count: number of updates so far, int32, if the learning rate is a schedule; else None.
       moment: per leaf, the moving average of squared gradients.
     """
 
@@ -47,7 +47,7 @@ class AdadeltaState(NamedTuple):
     """State of `adadelta`.
 
     Attributes:
-      count: updates so far, int32; None unless the learning rate is a schedule.
+      count: number of updates so far, int32, if the learning rate is a schedule; else None.
       avg_squared_grad: per leaf, the moving average of squared gradients.
       avg_squared_update: per leaf, the moving average of squares of `first` (see `adadelta`).
     """
@@ -61,7 +61,7 @@ class FtrlState(NamedTuple):
     """State of `ftrl`.
 
     Attributes:
-      count: updates so far, int32; None unless the learning rate is a schedule.
+      count: number of updates so far, int32, if the learning rate is a schedule; else None.
       squared_accum: per leaf, the sum of squared gradients.
       linear_accum: per leaf, `linear` in the formula of `ftrl`.
     """

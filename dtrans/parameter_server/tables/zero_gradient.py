@@ -454,9 +454,10 @@ class _FollowedRow:
 
 
 def _conditions_are_in_operands(eqn: JaxprEqn) -> bool:
-    """Return True if an equation depends on conditions only through its operands.
+    """Return True if the search for unknown conditions continues at an equation's operands.
 
-    A comparison, in contrast, computes a condition itself.
+    It continues at equations that move entries, at elementwise arithmetic, and at `and`, `or`,
+    `xor` and `not`. It stops at comparisons, because a comparison is itself a condition.
     """
     is_logic = eqn.primitive.name in ("and", "or", "xor", "not")
     compares = any(v.aval.dtype == bool for v in eqn.outvars) and not is_logic

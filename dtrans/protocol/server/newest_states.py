@@ -1,8 +1,9 @@
-"""Newest states of a synchronous server, which it writes as cuts when another process is lost.
+"""Newest states of a synchronous server, which the server writes when another process fails.
 
-Servers make their steps at different times. At a loss, another server may have made a step more or
-a step less than this one. So each server writes its two newest states. The job continues from the
-newest step whose states all servers have written.
+Each state is the server's piece of a snapshot (cut) of the job after a step. Servers complete a
+step at different times: when a process fails, two servers may differ by one step. So each server
+writes the states after its two newest steps. The job continues from the newest step whose states
+all servers have written.
 """
 
 from __future__ import annotations

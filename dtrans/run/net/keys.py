@@ -254,7 +254,10 @@ class Keys:
         )
 
     def other_keys(self, address: str) -> str:
-        """Return the error text for a peer that refuses this process's key or password."""
+        """Return the cause of a refused connection and its remedy, as a part of an error.
+
+        The process at the other end has refused the key or the password of this process.
+        """
         if self.folder:
             return (
                 f"its keys differ from the keys in {FOLDER}={self.folder!r}, or this role's key "

@@ -1,12 +1,16 @@
-"""Replay of a job with cuts in one process, with the trainers that its log names.
+"""Replay: computes the steps of a finished job again, in one process.
+
+The job wrote snapshots of its state (cuts) and a log. A job may continue without a trainer that
+failed, so the log names the trainers of each step.
 
     log       the trainers of each step (`dtrans.run.net.epoch_log`)
-    trainer   runs the same compiled pieces as a process of the job (`dtrans.run.executor`)
-    server    runs the same update as a process of the job (`SyncUpdate`)
+    trainer   calls the compiled functions that a trainer's process runs (`dtrans.run.executor`)
+    server    calls the update that a server's process runs (`SyncUpdate`)
 
 In each step, all trainers compute gradients, one after the other. Then the servers update their
-blocks, and the trainers receive the new values. Function calls replace messages. The results have
-the bits of a job without replicas, because an update is a function of the state and the gradients.
+blocks, and the trainers receive the new values. Function calls replace messages. An update is a
+function of the state and the gradients, so the replay computes the same bits as the job. A job with
+replicas of servers is an exception (`replay`).
 """
 
 from __future__ import annotations
@@ -295,9 +299,9 @@ class _ReplayedTrainer:
         _, rows = without_parts(batch)
         if rows:
             raise ConfigError(
-                f"replay: the batch has {rows} rows, which cannot be split evenly over "
-                f"{plan.trainers} trainers; trainers exchange values within such a step, and a job "
-                "with such a step drops no trainers; run plan.on_mesh() instead"
+                f"dtrans.replay: the batch has {rows} rows, expected a multiple of the "
+                f"{plan.trainers} trainers; with other batches, trainers exchange values within a "
+                "step, and dtrans.replay cannot do this; run plan.on_mesh() instead"
             )
         call = self._calls(batch)
         return self._run(call.program, self.params, *call.batch)

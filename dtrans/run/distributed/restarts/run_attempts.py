@@ -237,7 +237,8 @@ class Restarts:
         """Return True if a lost role can start again in place."""
         if self._epochs is None or self._is_late():
             return False
-        # a role that raised LostPeerError has left its steps, so it starts with the others
+        # A process that raised LostPeerError has not failed itself: the connection to its peer has.
+        # So the peer may have failed as well, and all roles start again.
         is_process_lost = attempt.failed is lost and is_lost(lost, was_reached=True)
         # the agents of a lost host end its other roles, too
         if not is_process_lost or lost.is_host_lost(was_reached=True):
