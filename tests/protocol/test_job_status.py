@@ -39,7 +39,7 @@ class Observed:
                 blocks, SimulatedUpdate(blocks, lambda: None), self.trainers, self.say
             )
         else:
-            update = SimulatedBlocks(blocks, lambda: None, geo=False)
+            update = SimulatedBlocks(blocks, lambda: None, lambda: 0.0, geo=False)
             state = {n: np.frombuffer(h[0], np.float32) for n, h in update.history.items()}
             kind = AsyncServer(blocks, update, state, self.trainers, self.say)
         self.machine = Serving(kind, self.trainers, self.say, Refusals(quiet))

@@ -57,7 +57,7 @@ def server_of(mode: Any, said: list[Any]) -> tuple[TrainerRegistry, SyncServer |
 
     if mode == "sync":
         return trainers, SyncServer(blocks, SimulatedUpdate(blocks, lambda: None), trainers, say)
-    update = SimulatedBlocks(blocks, lambda: None, geo=False)
+    update = SimulatedBlocks(blocks, lambda: None, lambda: 0.0, geo=False)
     return trainers, AsyncServer(blocks, update, update.state, trainers, say)
 
 

@@ -56,8 +56,10 @@ def faults_of_alone(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
 def _begun_since(server: SimulatedServer, cut: SimulatedCut | None) -> int:
     """Return the number of steps that a process has begun since a cut, or since its start."""
     assert server.blocks is not None
+    # a process that is killed while it computes has begun later steps in virtual time
+    begun = sum(time <= server.killed_at for time in server.blocks.begun_at)
     has_written = cut is not None and cut.server is server.blocks
-    return server.blocks.begun - (cut.begun if cut is not None and has_written else 0)
+    return begun - (cut.begun if cut is not None and has_written else 0)
 
 
 def _counts(server: SimulatedServer) -> dict[int, int]:

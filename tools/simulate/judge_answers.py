@@ -45,10 +45,12 @@ def faults_of_answers(
         for server in servers.values():
             saved = server.storage.written.get(name, (0, {}))[1]
             states = [device.values[step]]
-            evicts = any(x.kind == "evict" and t.k in x.trainers for x in case.requests)
-            # A trainer that requests both between two steps evicts first. But a request before the
-            # answer of the step comes before the eviction.
-            if not evicts or answer.request.moment == "ended":
+            evicting = {k for x in case.requests if x.kind == "evict" for k in x.trainers}
+            # A trainer that requests both between two steps evicts first. The first request starts
+            # the write: it comes before the eviction if its trainer does not evict, or requests it
+            # before the answer of the step.
+            all_evict = evicting.issuperset(answer.request.trainers)
+            if not all_evict or answer.request.moment == "ended":
                 states.append(device.before[step][0])
             if not any(_is_state(saved, one) for one in states):
                 yield f"{server.name} wrote a state to {name} that is not the one after step {step}"

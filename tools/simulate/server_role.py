@@ -108,7 +108,9 @@ class SimulatedServer(Process):
             )
         else:
             if self.blocks is None:
-                self.blocks = SimulatedBlocks(blocks, work, geo=case.mode == "geo")
+                self.blocks = SimulatedBlocks(
+                    blocks, work, lambda: self.now, geo=case.mode == "geo"
+                )
             self.update = self.blocks
             terms = blocks, self.update, self.update.state, trainers, say
             has_cuts = launcher is not None

@@ -460,19 +460,33 @@ class SimulatedUpdate:
 class SimulatedBlocks:
     """Blocks of an asynchronous server (`dtrans.protocol.server_blocks.BlockUpdate`).
 
+    Args:
+      blocks: the server's blocks.
+      work: function that spends the time of one computation.
+      now: function that returns the time of the server's process.
+      geo: True for GEO-SGD.
+
     Attributes:
       log: block name and bytes of each applied gradient; for a table, the bytes include zeros for
         all other rows. An entry without bytes is an eviction.
       history: bytes of all values that a block has had so far, by name of the block.
-      begun: number of calls of `begin`.
+      begun_at: time of each call of `begin`.
       evicted: block name, index in `history`, and row ids of each eviction.
       state: arrays, by name.
       tables: blocks of tables.
     """
 
-    def __init__(self, blocks: ServerBlocks, work: Callable[[], None], *, geo: bool) -> None:
+    def __init__(
+        self,
+        blocks: ServerBlocks,
+        work: Callable[[], None],
+        now: Callable[[], float],
+        *,
+        geo: bool,
+    ) -> None:
         self.log: list[tuple[str, bytes]] = []
-        self.begun = 0
+        self.begun_at: list[float] = []
+        self._now = now
         self.history = {n: [initial(n, size).tobytes()] for n, size in _sizes(blocks).items()}
         self.evicted: list[tuple[str, int, np.ndarray]] = []
         self.state: dict[str, Any] = {
@@ -482,6 +496,11 @@ class SimulatedBlocks:
             blocks.endpoint, _rows(blocks), lambda: self.state, self._note_eviction
         )
         self._blocks, self._work, self._geo = blocks, work, geo
+
+    @property
+    def begun(self) -> int:
+        """Number of steps that trainers have begun."""
+        return len(self.begun_at)
 
     def cut(self, counts: Mapping[int, int]) -> SimulatedCut:
         """Return a copy of the state, with the number of steps of each trainer in it."""
@@ -500,7 +519,7 @@ class SimulatedBlocks:
 
     def begin(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Implement `BlockUpdate.begin`."""
-        self.begun += 1
+        self.begun_at.append(self._now())
         return {}, {}
 
     def ready(self, arrived: Collection[str], used: Collection[str]) -> list[str]:

@@ -184,6 +184,7 @@ def reduced(case: Case) -> Iterator[Case]:
             yield replace(case, **{name: plain})
     named = " ".join(e.who for e in case.events)
     named += "".join(f" trainer {x.trainer}" for x in case.guests)
+    named += "".join(f" trainer {k}" for x in case.requests for k in x.trainers)
     if case.trainers > 1 and f"trainer {case.trainers - 1}" not in named:
         yield replace(case, steps=case.steps[:-1])
     least = 1 + (case.mode == "exchange" or case.replicas > 0)
