@@ -40,7 +40,7 @@ def faults_of_answers(
     case: Case, device: OneDevice, servers: Servers, trainers: Trainers
 ) -> Iterator[str]:
     """Yield answers of synchronous servers that differ from the results of one device."""
-    for t, answer in _answers(trainers, "save"):
+    for _, answer in _answers(trainers, "save"):
         name, step = checkpoint_name(case, answer.request), answer.request.step
         for server in servers.values():
             saved = server.storage.written.get(name, (0, {}))[1]
