@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Cuts:
-    """Options of cuts: copies of the servers' state, from which a job continues after a loss.
+    """Options of cuts: copies of the servers' state, from which a job continues after a failure.
 
     Pass the object to `job.serve`. Servers write cuts only in jobs that `dtrans launch --restarts`
     started.
@@ -24,11 +24,11 @@ class Cuts:
       every: number of steps between two cuts. An asynchronous server counts the steps of all
         trainers.
       at_loss: True to also write a cut when a process is lost. Each server then stores the states
-        after its two newest steps, which takes the memory of one more state. After the loss of a
+        after its two newest steps, which takes the memory of one more state. After the failure of a
         trainer, the job repeats only the incomplete step. Requires synchronous servers without
         tables, and trainers that compute no leaves.
       replicas: 1 to store a copy of each server's state on another server, on another host if the
-        servers have several. The loss of one server then repeats only the incomplete step, too.
+        servers have several. The failure of one server then repeats only the incomplete step, too.
         Implies `at_loss`. Requires several servers, with a trained parameter and `extra_bytes` of
         memory on each.
 

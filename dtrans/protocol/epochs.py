@@ -1,8 +1,8 @@
-"""Epochs of a job with cuts, to which roles go back after the loss of a process.
+"""Epochs of a job with cuts, to which roles go back after the failure of a process.
 
     cut      copy of the job's state after a step. Each server writes its state, and each trainer
              the leaves that it computes itself
-    epoch    part of a job between two losses; it begins at a cut
+    epoch    part of a job between two failures; it begins at a cut
 
 Roles write a cut every few steps. When a process is lost, the launcher chooses the newest cut that
 all roles have written, and grants a new epoch that begins there. Live servers load the cut and
@@ -16,7 +16,7 @@ Asynchronous trainers share no step, so each asynchronous server writes separate
 lives keeps its state, and a lost server continues from its newest cut. Each trainer continues after
 the last of its steps that a server has received.
 
-Synchronous servers can also write a *cut at a loss*. The launcher then announces that the epoch
+Synchronous servers can also write a *cut at a failure*. The launcher then announces that the epoch
 ends. Each live server stops, and writes its states after its newest steps. A trainer begins a step
 only after all servers have completed the step before. So servers differ by at most one step, and
 the two newest states of each server contain a common step.
@@ -39,7 +39,7 @@ from dtrans.errors import StateError
 
 @dataclasses.dataclass(frozen=True)
 class Epoch:
-    """Part of a job between two losses of processes.
+    """Part of a job between two failures of processes.
 
     Attributes:
       number: number of the epoch, from 0.

@@ -275,7 +275,9 @@ def test_a_job_continues_from_an_earlier_cut_if_the_disk_is_full(
 
     monkeypatch.setattr(shared_files, "write_file", write_file)
     job.epochs.end_epoch("trainer 0", lambda: {"pserver 0", "pserver 1"})
-    text = "the servers write no cut at this loss, because .* cannot be written: No space left on"
+    text = (
+        "the servers write no cut at this failure, because .* cannot be written: No space left on"
+    )
     assert re.search(text, capsys.readouterr().err)
     job.folders["pserver 0"].report_lost(0, "trainer 0", "it went away")  # writes a warning
     job.epochs.go_back("trainer 0")

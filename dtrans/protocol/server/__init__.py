@@ -3,13 +3,13 @@
 admission          checks of the greetings of trainers and servers
 trainer_registry   the trainers of a server: their connections, and late trainers
 trainer_state      state of one trainer at a server
-lost_trainers      losses of trainers: connections and processes that ended without a goodbye
+lost_trainers      failures of trainers: connections and processes that ended without a goodbye
 trainer_exits      trainers that leave a synchronous server before other trainers do
 sync_server        a synchronous server
 trainer_turns      gradients of the current step, and answers to trainers after the update
 joint_update       the update of a step, and its waits for other servers
 step_waits         deadlines of a synchronous server's trainers within a step
-newest_states      states of a synchronous server for cuts at the loss of a process
+newest_states      states of a synchronous server for cuts at the failure of a process
 between_steps      evictions of table rows between two steps of a synchronous server
 trainer_rounds     exchanges between trainers in the middle of a step
 async_server       an asynchronous server

@@ -100,8 +100,8 @@ class AsyncServer:
         self._changed = UnseenChanges(served.tables, trainers.count)
         self._failed: set[int] = set()
         self._has_cuts = has_cuts
-        # After a loss, trainers of GEO-SGD repeat a push on the servers that have not received all
-        # of it. So these servers must not have applied a part of it.
+        # After a failure, trainers of GEO-SGD repeat a push on the servers that have not received
+        # all of it. So these servers must not have applied a part of it.
         self._applies_at_once = has_cuts and served.adds_changes
         self.counts = StepCounts(served.endpoint, counts)
         self.tables: StoredTables | None = None

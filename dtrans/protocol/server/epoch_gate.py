@@ -1,4 +1,4 @@
-"""Admission of messages by their epoch, the part of a job between two losses of processes."""
+"""Admission of messages by their epoch, the part of a job between two failures of processes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class EpochGate:
             return False
         if epoch < self.number and message.op == "hello":
             # A live trainer greets again. The greeting of a lost process must not be admitted: the
-            # end of its connection would count as the loss of the process that replaces it.
+            # end of its connection would count as the failure of the process that replaces it.
             self._say(address, "rewind", epoch=self.number)
         return bool(epoch == self.number)
 

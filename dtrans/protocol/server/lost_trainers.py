@@ -1,4 +1,4 @@
-"""Losses of one server's trainers: connections or processes that ended before `goodbye`."""
+"""Failures of one server's trainers: connections or processes that ended before `goodbye`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LostTrainers:
         return self._has_ended(k, now) or self._is_lost(k, now)
 
     def reasons(self, now: float, patience: float, refused: Mapping[int, str]) -> dict[int, str]:
-        """Return the reason of each loss, by trainer id.
+        """Return the reason of each failure, by trainer id.
 
         If a process ended before it connected, also register its trainer as failed.
 

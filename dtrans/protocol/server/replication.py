@@ -1,4 +1,5 @@
-"""Replicas: copies of a server's state on another server, which survive the loss of the first one.
+"""Replicas: copies of a server's state on another server, which survive the failure of the first
+one.
 
     primary    a server whose state another server copies
     backup     the server that stores the copy

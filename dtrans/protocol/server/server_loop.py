@@ -75,7 +75,7 @@ class ServerLoop:
     ) -> None:
         self._next_look = self._next_epoch_look = math.inf
         self._epochs, self._write_newest = epochs, write_newest
-        self._lost_at: float | None = None  # time of the first loss in this epoch
+        self._lost_at: float | None = None  # time of the first failure in this epoch
         self.barred = Refusals(log)
         self._transport, self._trainers = transport, trainers
         self._secret, self._retry = secret, retry
@@ -130,8 +130,8 @@ class ServerLoop:
     def step(self) -> None:
         """Wait for events, handle the events, and check deadlines if a check is due.
 
-        In a job with cuts, the loop reports the loss of another role to the launcher, and continues
-        until the launcher grants a new epoch.
+        In a job with cuts, the loop reports the failure of another role to the launcher, and
+        continues until the launcher grants a new epoch.
 
         Raises:
           NewEpoch: the launcher has granted a new epoch. The server has sent `rewind` to trainers.

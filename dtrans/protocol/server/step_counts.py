@@ -69,7 +69,7 @@ class StepCounts:
         Return True if this server's count was lower.
 
         Either this server has lost the missing steps, or the trainer did not repeat them after the
-        loss of a process.
+        failure of a process.
 
         Args:
           k: id of the trainer.

@@ -30,7 +30,7 @@ trainer or server does not connect, falls silent, or lets others wait beyond the
 that violates the protocol is refused and logged, and changes nothing.
 
 Read next: `trainer_turns` (gradients and answers), `joint_update` (other servers), `step_waits`
-(deadlines), `newest_states` (cuts at a loss), `trainer_rounds` (exchanges), `tables.row_answers`
+(deadlines), `newest_states` (cuts at a failure), `trainer_rounds` (exchanges), `tables.row_answers`
 (lookups) and `between_steps` (evictions).
 """
 
@@ -78,7 +78,7 @@ class SyncServer:
       tables: the server's blocks of tables; None if it has none.
       peers: the other servers.
       rounds: exchanges between trainers.
-      newest: newest states, for cuts at the loss of a process.
+      newest: newest states, for cuts at the failure of a process.
     """
 
     word, idle = "synchronous", "serving"

@@ -3,7 +3,7 @@
 The registry sends no messages and reads no clock: its caller passes it the time, and sends the
 messages that it returns.
 
-Read next: `trainer_state` (state of one trainer) and `lost_trainers` (losses).
+Read next: `trainer_state` (state of one trainer) and `lost_trainers` (failures).
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class TrainerRegistry:
     # -- lost and late trainers ------------------------------------------------------------------
 
     def lost(self, now: float) -> dict[int, str]:
-        """Return the reason of each loss, by trainer id: connections or processes that ended."""
+        """Return the reason of each failure, by trainer id: connections or processes that ended."""
         # A connection without a message may be trainer k's new connection: a trainer sends
         # `hello` only after its current computation, which may be long.
         patience = self.deadline if self.silent else 0.0

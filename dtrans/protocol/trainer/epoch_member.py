@@ -1,4 +1,4 @@
-"""A trainer's part in the epochs of its job: the parts between two losses of processes."""
+"""A trainer's part in the epochs of its job: the parts between two failures of processes."""
 
 from __future__ import annotations
 

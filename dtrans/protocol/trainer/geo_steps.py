@@ -12,7 +12,7 @@ do not compute the mean of the changes.
 
 Only one push is pending at a time: a step that must push waits for the answer to the previous push.
 
-After the loss of a process, a trainer that lives connects to the servers again (`rejoin`). It
+After the failure of a process, a trainer that lives connects to the servers again (`rejoin`). It
 pulls, and repeats the pending push on the servers that have not received it. So a server that lives
 applies each push once. A trainer that starts again begins with the servers' parameters, and adds
 earlier changes that it had not pushed (`resume`).
@@ -232,7 +232,7 @@ class GeoSteps:
 
     def _push(self, values: Values) -> None:
         deltas, self._old = self._arithmetic.pushed(values, self._old, self._trainers)
-        # `put` raises an error after a loss, and `rejoin` then repeats the push
+        # `put` raises an error after a failure, and `rejoin` then repeats the push
         self._pending = deltas, self._steps
         self.count += self._steps
         self._pushed += 1
@@ -249,7 +249,7 @@ class GeoSteps:
         self._old = self._arithmetic.copied(server)
         return pulled
 
-    # -- losses ----------------------------------------------------------------------------------
+    # -- failures ----------------------------------------------------------------------------------
 
     def counts(self, received: Mapping[str, int]) -> dict[str, int]:
         """Return how many steps each server must count, before the pending push is repeated.
@@ -262,7 +262,7 @@ class GeoSteps:
         return {ep: self.count - (steps if ep in repeated else 0) for ep in received}
 
     def rejoin(self, received: Mapping[str, int]) -> None:
-        """Continue with an empty queue, after the loss of a process.
+        """Continue with an empty queue, after the failure of a process.
 
         Repeat the pending push on the servers that lack it. The next `go_on` pulls.
 

@@ -3,7 +3,7 @@
     position    number of batches before the next one
     mark        the source's state at a position, for sources that can save and restore a state
 
-`dtrans.run.base.feeder` reads a source in a thread, and goes back after the loss of a process.
+`dtrans.run.base.feeder` reads a source in a thread, and goes back after the failure of a process.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class Feed(Iterator[Any]):
         self._state.set_result(loaded.state)
 
     def seek(self, step: int) -> None:
-        """Continue with the batch of a step. `job.steps` calls it after the loss of a process.
+        """Continue with the batch of a step. `job.steps` calls it after the failure of a process.
 
         The method drops loaded batches. If the source cannot go back to the batch, the next call of
         `next` raises ConfigError.
@@ -212,8 +212,8 @@ def feed(batches: Iterable[Any] | Callable[[int], Any], job: Job, ahead: int = 2
     is raised by the loop over the loaded batches.
 
     A cut is a copy of the job's state. In a job with cuts, pass the result to `job.steps` with
-    `stop`. After the loss of a process, `feed` goes back to the batch of the cut. This works with a
-    function of the step number, and with a loader that has one of these methods:
+    `stop`. After the failure of a process, `feed` goes back to the batch of the cut. This works
+    with a function of the step number, and with a loader that has one of these methods:
 
     - `seek(step)`;
     - `get_state` and `set_state`, as iterators of grain have;

@@ -205,7 +205,7 @@ class SurvivingJob(Job):
         return self._job.sharding_of(name)
 
     def _run_with_survivors(self, run: Callable[[CollectiveJob], Any]) -> Any:
-        """Call `run` with the job; after a loss of trainers, call it with the survivors' job."""
+        """Call `run` with the job; after a failure of trainers, call it with the survivors' job."""
         while True:
             if len(trainer_devices()) != self.plan.trainers:
                 self._job = job_of(self.plan, donate=False, on_nonfinite=self._on_nonfinite)

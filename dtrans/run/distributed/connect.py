@@ -270,8 +270,8 @@ def heartbeat_timeout(patience: float, loss: str) -> int:
     answer for half of the timeout. With "abort", this half is longer than `patience`, so that
     dtrans's error, which names the silent process, comes first.
 
-    With "drop", only these heartbeats detect a loss, so the timeout is `patience`. A pause of half
-    of it may already count as a loss.
+    With "drop", only these heartbeats detect a failure, so the timeout is `patience`. A pause of
+    half of it may already count as a failure.
 
     Args:
       patience: seconds of silence after which another process counts as dead.
@@ -339,7 +339,7 @@ def _leave() -> None:
     drops = member is not None and member.on_trainer_loss == "drop"
     if getattr(sys, "last_value", None) is not None:
         if drops:
-            jax.distributed.shutdown()  # the others then notice the loss before a timeout
+            jax.distributed.shutdown()  # the others then notice the failure before a timeout
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()

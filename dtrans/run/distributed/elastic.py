@@ -34,7 +34,7 @@ TIMEOUT_FLAG = "--xla_cpu_collective_timeout_seconds"
 
 
 class Loss(Exception):
-    """Loss of trainers during a block of `all_or_none`.
+    """Failure of trainers during a block of `all_or_none`.
 
     Attributes:
       trainers: ids of the lost trainers.
@@ -46,7 +46,7 @@ class Loss(Exception):
 
 
 def prepare(seconds: int) -> None:
-    """Configure JAX to survive the loss of a process, and limit the time of a collective.
+    """Configure JAX to survive the failure of a process, and limit the time of a collective.
 
     Call it before `jax.distributed.initialize`.
 

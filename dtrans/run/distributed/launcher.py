@@ -108,14 +108,14 @@ def launch(
       log_dir: a folder for the output of the roles, one file per role (`trainer-0.log`).
       site: the hosts of the roles; by default this host.
       restarts: the largest number of restarts. The launcher restarts roles after a signal, or the
-        loss of a host, has ended a role. In a job with cuts, only the role that a signal ended
-        starts again, and the job continues from the newest cut. In other jobs, and after the loss
-        of a host, all roles start again. The variable DTRANS_RESTARTS of each role has the number
-        of restarts so far. After the deadline no restart begins, and the loss is the job's error.
-        `RestartOptions` can also set the folder of the cuts, the number of spares, and the smallest
-        number of trainers with which "drop" continues. On several hosts, a job has cuts only in
-        such a folder, which all hosts must share. A job on this host with restarts has a temporary
-        compilation cache of JAX, unless the environment sets or disables the cache.
+        failure of a host, has ended a role. In a job with cuts, only the role that a signal ended
+        starts again, and the job continues from the newest cut. In other jobs, and after the
+        failure of a host, all roles start again. The variable DTRANS_RESTARTS of each role has the
+        number of restarts so far. After the deadline no restart begins, and the failure is the
+        job's error. `RestartOptions` can also set the folder of the cuts, the number of spares, and
+        the smallest number of trainers with which "drop" continues. On several hosts, a job has
+        cuts only in such a folder, which all hosts must share. A job on this host with restarts has
+        a temporary compilation cache of JAX, unless the environment sets or disables the cache.
 
     Raises:
       ConfigError: an argument has an invalid value.
@@ -175,7 +175,7 @@ def launch(
             logs={role.name: open_log(role.name) for role in roles},
             inherit_stdout=inherit_stdout,
         )
-        # in a job with cuts, the loss of a trainer begins an epoch
+        # in a job with cuts, the failure of a trainer begins an epoch
         is_optional = lambda name: name in optional and (epochs is None or not epochs.has_marks)
         attempts = Restarts(
             roles,
@@ -330,8 +330,8 @@ def _check_spares(
         return
     if mode == "nccl2":
         raise ConfigError(
-            f"{argument}: in mode='nccl2' all roles start again after a loss, and a spare cannot "
-            "take the place of one; leave spares out"
+            f"{argument}: in mode='nccl2' all roles start again after a failure, and a spare "
+            "cannot take the place of one; leave spares out"
         )
     if not site.is_this_host:
         raise ConfigError(f"{argument}: spares are for roles on this host; leave spares out")
@@ -374,7 +374,7 @@ def _failure(child: Child, note: str) -> LaunchError:
 
     Args:
       child: the role.
-      note: a remark about the role's loss, or an empty string.
+      note: a remark about the role's failure, or an empty string.
     """
     words = child.last_words()
     output = f"its last output was:\n{words}" if words else "it wrote nothing to standard error"

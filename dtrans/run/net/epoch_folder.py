@@ -49,7 +49,7 @@ WITHOUT_CUTS = "without-cuts"
 class EpochFolder:
     """Epochs and cuts of a job, read from a folder.
 
-    A *cut* is a copy of the job's state. An *epoch* is the part of a job between two losses of
+    A *cut* is a copy of the job's state. An *epoch* is the part of a job between two failures of
     processes.
 
     Args:

@@ -26,15 +26,15 @@ NAME = "epochs.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class EpochRecord:
-    """Line of the log: one epoch of a job, the part between two losses of processes.
+    """Line of the log: one epoch of a job, the part between two failures of processes.
 
     Attributes:
       epoch: number of the epoch.
       cut: step of the cut with which the epoch begins; None if it begins with the initial state, or
         with the cuts of asynchronous servers.
       members: ids of the trainers that take part, increasing.
-      lost: name of the role whose loss ended the previous epoch; empty without a loss.
-      reason: cause of the loss, or of the epoch.
+      lost: name of the role whose failure ended the previous epoch; empty without a failure.
+      reason: cause of the failure, or of the epoch.
       time: time of the line, in seconds since 1970.
     """
 

@@ -200,7 +200,7 @@ def find_writers(
 def can_complete_cut(
     marks: Mapping[str, RoleMark], servers: Collection[str], writers: Collection[str]
 ) -> bool:
-    """Return True if the cut that some servers write at a loss can become complete.
+    """Return True if the cut that some servers write at a failure can become complete.
 
     Either all servers write, or those that write also write the replicas of lost servers.
 

@@ -341,7 +341,7 @@ class BackgroundComm:
                 break
             except NewEpoch as e:
                 epoch = e.number
-        log.warning("%s continues after the loss of a process", name)
+        log.warning("%s continues after the failure of a process", name)
         geo.rejoin(communicator, communicator.received_before)
 
     def _require_geo(self) -> GeoTrainer:

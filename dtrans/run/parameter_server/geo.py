@@ -140,14 +140,14 @@ class GeoTrainer:
             self._communicator.barrier()
             self._steps.go_on()
 
-    # -- losses ----------------------------------------------------------------------------------
+    # -- failures ----------------------------------------------------------------------------------
 
     def counts(self, received: Mapping[str, int]) -> Mapping[str, int]:
         """Return the number of steps that each server must count (`GeoSteps.counts`)."""
         return self._steps.counts(received)
 
     def rejoin(self, communicator: PushQueue, received: Mapping[str, int]) -> None:
-        """Continue with another communicator, after the loss of a process.
+        """Continue with another communicator, after the failure of a process.
 
         Args:
           communicator: the communicator.

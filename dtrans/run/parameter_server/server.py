@@ -279,10 +279,10 @@ class Server:
         self._loop.leave_peers(failed=True)
         self._begin({}, before)
         if isinstance(before.kind, AsyncServer):
-            log.warning("pserver %s continues after the loss of a process", endpoint)
+            log.warning("pserver %s continues after the failure of a process", endpoint)
             return
         log.warning(
-            "pserver %s goes back from step %d to step %d, after the loss of a process",
+            "pserver %s goes back from step %d to step %d, after the failure of a process",
             endpoint,
             before.kind.step,
             self._protocol.kind.step,

@@ -6,10 +6,10 @@
     trainer_requests    a trainer's requests between two steps: checkpoints and tables
     trainer_cuts        base of a trainer's cuts; `leaf_cuts` and `geo_cuts` are the two kinds
     cut_file            file of a trainer's cut
-    return_to_cut       return of a trainer to a cut, after the loss of a process
+    return_to_cut       return of a trainer to a cut, after the failure of a process
     log_replay          `dtrans.replay`: repeats the steps of a job with cuts in one process
 
-A *cut* is a copy of the state, to which a job goes back after the loss of a process. A job gives
+A *cut* is a copy of the state, to which a job goes back after the failure of a process. A job gives
 the programs of its role to a `dtrans.Executor`. `dtrans.run.parameter_server` executes the
 communication of these programs, and writes the cuts of servers.
 """

@@ -1,4 +1,4 @@
-"""Return of a trainer to a cut, after the loss of a process (`dtrans.protocol.epochs`)."""
+"""Return of a trainer to a cut, after the failure of a process (`dtrans.protocol.epochs`)."""
 
 from __future__ import annotations
 

@@ -79,11 +79,11 @@ class ServerJob(RoleJob):
             their initial values need no memory, and other rows can be evicted
             (`job.tables.evict`).
           cuts: the number of steps after which servers copy their state to disk (a cut), or a
-            `dtrans.Cuts` with further options. After the loss of a process, the job continues from
-            the last cut. Servers write cuts if `dtrans launch --restarts` started the job. A new
-            cut waits until the previous one is written. With `cuts`, the job counts its steps from
-            the number of the restored checkpoint. An asynchronous server counts the steps of all
-            trainers.
+            `dtrans.Cuts` with further options. After the failure of a process, the job continues
+            from the last cut. Servers write cuts if `dtrans launch --restarts` started the job. A
+            new cut waits until the previous one is written. With `cuts`, the job counts its steps
+            from the number of the restored checkpoint. An asynchronous server counts the steps of
+            all trainers.
 
         Steps are counted from the last `job.save` whose name is a number. Without one, they are
         counted from the number of the restored checkpoint, or from 0.

@@ -108,7 +108,7 @@ class TrainerJob(RoleJob):
         self._executor.connect(self._epochs, epoch)
 
     def _init_again(self) -> Any:
-        """Call `init` again after the loss of a process; return this trainer's parameters."""
+        """Call `init` again after the failure of a process; return this trainer's parameters."""
         if self._init_args is None:
             raise StateError(
                 "a process was lost, and all roles go back to an earlier step, but this trainer's "
@@ -162,9 +162,9 @@ class TrainerJob(RoleJob):
             raise self._return.end(self._step_count) from None
         if self._init_args is None and self._executor.connections.is_in_epoch:
             raise StateError(
-                "job.serve(cuts=...) lets this job continue after the loss of a process, but this "
-                "trainer's state is not from job.init(...); create it by job.init, which receives "
-                "the servers' state"
+                "job.serve(cuts=...) lets this job continue after the failure of a process, but "
+                "this trainer's state is not from job.init(...); create it by job.init, which "
+                "receives the servers' state"
             )
         self._step_count += 1
         return (tuple(outputs[: len(state)]), *outputs[len(state) :])

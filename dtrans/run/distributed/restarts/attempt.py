@@ -46,7 +46,7 @@ class Attempt:
 
     Attributes:
       failed: the role that made the job fail, or None.
-      note: a remark about the failed role's loss, for the error message.
+      note: a remark about the failure of the role, for the error message.
       error: the job's error, if it ends without a failed role.
       superseded: the reason why all roles start again although none has failed, or "".
       epoch: number of the job's epoch; 0 in a job without cuts.
@@ -134,7 +134,7 @@ class Attempt:
         self.epoch, self.failed = number, None
 
     def kill(self, child: Child) -> None:
-        """Kill a role. Its end is a loss like any other."""
+        """Kill a role. Its end is a failure like any other."""
         child.signal(signal.SIGKILL)
 
     def wait(self, limit: float | None) -> None:
@@ -178,7 +178,7 @@ class Attempt:
             limit = None
 
     def lost(self, *, was_reached: bool, has_cuts: bool) -> Child | None:
-        """Return the lost role that made the job fail, or None if no loss made the job fail.
+        """Return the lost role that made the job fail, or None if no failure made the job fail.
 
         Args:
           was_reached: True if every host ran its roles in an earlier attempt.
@@ -257,7 +257,7 @@ class Attempt:
 
 
 def lacks_quorum(trainers: int, quorum: int) -> str:
-    """Return the text of an error about a loss that leaves fewer trainers than the quorum."""
+    """Return the text of an error about a failure that leaves fewer trainers than the quorum."""
     left = "1 trainer" if trainers == 1 else f"{trainers} trainers"
     return f"{left} would be left, but quorum={quorum}"
 
@@ -285,7 +285,7 @@ def _last_error(child: Child) -> str:
 
 
 def is_lost(child: Child, was_reached: bool) -> bool:
-    """Return True if a signal or the loss of its host ended a role.
+    """Return True if a signal or the failure of its host ended a role.
 
     Shells and signal handlers exit with 128 + the signal's number. So a script that calls
     `sys.exit(143)` counts as lost.

@@ -1,4 +1,4 @@
-"""Cuts that servers write after the loss of a role, before the epoch ends.
+"""Cuts that servers write after the failure of a role, before the epoch ends.
 
 Servers do so in jobs with `Cuts(at_loss=True)`. The job then goes back to the newest states.
 """
@@ -13,14 +13,14 @@ from dtrans.run.net.launcher_folder import LauncherFolder
 from dtrans.run.net.role_marks import RoleMark, can_complete_cut, find_writers
 
 
-# Seconds that the launcher waits, after a loss, until servers have written their newest states.
+# Seconds that the launcher waits, after a failure, until servers have written their newest states.
 # Then it chooses the newest complete cut.
 WRITE_PATIENCE = 10.0
 POLL = 0.02  # seconds between two looks at the servers' reports
 
 
 class CutsAtLoss:
-    """Cuts that the servers of a job write after the loss of a role, from their newest states.
+    """Cuts that the servers of a job write after the failure of a role, from their newest states.
 
     Args:
       folder: folder of the job's epochs and cuts.
@@ -38,7 +38,7 @@ class CutsAtLoss:
         running: Callable[[], Collection[str]],
         is_stopped: Callable[[], bool],
     ) -> None:
-        """Let the servers write their newest states as cuts, after the loss of a role.
+        """Let the servers write their newest states as cuts, after the failure of a role.
 
         The method waits for all live servers, up to WRITE_PATIENCE seconds. If another server is
         lost meanwhile, its backup writes its states. The method returns at once if the servers
@@ -82,7 +82,7 @@ class CutsAtLoss:
             self._folder.announce_end([name for name in self._servers if name not in writers])
         except OSError as e:
             say(
-                f"the servers write no cut at this loss, because {self._folder.path} cannot be "
+                f"the servers write no cut at this failure, because {self._folder.path} cannot be "
                 f"written: {e.strerror}"
             )
             return False

@@ -28,7 +28,8 @@ from dtrans.run.net.role_marks import LostReport, RoleMark, can_go_back
 
 
 class JobEpochs:
-    """Epochs of one job: the parts between losses. A new object grants this launcher's first epoch.
+    """Epochs of one job: the parts between failures. A new object grants this launcher's first
+    epoch.
 
     A folder with an epoch belongs to a job whose launcher has ended. The job is continued: its next
     epoch begins at the newest complete cut, or at the newest cut of each asynchronous server.
@@ -67,7 +68,7 @@ class JobEpochs:
         # for each role, the epoch in which its current process was started
         self._started: dict[str, int] = {}
         self._is_pending = False
-        # for each role, the newest cuts at its last loss
+        # for each role, the newest cuts at its last failure
         self._losses: dict[str, int | tuple[int, ...] | None] = {}
         if self._folder.is_used:
             self._continue(path, quorum)
@@ -138,7 +139,7 @@ class JobEpochs:
         """Names of the roles that were not dropped."""
         return [name for name in self._names if self.epoch.has_role(name)]
 
-    # -- losses ----------------------------------------------------------------------------------
+    # -- failures ----------------------------------------------------------------------------------
 
     @property
     def have_all_entered(self) -> bool:
@@ -158,7 +159,7 @@ class JobEpochs:
         self._cuts_at_loss.request(self.epoch.number, marks, lost, running, is_stopped)
 
     def note_loss(self, name: str) -> bool:
-        """Record a loss of a role; return True if no cut was written since its last loss."""
+        """Record a failure of a role; return True if no cut was written since its last failure."""
         if not self.has_marks:
             return False
         newest = self._newest()
@@ -197,7 +198,7 @@ class JobEpochs:
 
         Args:
           lost: name of the lost role.
-          reason: cause of the loss, for the log.
+          reason: cause of the failure, for the log.
         """
         self._started[lost] = self.epoch.number + 1
         self._grant_next(lost, reason, self.epoch.dropped)

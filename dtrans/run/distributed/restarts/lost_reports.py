@@ -42,7 +42,7 @@ class LostReports:
         """Return the reports of lost roles that running roles wrote in an epoch.
 
         Reports about a process that is still starting are left out. They are about the role's
-        previous process: a server has read its first message after its loss.
+        previous process: a server has read its first message after its failure.
 
         Args:
           epoch: number of the epoch.

@@ -10,7 +10,7 @@ from dtrans.run.distributed.restarts.launch_record import LaunchRecord
 
 @dataclasses.dataclass(frozen=True)
 class RestartOptions:
-    """Restarts that a launcher may make if a signal, or the loss of a host, ends a role.
+    """Restarts that a launcher may make if a signal, or the failure of a host, ends a role.
 
     Attributes:
       most: the largest number of restarts.
@@ -21,7 +21,7 @@ class RestartOptions:
         the place of a lost role.
       record: the launcher's command line, which is written to the folder of the cuts.
       quorum: with `on_trainer_loss="drop"`, the smallest number of trainers with which the job
-        continues. If a loss would leave fewer trainers, the lost trainer starts again.
+        continues. If a failure would leave fewer trainers, the lost trainer starts again.
     """
 
     most: int = 0

@@ -32,7 +32,7 @@ RESTARTS = "DTRANS_RESTARTS"  # the number of restarts before this one, in each 
 
 
 class RoleLoss(NamedTuple):
-    """Loss of a role, after which the job continues.
+    """Failure of a role, after which the job continues.
 
     Attributes:
       child: the process of the lost role.
@@ -78,7 +78,7 @@ class Restarts:
         self._reports = FirstReport()
 
     def run(self) -> Attempt:
-        """Start the roles, restart them after losses, and return the last attempt."""
+        """Start the roles, restart them after failures, and return the last attempt."""
         while True:
             attempt, lost = self._run_once()
             if self._epochs is not None and (lost is not None or attempt.has_ended_well):
@@ -88,7 +88,7 @@ class Restarts:
             name, reason = "", attempt.superseded
             if attempt.superseded:
                 # `_count` already includes this restart: it replaces the last restart in place. Or
-                # the last loss was that of a dropped trainer, after which nothing starts.
+                # the last failure was that of a dropped trainer, after which nothing starts.
                 number = f" ({self._number()})" if self._count else ""
                 say(f"{attempt.superseded}; all roles start again{number}")
             elif lost is None or not self._restarts_all(attempt, lost):
@@ -141,10 +141,10 @@ class Restarts:
         variables = self._starter.variables(role, shared)
         spare.take_role(role, variables, self._starter.logs[role.name])
 
-    # -- losses ----------------------------------------------------------------------------------
+    # -- failures ----------------------------------------------------------------------------------
 
     def _find_loss(self, attempt: Attempt) -> RoleLoss | None:
-        """Return the loss that ended an attempt, or None if the job does not continue."""
+        """Return the failure that ended an attempt, or None if the job does not continue."""
         has_cuts = self._epochs is not None and self._epochs.has_marks
         lost = attempt.lost(was_reached=self._count > 0, has_cuts=has_cuts)
         if lost is None or attempt.signum is not None:
@@ -169,7 +169,7 @@ class Restarts:
         return RoleLoss(lost)
 
     def _may_restart(self, role: Role) -> bool:
-        """Return True if a restart may follow the loss of a role."""
+        """Return True if a restart may follow the failure of a role."""
         aborts = self._on_trainer_loss == "abort" and role.is_trainer
         return self._count < self._restarts and not aborts
 
@@ -319,7 +319,7 @@ class Restarts:
             )
 
     def _continues_after(self, role: Role) -> bool:
-        """Return True if the job may continue after the loss of a role."""
+        """Return True if the job may continue after the failure of a role."""
         return self._may_restart(role) or self._leaves_quorum(role)
 
 

@@ -97,7 +97,7 @@ class ServerTables:
         memory = self._memory.get(name)
         step = self._steps(name) if memory is None else memory.step
         if since > step and self.went_back:
-            # The caller has read these changes before the loss.
+            # The caller has read these changes before the failure.
             return since, np.arange(0), np.arange(0)
         if not 0 <= since <= step:
             raise StateError(
