@@ -1,6 +1,6 @@
 """Lookups in tables on servers: a trainer receives only the rows that a step looks up.
 
-    uniq  = split_ids ids...        [table, rows, size]
+    uniq  = split_ids ids...        [table, rows, size, outside]
     X     = prefetch uniq           [table, epmap, names, spans, types, ...]
     token = send_rows uniq X        [table, epmap, names, spans, ...]
     X     = fake_init               [table, shape, dtype]
@@ -11,11 +11,12 @@
 Here `...` is trainer_id, trainers, sync_mode.
 
 `split_ids` returns the sorted unique ids of all lookups in a table with `rows` rows, as `size`
-integers; unused entries are `rows`. `prefetch` receives the rows with these ids from their servers;
-rows for unused entries are zeros. `send_rows` sends the gradient of these rows to the servers, as
-`send` does for a block. `spans` lists the rows of each server: a range, or buckets
-(`dtrans.rows.row_buckets`). With `communicator`, `prefetch` and `send_rows` run in the background,
-like `recv` and `send` (`dtrans.ops.rpc`).
+integers; unused entries are `rows`. For each operand, `outside` is the treatment of ids that are no
+rows: "error", "clip" to the nearest row, or "drop". `prefetch` receives the rows with these ids
+from their servers; rows for unused entries are zeros. `send_rows` sends the gradient of these rows
+to the servers, as `send` does for a block. `spans` lists the rows of each server: a range, or
+buckets (`dtrans.rows.row_buckets`). With `communicator`, `prefetch` and `send_rows` run in the
+background, like `recv` and `send` (`dtrans.ops.rpc`).
 
 `fake_init` returns a trainer's initial table, which has no rows. `init_on_use` represents a
 server's rows of a table, and optimizer state with one row for each of these rows. `write(n)`

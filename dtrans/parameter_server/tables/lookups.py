@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.lax import GatherScatterMode
 
 from dtrans._jax import (
     COND,
@@ -79,10 +80,13 @@ class RowPick(Step):
       numbers: index of the operand that contains the row ids.
       component: position of the row id in the index vectors along the operand's last dimension;
         None if the operand is a single id.
+      outside: treatment of ids that are outside the table. "error": the trainer raises an error;
+        "clip": the nearest row is read; "drop": no row is read, and the result is a fill value.
     """
 
     numbers: int = 1
     component: int | None = None
+    outside: str = "error"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,13 +96,13 @@ class TableLookups:
     Attributes:
       leaf: name of the table.
       rows: the number of the table's rows.
-      ids: the values that contain row ids, each with its `component` (see `RowPick`).
+      ids: the values that contain row ids, each with `component` and `outside` of `RowPick`.
       size: the maximum number of rows that a step can look up.
     """
 
     leaf: str
     rows: int
-    ids: tuple[tuple[Atom, int | None], ...]
+    ids: tuple[tuple[Atom, int | None, str], ...]
     size: int
 
 
@@ -132,13 +136,14 @@ class _Lookup:
       eqn: the equation that picks.
       leaf: name of the table.
       numbers: the row ids, as a value outside of all loops and branches.
-      component: as in `RowPick`.
+      component, outside: as in `RowPick`.
     """
 
     eqn: JaxprEqn
     leaf: str
     numbers: Atom
     component: int | None
+    outside: str
 
 
 @dataclasses.dataclass(eq=False)
@@ -250,8 +255,19 @@ def numbers_first(eqns: Sequence[JaxprEqn], numbers: Iterable[Atom], like: Any) 
     return list(live.eqns)
 
 
+# primitives whose result contains rows of their operands, possibly as parts of other rows
+_CONTAINS_ROWS = frozenset({"concatenate", "pad", "reshape", "scatter", "slice", "transpose"})
+_PADDING = (
+    " (for a row of zeros, give padding an id outside the table, and read "
+    "jnp.take(table, ids, axis=0, mode='fill', fill_value=0))"
+)
+
+
 def _is_picked(eqns: Sequence[JaxprEqn], var: Var) -> bool:
-    """Return True if an equation reads `var[ids]`, or f(`var`)[ids] for an elementwise f."""
+    """Return True if an equation reads `var[ids]`, or rows of an array that contains rows of `var`.
+
+    The second kind of reads makes no table, but the plan states the reason.
+    """
     picks: list[JaxprEqn] = []
 
     def rule(eqn: JaxprEqn, ins: Sequence[bool]) -> list[bool] | None:
@@ -260,6 +276,8 @@ def _is_picked(eqns: Sequence[JaxprEqn], var: Var) -> bool:
         read = [a.aval.shape for a, has_rows in zip(eqn.invars, ins, strict=True) if has_rows]
         if read and ins[0] and eqn.primitive.name in ("gather", "dynamic_slice"):
             picks.append(eqn)
+        if eqn.primitive.name in _CONTAINS_ROWS:
+            return [ins[0] or (eqn.primitive.name == "concatenate" and any(ins))]
         keeps = facts_of(eqn).elementwise
         return [keeps and v.aval.shape in read for v in eqn.outvars]
 
@@ -322,7 +340,8 @@ def _lookups_in(eqns: Sequence[JaxprEqn], flow: Flow) -> tuple[list[_Lookup], li
         if isinstance(step, RowPick):
             row = step.operands[0]
             assert row is not None
-            found.append(_Lookup(eqn, row.leaf, eqn.invars[step.numbers], step.component))
+            numbers = eqn.invars[step.numbers]
+            found.append(_Lookup(eqn, row.leaf, numbers, step.component, step.outside))
         elif eqn.primitive.name == SCAN and step.bodies:
             inside, new = _in_scan(eqn, bodies(eqn)[0], step.bodies[0], known)
             found += inside
@@ -455,17 +474,17 @@ def _key(eqn: JaxprEqn, atoms: Sequence[Atom]) -> Any:
 
 def _table(leaf: str, rows: int, picks: Sequence[_Lookup]) -> TableLookups:
     """Return the lookups of a table: first ids of rows to read, then ids of gradient rows."""
-    reads: dict[tuple[Atom, int | None], None] = {}
-    adds: dict[tuple[Atom, int | None], None] = {}
+    reads: dict[tuple[Atom, int | None, str], None] = {}
+    adds: dict[tuple[Atom, int | None, str], None] = {}
     for x in picks:
         if x.leaf == leaf and _adds(x.eqn):
-            adds[x.numbers, x.component] = None
+            adds[x.numbers, x.component, x.outside] = None
         elif x.leaf == leaf:
-            reads[x.numbers, x.component] = None
+            reads[x.numbers, x.component, x.outside] = None
     ids = list(reads)
     read_values = set()
     size = 0
-    for numbers, component in ids:
+    for numbers, component, _ in ids:
         read_values.add(numbers)
         vector_size = 1
         if component is not None:
@@ -488,7 +507,9 @@ def _refusal(
             continue
         for layout in done.outs:
             if isinstance(layout, Colocated) and leaf in layout.leaves:
-                return layout.reason or f"{_text(eqns[i])} mixes its rows"
+                has_padding = eqns[i].primitive.name in ("concatenate", "scatter")
+                why = layout.reason or f"{_text(eqns[i])} mixes its rows"
+                return why + _PADDING * has_padding
         if done.reduce:
             return f"{_text(eqns[i])} reads all of its rows"
         if eqns[i].primitive.name == WHILE:
@@ -550,7 +571,9 @@ def _gather(eqn: JaxprEqn, row: RowAxis) -> RowPick | None:
     size = eqn.params["slice_sizes"][row.axis]
     if row.axis not in numbers.start_index_map or size != 1 or row.width != 1:
         return None
-    return RowPick((row, None), (SHARED,), component=numbers.start_index_map.index(row.axis))
+    component = numbers.start_index_map.index(row.axis)
+    outside = _outside(eqn, numbers.collapsed_slice_dims, row)
+    return RowPick((row, None), (SHARED,), component=component, outside=outside)
 
 
 def _scatter_add(eqn: JaxprEqn, row: RowAxis) -> RowPick | None:
@@ -565,7 +588,25 @@ def _scatter_add(eqn: JaxprEqn, row: RowAxis) -> RowPick | None:
         dim = numbers.update_window_dims[window.index(row.axis)]
         if eqn.invars[2].aval.shape[dim] != 1:
             return None
-    return RowPick((row, None, None), (row,), component=at.index(row.axis))
+    component = at.index(row.axis)
+    outside = _outside(eqn, numbers.inserted_window_dims, row)
+    return RowPick((row, None, None), (row,), component=component, outside=outside)
+
+
+def _outside(eqn: JaxprEqn, removed: Sequence[int], row: RowAxis) -> str:
+    """Return `RowPick.outside` of a gather or scatter.
+
+    Args:
+      removed: dimensions of the table that a picked row does not have.
+    """
+    mode, fill = eqn.params["mode"], eqn.params.get("fill_value", 0)
+    # `vmap` of `emb[i]` also clips, but a picked row then has the table's dimension. JAX fills with
+    # NaN by default, also in `jnp.take`. In both cases, an id outside the table is a mistake.
+    if mode == GatherScatterMode.CLIP and row.axis in removed:
+        return "clip"
+    if mode == GatherScatterMode.FILL_OR_DROP and fill is not None and fill == fill:
+        return "drop"
+    return "error"
 
 
 def _dynamic_slice(eqn: JaxprEqn, row: RowAxis) -> RowPick | None:

@@ -80,11 +80,12 @@ def _pick(
     for a, layout in zip(eqn.invars, step.operands, strict=True):
         atoms.append(w.read(a, layout))
     numbers, uniq = atoms[step.numbers], w.rows.uniq[row.leaf]
-    key = numbers, step.component, uniq
+    rows = eqn.invars[0].aval.shape[row.axis]
+    key = numbers, step.component, step.outside, uniq
     if key not in positions:
-        fn: Callable[..., jax.Array] = _position_of
+        fn = _position(rows, step.outside)
         if step.component is not None:
-            fn = _with_position(step.component)
+            fn = _with_position(step.component, rows, step.outside)
         (positions[key],) = w.b.call(fn, numbers, uniq)
     atoms[step.numbers] = positions[key]
     types = []
@@ -151,7 +152,7 @@ class TableWriter:
         """Write the equations that compute row ids."""
         ids: list[Atom] = []
         for table in self._tables.values():
-            ids += [a for a, _ in table.ids]
+            ids += [a for a, *_ in table.ids]
         role_of = dict(zip(map(id, eqns), roles, strict=True))
         for e in numbers_first(candidates, ids, jaxpr):
             self.b.role = role_of.get(id(e), FORWARD)
@@ -197,7 +198,7 @@ class TableWriter:
     def _ids(self, table: TableLookups, wide: WideNumbers) -> list[Atom]:
         """Return the row ids that a step looks up in a table, not truncated to 32 bits."""
         found: list[Atom] = []
-        for atom, component in table.ids:
+        for atom, component, _ in table.ids:
             if component is not None:
                 atom, component = wide.component(atom, component)
             found += self.b.call(_component(component), wide.of(atom))
@@ -215,7 +216,10 @@ class TableWriter:
         ids = {n: self._ids(t, wide) for n, t in found.items()}
         b.role = DIST
         for n, t in found.items():
-            (uniq,) = b.bind(split_ids_p, *ids[n], table=n, rows=t.rows, size=t.size)
+            outside = tuple(how for *_, how in t.ids)
+            (uniq,) = b.bind(
+                split_ids_p, *ids[n], table=n, rows=t.rows, size=t.size, outside=outside
+            )
             b.labels[uniq] = f"{n}@IDS"
             self.uniq[n] = uniq
         b.role = RPC
@@ -243,20 +247,40 @@ def _component(component: int | None) -> Callable[[jax.Array], jax.Array]:
 
 
 @functools.cache
-def _with_position(component: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return a function that replaces the row id in index vectors by its position in sorted ids."""
+def _with_position(
+    component: int, rows: int, outside: str
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Return a function that replaces the row id in index vectors by its position in sorted ids.
+
+    Args:
+      component, outside: as in `RowPick`.
+      rows: number of rows of the table.
+    """
+    position = _position(rows, outside)
 
     def fn(numbers: jax.Array, uniq: jax.Array) -> jax.Array:
-        ids = numbers[..., component].astype(uniq.dtype)
-        at = jnp.searchsorted(uniq, ids).astype(numbers.dtype)
+        at = position(numbers[..., component], uniq)
         entry = jax.lax.broadcasted_iota(jnp.int32, numbers.shape, numbers.ndim - 1)
         return jnp.where(entry == component, at[..., None], numbers)
 
     return fn
 
 
-def _position_of(number: jax.Array, uniq: jax.Array) -> jax.Array:
-    return jnp.searchsorted(uniq, number.astype(uniq.dtype)).astype(number.dtype)
+@functools.cache
+def _position(rows: int, outside: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Return a function from row ids to their positions in sorted ids (see `_with_position`)."""
+
+    def fn(numbers: jax.Array, uniq: jax.Array) -> jax.Array:
+        ids = numbers.astype(uniq.dtype)
+        if outside == "clip":
+            ids = jnp.clip(ids, 0, rows - 1)
+        at = jnp.searchsorted(uniq, ids)
+        if outside == "drop":
+            # this position is outside the fetched rows, too
+            at = jnp.where((ids >= 0) & (ids < rows), at, uniq.size)
+        return at.astype(numbers.dtype)
+
+    return fn
 
 
 def without_unused(b: Builder, outs: Sequence[Atom]) -> None:

@@ -17,8 +17,17 @@ from dtrans.protocol.server_blocks import RowGradient
 WantedRows = tuple[str, str, np.ndarray, np.ndarray]
 
 
+INT32 = (-(2**31), 2**31 - 1)  # smallest and largest 32-bit integer
+
+
 def unique_ids(
-    ids: Sequence[Any], *, table: str, rows: int, size: int, whose: str = ""
+    ids: Sequence[Any],
+    *,
+    table: str,
+    rows: int,
+    size: int,
+    outside: Sequence[str] = (),
+    whose: str = "",
 ) -> np.ndarray:
     """Return the sorted unique row ids of several lookups.
 
@@ -27,6 +36,8 @@ def unique_ids(
       table: name of the table, for errors.
       rows: number of rows of the table.
       size: length of the result. The result is padded with the value `rows`.
+      outside: for each lookup, the treatment of 32-bit ids outside the table: "error", "clip" to
+        the nearest row, or "drop". By default, all of them are errors.
       whose: words that name the owner of the ids in errors, such as " of trainer 1's part".
 
     Raises:
@@ -44,8 +55,12 @@ def unique_ids(
       dtrans.errors.BatchError: lookup 0 of params/emb asks for row 9 at [1, 1]; the table has rows
         0 to 8...
     """
-    arrays = [np.asarray(x) for x in ids]
-    for i, x in enumerate(arrays):
+    arrays = []
+    # JAX truncates ids to 32 bits, so a larger id would select another row.
+    limits = {"error": (0, rows - 1), "clip": INT32, "drop": INT32}
+    for i, x in enumerate(map(np.asarray, ids)):
+        how = outside[i] if outside else "error"
+        low, high = limits[how]
         if not np.issubdtype(x.dtype, np.integer):
             first = ""
             if x.size:
@@ -54,14 +69,19 @@ def unique_ids(
                 f"lookup {i} of {table} has the row id{first} of dtype {x.dtype.name}, expected "
                 "integers"
             )
-        if x.size and (x.min() < 0 or x.max() >= rows):
-            at = np.unravel_index(np.argmax((x < 0) | (x >= rows)), x.shape)
+        if x.size and (x.min() < low or x.max() > high):
+            at = np.unravel_index(np.argmax((x < low) | (x > high)), x.shape)
             raise BatchError(
                 f"lookup {i} of {table} asks for row {x[at]} at "
                 f"[{', '.join(map(str, at))}]{whose}; the table has rows 0 to {rows - 1} (-1 and "
-                "other negative ids in your batch are counted from the end before this check)"
+                "other negative ids in your batch are counted from the end before this check). For "
+                "ids that stand for no row, write jnp.take(..., mode='fill', fill_value=0)"
             )
-    found = sorted_once(np.concatenate([x.reshape(-1).astype(np.int32) for x in arrays]))
+        x = x.reshape(-1).astype(np.int32)
+        if how == "drop":
+            x = x[(x >= 0) & (x < rows)]
+        arrays.append(np.clip(x, 0, rows - 1))
+    found = sorted_once(np.concatenate(arrays))
     return np.concatenate([found, np.full(size - len(found), rows, np.int32)])
 
 

@@ -114,6 +114,18 @@ REFUSED = {
         lambda p, ids: jnp.mean(p["emb"][ids]) + jnp.mean(jax.nn.one_hot(ids[:, 0], V) @ p["emb"]),
         r"dot_general of f32\[4,40\] \(test_lookups.py",
     ),
+    "a row of zeros": (
+        lambda p, ids: jnp.mean(jnp.concatenate([jnp.zeros((1, D)), p["emb"]])[ids]),
+        r"concatenate mixes rows of .*padding an id outside the table, and read jnp.take\(table",
+    ),
+    "a row that is reset": (
+        lambda p, ids: jnp.mean(p["emb"].at[0].set(0.0)[ids]),
+        "scatter mixes rows of .*padding an id outside the table",
+    ),
+    "another shape": (
+        lambda p, ids: jnp.mean(p["emb"].reshape(V // 2, -1)[ids]),
+        "gather mixes rows of",
+    ),
     "a factor that is trained": (
         lambda p, ids: jnp.mean((p["emb"] * p["w"][0])[ids[:, 0]]),
         "reads all of its rows",

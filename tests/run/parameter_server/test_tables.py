@@ -20,6 +20,7 @@ from table_jobs import (
     DENSE,
     LAZY,
     OPTIMIZERS,
+    ROWS,
     STEPS,
     SYNC,
     D,
@@ -434,6 +435,65 @@ def test_numbers_of_rows_are_integers() -> None:
         job.step(state, ids.astype(float), y)
     with pytest.raises(BatchError, match=r"asks for row 4294967296 at \[1\]; the table has"):
         job.tables.lookup("params/emb", [3, 2**32])
+
+
+def outside_of(read: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """Return a loss that reads rows by a function of the table and the ids."""
+
+    def fn(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
+        x = read(params["emb"], ids).reshape(len(y), -1)
+        return jnp.mean((jnp.tanh(x) @ params["w"] - y) ** 2)
+
+    return fn
+
+
+def filled(emb: jax.Array, ids: jax.Array) -> jax.Array:
+    return emb.at[ids].get(mode="fill", fill_value=0.5)
+
+
+OUTSIDE = {
+    "clip": outside_of(lambda emb, ids: jnp.take(emb, ids, axis=0, mode="clip")),
+    "fill": outside_of(filled),
+    "fill in a loop": outside_of(lambda emb, ids: jax.lax.map(lambda i: filled(emb, i), ids)),
+    "both": outside_of(lambda emb, ids: filled(emb, ids) + jnp.take(emb, ids, axis=0, mode="clip")),
+}
+
+
+def padded_batches() -> list[tuple[np.ndarray, np.ndarray]]:
+    """Batches with ids outside the table; the second one has no others."""
+    found = []
+    for step, (ids, y) in enumerate(batches()):
+        padding = np.where(ids % 2, V + ids, -V - 1 - ids)
+        found.append((np.where((ids % 3 == 0) | (step == 1), padding, ids), y))
+    found[2][0][0, 0] = 2**31 - 1
+    return found
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_ids_outside_the_table_are_those_of_one_device(
+    role_threads: RoleThreads, name: str
+) -> None:
+    plan = planned(optax.adam(0.1), DENSE, 2, 3, OUTSIDE[name])
+    assert (report := plan.verify()), str(report)
+    found, _ = outcome(role_threads, plan, padded_batches())
+    close(found, one_device(optax.adam(0.1), padded_batches(), OUTSIDE[name]))
+    if name != "fill in a loop":  # JAX truncates ids before the loop
+        job = plan.simulate()
+        wide = np.full((ROWS, 2), 2**32 + 3)
+        with pytest.raises(BatchError, match=r"asks for row 4294967299 at \[0"):
+            job.step(job.init(jax.random.key(0)), wide, np.ones(ROWS))
+
+
+@pytest.mark.parametrize("mode", [SYNC, dtrans.Geo(1)], ids=["sync", "geo"])
+def test_padding_touches_no_row(role_threads: RoleThreads, mode: Any) -> None:
+    """Nothing is looked up, and an update for rows of the batch changes none."""
+    plan = planned(optax.adam(0.1), LAZY, 1, 2, OUTSIDE["fill"], mode)
+    ids, y = np.full((ROWS, 2), V), np.ones(ROWS)
+    (found, _), _ = outcome(role_threads, plan, [(ids, y), (ids, y)])
+    first, _ = init(optax.adam(0.1), jax.random.key(0))
+    np.testing.assert_array_equal(found["emb"], first["emb"])
+    assert not np.array_equal(found["w"], first["w"])
 
 
 @pytest.mark.parametrize("sparse", [DENSE, LAZY], ids=["dense", "lazy"])
