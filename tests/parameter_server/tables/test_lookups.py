@@ -124,7 +124,7 @@ REFUSED = {
     ),
     "another shape": (
         lambda p, ids: jnp.mean(p["emb"].reshape(V // 2, -1)[ids]),
-        "gather mixes rows of",
+        "reshape mixes rows of",
     ),
     "a factor that is trained": (
         lambda p, ids: jnp.mean((p["emb"] * p["w"][0])[ids[:, 0]]),
