@@ -18,7 +18,7 @@ from dtrans.parameter_server.placement import place
 from dtrans.rows.analysis import analyse
 from dtrans.slicing.server_spec import analyse_update
 from dtrans.slicing.server_update import write_server
-from dtrans.step.cut import cut
+from dtrans.step.halves import divide_step
 
 
 ENDPOINTS = ("127.0.0.1:6174", "127.0.0.1:6175")
@@ -34,7 +34,7 @@ def deep(name: str, leaves: int):
     """Return a function that traces the step of a model with this number of leaves, and the cut step."""
     step, init, batch = mlp([16] * (leaves // 2 + 1), 8, OPTIMIZERS[name])
     state = jax.eval_shape(init, jax.random.key(0))
-    return lambda: dtrans.trace(step, *state, *batch), cut(programs(step, init, batch)[0])
+    return lambda: dtrans.trace(step, *state, *batch), divide_step(programs(step, init, batch)[0])
 
 
 def pairs(leaves: int) -> int:

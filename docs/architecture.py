@@ -56,7 +56,7 @@ RUN_LAYERS = (
     ("executor",),
     ("replays",),
     ("role_jobs", "verified"),
-    ("realisers",),
+    ("runners",),
 )
 
 
@@ -128,7 +128,7 @@ def climbs() -> list[str]:
         if not module or module in ("run",):  # these two import from all their folders
             continue
         for target in targets:
-            if not target or (module, target) == ("plan", "run.realisers"):
+            if not target or (module, target) == ("plan", "run.runners"):
                 continue
             (a, inside_a), (b, inside_b) = rank(module), rank(target)
             folders = module.split(".")[0], target.split(".")[0]
@@ -151,7 +151,7 @@ def between_folders(inside: str = "") -> list[tuple[str, str]]:
             deep = min(map(len, names)) > depth and all(
                 n[:depth] == [inside][:depth] for n in names
             )
-            if module and target and deep and (module, target) != ("plan", "run.realisers"):
+            if module and target and deep and (module, target) != ("plan", "run.runners"):
                 found.add((names[0][depth], names[1][depth]))
     return sorted(pair for pair in found if pair[0] != pair[1])
 
@@ -276,14 +276,14 @@ PAGE = """\
 <!-- Written by `make architecture`: change the code or docs/architecture.py, not this page. -->
 
 `dtrans.trace` turns a training step into a program. A transform turns the program into a plan, and
-a realiser runs the plan as a job:
+a runner runs the plan as a job:
 
     step  --trace-->  Program  --pserver | nccl2 | sharding | pipeline-->  plan  --run/-->  job
 
 Only `run` and the folders above it start processes and use devices. All other code consists of
 functions from programs to programs. There is a folder for each layer, and one for each strategy. A
 layer imports only from the layers below it. The one exception is `dtrans.plan`, which imports
-`run.realisers` when `plan.on_mesh()` is called. An arrow in the picture is an import. If a path of
+`run.runners` when `plan.on_mesh()` is called. An arrow in the picture is an import. If a path of
 other arrows leads to the same folder, the picture omits the import.
 
 ![The folders and their imports](architecture.svg)

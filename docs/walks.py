@@ -307,7 +307,7 @@ WALKS = (
         HIDDEN,
         (
             "step/marks:make_train_step.step",
-            "step/cut:_Cutter.optimize_half",
+            "step/halves:_StepDivider.optimize_half",
             "engine:SplitWriter.equation",
             "parameter_server/placement:place",
             "slicing/unit_program:LevelProgram.block",
@@ -324,7 +324,7 @@ WALKS = (
         HIDDEN,
         (
             "step/marks:make_train_step.step",
-            "step/cut:_Cutter.optimize_half",
+            "step/halves:_StepDivider.optimize_half",
             "zero/choose_slices:_choose_layer_axes",
             "zero/update:slice_half",
             "zero/all_gather:Gatherer.emit",

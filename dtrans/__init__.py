@@ -1,6 +1,6 @@
 """dtrans: one training step, rewritten into the programs of a distributed job.
 
-    step (one jaxpr)  --transform-->  a plan: one jaxpr per role  --realise-->  a running job
+    step (one jaxpr)  --transform-->  a plan: one jaxpr per role  ----run----->  a running job
 
 Trace a step with `trace`. Plan it with `sharding`, `nccl2`, `pserver`, `pipeline`, or Paddle's
 `DistributeTranspiler`. Run it in this process (`plan.on_mesh()`) or as processes (`dtrans launch`,

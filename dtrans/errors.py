@@ -76,7 +76,7 @@ class BatchError(DtransError, ValueError):
     """Error: a batch does not fit the program or the trainers."""
 
 
-class NotRealisedError(DtransError, RuntimeError):
+class NotRunnableError(DtransError, RuntimeError):
     """Error: a program with communication was called as a function."""
 
 

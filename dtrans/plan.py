@@ -1,6 +1,6 @@
-"""Plans: the base class, the recipe of a plan, and the registry of realisers.
+"""Plans: the base class, the recipe of a plan, and the registry of runners.
 
-A plan is a value, which can be printed, compared and costed without devices. A *realiser* runs a
+A plan is a value, which can be printed, compared and costed without devices. A *runner* runs a
 plan in one of these ways:
 
     "mesh"       the full job in this process, on a mesh of its devices
@@ -13,8 +13,8 @@ plan in one of these ways:
 
 `dtrans.job` defines the interface of jobs, and `dtrans.costs` the costs of a plan.
 
-`dtrans.run` is a layer above the plans. Its modules register their realisers here. `realiser`
-imports these modules when a plan runs for the first time: this is the only import of a higher
+`dtrans.run` is a layer above the plans. Its modules register their runners here. `runner_of`
+imports these modules when a plan runs for the first time. This is the only import of a higher
 layer.
 """
 
@@ -195,7 +195,7 @@ class Plan(abc.ABC):
         """
         if isinstance(devices, Mesh):
             devices = list(devices.devices.flat)
-        return self._realise("mesh", devices, donate=donate, **options)
+        return self._run_as("mesh", devices, donate=donate, **options)
 
     def on_cluster(self, *, donate: bool = True, **options: Any) -> Job:
         """Run this process's part of a job that consists of several processes.
@@ -215,11 +215,11 @@ class Plan(abc.ABC):
           ConfigError: this process is not connected, the number of processes is not the plan's, or
             `donate` is False for a server.
         """
-        return self._realise("cluster", donate=donate, **options)
+        return self._run_as("cluster", donate=donate, **options)
 
     def simulate(self) -> Job:
         """Run the full job on one device, for tests and notebooks."""
-        return self._realise("simulate")
+        return self._run_as("simulate")
 
     def on_ray(self, batches: Any = None, **options: Any) -> Job:
         """Run the job as actors of a Ray cluster, with this process as the driver.
@@ -244,7 +244,7 @@ class Plan(abc.ABC):
           DeadlineError: the cluster lacks resources for the roles.
           PeerError: a role failed, or its node was lost.
         """
-        return self._realise("ray", batches, **options)
+        return self._run_as("ray", batches, **options)
 
     def roles(self, command: Sequence[str] = (), **options: Any) -> Any:
         """Return a table of the job's processes: roles, variables, memory and bytes per step.
@@ -273,7 +273,7 @@ class Plan(abc.ABC):
           >>> [(e.name, e.memory) for e in plan.roles(["python", "train.py"])]
           [('trainer 0', 8), ('trainer 1', 8)]
         """
-        return realiser(self, "roles")(self, command, **options)
+        return runner_of(self, "roles")(self, command, **options)
 
     def verify(self, *batch: Any, points: Sequence[int] = STEPS, seed: int = 0) -> Report:
         """Check without tolerance, in a finite field, that the job computes the one-device step.
@@ -321,7 +321,7 @@ class Plan(abc.ABC):
             for name, x in zip(spec.names, spec.flatten(tree), strict=True):
                 if not isinstance(x, (jax.ShapeDtypeStruct, ShapedArray)):
                     values[name] = x
-        traced: Any = self._realise("verify", types)
+        traced: Any = self._run_as("verify", types)
 
         # Asynchronous jobs and GEO-SGD do not compute `main`. For them, `replay` is the one-device
         # program that the job must compute.
@@ -339,9 +339,9 @@ class Plan(abc.ABC):
         )
         return comparison.check(repr(self)[1:-1], points=points, seed=seed)
 
-    def _realise(self, way: str, *args: Any, **options: Any) -> Job:
+    def _run_as(self, way: str, *args: Any, **options: Any) -> Job:
         with within_mesh(None):
-            job: Job = realiser(self, way)(self, *args, **options)
+            job: Job = runner_of(self, way)(self, *args, **options)
         return job
 
 
@@ -360,47 +360,47 @@ def _type_of(x: Any) -> jax.ShapeDtypeStruct:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_REALISERS: dict[tuple[type, str], Callable[..., Any]] = {}
+_RUNNERS: dict[tuple[type, str], Callable[..., Any]] = {}
 
 
-def realises(plan: type, way: str) -> Callable[[F], F]:
-    """Decorate a class or function, to register it as a realiser.
+def register_runner(plan: type, way: str) -> Callable[[F], F]:
+    """Decorate a class or function, to register it as a runner.
 
     Args:
-      plan: type of the plans that the realiser runs.
+      plan: type of the plans that the runner runs.
       way: one of the ways in the module's docstring.
 
     Example:
-      >>> from dtrans.plan import realiser, realises
+      >>> from dtrans.plan import runner_of, register_runner
       >>> class EmptyPlan: ...
-      >>> @realises(EmptyPlan, "simulate")
+      >>> @register_runner(EmptyPlan, "simulate")
       ... def run_nothing(plan): return "nothing"
-      >>> realiser(EmptyPlan(), "simulate")(EmptyPlan())
+      >>> runner_of(EmptyPlan(), "simulate")(EmptyPlan())
       'nothing'
     """
 
     def register(fn: F) -> F:
-        _REALISERS[plan, way] = fn
+        _RUNNERS[plan, way] = fn
         return fn
 
     return register
 
 
-def realiser(plan: Any, way: str) -> Callable[..., Any]:
-    """Return the realiser that is registered for a plan's type or its nearest base class.
+def runner_of(plan: Any, way: str) -> Callable[..., Any]:
+    """Return the runner that is registered for a plan's type or its nearest base class.
 
     Args:
       plan: the plan to run.
       way: one of the ways in the module's docstring.
 
     Raises:
-      ConfigError: there is no such realiser.
+      ConfigError: no runner is registered for the plan and this way.
     """
-    importlib.import_module("dtrans.run.realisers")
+    importlib.import_module("dtrans.run.runners")
     for kind in type(plan).__mro__:
-        if (kind, way) in _REALISERS:
-            return _REALISERS[kind, way]
-    names = {other for kind, other in _REALISERS if isinstance(plan, kind)}
+        if (kind, way) in _RUNNERS:
+            return _RUNNERS[kind, way]
+    names = {other for kind, other in _RUNNERS if isinstance(plan, kind)}
     ways = sorted(names - {"roles", "verify"})
     remedy = f"; use one of {', '.join(ways)}" if ways else ""
     raise ConfigError(f"a {type(plan).__name__} cannot run in the way {way!r}{remedy}")

@@ -225,11 +225,11 @@ FAULTS = (
         "test_clipping_works_where_paddle_ended_in_an_error[fc_sgd_clip_value_opt-clip0-0]",
     ),
     Fault(
-        "step/cut.py",
+        "step/halves.py",
         "return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, positions",
         "return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, positions[1:]",
-        ("step/test_cut.py", "parameter_server/test_transform.py"),
-        "step/test_cut.py::test_roles_are_exact[sgd]",
+        ("step/test_halves.py", "parameter_server/test_transform.py"),
+        "step/test_halves.py::test_roles_are_exact[sgd]",
     ),
     Fault(
         "step/marks.py",

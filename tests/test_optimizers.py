@@ -11,7 +11,7 @@ import pytest
 import dtrans
 from dtrans.optimizers import rowwise_adagrad, rowwise_adam
 from dtrans.rows.analysis import analyse
-from dtrans.step.cut import cut
+from dtrans.step.halves import divide_step
 
 
 GRADIENTS = np.random.default_rng(0).normal(size=(5, 4, 3))
@@ -77,7 +77,7 @@ def test_servers_cut_the_moments_as_they_cut_the_rows() -> None:
     params = {"emb": jnp.ones((40, 3)), "scale": jnp.ones(())}
     for tx in (rowwise_adagrad(0.1), rowwise_adam(0.1)):
         step = dtrans.make_train_step(lambda p, ids: jnp.mean(p["emb"][ids]) * p["scale"], tx)
-        parts = cut(dtrans.trace(step, params, tx.init(params), jnp.zeros(4, int)))
+        parts = divide_step(dtrans.trace(step, params, tx.init(params), jnp.zeros(4, int)))
         found = analyse(parts.optimize, parts.optimized)
         assert not found.groups, found
         assert jax.tree.structure(params) == jax.tree.structure(tx.init(params)[0][-1])

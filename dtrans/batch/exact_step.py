@@ -24,7 +24,7 @@ from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.capture import captured_if_marked
-from dtrans.step.cut import Cut, cut, cut_like
+from dtrans.step.halves import DividedStep, divide_again, divide_step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class ExactStep:
       unpaired: source line of the equation at which the proof failed; empty if unknown.
     """
 
-    step: Cut
+    step: DividedStep
     reduce: str
     merges: Mapping[str, str]
     joined: Mapping[str, int]
@@ -106,7 +106,7 @@ class ExactStep:
 
 
 def shard_step(
-    step: Cut,
+    step: DividedStep,
     batch: Batch,
     trainers: int,
     over: Sequence[str],
@@ -132,10 +132,10 @@ def shard_step(
     axes = batch_axes(step, batch)
     rows = rows_of(source, axes, noun)
 
-    def cut_of(types: Sequence[jax.ShapeDtypeStruct]) -> Cut:
-        return cut_like(step, source.specialize_flat(types)).with_reported()
+    def cut_of(types: Sequence[jax.ShapeDtypeStruct]) -> DividedStep:
+        return divide_again(step, source.specialize_flat(types)).with_reported()
 
-    def written(step: Cut) -> TrainerStep:
+    def written(step: DividedStep) -> TrainerStep:
         part = trainer_step(step, axes, trainers, over, open_state=open_state, noun=noun)
         return dataclasses.replace(
             part, program=dataclasses.replace(part.program, name=source.name)
@@ -144,7 +144,7 @@ def shard_step(
     def all_grown(types: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         return {n: full_type(t, axes.get(n), trainers) for n, t in types.items()}
 
-    def shared(part: TrainerStep, step: Cut, scale: PartScale | None) -> ExactStep:
+    def shared(part: TrainerStep, step: DividedStep, scale: PartScale | None) -> ExactStep:
         known, joined = split_merges(part.merges)
         if scale is not None:
             known |= {n: "mean" for n, way in known.items() if way == "sum" and scale.results[n]}
@@ -156,7 +156,7 @@ def shard_step(
 
     def for_types(types: Sequence[jax.ShapeDtypeStruct]) -> ExactStep:
         part = adapt(written(cut_of(types)))
-        return shared(part, cut_like(step, part.program).with_reported(), None)
+        return shared(part, divide_again(step, part.program).with_reported(), None)
 
     unpaired = ""
     together = cut_of([*all_grown(source.inputs).values()])
@@ -171,12 +171,12 @@ def shard_step(
     if open_state:  # for a pipeline, whose parts cannot communicate; the caller raises an error
         return shared(part, step, None)
     part = adapt(part)
-    again = lambda other: adapt(written(cut_like(step, other).with_reported())).program
+    again = lambda other: adapt(written(divide_again(step, other).with_reported())).program
     program = together.program.rewritten(again, all_grown, result=part.program)
-    return shared(part, cut_like(step, program).with_reported(), None)
+    return shared(part, divide_again(step, program).with_reported(), None)
 
 
-def shard_alone(step: Cut, batch: Batch, parts: int, name: str) -> ExactStep:
+def shard_alone(step: DividedStep, batch: Batch, parts: int, name: str) -> ExactStep:
     """Shard the batch of a step into parts that exchange only gradients and results.
 
     Args:
@@ -193,14 +193,16 @@ def shard_alone(step: Cut, batch: Batch, parts: int, name: str) -> ExactStep:
         return shared
     captured_step = None if shared.part.exchanged else captured_if_marked(step.program)
     if captured_step is not None:
-        with_loss = cut(captured_step).with_reported()
+        with_loss = divide_step(captured_step).with_reported()
         by_loss = shard_step(with_loss, batch, parts, ("parts",), noun="part")
         if by_loss.proven:
             return dataclasses.replace(by_loss, step=step)
     raise parts_error(step, shared, name)
 
 
-def parts_error(step: Cut, shared: ExactStep, name: str, kind: str = "local") -> ConfigError:
+def parts_error(
+    step: DividedStep, shared: ExactStep, name: str, kind: str = "local"
+) -> ConfigError:
     """Return the error for a step whose parts would have to communicate.
 
     Args:
@@ -217,7 +219,7 @@ def parts_error(step: Cut, shared: ExactStep, name: str, kind: str = "local") ->
     )
 
 
-def batch_axes(step: Cut, batch: Batch) -> dict[str, int]:
+def batch_axes(step: DividedStep, batch: Batch) -> dict[str, int]:
     """Return the row dimension of each batch array that is sharded.
 
     Raises:

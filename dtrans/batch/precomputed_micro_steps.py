@@ -23,7 +23,7 @@ from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.program import Program
 from dtrans.rows.layout import SHARED
 from dtrans.step.capture import differentiated
-from dtrans.step.cut import cut
+from dtrans.step.halves import divide_step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,7 +134,7 @@ class _Sharing:
         proven = adds_up(part)
         program = found.part_of(full_step, part) if proven else part.program
         merges, joined = split_merges(part.merges)
-        step = cut(program).with_reported()
+        step = divide_step(program).with_reported()
         again = lambda types: self(full_step.specialize_flat(types))[0]
         return ExactStep(
             step, "sum", merges, joined, {**axes, **found.rows}, rows, part, proven, again

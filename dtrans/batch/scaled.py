@@ -53,7 +53,7 @@ from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.program import Program
 from dtrans.ir.selection import subset, values_at
 from dtrans.step.capture import value_and_grad_p
-from dtrans.step.cut import Cut
+from dtrans.step.halves import DividedStep
 from dtrans.step.marks import mark_p
 
 
@@ -81,7 +81,9 @@ class _NoScaleError(Exception):
     """Raised if equations cannot be paired or exponents do not fit; the text is a source line."""
 
 
-def scale_of_parts(step: Cut, part: TrainerStep, trainers: int) -> tuple[PartScale | None, str]:
+def scale_of_parts(
+    step: DividedStep, part: TrainerStep, trainers: int
+) -> tuple[PartScale | None, str]:
     """Try to prove that one device's step is a mean or sum of the user's step on parts.
 
     Args:

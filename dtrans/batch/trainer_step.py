@@ -51,7 +51,7 @@ from dtrans.ir.pytree import TreeSpec
 from dtrans.ir.selection import values_at
 from dtrans.ops import collective_of, moved_values
 from dtrans.rows.layout import SHARED, RowAxis
-from dtrans.step.cut import Cut
+from dtrans.step.halves import DividedStep
 from dtrans.step.marks import mark_p
 from dtrans.step.scopes import has_local_scope
 
@@ -102,7 +102,7 @@ class TrainerStep:
 
 
 def trainer_step(
-    step: Cut,
+    step: DividedStep,
     axes: Mapping[str, int],
     trainers: int,
     over: Sequence[str],
@@ -197,7 +197,7 @@ def trainer_step(
         found |= {n: env[a] for n, a in outs.items() if n not in found and isinstance(a, Var)}
         how = dict(zip(before, layouts[len(terms) :], strict=False))
         jaxpr = eliminate_dead(b.build(values_at(found, source.out_names)))
-        # placeholders: the cut of the program assigns the roles
+        # placeholders: `divide_step` assigns the roles
         roles = (FORWARD,) * len(jaxpr.jaxpr.eqns)
         numbered = takes_index and w.pieces.reads_index
         args = source.args

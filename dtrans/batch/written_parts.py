@@ -42,7 +42,7 @@ from dtrans.ir.pytree import TreeSpec, all_names, is_under
 from dtrans.ir.selection import values_at
 from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.step.capture import captured
-from dtrans.step.cut import cut
+from dtrans.step.halves import divide_step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,7 +87,7 @@ class WrittenParts:
         program = full_step
         if self.values.spots:
             program = self.values.with_precomputed(full_step)
-        step = cut(without_effects(program)).with_reported()
+        step = divide_step(without_effects(program)).with_reported()
         axes = dict(self.axes)
         for name, axis in self.rows.items():
             if name in step.program.inputs:

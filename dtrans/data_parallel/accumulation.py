@@ -33,8 +33,8 @@ from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import BACKWARD, FORWARD, Program
 from dtrans.ir.pytree import is_under, unused_name
 from dtrans.ir.selection import subset, values_at
-from dtrans.step.cut import GRAD, Cut, cut
 from dtrans.step.forward_backward import write_trainer_half
+from dtrans.step.halves import GRAD, DividedStep, divide_step
 
 
 Outputs = tuple[dict[str, Atom], dict[str, Atom]]  # (output name -> value, leaf -> gradient)
@@ -75,7 +75,9 @@ class MicroSteps:
     noun: str
 
     @classmethod
-    def from_options(cls, step: Cut, options: Options, merges: Mapping[str, str]) -> MicroSteps:
+    def from_options(
+        cls, step: DividedStep, options: Options, merges: Mapping[str, str]
+    ) -> MicroSteps:
         """Return the micro-steps of a trainer with these options."""
         types, shared = step.program.inputs, options.shared
         axes: Mapping[str, int]
@@ -102,11 +104,11 @@ class MicroSteps:
 
 def write_micro_steps(
     b: Builder,
-    step: Cut,
+    step: DividedStep,
     window: MicroSteps,
     results: Sequence[str],
     inputs: Mapping[str, Atom] | None = None,
-    half: Callable[[Builder, Cut], Outputs] | None = None,
+    half: Callable[[Builder, DividedStep], Outputs] | None = None,
 ) -> Outputs:
     """Write forward and backward of all micro-steps, which read the same parameters.
 
@@ -126,7 +128,7 @@ def write_micro_steps(
     Raises:
       BatchError: the number of rows is not a multiple of the number of micro-steps.
     """
-    micro = cut(_micro_program(step.program, window)).with_reported()
+    micro = divide_step(_micro_program(step.program, window)).with_reported()
     if not step.early:
         # the remaining callbacks only read parameters, so that one call after all micro-steps is
         # enough
@@ -167,7 +169,7 @@ def write_micro_steps(
     return found, {n: found.pop(name) for n, name in grad_names.items()}
 
 
-def write_local_steps(b: Builder, step: Cut, window: MicroSteps) -> dict[str, Atom]:
+def write_local_steps(b: Builder, step: DividedStep, window: MicroSteps) -> dict[str, Atom]:
     """Write complete steps of one trainer, one after the other.
 
     `write_micro_steps` describes arguments and errors.
@@ -193,7 +195,7 @@ def _micro_program(source: Program, window: MicroSteps) -> Program:
     return window.precomputed.micro_step(types)
 
 
-def _write_precomputed(b: Builder, step: Cut, window: MicroSteps) -> dict[str, Atom]:
+def _write_precomputed(b: Builder, step: DividedStep, window: MicroSteps) -> dict[str, Atom]:
     """Write the values that are computed before the scan of micro-steps; return them by name."""
     if window.precomputed is None:
         return {}
@@ -349,7 +351,9 @@ class _Scan:
         return jnp.where(examples == 0, jnp.ones_like(examples), examples)
 
 
-def _write_scan(b: Builder, step: Cut, scan: _Scan, inputs: Mapping[str, Atom]) -> dict[str, Atom]:
+def _write_scan(
+    b: Builder, step: DividedStep, scan: _Scan, inputs: Mapping[str, Atom]
+) -> dict[str, Atom]:
     """Write the scan over micro-steps; return its outputs by name.
 
     Args:

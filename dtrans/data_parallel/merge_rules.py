@@ -24,7 +24,7 @@ from dtrans.ir.display import without_addresses
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
-from dtrans.step.cut import Cut
+from dtrans.step.halves import DividedStep
 
 
 def check_merge(name: str, way: str, t: Any, *, is_state: bool, options: Options) -> None:
@@ -62,7 +62,7 @@ def check_merge(name: str, way: str, t: Any, *, is_state: bool, options: Options
         raise ConfigError(f"merge[{name!r}]={way!r}: {name} is {t.str_short()}; write {choices}")
 
 
-def infer_merges(step: Cut, options: Options, count_remedy: str = "") -> dict[str, str]:
+def infer_merges(step: DividedStep, options: Options, count_remedy: str = "") -> dict[str, str]:
     """Return the merge rule of each result, and of each parameter that trainers update locally.
 
     Args:
@@ -98,7 +98,7 @@ class _MergeRules:
     """
 
     def __init__(
-        self, step: Cut, options: Options, local_state: Sequence[str], count_remedy: str
+        self, step: DividedStep, options: Options, local_state: Sequence[str], count_remedy: str
     ) -> None:
         self.step, self.options = step, options
         self.local_state, self.count_remedy = local_state, count_remedy
@@ -210,12 +210,12 @@ class _MergeRules:
         )
 
 
-def _local_state(step: Cut, options: Options) -> list[str]:
+def _local_state(step: DividedStep, options: Options) -> list[str]:
     """Return the state that each trainer updates from its rows, such as batch statistics."""
     return [n for n in mergeable_state(step, options) if not _is_unchanged(step.program, n)]
 
 
-def mergeable_state(step: Cut, options: Options) -> Sequence[str]:
+def mergeable_state(step: DividedStep, options: Options) -> Sequence[str]:
     """Return the names of the state for which users may choose merge rules.
 
     With local steps, these are all arrays. Without, they are the leaves that the optimizer does
@@ -227,7 +227,7 @@ def mergeable_state(step: Cut, options: Options) -> Sequence[str]:
 
 
 def _trace_full_batch(
-    step: Cut, options: Options, parts: int, may_grow: Sequence[str]
+    step: DividedStep, options: Options, parts: int, may_grow: Sequence[str]
 ) -> Program | None:
     """Trace the step of one trainer again, on the full batch.
 
@@ -265,7 +265,7 @@ def _trace_full_batch(
     return step.program.specialize_flat(full_types)
 
 
-def _find_row_counts(step: Cut, full_step: Program) -> dict[Var, int]:
+def _find_row_counts(step: DividedStep, full_step: Program) -> dict[Var, int]:
     """Return the values that depend on the number of rows, but not on the contents of rows.
 
     The function compares each equation of a trainer's step with the same equation of the full step.
@@ -293,7 +293,7 @@ def _differ(x: JaxprEqn, y: JaxprEqn) -> bool:
     return without_addresses(str(x.params)) != without_addresses(str(y.params))
 
 
-def _find_batch_values(step: Cut, options: Options) -> dict[Var, int]:
+def _find_batch_values(step: DividedStep, options: Options) -> dict[Var, int]:
     """Return the values that differ between trainers because they depend on the batch."""
     program = step.program
     inner = program.inner

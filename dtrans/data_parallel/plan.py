@@ -16,7 +16,7 @@ from dtrans.ir.cost import nbytes, total_bytes
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import all_names
 from dtrans.ops import collective_of
-from dtrans.plan import Plan, realiser
+from dtrans.plan import Plan, runner_of
 
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class CollectivePlan(Plan):
           ConfigError: the function is called under a `jax.shard_map` with `check_vma=True`. The
             equations lack the varying types that JAX then checks, as dtrans traced without them.
         """
-        per_trainer = realiser(self, "function")
+        per_trainer = runner_of(self, "function")
 
         def refusal() -> ConfigError:
             return ConfigError(

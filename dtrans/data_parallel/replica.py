@@ -19,12 +19,12 @@ from dtrans.ir.dataflow import avals, backward_slice, outputs_of
 from dtrans.ir.pytree import is_under
 from dtrans.ir.selection import values_at
 from dtrans.ops import trainer_index_p
-from dtrans.step.cut import Cut
+from dtrans.step.halves import DividedStep
 from dtrans.step.observers import refuse_twice
 
 
 def take_inputs(
-    b: Builder, step: Cut, options: Options, cut: Mapping[str, Any] | None = None
+    b: Builder, step: DividedStep, options: Options, cut: Mapping[str, Any] | None = None
 ) -> dict[Var, Var]:
     """Add the step's inputs to a program, with new variables for random keys and slices.
 
@@ -67,7 +67,7 @@ def fold_keys(b: Builder, keys: Mapping[Var, Var], options: Options) -> None:
 
 
 def write_from_gradients(
-    b: Builder, step: Cut, outs: Mapping[str, Atom], means: Mapping[str, Atom]
+    b: Builder, step: DividedStep, outs: Mapping[str, Atom], means: Mapping[str, Atom]
 ) -> dict[str, Atom]:
     """Write the results that depend on reduced gradients; return them by name.
 

@@ -57,12 +57,19 @@ from dtrans.plan import with_recipe
 from dtrans.rows.analysis import leaves_of_state
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.capture import captured_if_marked
-from dtrans.step.cut import GRAD, Cut, Gradient, cut, cut_like, leave_undivided
 from dtrans.step.forward_backward import (
     ready_order,
     refuse_across,
     refuse_nested,
     write_trainer_half,
+)
+from dtrans.step.halves import (
+    GRAD,
+    DividedStep,
+    Gradient,
+    divide_again,
+    divide_step,
+    leave_undivided,
 )
 from dtrans.step.handed_values import hand_over, runs_loops_of_forward
 from dtrans.step.observers import (
@@ -117,7 +124,7 @@ def nccl2(
 
     Raises:
       ConfigError: an option is out of range, or names an array that the step does not have.
-      GradientError: the gradients of the step cannot be identified (see `dtrans.step.cut`), or
+      GradientError: the gradients of the step cannot be identified (see `dtrans.step.halves`), or
         the step has collectives already.
       TraceError: the outputs of `startup` do not match the arguments of `main`.
 
@@ -178,14 +185,14 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
     )
 
 
-def _cut_if_possible(main: Program, options: Options) -> Cut:
+def _cut_if_possible(main: Program, options: Options) -> DividedStep:
     """Cut a step at its gradients. If they cannot be found, leave the step undivided.
 
     Raises:
       GradientError: the program is not a training step, or an option needs the gradients.
     """
     try:
-        plain = cut(main).with_reported()
+        plain = divide_step(main).with_reported()
         _check_gradient_results(plain)
     except GradientError as e:
         if options.need_of_gradients:
@@ -217,8 +224,8 @@ def _write_uneven(
 
 
 def share_step(
-    plain: Cut, options: OptionsT, main: Program | None
-) -> tuple[Cut, OptionsT, ExactStep | None]:
+    plain: DividedStep, options: OptionsT, main: Program | None
+) -> tuple[DividedStep, OptionsT, ExactStep | None]:
     """Derive the step of one trainer.
 
     Args:
@@ -253,7 +260,7 @@ def share_step(
     return step, options, shared
 
 
-def _refuse_differing_gradients(step: Cut, options: Options) -> None:
+def _refuse_differing_gradients(step: DividedStep, options: Options) -> None:
     """Raise GradientError if a gradient depends on another gradient, which differs by trainer."""
     if options.local_sgd is None:
         refuse_nested(step, options.trainers, options.noun)
@@ -292,7 +299,7 @@ def _refuse_mixed_rows(name: str, shared: ExactStep, options: Options, *, is_sum
 
 
 def _by_micro_steps(
-    step: Cut, options: Options, main: Program | None
+    step: DividedStep, options: Options, main: Program | None
 ) -> tuple[ExactStep, PrecomputedMicroSteps | None]:
     """Split the batch over all micro-steps; return the split, and the inputs to precompute."""
     axes, parts = batch_axes(step, options.batch), options.trainers * options.num_micro_batch
@@ -303,13 +310,13 @@ def _by_micro_steps(
     if options.reduce.clip_local_norm is not None or main is None:
         part = step.program.specialize_flat([*of_part.values()])
         alone = shard_step(
-            cut(part).with_reported(), options.batch, parts, options.over, noun=options.noun
+            divide_step(part).with_reported(), options.batch, parts, options.over, noun=options.noun
         )
         if alone.proven or options.reduce.clip_local_norm is not None:
             return alone, None
     full_types = [full_type(t, axes.get(n), parts) for n, t in of_part.items()]
     full = step.program.specialize_flat(full_types)
-    _refuse_sized(step, cut(full).with_reported(), options)
+    _refuse_sized(step, divide_step(full).with_reported(), options)
     captured = None if main is None else captured_if_marked(full)
     leaves = leaves_of_state(step.optimize, step.params) if step.state_read else {}
     constants = (*step.frozen, *(n for n in step.state_read if n not in leaves))
@@ -320,7 +327,7 @@ def _by_micro_steps(
     )
 
 
-def _refuse_sized(step: Cut, full: Cut, options: Options) -> None:
+def _refuse_sized(step: DividedStep, full: DividedStep, options: Options) -> None:
     """Raise ConfigError if the update, or a result of gradients, depends on the batch or its size.
 
     After the micro-steps, each trainer would compute such a value from only its rows.
@@ -343,7 +350,7 @@ def _refuse_sized(step: Cut, full: Cut, options: Options) -> None:
 # -- checks ----------------------------------------------------------------------------------------
 
 
-def check_names(step: Cut, options: Options) -> None:
+def check_names(step: DividedStep, options: Options) -> None:
     """Raise ConfigError if an option names an unknown array, or a rule cannot merge an output."""
     state = mergeable_state(step, options)
     mergeable = (*step.results, *state)
@@ -372,7 +379,7 @@ def check_names(step: Cut, options: Options) -> None:
     _check_gradient_results(step)
 
 
-def _check_gradient_results(step: Cut) -> None:
+def _check_gradient_results(step: DividedStep) -> None:
     """Raise GradientError if a result reads a derivative that is not the gradient of a leaf.
 
     The plan would not reduce such a derivative.
@@ -388,7 +395,7 @@ def _check_gradient_results(step: Cut) -> None:
         )
 
 
-def check_example_count(step: Cut, options: Options, name: str) -> None:
+def check_example_count(step: DividedStep, options: Options, name: str) -> None:
     """Raise ConfigError if a result cannot be `example_count`, the weight of gradients."""
     if name not in step.results:
         raise ConfigError(
@@ -423,7 +430,9 @@ def refuse_collectives(main: Program) -> None:
 # -- the rewrite -----------------------------------------------------------------------------------
 
 
-def reduced_values(step: Cut, options: Options, merges: Mapping[str, str]) -> dict[str, Atom]:
+def reduced_values(
+    step: DividedStep, options: Options, merges: Mapping[str, str]
+) -> dict[str, Atom]:
     """Return the values to reduce: gradients in backward order, or state after local steps."""
     if options.local_sgd is None:
         return subset(step.gradients, ready_order(step))
@@ -432,7 +441,7 @@ def reduced_values(step: Cut, options: Options, merges: Mapping[str, str]) -> di
 
 
 def write_trainer(
-    step: Cut,
+    step: DividedStep,
     options: Options,
     merges: Mapping[str, str],
     kind: Callable[[str], ReduceSpec] = lambda leaf: SAME_FOR_ALL,
@@ -461,14 +470,16 @@ def write_trainer(
 
     program = Program.written(f"trainer of {source.name}", b, source.args, source.out, outs)
     return source.rewritten(
-        lambda other: write_trainer(cut_like(step, other).with_reported(), options, merges, kind),
+        lambda other: write_trainer(
+            divide_again(step, other).with_reported(), options, merges, kind
+        ),
         result=program,
     )
 
 
 def _write_shared_update(
     b: Builder,
-    step: Cut,
+    step: DividedStep,
     options: Options,
     merges: Mapping[str, str],
     outs: Mapping[str, Atom],
@@ -514,7 +525,11 @@ def _write_shared_update(
 
 
 def _write_averaged_state(
-    b: Builder, step: Cut, options: Options, merges: Mapping[str, str], outs: Mapping[str, Atom]
+    b: Builder,
+    step: DividedStep,
+    options: Options,
+    merges: Mapping[str, str],
+    outs: Mapping[str, Atom],
 ) -> dict[str, Atom]:
     """Write a trainer's local steps and the mean of all trainers' state; return the outputs."""
     found = {**outs, **write_local_steps(b, step, MicroSteps.from_options(step, options, merges))}

@@ -38,7 +38,7 @@ from dtrans.ir.selection import values_at
 from dtrans.job import Job
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.pipeline_parallel.plan import PipelinePlan
-from dtrans.plan import realises
+from dtrans.plan import register_runner
 from dtrans.run.net.sockets import DEADLINE, PATIENCE
 from dtrans.step_meter import metered
 
@@ -57,9 +57,9 @@ class RayState:
     number: int
 
 
-@realises(PServerPlan, "ray")
-@realises(CollectivePlan, "ray")
-@realises(PipelinePlan, "ray")
+@register_runner(PServerPlan, "ray")
+@register_runner(CollectivePlan, "ray")
+@register_runner(PipelinePlan, "ray")
 class RayJob(Job):
     """A plan that runs as actors of a Ray cluster.
 

@@ -38,7 +38,7 @@ from dtrans.ir import display
 from dtrans.ir.selection import values_at
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.pipeline_parallel.plan import PipelinePlan
-from dtrans.plan import realises
+from dtrans.plan import register_runner
 from dtrans.run.distributed.role import (
     LOSS,
     PSERVER,
@@ -336,7 +336,7 @@ class _Needs:
     received: int | None = None
 
 
-@realises(PServerPlan, "roles")
+@register_runner(PServerPlan, "roles")
 def pserver_roles(
     plan: PServerPlan,
     command: Sequence[str] = (),
@@ -354,7 +354,7 @@ def pserver_roles(
     return _table("pserver", roles, command, env, needs)
 
 
-@realises(CollectivePlan, "roles")
+@register_runner(CollectivePlan, "roles")
 def collective_roles(
     plan: CollectivePlan,
     command: Sequence[str] = (),
@@ -378,7 +378,7 @@ def collective_roles(
     return _table(plan.strategy, roles, command, env, {r.name: needs for r in roles})
 
 
-@realises(PipelinePlan, "roles")
+@register_runner(PipelinePlan, "roles")
 def pipeline_roles(
     plan: PipelinePlan,
     command: Sequence[str] = (),

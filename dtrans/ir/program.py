@@ -38,7 +38,7 @@ from dtrans._jax import (
     equations,
     jaxpr_as_fun,
 )
-from dtrans.errors import DtransError, NotRealisedError, TraceError
+from dtrans.errors import DtransError, NotRunnableError, TraceError
 from dtrans.ir import display, fingerprint
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import avals, variables_read
@@ -309,7 +309,7 @@ class Program(NamedJaxpr):
         """Run the program on the default device of this process.
 
         Raises:
-          NotRealisedError: the program contains communication.
+          NotRunnableError: the program contains communication.
         """
         flat = self.flatten(*args)
         program = self.specialize_flat(flat)
@@ -361,10 +361,10 @@ def _has_weak_types(jaxpr: Jaxpr) -> bool:
     return any(getattr(v.aval, "weak_type", False) for v in jaxpr.invars)
 
 
-def _call_error(program: Program) -> NotRealisedError:
+def _call_error(program: Program) -> NotRunnableError:
     """Return the error to raise if a program that contains communication is called."""
     kinds = sorted({op.type for op in program.ops if op.role == RPC})
-    return NotRealisedError(
+    return NotRunnableError(
         f"program {program.name} contains communication ({', '.join(kinds)}), so it cannot be "
         "called; run it with dtrans.Executor(), or the whole job with plan.on_mesh()"
     )

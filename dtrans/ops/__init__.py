@@ -1,7 +1,7 @@
 """Communication as equations of programs.
 
 Each primitive defines the types of its results, so a program with communication can be inspected,
-costed, transformed and tested. To run it, a realiser (`dtrans.run`) must implement the primitives.
+costed, transformed and tested. To run it, a runner (`dtrans.run`) must implement the primitives.
 
 rpc               send, recv and their barriers: a trainer's messages to parameter servers
 lookup            split_ids, prefetch, send_rows, fake_init, init_on_use: rows of tables
@@ -19,7 +19,7 @@ exact_sum         sums whose bits do not depend on the order and placement of th
 moved_rows        movement of rows by their ids on the host, for verification only
 
 A new collective is a file that calls `new_collective`; other primitives call `communication`. A
-realiser raises an error for a primitive that it does not implement.
+runner raises an error for a primitive that it does not implement.
 """
 
 from dtrans.ops.after import after_p as after_p

@@ -1,6 +1,6 @@
 """Communication primitives: JAX can trace them, but raises an error if it runs them.
 
-Collectives among trainers also have a lowering over named axes of JAX. A realiser that maps a
+Collectives among trainers also have a lowering over named axes of JAX. A runner that maps a
 program over such axes uses the lowering.
 
 Data defines the order of equations: an equation outputs a *token*, an empty boolean array, which is
@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeAlias
 import jax.numpy as jnp
 
 from dtrans._jax import Primitive, ShapedArray, new_primitive
-from dtrans.errors import NotRealisedError
+from dtrans.errors import NotRunnableError
 
 
 def token() -> ShapedArray:
@@ -37,7 +37,7 @@ def communication(
     over_axis: Lowering | None = None,
     under_vmap: Lowering | None = None,
 ) -> Primitive:
-    """Return a primitive that runs only with a realiser.
+    """Return a primitive that a runner (`dtrans.run`) must implement.
 
     Args:
       name: name of the primitive.
@@ -48,7 +48,7 @@ def communication(
     """
 
     def refuse(*args: Any, **params: Any) -> NoReturn:
-        raise NotRealisedError(
+        raise NotRunnableError(
             f"`{name}` communicates, so the program cannot be called as a function; run it with "
             "dtrans.Executor(), or run the full job with plan.on_mesh()"
         )

@@ -3,7 +3,7 @@
     blocks... = split_byref X      [sections]
     X         = concat blocks...   [axis=0]
 
-Realisers avoid copies for both primitives. In processes, a block of a gradient is a view of the
+Runners avoid copies for both primitives. In processes, a block of a gradient is a view of the
 gradient's buffer. A received block is written into the rows of its parameter. On a mesh, both
 primitives are part of compiled programs.
 

@@ -1,9 +1,9 @@
 """Leaves without gradients, such as batch statistics, that servers average over trainers.
 
-By default each trainer keeps its own value of such a leaf, and the leaf is in `Cut.frozen`. If
-servers average the leaf, each trainer sends the leaf in place of a gradient, and the update returns
-the mean of these values. So the leaf is cut into blocks, sent, merged and received like a
-parameter. Asynchronous servers do not combine values of several trainers: the newest value that
+By default each trainer has a separate value of the leaf, and the leaf is in `DividedStep.frozen`.
+If servers average the leaf, each trainer sends the leaf in place of a gradient, and the update
+returns the mean of these values. So the leaf is divided into blocks, sent, merged and received like
+a parameter. Asynchronous servers do not combine values of several trainers: the newest value that
 arrives replaces the old value.
 """
 
@@ -21,11 +21,11 @@ from dtrans.ir.builder import Builder
 from dtrans.ir.display import short_type
 from dtrans.ir.pytree import is_under
 from dtrans.ir.selection import subset
-from dtrans.step.cut import Cut, Gradient, Name, OptimizeHalf
 from dtrans.step.frozen import changed_leaves
+from dtrans.step.halves import DividedStep, Gradient, Name, OptimizeHalf
 
 
-def choose_averages(step: Cut, merge: Mapping[str, str]) -> tuple[str, ...]:
+def choose_averages(step: DividedStep, merge: Mapping[str, str]) -> tuple[str, ...]:
     """Return the names of the leaves that servers average.
 
     Args:
@@ -59,7 +59,7 @@ def choose_averages(step: Cut, merge: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(chosen)
 
 
-def add_averages(step: Cut, leaves: Sequence[str]) -> Cut:
+def add_averages(step: DividedStep, leaves: Sequence[str]) -> DividedStep:
     """Extend the update: the new value of each leaf is the value sent in place of its gradient."""
     if not leaves:
         return step

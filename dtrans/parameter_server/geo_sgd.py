@@ -70,8 +70,8 @@ from dtrans.rows.analysis import analyse
 from dtrans.slicing.blocks import Block, Placement, Unit
 from dtrans.slicing.server_spec import analyse_update
 from dtrans.slicing.server_update import ServerWork
-from dtrans.step.cut import GRAD, Cut, Gradient, OptimizeHalf, cut
 from dtrans.step.forward_backward import write_trainer_half
+from dtrans.step.halves import GRAD, DividedStep, Gradient, OptimizeHalf, divide_step
 from dtrans.step.observers import callers_of
 from dtrans.step.startup import match_startup
 
@@ -80,7 +80,7 @@ EACH_TRAINER = "each trainer, with its own values"
 
 
 def plan_geo_sgd(
-    step: Cut,
+    step: DividedStep,
     startup: Program,
     endpoints: Sequence[str],
     options: PServerOptions,
@@ -132,7 +132,7 @@ def plan_geo_sgd(
     )
 
 
-def with_shared_leaves(step: Cut) -> Cut:
+def with_shared_leaves(step: DividedStep) -> DividedStep:
     """Move each parameter from `optimized` to `frozen` if its new value uses no gradient.
 
     Each trainer has its own value of these parameters.
@@ -155,7 +155,7 @@ def with_shared_leaves(step: Cut) -> Cut:
     return dataclasses.replace(step, optimized=chosen, frozen=frozen)
 
 
-def with_added_changes(step: Cut) -> Cut:
+def with_added_changes(step: DividedStep) -> DividedStep:
     """Replace the update of a step by: new parameter = parameter + change.
 
     The input for the change has the name of the parameter's gradient.
@@ -212,7 +212,7 @@ class GeoTrainerSide:
       mode: the options of GEO-SGD.
     """
 
-    step: Cut
+    step: DividedStep
     init: Program
     placement: Placement
     tables: Tables
@@ -226,7 +226,7 @@ class GeoTrainerSide:
             return self._with_tables(self.step, trainer_id)
         return self._without_tables(with_shared_leaves(self.step), trainer_id)
 
-    def _without_tables(self, step: Cut, trainer_id: int) -> Program:
+    def _without_tables(self, step: DividedStep, trainer_id: int) -> Program:
         """Return one trainer's program in a plan without tables."""
         source = step.program
         outs: dict[str, Any] = source.outvars
@@ -238,11 +238,11 @@ class GeoTrainerSide:
         outs |= self._send(b, subset(outs, step.optimized), trainer_id)
         program = Program.written(f"trainer {trainer_id}", b, source.args, source.out, outs)
         return source.rewritten(
-            lambda other: self._without_tables(with_shared_leaves(cut(other)), trainer_id),
+            lambda other: self._without_tables(with_shared_leaves(divide_step(other)), trainer_id),
             result=program,
         )
 
-    def _with_tables(self, step: Cut, trainer_id: int) -> Program:
+    def _with_tables(self, step: DividedStep, trainer_id: int) -> Program:
         """Return one trainer's program in a plan with tables: a step on the batch's rows, and a
         `send`.
 
@@ -275,11 +275,11 @@ class GeoTrainerSide:
         without_unused(b, values_at(outs, source.out_names))
         program = Program.written(f"trainer {trainer_id}", b, source.args, source.out, outs)
         return source.rewritten(
-            lambda other: self._with_tables(cut(other), trainer_id), result=program
+            lambda other: self._with_tables(divide_step(other), trainer_id), result=program
         )
 
     def _write_half(
-        self, b: Builder, step: Cut, gradients: dict[str, Any], trainer_id: int
+        self, b: Builder, step: DividedStep, gradients: dict[str, Any], trainer_id: int
     ) -> tuple[TableWriter, dict[str, Any]]:
         """Write forward and backward for the looked-up rows; return the writer and the results.
 

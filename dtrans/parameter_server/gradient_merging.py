@@ -20,10 +20,10 @@ import numpy as np
 from dtrans._jax import COND, LOOPS, JaxprEqn, has_bodies, linear_group, same_operand, zeros_by
 from dtrans.ir.dataflow import bits_of, propagate
 from dtrans.ir.interpret import ForwardAnalysis, forward_jaxpr
-from dtrans.step.cut import Cut, Gradient
+from dtrans.step.halves import DividedStep, Gradient
 
 
-def merging(step: Cut) -> Literal["sum", "mean", "none"]:
+def merging(step: DividedStep) -> Literal["sum", "mean", "none"]:
     """Return the rule by which gradients of several steps may be merged into one update."""
     half = step.optimize
     of_gradient, of_state = 1, 2
@@ -75,7 +75,7 @@ class _Term(NamedTuple):
 _GRADIENT_KINDS = ("linear", "new", "other")
 
 
-def _terms(step: Cut) -> dict[str, _Term]:
+def _terms(step: DividedStep) -> dict[str, _Term]:
     """Return how each output of an update depends on gradients and parameters."""
     half = step.optimize
     starts = []

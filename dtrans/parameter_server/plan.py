@@ -35,7 +35,7 @@ from dtrans.plan import Plan
 from dtrans.slicing.blocks import Placement
 from dtrans.slicing.server_update import ServerVariable
 from dtrans.step.batch_sharing import Batch
-from dtrans.step.cut import OptimizeHalf
+from dtrans.step.halves import OptimizeHalf
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

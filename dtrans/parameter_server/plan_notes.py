@@ -7,7 +7,7 @@ from typing import Any
 from dtrans.batch.exact_step import shard_step
 from dtrans.errors import BatchError
 from dtrans.parameter_server.exchange_rounds import TRAINERS
-from dtrans.step.cut import cut
+from dtrans.step.halves import divide_step
 
 
 def plan_notes(plan: Any) -> list[str]:
@@ -35,7 +35,7 @@ def _batch_notes(plan: Any) -> list[str]:
     if plan.trainers == 1 or plan.push_every:
         return []
     # each trainer runs the step on its own part of the batch
-    step = cut(plan.main).with_reported()
+    step = divide_step(plan.main).with_reported()
     try:
         return [shard_step(step, plan.options.batch, plan.trainers, TRAINERS).local_note]
     except BatchError as e:

@@ -27,7 +27,7 @@ from dtrans.slicing.blocks import Block, Unit
 from dtrans.slicing.partial_init import makes_rows, write_parts, write_rows
 from dtrans.slicing.server_spec import UpdateSpec
 from dtrans.slicing.server_update import ServerVariable, ServerWork, write_server
-from dtrans.step.cut import Cut
+from dtrans.step.halves import DividedStep
 
 
 class ServerProgramWriter:
@@ -47,7 +47,7 @@ class ServerProgramWriter:
 
     def __init__(
         self,
-        step: Cut,
+        step: DividedStep,
         spec: UpdateSpec,
         startup: Program,
         trainers: int,

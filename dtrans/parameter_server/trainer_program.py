@@ -43,8 +43,8 @@ from dtrans.parameter_server.tables.lookups import find_lookups
 from dtrans.parameter_server.tables.trainer_rows import TableWriter, without_unused
 from dtrans.slicing.blocks import Block, Placement, argument
 from dtrans.step.batch_numbers import BatchNumbers
-from dtrans.step.cut import GRAD, Cut, check_same_update, cut
 from dtrans.step.forward_backward import HalfWriter, write_trainer_half
+from dtrans.step.halves import GRAD, DividedStep, check_same_update, divide_step
 from dtrans.step.handed_values import hand_over
 from dtrans.step.observers import FORWARD as READS_BATCH, GRADIENTS, call_once
 
@@ -87,13 +87,13 @@ class TrainerCommConfig:
     numbers: BatchNumbers = dataclasses.field(default_factory=BatchNumbers)
     parts: tuple[str, ...] | None = None
 
-    def hand_over(self, step: Cut) -> Cut:
+    def hand_over(self, step: DividedStep) -> DividedStep:
         """Turn the values of forward that the update reads into inputs of the update."""
         if self.parts is None:
             return step
         return hand_over(step, self.parts, drawn=True)
 
-    def server_update(self, step: Cut) -> Cut:
+    def server_update(self, step: DividedStep) -> DividedStep:
         """Return the step with the update that servers run.
 
         This update has inputs for the values that trainers send. It averages the leaves in
@@ -118,7 +118,7 @@ class TrainerSide:
       comm: options of the communication with servers.
     """
 
-    step: Cut
+    step: DividedStep
     placement: Placement
     init: Program
     comm: TrainerCommConfig
@@ -153,14 +153,14 @@ class TrainerSide:
         scale = self.comm.trainers
         if shared.reduce == "sum":
             scale = self.comm.scale
-        step = self.comm.server_update(cut(uneven.step.program))
+        step = self.comm.server_update(divide_step(uneven.step.program))
         check_same_update(self.step, step)
         comm = dataclasses.replace(self.comm, scale=scale)
         return uneven, write_trainer(step, self.placement, trainer_id, comm)
 
 
 def write_trainer(
-    step: Cut, placement: Placement, trainer_id: int, comm: TrainerCommConfig
+    step: DividedStep, placement: Placement, trainer_id: int, comm: TrainerCommConfig
 ) -> Program:
     """Return the program of one trainer: (params, *batch) -> (params, loss[, aux])."""
     if comm.gradients_per_update == 1:
@@ -197,7 +197,7 @@ def write_trainer(
         call_once(b, TRAINERS)
 
     def rewrite(source: Program) -> Program:
-        other = comm.server_update(cut(source))
+        other = comm.server_update(divide_step(source))
         check_same_update(step, other)
         return write_trainer(other, placement, trainer_id, comm)
 
@@ -207,7 +207,7 @@ def write_trainer(
     return source.rewritten(rewrite, result=program)
 
 
-def out_names(step: Cut) -> tuple[str, ...]:
+def out_names(step: DividedStep) -> tuple[str, ...]:
     """Return the names of a trainer program's outputs: the step's, without the optimizer state."""
     return tuple(without(step.program.out, step.program.args[1]).names)
 
@@ -218,7 +218,11 @@ def without_rows(aval: Any) -> Any:
 
 
 def write_trainer_startup(
-    step: Cut, placement: Placement, startup: Program, trainer_id: int, comm: TrainerCommConfig
+    step: DividedStep,
+    placement: Placement,
+    startup: Program,
+    trainer_id: int,
+    comm: TrainerCommConfig,
 ) -> Program:
     """Return a trainer's startup program, which receives parameters and computes frozen leaves."""
     b, outs = write_start(startup, step.frozen)
@@ -293,7 +297,7 @@ class TrainerCommWriter:
         self.tokens: list[Var] = []
         self._tables: TableWriter | None = None
 
-    def on_rows(self, step: Cut) -> Callable[..., HalfWriter] | None:
+    def on_rows(self, step: DividedStep) -> Callable[..., HalfWriter] | None:
         """Return a function that creates the writer of a step with tables; None without tables."""
         if not self.comm.tables:
             return None

@@ -71,8 +71,8 @@ from dtrans.slicing.server_spec import UpdateSpec, analyse_update
 from dtrans.slicing.server_update import ServerWork
 from dtrans.step.batch_numbers import BatchNumbers, numbers_of_size
 from dtrans.step.batch_sharing import Batch
-from dtrans.step.cut import Cut, asks_for, cut
 from dtrans.step.forward_backward import refuse_across, refuse_nested
+from dtrans.step.halves import DividedStep, asks_for, divide_step
 from dtrans.step.handed_values import hand_over
 from dtrans.step.observers import GRADIENTS, UPDATE, callers_of, check_observers, refuse_observers
 from dtrans.step.startup import match_startup, normalize_step
@@ -140,8 +140,8 @@ def pserver(
       ConfigError: an option is out of range, or a leaf in `sparse` cannot be a table. Also raised
         if the mode is asynchronous, and the step needs values of the whole batch.
       BatchError: arrays of an exact step's batch differ in their number of rows.
-      GradientError: the gradients of the step are ambiguous (see `dtrans.step.cut`), or a result of
-        the step depends on the gradients of several trainers.
+      GradientError: the gradients of the step are ambiguous (see `dtrans.step.halves`), or a result
+        of the step depends on the gradients of several trainers.
       OptimizerError: the optimizer needs the loss; or `slice_var_up` is "require", and the
         optimizer cannot update a leaf in blocks.
       TraceError: `startup` does not return the state that `main` reads.
@@ -174,7 +174,7 @@ def pserver(
     )
 
     # Cut the step into forward and update, and split its batch.
-    plain = cut(main)
+    plain = divide_step(main)
     refuse_across(plain, TRAINERS_HAVE, may_send=isinstance(mode, Sync), remedy=SYNC_SENDS)
     parts = sent_parts(plain, batch, trainers, mode)
     check_arguments(plain, parts, batch, trainers, on_trainer_exit)
@@ -184,7 +184,7 @@ def pserver(
         return plan_geo_sgd(plain, startup, endpoints, options)
     step = plain
     if shared is not None and not shared.proven:
-        step = cut(shared.step.program)
+        step = divide_step(shared.step.program)
         on_trainer_exit = refuse_paddle_exit(on_trainer_exit, shared)
 
     # Choose the communication, and derive the update that servers run.
@@ -263,7 +263,7 @@ def pserver(
     )
 
 
-def served_update(step: Cut, update: UpdateSpec, comm: TrainerCommConfig) -> ServedUpdate:
+def served_update(step: DividedStep, update: UpdateSpec, comm: TrainerCommConfig) -> ServedUpdate:
     """Describe the update that servers run, e.g. which parameters it leaves unchanged."""
     sent_values = []
     fixed_size = ""
@@ -282,7 +282,7 @@ def served_update(step: Cut, update: UpdateSpec, comm: TrainerCommConfig) -> Ser
     )
 
 
-def check_callbacks(step: Cut, trainers: int, mode: Mode, *, has_tables: bool) -> None:
+def check_callbacks(step: DividedStep, trainers: int, mode: Mode, *, has_tables: bool) -> None:
     """Raise GradientError if a host callback reads a value that no trainer has."""
     if trainers > 1:
         check_observers(step.program, step.observers)
@@ -298,7 +298,7 @@ def check_callbacks(step: Cut, trainers: int, mode: Mode, *, has_tables: bool) -
     refuse_observers(step.observers, refused, "only servers have", remedy)
 
 
-def split_batch(step: Cut, batch: Batch, trainers: int, mode: Mode) -> ExactStep | None:
+def split_batch(step: DividedStep, batch: Batch, trainers: int, mode: Mode) -> ExactStep | None:
     """Return the split of the batch over trainers, or None if each runs the step on its own part.
 
     Raises:
@@ -319,7 +319,9 @@ def split_batch(step: Cut, batch: Batch, trainers: int, mode: Mode) -> ExactStep
     )
 
 
-def sent_parts(step: Cut, batch: Batch, trainers: int, mode: Mode) -> tuple[str, ...] | None:
+def sent_parts(
+    step: DividedStep, batch: Batch, trainers: int, mode: Mode
+) -> tuple[str, ...] | None:
     """Return the batch arrays from which trainers may compute values to send to the update.
 
     Return None if trainers cannot send such values, because they run local or async steps.
@@ -329,7 +331,7 @@ def sent_parts(step: Cut, batch: Batch, trainers: int, mode: Mode) -> tuple[str,
     return None
 
 
-def batch_size_numbers(step: Cut, batch: Batch, comm: TrainerCommConfig) -> BatchNumbers:
+def batch_size_numbers(step: DividedStep, batch: Batch, comm: TrainerCommConfig) -> BatchNumbers:
     """Return the numbers of the update that depend on the batch size.
 
     To find them, the step is also traced with twice as many rows, and the two updates are compared.
@@ -340,7 +342,7 @@ def batch_size_numbers(step: Cut, batch: Batch, comm: TrainerCommConfig) -> Batc
     axes = batch_axes(step, batch)
     twice = [full_type(t, axes.get(n), 2) for n, t in step.program.inputs.items()]
     try:
-        other = comm.hand_over(cut(step.program.specialize_flat(twice)))
+        other = comm.hand_over(divide_step(step.program.specialize_flat(twice)))
     except TraceError:  # the user's step works with one batch size only
         return BatchNumbers()
     traced = comm.hand_over(step)
@@ -356,7 +358,7 @@ def batch_size_numbers(step: Cut, batch: Batch, comm: TrainerCommConfig) -> Batc
     return numbers_of_size(traced, other)
 
 
-def source_line(step: Cut, handed: str) -> str:
+def source_line(step: DividedStep, handed: str) -> str:
     """Return the line of the user's code for a value that trainers send to the update."""
     makers = needed_equations(step.program.eqns, [step.handed[handed]])
     return next(filter(None, map(line_of, reversed(makers))), "an unknown line")
@@ -378,7 +380,11 @@ def refuse_paddle_exit(on_trainer_exit: str, shared: ExactStep) -> Literal["erro
 
 
 def check_arguments(
-    step: Cut, parts: Sequence[str] | None, batch: Batch, trainers: int, on_trainer_exit: str
+    step: DividedStep,
+    parts: Sequence[str] | None,
+    batch: Batch,
+    trainers: int,
+    on_trainer_exit: str,
 ) -> None:
     """Raise an error if the update reads an argument that servers cannot get.
 
@@ -406,7 +412,7 @@ def check_arguments(
         raise step.argument_need.refused(TRAINERS_HAVE)
 
 
-def refuse_exchange_in_update(step: Cut) -> None:
+def refuse_exchange_in_update(step: DividedStep) -> None:
     """Raise GradientError for an update that communicates.
 
     An update communicates if it computes a value for each example, such as random numbers.
@@ -432,7 +438,7 @@ def _has_exchange(eqn: JaxprEqn) -> bool:
 
 
 def trainer_comm(
-    step: Cut, trainers: int, mode: Sync | Async | HalfAsync, batch: Batch
+    step: DividedStep, trainers: int, mode: Sync | Async | HalfAsync, batch: Batch
 ) -> TrainerCommConfig:
     """Return the options by which trainers write their `send` and `recv` equations."""
     averages = choose_averages(step, batch.merge)
@@ -454,7 +460,7 @@ def trainer_comm(
     )
 
 
-def communicator_for(step: Cut, options: CommunicatorConfig) -> CommunicatorConfig:
+def communicator_for(step: DividedStep, options: CommunicatorConfig) -> CommunicatorConfig:
     """Return the communicator's options with a merge rule that is valid for the optimizer."""
     rule = merging(step)
     if rule == "none":
@@ -464,7 +470,7 @@ def communicator_for(step: Cut, options: CommunicatorConfig) -> CommunicatorConf
     return options
 
 
-def check_step(step: Cut, comm: TrainerCommConfig, on_trainer_exit: str) -> None:
+def check_step(step: DividedStep, comm: TrainerCommConfig, on_trainer_exit: str) -> None:
     """Raise an error for a step that cannot be divided between trainers and servers.
 
     Raises:
@@ -487,7 +493,7 @@ def check_step(step: Cut, comm: TrainerCommConfig, on_trainer_exit: str) -> None
 
 
 def compensation(
-    step: Cut, mode: Sync | Async | HalfAsync, comm: TrainerCommConfig
+    step: DividedStep, mode: Sync | Async | HalfAsync, comm: TrainerCommConfig
 ) -> Callable[[ServerWork, Sequence[Unit]], ServerWork] | None:
     """Return the function that adds delay compensation to a server's updates, or None."""
     if isinstance(mode, Sync) or mode.delay is None:

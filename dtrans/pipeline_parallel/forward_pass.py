@@ -38,8 +38,8 @@ from dtrans.ir.inline import inline_calls
 from dtrans.ir.selection import exclude, invert, select, subset, values_at
 from dtrans.step.capture import loss_of, operands_of, value_and_grad_p
 from dtrans.step.collect import COLLECT, collected
-from dtrans.step.cut import Cut
 from dtrans.step.frozen import changed_leaves
+from dtrans.step.halves import DividedStep
 from dtrans.step.marks import mark_p
 from dtrans.step.summary import Summary, summaries, summary_p
 
@@ -65,7 +65,7 @@ class ForwardPass(HoldsJaxpr):
         `GLOBAL_MEAN`.
     """
 
-    step: Cut
+    step: DividedStep
     jaxpr: ClosedJaxpr
     diff: Mapping[Var, str]
     sources: Mapping[Var, Atom]
@@ -110,7 +110,7 @@ class ForwardPass(HoldsJaxpr):
         return values_at(names, select(names, leaves))
 
 
-def forward_pass(step: Cut) -> ForwardPass:
+def forward_pass(step: DividedStep) -> ForwardPass:
     """Return the forward pass of a captured step.
 
     Raises:
@@ -224,7 +224,7 @@ def _collected(
     return found
 
 
-def _check(step: Cut, eqn: JaxprEqn, count: int, needed: Sequence[int], at: int) -> None:
+def _check(step: DividedStep, eqn: JaxprEqn, count: int, needed: Sequence[int], at: int) -> None:
     """Raise GradientError if the step reads gradients that `dtrans.value_and_grad` did not mark."""
     inner = step.program.inner
     raw = set(eqn.outvars[count:])

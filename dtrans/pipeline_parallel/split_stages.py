@@ -23,7 +23,7 @@ from dtrans.pipeline_parallel.stage_programs import StagePrograms, program_of
 from dtrans.pipeline_parallel.update_by_stage import PlacedUpdate, StagePart
 from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import RowAxis
-from dtrans.step.cut import Cut, Gradient
+from dtrans.step.halves import DividedStep, Gradient
 from dtrans.step.scopes import scope_of_eqn, scopes_of
 from dtrans.tensor_parallel.defaults import default_cuts
 
@@ -80,7 +80,7 @@ def shards_of(forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions)
 
 
 def cuts_of(
-    step: Cut,
+    step: DividedStep,
     stages: Sequence[StagePrograms],
     shards: Sequence[int],
     users: Mapping[str, Sequence[int]],

@@ -34,7 +34,7 @@ from dtrans.ops import reduce_scatter_p
 from dtrans.pipeline_parallel.forward_pass import ForwardPass
 from dtrans.pipeline_parallel.options import AXIS, PipelineOptions
 from dtrans.pipeline_parallel.stage_vjp import StageVjp
-from dtrans.step.cut import GRAD
+from dtrans.step.halves import GRAD
 from dtrans.zero.choose_slices import Sliced
 
 

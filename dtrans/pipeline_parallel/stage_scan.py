@@ -47,7 +47,7 @@ from dtrans.rows.writer import RowRange
 from dtrans.slicing.blocks import Block, Placement
 from dtrans.slicing.server_spec import analyse_update
 from dtrans.slicing.server_update import inline_update, write_server
-from dtrans.step.cut import Cut, Gradient, Name, OptimizeHalf
+from dtrans.step.halves import DividedStep, Gradient, Name, OptimizeHalf
 
 
 # One tuple for each scan to cut: the first iteration of each part, then the number of iterations
@@ -246,7 +246,7 @@ def _is_alone(forward: ForwardPass, v: Var, leaf: str) -> bool:
     return all(source not in e.invars for e in prelude.eqns)
 
 
-def _word_for_rows(step: Cut) -> str:
+def _word_for_rows(step: DividedStep) -> str:
     """Return "block" for names such as "params/w.block1"; add underscores until it is unused."""
     word = "block"
     while any(f".{word}" in n for n in step.program.in_names):
@@ -337,7 +337,7 @@ def unstack_params(
 
 
 def _half_of_blocks(
-    step: Cut, rows: Mapping[str, tuple[StageRows, ...]]
+    step: DividedStep, rows: Mapping[str, tuple[StageRows, ...]]
 ) -> tuple[OptimizeHalf, dict[str, tuple[StageRows, ...]]]:
     """Rewrite the update, so that it updates the rows of each stage instead of stacked parameters.
 
@@ -394,7 +394,9 @@ def _half_of_blocks(
     return half, state_rows
 
 
-def _step_of_rows(step: Cut, rows: Mapping[str, tuple[StageRows, ...]], half: OptimizeHalf) -> Cut:
+def _step_of_rows(
+    step: DividedStep, rows: Mapping[str, tuple[StageRows, ...]], half: OptimizeHalf
+) -> DividedStep:
     """Return the step with rows instead of stacks in its state.
 
     Args:

@@ -22,7 +22,7 @@ from dtrans.pipeline_parallel.split_stages import StageCuts, split_stages
 from dtrans.pipeline_parallel.stage_programs import StagePrograms, StageProgramWriter
 from dtrans.pipeline_parallel.stage_scan import ScanSplits, StageRows, split_scans, unstack_params
 from dtrans.pipeline_parallel.update import slices_of_sums
-from dtrans.step.cut import cut, other_size
+from dtrans.step.halves import divide_step, other_size
 from dtrans.zero.mixed_precision import low_products
 
 
@@ -96,8 +96,8 @@ class StagedModel:
     def _programs_for(
         self, types: Sequence[jax.ShapeDtypeStruct], planned: Mapping[str, Any]
     ) -> StepPrograms:
-        step = cut(micro_batch_of(self.captured, self.options, types)).with_reported()
-        for n in cut(self.captured).with_reported().differing_outputs(step):
+        step = divide_step(micro_batch_of(self.captured, self.options, types)).with_reported()
+        for n in divide_step(self.captured).with_reported().differing_outputs(step):
             types_of = dict(zip(self.captured.in_names, types, strict=True))
             raise other_size(step, n, planned, types_of)
         forward, _ = split_scans(forward_pass(step), self.scan_splits)

@@ -67,8 +67,8 @@ from dtrans.rows.analysis import leaves_of_state
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.capture import captured, refuse_loss_in_update, value_and_grad_p
 from dtrans.step.collect import COLLECT, collected
-from dtrans.step.cut import Cut, asks_for, cut
 from dtrans.step.forward_backward import refuse_across
+from dtrans.step.halves import DividedStep, asks_for, divide_step
 from dtrans.step.observers import (
     EARLY,
     GRADIENTS,
@@ -249,7 +249,7 @@ def plan_pipeline(
     """
     # The step of the global batch.
     refuse_collectives(main)
-    original, axes = cut(main), {}
+    original, axes = divide_step(main), {}
     refuse_across(original, STAGES_HAVE, may_send=True)
     check_callbacks(original, o)
     if o.batch.exact:
@@ -269,7 +269,7 @@ def plan_pipeline(
         captured(main)
         raise
     # This step is not captured, because `_merges` needs the equations of the loss.
-    plain = cut(traced).with_reported()
+    plain = divide_step(traced).with_reported()
     refuse_across(plain, STAGES_HAVE, may_send=True)
     refuse_loss_in_update(captured(main if o.batch.exact else traced))
     _check_reads(plain, o)
@@ -278,7 +278,7 @@ def plan_pipeline(
     values = None
     if shared is None or written is None:
         collecting = part = captured(traced)
-        step = cut(part).with_reported()
+        step = divide_step(part).with_reported()
     else:
         # A rewritten step has lost the marks of `dtrans.collect` outside of the loss. So read the
         # marks from the step of the global batch.
@@ -324,7 +324,7 @@ def plan_pipeline(
     )
 
 
-def check_callbacks(step: Cut, o: PipelineOptions) -> None:
+def check_callbacks(step: DividedStep, o: PipelineOptions) -> None:
     """Raise an error if a host callback reads a value that no stage has.
 
     Args:
@@ -344,7 +344,7 @@ def check_callbacks(step: Cut, o: PipelineOptions) -> None:
             )
 
 
-def _check_reads(step: Cut, o: PipelineOptions) -> None:
+def _check_reads(step: DividedStep, o: PipelineOptions) -> None:
     """Raise an error if the update reads rows of the batch, or the loss reads optimizer state.
 
     The loss may read optimizer state that belongs to no leaf, such as a step counter.
@@ -388,7 +388,7 @@ def shared_by(
     # `shard_by_parts` writes has smaller gradients. So if the traced step is exact, use it.
     if o.reduce.clip_local_norm is not None or o.precision.scaling is not None:
         alone = shard_step(
-            cut(without_effects(part)).with_reported(),
+            divide_step(without_effects(part)).with_reported(),
             o.batch,
             o.parts,
             PARTS,
@@ -397,7 +397,7 @@ def shared_by(
         )
         if alone.proven:
             return alone, None
-    plain = cut(main).with_reported()
+    plain = divide_step(main).with_reported()
     leaves = leaves_of_state(plain.optimize, plain.params)
     replicated = list(plain.frozen)
     for n in plain.opt_state:
@@ -405,7 +405,7 @@ def shared_by(
             replicated.append(n)
     # If the step's outputs depend on the batch size, `shard_by_parts` also needs the step of a
     # micro-batch.
-    is_sized = plain.differing_outputs(cut(part).with_reported())
+    is_sized = plain.differing_outputs(divide_step(part).with_reported())
     shared, written = shard_by_parts(
         captured(main),
         axes,
@@ -477,7 +477,7 @@ def _check_checkpoint_names(forward: ForwardPass, o: PipelineOptions) -> None:
 
 
 def _merges(
-    plain: Cut, part: Program, forward: ForwardPass, o: PipelineOptions, *, shared: bool
+    plain: DividedStep, part: Program, forward: ForwardPass, o: PipelineOptions, *, shared: bool
 ) -> dict[str, str]:
     """Return the rule that merges each result over micro-batches, by name.
 
@@ -542,7 +542,7 @@ def _merges(
     return merges
 
 
-def _collected_outside(part: Program, step: Cut) -> dict[str, str]:
+def _collected_outside(part: Program, step: DividedStep) -> dict[str, str]:
     """Return the collection of each result that `dtrans.collect` marks outside of the loss."""
     flat = inline_calls(part.jaxpr, keep=(COLLECT,))
     inner = flat.jaxpr
@@ -562,7 +562,7 @@ def _collected_outside(part: Program, step: Cut) -> dict[str, str]:
 
 
 def _homes(
-    stages: Sequence[StagePrograms], step: Cut
+    stages: Sequence[StagePrograms], step: DividedStep
 ) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
     """Return the stage that stores each parameter, and the stages that compute its gradient.
 

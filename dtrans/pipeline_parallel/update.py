@@ -35,7 +35,7 @@ from dtrans.pipeline_parallel.stage_scan import StageRows, concatenate_along
 from dtrans.pipeline_parallel.update_by_stage import PlacedUpdate, grouped, place
 from dtrans.rows.analysis import leaves_of_state
 from dtrans.step.capture import value_and_grad_p
-from dtrans.step.cut import GRAD, Cut, Gradient, cut
+from dtrans.step.halves import GRAD, DividedStep, Gradient, divide_step
 from dtrans.step.marks import mark_p
 from dtrans.zero.choose_slices import Sliced, choose_slices
 from dtrans.zero.options import ShardingOptions, Slicing
@@ -81,7 +81,7 @@ class Update:
 
 
 def update_of(
-    step: Cut,
+    step: DividedStep,
     sums: Mapping[str, Any],
     homes: Mapping[str, int],
     users: Mapping[str, Sequence[int]],
@@ -118,7 +118,7 @@ def update_of(
 
     # The update of one replica.
     full_sums = {n: t.update(shape=types[n].shape) for n, t in sums.items()}
-    step_of_sums = cut(_step_of_sums(step, full_sums, parts, rows, o)).with_reported()
+    step_of_sums = divide_step(_step_of_sums(step, full_sums, parts, rows, o)).with_reported()
     layout = None
     if o.replicas > 1 and o.memory.sharding_stage:
         layout = dataclasses.replace(
@@ -148,14 +148,14 @@ def update_of(
     return Update(split_update(placed, cuts, inputs), layout, inputs)
 
 
-def arguments_of(step: Cut) -> tuple[str, ...]:
+def arguments_of(step: DividedStep) -> tuple[str, ...]:
     """Return the step's arguments that the update, or a result of gradients, reads."""
     of_results = values_at(step.program.outvars, step.from_gradients)
     _, leaves = backward_slice(step.program.eqns, of_results, step.boundary.values())
     return tuple(n for n in step.batch if n in step.arguments or step.program.invars[n] in leaves)
 
 
-def slices_of_sums(step: Cut, o: PipelineOptions) -> dict[str, Sliced]:
+def slices_of_sums(step: DividedStep, o: PipelineOptions) -> dict[str, Sliced]:
     """Return the slices of each leaf whose gradient is reduce-scattered (`sharding_stage=2`)."""
     if o.replicas == 1:
         return {}
@@ -165,7 +165,7 @@ def slices_of_sums(step: Cut, o: PipelineOptions) -> dict[str, Sliced]:
 
 
 def _apply_groups(
-    step: Cut, homes: Mapping[str, int], leaf_of: Mapping[str, str], o: PipelineOptions
+    step: DividedStep, homes: Mapping[str, int], leaf_of: Mapping[str, str], o: PipelineOptions
 ) -> dict[str, int]:
     """Assign each array of the state to an update group of its stage.
 
@@ -185,7 +185,7 @@ def _apply_groups(
 
 
 def _on_sliced_sums(
-    step: Cut,
+    step: DividedStep,
     layout: RankLayout,
     sums: Mapping[str, tuple[str, int, int | None]],
     parts: Mapping[str, Sequence[Sequence[str]]],
@@ -223,7 +223,7 @@ def _sharding(o: PipelineOptions) -> ShardingOptions:
 
 
 def _step_of_sums(
-    step: Cut,
+    step: DividedStep,
     sums: Mapping[str, Any],
     parts: Mapping[str, Sequence[Sequence[str]]],
     rows: Mapping[str, Sequence[StageRows]],
@@ -284,7 +284,7 @@ def _step_of_sums(
 
 
 def _means(
-    b: Builder, step: Cut, parts: Mapping[str, Sequence[Atom]], o: PipelineOptions
+    b: Builder, step: DividedStep, parts: Mapping[str, Sequence[Atom]], o: PipelineOptions
 ) -> Iterator[tuple[str, Atom]]:
     """Yield each leaf and its gradient: the mean (or sum) over micro-batches.
 
@@ -312,7 +312,7 @@ def _total(b: Builder, parts: Sequence[Atom]) -> Atom:
 
 def _of_gradients(
     b: Builder,
-    step: Cut,
+    step: DividedStep,
     grads: Mapping[str, Atom],
     rows: Mapping[str, Sequence[StageRows]],
     arguments: Mapping[Var, Atom],

@@ -35,7 +35,7 @@ from dtrans.rows.layout import (
     sendable,
 )
 from dtrans.rows.normalize import inline_bodies, normalise
-from dtrans.step.cut import Gradient, Name, OptimizeHalf
+from dtrans.step.halves import Gradient, Name, OptimizeHalf
 
 
 @dataclasses.dataclass(frozen=True)

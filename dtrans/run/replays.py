@@ -35,7 +35,7 @@ from dtrans.run.parameter_server.ordered_job import (
     rows_at_start,
     stacked_type,
 )
-from dtrans.step.cut import Gradient, cut
+from dtrans.step.halves import Gradient, divide_step
 
 
 Values = Mapping[str, Any]
@@ -231,7 +231,7 @@ class LazyRows:
         self._inputs = step.in_names
         if not self._tables:
             return
-        found = find_lookups(cut(step), [*self._tables])
+        found = find_lookups(divide_step(step), [*self._tables])
         numbers: list[Any] = []
         self._components: dict[str, Any] = {}
         for n in self._tables:
@@ -407,7 +407,7 @@ class _AsyncDevice(_ReplayedDevice):
 
     def __init__(self, plan: PServerPlan, step: Program) -> None:
         super().__init__(plan, step)
-        self._halves = cut(step)
+        self._halves = divide_step(step)
         source = self._halves.program
         inner = source.inner
         # one evaluation of the step gives its outputs and its gradients

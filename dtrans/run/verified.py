@@ -18,7 +18,7 @@ from dtrans.ir.selection import values_at
 from dtrans.job import Job
 from dtrans.parameter_server.options import Async
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.plan import Plan, realises
+from dtrans.plan import Plan, register_runner
 from dtrans.run.base.platforms import resolve_for_platform
 from dtrans.run.base.spmd import Function
 from dtrans.run.collective.job import CollectiveJob
@@ -70,7 +70,7 @@ class _AbstractTrainers(MeshTrainers):
         return step
 
 
-@realises(CollectivePlan, "verify")
+@register_runner(CollectivePlan, "verify")
 def trace_on_mesh(plan: CollectivePlan, batch: Sequence[Any]) -> TracedStep:
     """Trace the step of trainers on a mesh. With `local_sgd`, add a replay of the local steps."""
     resolved = resolve_for_platform(plan, "cpu")
@@ -90,7 +90,7 @@ def _batch_types(plan: Plan, batch: Sequence[Any]) -> list[Any]:
     return [t for spec, arg in zip(specs, batch, strict=True) for t in spec.flatten(arg)]
 
 
-@realises(PServerPlan, "verify")
+@register_runner(PServerPlan, "verify")
 def trace_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
     """Trace the step of a job with parameter servers.
 
@@ -142,7 +142,7 @@ def unmerged(plan: PServerPlan) -> tuple[str, ...]:
     )
 
 
-@realises(Plan, "verify")
+@register_runner(Plan, "verify")
 def trace_simulation(plan: Plan, batch: Sequence[Any]) -> TracedStep:
     """Trace the step of a simulated job."""
     return trace_step(plan.simulate(), batch)

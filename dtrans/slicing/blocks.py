@@ -13,7 +13,7 @@ import numpy as np
 from dtrans.ops import BlockGradient
 from dtrans.rows.analysis import Group
 from dtrans.rows.writer import RowRange, RowSet
-from dtrans.step.cut import GRAD
+from dtrans.step.halves import GRAD
 
 
 ARG = "@ARG"  # suffix of step arguments that trainers send to servers, as in `rate@ARG`

@@ -22,7 +22,7 @@ from dtrans.rows.analysis import RowAnalysis
 from dtrans.slicing.blocks import Placement, Unit
 from dtrans.slicing.rounds import CrossServerValue, ExchangeRounds
 from dtrans.slicing.unit_program import UnitProgram, part_name, write_unit
-from dtrans.step.cut import Gradient
+from dtrans.step.halves import Gradient
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

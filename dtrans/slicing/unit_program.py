@@ -27,7 +27,7 @@ from dtrans.rows.rules import Step
 from dtrans.rows.writer import BlockRows, RowWriter
 from dtrans.slicing.blocks import Unit
 from dtrans.slicing.rounds import CrossServerValue, ExchangeRounds
-from dtrans.step.cut import Gradient
+from dtrans.step.halves import Gradient
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

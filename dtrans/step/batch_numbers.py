@@ -20,7 +20,7 @@ import numpy as np
 from dtrans._jax import Atom, Literal, Var, closed_with
 from dtrans.errors import BatchError
 from dtrans.ir.pytree import unused_name
-from dtrans.step.cut import Cut, OptimizeHalf
+from dtrans.step.halves import DividedStep, OptimizeHalf
 
 
 OUTPUTS = -1  # value of `NumberPlace.eqn` for a number that the update returns
@@ -52,7 +52,7 @@ class BatchNumbers:
     spots: Mapping[str, tuple[NumberPlace, ...]] = dataclasses.field(default_factory=dict)
     fixed: tuple[str, ...] = ()
 
-    def taken_by(self, step: Cut) -> Cut:
+    def taken_by(self, step: DividedStep) -> DividedStep:
         """Return the step with these numbers as inputs of its update.
 
         Raises:
@@ -83,7 +83,7 @@ class BatchNumbers:
         return dataclasses.replace(step, optimize=update, numbers=values)
 
 
-def numbers_of_size(step: Cut, other: Cut) -> BatchNumbers:
+def numbers_of_size(step: DividedStep, other: DividedStep) -> BatchNumbers:
     """Compare the updates of a step for two batch sizes, and return the numbers that differ.
 
     If the updates also differ elsewhere, such as in the body of a branch, the result has no

@@ -9,7 +9,7 @@ the step the loss is already differentiated. So the step is traced again in a mo
 Stages compute the loss, so the update of a pipeline can read only the gradients among the results
 of this equation. There is one exception. If the update reads a result that depends on no batch
 array (a counter, a split key), equations before `value_and_grad` compute this result, too.
-`dtrans.step.cut` cuts such a trace like an ordinary one. The mode is part of JAX's cache key, so
+`dtrans.step.halves` divides this trace like any other. The mode is part of JAX's cache key, so
 that JAX traces a jitted step again.
 """
 

@@ -10,10 +10,10 @@ from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice, producer_positions
 from dtrans.ir.selection import values_at
-from dtrans.step.cut import Cut, asks_for
+from dtrans.step.halves import DividedStep, asks_for
 
 
-def refuse_nested(step: Cut, trainers: int, noun: str = "trainer") -> None:
+def refuse_nested(step: DividedStep, trainers: int, noun: str = "trainer") -> None:
     """Raise GradientError if several trainers compute gradients from an inner derivative.
 
     Each trainer would compute the inner derivative from its part of the batch.
@@ -32,7 +32,7 @@ def refuse_nested(step: Cut, trainers: int, noun: str = "trainer") -> None:
         )
 
 
-def refuse_across(step: Cut, why: str, *, may_send: bool = False, remedy: str = "") -> None:
+def refuse_across(step: DividedStep, why: str, *, may_send: bool = False, remedy: str = "") -> None:
     """Raise the error of a `Need` if one half of the step needs a value of the other half.
 
     Args:
@@ -53,7 +53,7 @@ def refuse_across(step: Cut, why: str, *, may_send: bool = False, remedy: str = 
         raise need.error(f"{need.refused(why)}{remedy and f'. {remedy}'}")
 
 
-def ready_order(step: Cut) -> list[str]:
+def ready_order(step: DividedStep) -> list[str]:
     """Return the leaves in the order of the equations that compute their gradients.
 
     Leaves whose gradient is an input or a constant are last.
@@ -95,12 +95,12 @@ class _Copies:
 
 
 def half_equations(
-    step: Cut, results: Sequence[str]
+    step: DividedStep, results: Sequence[str]
 ) -> tuple[list[JaxprEqn], list[str], list[Atom]]:
     """Return the equations of forward and backward, their roles, and the values that they compute.
 
-    Gradients, values for the update (`Cut.handed`) and `Cut.frozen` parameters are always among
-    these values.
+    These values always include gradients, values for the update (`DividedStep.handed`), and
+    parameters that the trainer half computes (`DividedStep.frozen`).
 
     Args:
       step: the training step, divided at its gradients.
@@ -119,7 +119,7 @@ def half_equations(
 
 def write_trainer_half(
     b: Builder,
-    step: Cut,
+    step: DividedStep,
     results: Sequence[str],
     on_gradient: Callable[[str, Atom], None],
     writer: Callable[[Sequence[JaxprEqn], Sequence[str], Sequence[tuple[int, Atom]]], HalfWriter]
@@ -139,8 +139,8 @@ def write_trainer_half(
       arrange: function that reorders the equations and their roles (`Arrange`).
 
     Returns:
-      The results, the values for the update (`Cut.handed`) and the `Cut.frozen` parameters, by
-      name.
+      Name -> value, for the results, for the values that the update reads (`DividedStep.handed`),
+      and for the parameters that the trainer half computes (`DividedStep.frozen`).
     """
     eqns, roles, wanted = half_equations(step, results)
     computed = producer_positions(eqns)

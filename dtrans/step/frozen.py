@@ -33,7 +33,7 @@ from dtrans.ir.folding import Alias, are_equal, fold, is_number, number_by_numpy
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.interpret import Facts, ForwardAnalysis, forward_jaxpr
 from dtrans.ir.program import Program
-from dtrans.step.cut import cut
+from dtrans.step.halves import divide_step
 from dtrans.step.marks import mark_p
 from dtrans.step.trace import guess_roles
 
@@ -60,7 +60,7 @@ def drop_frozen_updates(main: Program, startup: Program) -> Program:
     program = main.rewritten(lambda other: _without_updates(other, constants, zeros))
     # Another leaf's update may still read the gradient of a frozen leaf; then the leaf is no
     # longer treated as frozen.
-    graded = cut(program).optimize.graded & constants.keys()
+    graded = divide_step(program).optimize.graded & constants.keys()
     if not graded:
         return program
     without_gradient = {n: x for n, x in constants.items() if n not in graded}

@@ -1,10 +1,10 @@
 """Values that forward computes for the update (the loss, statistics, counts) become its inputs.
 
-After the cut, an update contains all equations that it needs, including equations of forward.
-`hand_over` removes the equations of forward, and their values become inputs of the update
-(`Cut.handed`). A server needs this, because it has no rows of the batch. So does a rank that has
-only slices of parameters. `hand_over` also saves time if the update would repeat a loop of forward:
-XLA merges equal equations, but not equal loops.
+After the division of the step, the update contains all equations that it needs, including equations
+of forward. `hand_over` removes the equations of forward, and their values become inputs of the
+update (`DividedStep.handed`). A server has no rows of the batch, so it cannot compute these values.
+Nor can a rank that has only slices of parameters. `hand_over` also saves time if the update would
+repeat a loop of forward: XLA merges equal equations, but not equal loops.
 
 Invariant: afterwards an equation of the update that reads the batch also reads a gradient or
 optimizer state.
@@ -21,11 +21,11 @@ from dtrans.ir.dataflow import free_variables, variables
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import FORWARD, OPTIMIZE, Program, is_communication
 from dtrans.ir.pytree import unused_name
-from dtrans.step.cut import Cut, Gradient, OptimizeHalf
+from dtrans.step.halves import DividedStep, Gradient, OptimizeHalf
 
 
-def hand_over(step: Cut, parts: Collection[str], *, drawn: bool = False) -> Cut:
-    """Turn values of forward into inputs of the optimize half (`Cut.handed`); return the new step.
+def hand_over(step: DividedStep, parts: Collection[str], *, drawn: bool = False) -> DividedStep:
+    """Return a step whose optimize half reads values of forward as inputs (`DividedStep.handed`).
 
     Args:
       step: the training step, divided at its gradients.
@@ -56,14 +56,14 @@ def hand_over(step: Cut, parts: Collection[str], *, drawn: bool = False) -> Cut:
     )
 
 
-def runs_loops_of_forward(step: Cut, parts: Collection[str]) -> bool:
+def runs_loops_of_forward(step: DividedStep, parts: Collection[str]) -> bool:
     """Return True if the update repeats a loop of forward, which XLA would run twice."""
     values = _forward_values(step, parts)
     loops = [e for e in step.optimize.eqns if e.primitive.name in LOOPS]
     return any(values.issuperset(e.outvars) for e in loops)
 
 
-def _forward_values(step: Cut, parts: Collection[str], drawn: bool = False) -> set[Var]:
+def _forward_values(step: DividedStep, parts: Collection[str], drawn: bool = False) -> set[Var]:
     """Return the values in the update that forward can compute, and that depend on the batch.
 
     Forward can compute a value that reads no gradient, and only optimizer state that forward reads
@@ -93,7 +93,7 @@ def _is_drawn(eqn: JaxprEqn) -> bool:
     return any(map(is_communication, (eqn, *equations_inside(eqn))))
 
 
-def _forward_of(step: Cut, values: set[Var]) -> Program:
+def _forward_of(step: DividedStep, values: set[Var]) -> Program:
     """Return the step's program with the role `forward` for equations that compute `values`."""
     roles = list(step.program.roles)
     for i, eqn in enumerate(step.program.eqns):

@@ -1,8 +1,8 @@
 """Marks: the boundary between gradients and the optimizer.
 
-The primitive `mark_p` is an identity on a gradient. Its second operand is the parameter, so the cut
-(`dtrans.step.cut`) pairs gradients and parameters by variables, not by names. Each leaf has its own
-equation: one mark over the full pytree would make every leaf depend on every other leaf.
+The primitive `mark_p` is an identity on a gradient. Its second operand is the parameter. So
+`dtrans.step.halves` pairs gradients and parameters by variables, not by names. Each leaf has a
+separate equation: one mark over the full pytree would make every leaf depend on every other leaf.
 
 `dtrans.value_and_grad` writes marks, and `make_train_step` calls `dtrans.value_and_grad`. jit,
 vmap, scan, remat and differentiation of the step keep marks; lowering removes them. alpa wraps

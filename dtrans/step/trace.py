@@ -159,7 +159,7 @@ def guess_roles(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
     """Guess the role of each equation from its name stack.
 
     Equations under `transpose(...)` are backward, equations that depend on them are optimize, and
-    the rest is forward. The cut (`dtrans.step.cut`) replaces the guess by exact roles.
+    the rest is forward. `dtrans.step.halves` later replaces the guess by exact roles.
     """
     after: set[Var] = set()
     roles = []

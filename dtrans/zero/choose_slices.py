@@ -42,7 +42,7 @@ from dtrans.ir.selection import values_at
 from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.rows.layout import SHARED, RowAxis, leaves_of
 from dtrans.rows.normalize import inline_inside
-from dtrans.step.cut import Cut, Gradient, Name
+from dtrans.step.halves import DividedStep, Gradient, Name
 from dtrans.step.marks import mark_p
 from dtrans.zero.forward_values import leaves_that_meet_the_batch
 from dtrans.zero.rank_values import local_values
@@ -120,7 +120,7 @@ class Slices:
 
 
 def choose_slices(
-    step: Cut,
+    step: DividedStep,
     degree: int,
     *,
     least: int,
@@ -174,7 +174,9 @@ def choose_slices(
     return Slices(analysis, leaves, state, unsliced, frozenset(rules.replicated))
 
 
-def _choose_axes(step: Cut, degree: int, in_layers: bool, planned: Slices | None) -> dict[str, int]:
+def _choose_axes(
+    step: DividedStep, degree: int, in_layers: bool, planned: Slices | None
+) -> dict[str, int]:
     """Return the dimension to cut, by leaf; omit leaves that cannot be cut."""
     axes: dict[str, int] = {}
     for n in step.params:
@@ -200,7 +202,7 @@ class _SliceRules:
 
     def __init__(
         self,
-        step: Cut,
+        step: DividedStep,
         degree: int,
         least: int,
         axes: Mapping[str, int],
@@ -296,7 +298,7 @@ def _choose_axis(shape: tuple[int, ...], degree: int, first: int = 0) -> int | N
     return axis if shape[axis] and padded <= 2 * shape[axis] else None
 
 
-def _find_replicated_gradients(step: Cut) -> set[str]:
+def _find_replicated_gradients(step: DividedStep) -> set[str]:
     """Return the leaves whose gradients are equal on all ranks without a reduction.
 
     Such a gradient does not depend on the batch or on the index of the rank.
@@ -306,7 +308,7 @@ def _find_replicated_gradients(step: Cut) -> set[str]:
     return {n for n, g in step.gradients.items() if isinstance(g, Literal) or g not in local}
 
 
-def _choose_layer_axes(step: Cut, axes: Mapping[str, int], degree: int) -> dict[str, int]:
+def _choose_layer_axes(step: DividedStep, axes: Mapping[str, int], degree: int) -> dict[str, int]:
     """Choose the dimension to cut in each leaf, so that its largest gather is as small as possible.
 
     Each attempt cuts a later dimension of all leaves, and analyzes the step once.
@@ -349,7 +351,7 @@ def _choose_layer_axes(step: Cut, axes: Mapping[str, int], degree: int) -> dict[
 
 
 def summed_gradients(
-    step: Cut, eqns: Sequence[JaxprEqn], leaves: Collection[str]
+    step: DividedStep, eqns: Sequence[JaxprEqn], leaves: Collection[str]
 ) -> dict[Var, str]:
     """Return a dict with the gradients that only the update reads: variable -> leaf.
 
@@ -365,7 +367,7 @@ def summed_gradients(
     return found
 
 
-def trainer_equations(step: Cut) -> tuple[list[JaxprEqn], list[str]]:
+def trainer_equations(step: DividedStep) -> tuple[list[JaxprEqn], list[str]]:
     """Return the forward and backward equations with calls in bodies inlined, and their roles."""
     eqns: list[JaxprEqn] = []
     roles: list[str] = []

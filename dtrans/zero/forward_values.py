@@ -22,14 +22,14 @@ from dtrans.ir.selection import values_at
 from dtrans.ops import COLLECTIVES
 from dtrans.rows.analysis import RowAnalysis
 from dtrans.rows.layout import Colocated, Layout, leaves_of
-from dtrans.step.cut import Cut, Name
+from dtrans.step.halves import DividedStep, Name
 from dtrans.step.handed_values import hand_over
 from dtrans.zero.options import ShardingOptions
 from dtrans.zero.rank_values import local_values
 
 
-def with_forward_values(step: Cut, options: ShardingOptions) -> Cut:
-    """Return the step with an update that takes forward values as inputs (`Cut.handed`).
+def with_forward_values(step: DividedStep, options: ShardingOptions) -> DividedStep:
+    """Return the step with an update that takes forward values as inputs (`DividedStep.handed`).
 
     If each rank updates complete leaves, the forward pass also computes values that need a
     collective. If the update computed them, only one rank would reach the collective.
@@ -39,7 +39,7 @@ def with_forward_values(step: Cut, options: ShardingOptions) -> Cut:
     return hand_over(step, differing_batch(step, options), drawn=options.slices.partition != "rows")
 
 
-def differing_batch(step: Cut, options: Options) -> set[str]:
+def differing_batch(step: DividedStep, options: Options) -> set[str]:
     """Return the batch inputs that differ from rank to rank: split arrays and random keys."""
     found = set()
     for n in step.batch:
@@ -49,13 +49,13 @@ def differing_batch(step: Cut, options: Options) -> set[str]:
     return found
 
 
-def differing_values(step: Cut, options: Options) -> set[Var]:
+def differing_values(step: DividedStep, options: Options) -> set[Var]:
     """Return the values that differ from rank to rank before gradients are reduced."""
     seeds = values_at(step.program.invars, differing_batch(step, options))
     return local_values(step.program.inner.eqns, seeds, completed=_completed())
 
 
-def differing_inputs(step: Cut, options: Options) -> set[str]:
+def differing_inputs(step: DividedStep, options: Options) -> set[str]:
     """Return the inputs of the update that differ from rank to rank."""
     values = differing_values(step, options)
     differing = differing_batch(step, options)

@@ -14,7 +14,7 @@ from dtrans.ir.dataflow import all_operands, needed_equations, outputs_of
 from dtrans.ir.pytree import unused_name
 from dtrans.ir.selection import values_at
 from dtrans.rows.analysis import analyse
-from dtrans.step.cut import Cut, Gradient, Name, OptimizeHalf
+from dtrans.step.halves import DividedStep, Gradient, Name, OptimizeHalf
 from dtrans.zero.choose_slices import Sliced
 from dtrans.zero.forward_values import leaves_that_meet_the_batch
 
@@ -38,7 +38,7 @@ class GradientResults:
 
     def __init__(
         self,
-        step: Cut,
+        step: DividedStep,
         leaves: Mapping[str, Sliced],
         computed: Collection[Var],
         differing: Collection[Var],
@@ -65,7 +65,7 @@ class GradientResults:
             self.mixed = [n for n in meeting if n in leaves]
 
     def _name_inputs(
-        self, step: Cut, b: Builder, eqns: Sequence[JaxprEqn], wanted: Sequence[Atom]
+        self, step: DividedStep, b: Builder, eqns: Sequence[JaxprEqn], wanted: Sequence[Atom]
     ) -> dict[Var, Name]:
         """Return the name of each input of `half`; add the other values to `others`."""
         names: dict[Var, Name] = {v: Gradient(n) for n, v in step.boundary.items()}
@@ -86,7 +86,7 @@ class GradientResults:
     def _leaves_that_meet(
         self,
         b: Builder,
-        step: Cut,
+        step: DividedStep,
         wanted: Sequence[Atom],
         axes: Mapping[str, int],
         local: Collection[Name],

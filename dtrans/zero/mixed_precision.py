@@ -53,7 +53,7 @@ from dtrans.ir.interpret import ForwardAnalysis, forward
 from dtrans.ir.program import BACKWARD, FORWARD, Program
 from dtrans.ir.pytree import TreeSpec
 from dtrans.ir.selection import values_at
-from dtrans.step.cut import Cut, cut
+from dtrans.step.halves import DividedStep, divide_step
 from dtrans.step.marks import SEED
 from dtrans.zero.live_ranges import is_cast
 from dtrans.zero.options import LossScaling
@@ -129,7 +129,9 @@ def _check_seeds(
 # -- steps and functions ---------------------------------------------------------------------------
 
 
-def low_precision(main: Program, step: Cut, amp: str, scaling: LossScaling | None) -> Program:
+def low_precision(
+    main: Program, step: DividedStep, amp: str, scaling: LossScaling | None
+) -> Program:
     """Return the step with matrix products in 16 bits, and with a scaled loss.
 
     Args:
@@ -185,7 +187,7 @@ def low_precision(main: Program, step: Cut, amp: str, scaling: LossScaling | Non
         ambiguous_outputs=main.ambiguous_outputs,
     )
     return main.rewritten(
-        lambda other: low_precision(other, cut(other), amp, scaling), result=lowered
+        lambda other: low_precision(other, divide_step(other), amp, scaling), result=lowered
     )
 
 
@@ -241,7 +243,7 @@ def low_products(
     return b.build(inner.outvars), origin
 
 
-def low_gradients(step: Cut, dtype: Any) -> set[str]:
+def low_gradients(step: DividedStep, dtype: Any) -> set[str]:
     """Return the leaves whose gradients are cast from `dtype`, and so can be reduced in `dtype`."""
 
     def rule(eqn: JaxprEqn, ins: Sequence[bool]) -> list[bool] | None:

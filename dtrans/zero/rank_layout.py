@@ -14,8 +14,8 @@ from dtrans.errors import ConfigError
 from dtrans.ir.selection import subset, values_at
 from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import RowAxis
-from dtrans.step.cut import Cut, OptimizeHalf, check_same_update
 from dtrans.step.forward_backward import ready_order
+from dtrans.step.halves import DividedStep, OptimizeHalf, check_same_update
 from dtrans.zero.by_leaf.layout import LeafOwners
 from dtrans.zero.choose_slices import (
     Sliced,
@@ -63,7 +63,7 @@ class RankLayout:
     @classmethod
     def from_step(
         cls,
-        step: Cut,
+        step: DividedStep,
         options: ShardingOptions,
         merges: Mapping[str, str],
         planned: Slices | None = None,
@@ -109,7 +109,7 @@ class RankLayout:
         )
         return cls(options, merges, slices, half, gathers)
 
-    def for_update(self, planned: Cut, again: Cut) -> RankLayout:
+    def for_update(self, planned: DividedStep, again: DividedStep) -> RankLayout:
         """Return the layout for another batch size, with the same slices.
 
         Args:
@@ -141,7 +141,7 @@ class RankLayout:
 
     # -- gradients -------------------------------------------------------------------------------
 
-    def layer_gradients(self, step: Cut) -> dict[Var, str]:
+    def layer_gradients(self, step: DividedStep) -> dict[Var, str]:
         """Return a dict with the gradients that loops scatter layer by layer: variable -> leaf."""
         options = self.options
         if options.stage == 1 or self._weights_or_clips or options.reduce.compress is not None:
@@ -160,7 +160,7 @@ class RankLayout:
                 found[g] = n
         return found
 
-    def spec_of(self, step: Cut) -> Callable[[str], ScatterSpec]:
+    def spec_of(self, step: DividedStep) -> Callable[[str], ScatterSpec]:
         """Return a function from a leaf's name to a description of how its gradient is reduced."""
         layers = set(self.layer_gradients(step).values())
         compress: dict[str, str] = {}
@@ -170,7 +170,7 @@ class RankLayout:
             compress = dict.fromkeys(low_gradients(step, COMPRESSED[dtype]) - layers, dtype)
         return scatter_specs(self.slices.leaves, layers, compress, self.replicated, self.groups)
 
-    def buckets(self, step: Cut) -> tuple[Bucket, ...]:
+    def buckets(self, step: DividedStep) -> tuple[Bucket, ...]:
         """Return the buckets of gradients, in the order in which they are reduced."""
         if self.owned is not None:
             return self.owned.buckets(step, self.options)

@@ -27,8 +27,8 @@ from dtrans.ir.pytree import tuple_of
 from dtrans.ir.selection import subset, values_at
 from dtrans.rows.layout import RowAxis
 from dtrans.rows.normalize import inline_inside
-from dtrans.step.cut import GRAD, Cut, cut
 from dtrans.step.forward_backward import Arrange, HalfWriter, ready_order, write_trainer_half
+from dtrans.step.halves import GRAD, DividedStep, divide_step
 from dtrans.step.observers import call_once
 from dtrans.step.weight_gradients import fuse_transposes
 from dtrans.zero.all_gather import Gatherer
@@ -50,7 +50,9 @@ WriteGradients = Callable[[Builder, Mapping[str, Atom]], Iterator[tuple[str, Ato
 HalfWriterOf = Callable[[Sequence[JaxprEqn], Sequence[str], Sequence[tuple[int, Atom]]], HalfWriter]
 
 
-def write_rank(step: Cut, layout: RankLayout, gradients: WriteGradients | None = None) -> Program:
+def write_rank(
+    step: DividedStep, layout: RankLayout, gradients: WriteGradients | None = None
+) -> Program:
     """Write the program that each rank runs.
 
     Args:
@@ -66,7 +68,7 @@ class RankWriter:
     """Writer of the program that each rank runs; `write_rank` describes the arguments."""
 
     def __init__(
-        self, step: Cut, layout: RankLayout, gradients: WriteGradients | None = None
+        self, step: DividedStep, layout: RankLayout, gradients: WriteGradients | None = None
     ) -> None:
         self.step = step
         self.layout = layout
@@ -137,7 +139,7 @@ class RankWriter:
         )
 
         def write_again(source: Program) -> Program:
-            other = with_forward_values(cut(source).with_reported(), self.options)
+            other = with_forward_values(divide_step(source).with_reported(), self.options)
             return write_rank(other, self.layout.for_update(step, other), self.gradients)
 
         return self.source.rewritten(write_again, result=program)
@@ -192,7 +194,7 @@ class RankWriter:
     def _write_half(
         self,
         b: Builder,
-        step: Cut,
+        step: DividedStep,
         results: Sequence[str],
         on_gradient: Callable[[str, Atom], None],
         local: Mapping[str, Atom],
@@ -218,7 +220,7 @@ class RankWriter:
             on_gradient(leaf, grad)
         return found
 
-    def _arrange(self, step: Cut) -> Arrange:
+    def _arrange(self, step: DividedStep) -> Arrange:
         """Return a function that rewrites forward and backward equations before they are written.
 
         It fuses transposes. In stage 3, it also rewrites loops so that they recompute residuals
@@ -244,7 +246,7 @@ class RankWriter:
 
         return arrange
 
-    def _gatherer(self, b: Builder, step: Cut, local: Mapping[str, Atom]) -> HalfWriterOf:
+    def _gatherer(self, b: Builder, step: DividedStep, local: Mapping[str, Atom]) -> HalfWriterOf:
         """Return a function that creates the writer of forward and backward, a `Gatherer`."""
         vars_of = step.program.invars
         layers = self.layout.layer_gradients(step)
@@ -276,7 +278,7 @@ class RankWriter:
 
         return writer
 
-    def _gather_options(self, step: Cut, layers: Mapping[Var, str]) -> GatherOptions:
+    def _gather_options(self, step: DividedStep, layers: Mapping[Var, str]) -> GatherOptions:
         """Return the options of the gathers and scatters that forward and backward contain."""
         options = self.options
         dtypes = {n: g.aval.dtype for g, n in layers.items()}
@@ -305,7 +307,7 @@ class RankWriter:
         window = MicroSteps.from_options(step, options, self.layout.merges)
         slices = subset(self.local, self.leaves) if options.slices_params else {}
 
-        def write_micro_step(inner: Builder, micro: Cut) -> Outputs:
+        def write_micro_step(inner: Builder, micro: DividedStep) -> Outputs:
             local = {n: inner.input(a.aval) for n, a in slices.items()}
             inner.role = FORWARD
             if options.stage == 1:

@@ -13,7 +13,7 @@ from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST, OPTIMIZE
 from dtrans.ir.selection import values_at
 from dtrans.ops import all_gather_p, all_reduce_p, trainer_index_p
-from dtrans.step.cut import Cut, Gradient, Name
+from dtrans.step.halves import DividedStep, Gradient, Name
 from dtrans.zero.choose_slices import Sliced
 from dtrans.zero.forward_values import differing_values
 from dtrans.zero.gradient_results import GradientResults
@@ -36,7 +36,7 @@ class RankUpdate:
     def __init__(
         self,
         b: Builder,
-        step: Cut,
+        step: DividedStep,
         layout: RankLayout,
         local: Mapping[str, Atom],
         scale: Atom | None,

@@ -38,7 +38,7 @@ from dtrans.errors import BatchError
 from dtrans.ir.program import Program
 from dtrans.plan import with_recipe
 from dtrans.step.batch_sharing import Batch
-from dtrans.step.cut import Cut, cut
+from dtrans.step.halves import DividedStep, divide_step
 from dtrans.step.observers import (
     GRADIENTS,
     RETURN_IT,
@@ -94,7 +94,7 @@ def sharding(
 
     Raises:
       ConfigError: an option is out of range, or names an array that the step does not have.
-      GradientError: the gradients of the step cannot be identified (see `dtrans.step.cut`), or
+      GradientError: the gradients of the step cannot be identified (see `dtrans.step.halves`), or
         the step has collectives already.
       TraceError: the outputs of `startup` do not match the arguments of `main`.
 
@@ -140,7 +140,7 @@ def sharding(
 def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> ShardingPlan:
     """Plan sharding from checked options."""
     refuse_collectives(main)
-    plain = cut(main).with_reported()
+    plain = divide_step(main).with_reported()
     check_names(plain, options)
     if options.trainers > 1:
         check_observers(plain.program, plain.observers)
@@ -202,8 +202,10 @@ def _write_uneven(
     return write_rank(step, layout)
 
 
-def in_precision(plain: Cut, main: Program, precision: Precision) -> Cut:
+def in_precision(plain: DividedStep, main: Program, precision: Precision) -> DividedStep:
     """Return the step with matrix products in 16 bits, if `precision` has a `dtype`."""
     if precision.dtype is None:
         return plain
-    return cut(low_precision(main, plain, precision.dtype, precision.scaling)).with_reported()
+    return divide_step(
+        low_precision(main, plain, precision.dtype, precision.scaling)
+    ).with_reported()

@@ -16,7 +16,7 @@ from dtrans.engine.merged_reductions import merge_reductions
 from dtrans.engine.writer import SplitWriter, written
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.rows.layout import SHARED
-from dtrans.step.cut import Name, OptimizeHalf
+from dtrans.step.halves import Name, OptimizeHalf
 from dtrans.zero.choose_slices import Sliced
 
 

@@ -19,7 +19,7 @@ from helpers import distance
 
 import dtrans
 from dtrans.errors import BatchError, ConfigError
-from dtrans.plan import realiser
+from dtrans.plan import runner_of
 from dtrans.verification.check import Comparison
 
 
@@ -127,7 +127,7 @@ def test_plans_compute_the_step_on_parts_of_the_batch(kind: str, mode: str, trai
     parts = dtrans.trace(step_of(kind, by_parts(trainers)), jax.eval_shape(first), *types)
     alone = dtrans.nccl2(parts, dtrans.trace(first), trainers=1)
     names = [n for spec in alone.main.args[2:] for n in spec.names]
-    traced = realiser(plan, "verify")(plan, types)
+    traced = runner_of(plan, "verify")(plan, types)
     traced = dataclasses.replace(traced, equal_parts={}, unfollowed=())
     comparison = Comparison(
         alone.main, traced, dict(zip(names, types, strict=True)), startup=plan.startup

@@ -26,7 +26,7 @@ import dtrans
 from dtrans.batch.exact_step import shard_step
 from dtrans.errors import ConfigError, GradientError
 from dtrans.step.batch_sharing import Batch
-from dtrans.step.cut import cut
+from dtrans.step.halves import divide_step
 
 
 NAMES = [c.name for c in step_zoo.CASES]
@@ -219,7 +219,7 @@ def test_a_mean_is_told_from_what_looks_like_one(kind: str, proven: bool, reduce
         np.array([1.0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 0, 1]),
     )
     main = dtrans.trace(step, params, tx.init(params), x[:6], mask[:6])
-    found = shard_step(cut(main).with_reported(), Batch(), 2, ("trainers",))
+    found = shard_step(divide_step(main).with_reported(), Batch(), 2, ("trainers",))
     assert (found.proven, found.reduce) == (proven, reduce)
     plan = dtrans.nccl2(main, dtrans.trace(lambda p: (p, tx.init(p)), params), trainers=2)
     for rows in (12, 11):  # the last trainer has one that enters nothing

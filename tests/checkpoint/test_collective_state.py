@@ -438,7 +438,7 @@ def test_none_of_latest_is_no_path(tmp_path: Path) -> None:
             fails()
 
 
-def test_a_state_is_taken_from_one_realiser_to_another_of_its_plan() -> None:
+def test_a_state_is_taken_from_one_runner_to_another_of_its_plan() -> None:
     tx, params, batch = optax.adam(0.1), mlp_params(), mlp_batch(8)
     init = lambda p: (p, tx.init(p))
     main = dtrans.trace(dtrans.make_train_step(mlp_loss, tx), *init(params), *batch)

@@ -18,7 +18,7 @@ import pytest
 from helpers import mlp_batch, mlp_loss, mlp_params, plain_step, tree_close, tree_equal
 
 import dtrans
-from dtrans.errors import BatchError, NotRealisedError, TraceError
+from dtrans.errors import BatchError, NotRunnableError, TraceError
 from dtrans.ir.builder import Builder
 from dtrans.ir.pytree import TreeSpec
 from dtrans.ops import token
@@ -434,7 +434,7 @@ def test_a_communicating_program_cannot_be_called():
     p = dtrans.Program("talks", b.build([x]), plain.args, plain.out, tuple(b.roles))
     assert p.communicates and not plain.communicates
     with pytest.raises(
-        NotRealisedError,
+        NotRunnableError,
         match=r"program talks contains communication \(send_barrier\), so it cannot be called; run "
         r"it with "
         r"dtrans.Executor\(\)",

@@ -16,7 +16,7 @@ import dtrans
 from dtrans import nn
 from dtrans.errors import ConfigError
 from dtrans.parameter_server.tables.lookups import find_lookups
-from dtrans.step.cut import cut
+from dtrans.step.halves import divide_step
 
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -222,4 +222,4 @@ def test_their_tables_are_tables_of_a_plan(loss: Any, tables: set[str]) -> None:
     params = {"emb": np.ones((V, D)), "out": np.ones((V, D)), "bias": np.ones(V), "w": np.ones(D)}
     tx, ids = optax.sgd(0.1), np.zeros(B, np.int32)
     main = dtrans.trace(dtrans.make_train_step(loss, tx), params, tx.init(params), ids, ids)
-    assert set(find_lookups(cut(main)).tables) == tables
+    assert set(find_lookups(divide_step(main)).tables) == tables

@@ -43,7 +43,7 @@ from paddle_golden import (
 import dtrans
 from dtrans._jax import Literal, equations, origin_of
 from dtrans.ops import init_on_use_p
-from dtrans.step.cut import GRAD
+from dtrans.step.halves import GRAD
 
 
 # -- the models ------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ from dtrans.paddle.optimizers import (
     sgd,
 )
 from dtrans.rows.analysis import analyse
-from dtrans.step.cut import cut
+from dtrans.step.halves import divide_step
 
 
 SHAPES = {
@@ -970,7 +970,7 @@ def test_elementwise_rules_leave_every_leaf_free_to_be_cut(name):
         program = dtrans.trace(
             dtrans.make_train_step(mlp_loss, tx), params, jax.eval_shape(tx.init, params), *batch
         )
-        done = cut(program)
+        done = divide_step(program)
         assert analyse(done.optimize, done.optimized).groups == {}
 
 

@@ -577,7 +577,7 @@ def test_one_trainer_and_one_pserver_is_a_job_like_any_other(programs: Any) -> N
 def test_a_program_that_communicates_says_how_to_run_it(programs: Any) -> None:
     trainer = transpiled(programs).get_trainer_program()
     with pytest.raises(
-        dtrans.errors.NotRealisedError,
+        dtrans.errors.NotRunnableError,
         match=r"run it with dtrans.Executor\(\), or the whole job with plan.on_mesh\(\)",
     ):
         trainer(mlp_params(SIZES), *mlp_batch(8, SIZES))
@@ -1061,7 +1061,7 @@ def test_nccl2_has_no_pservers(programs: Any, ask: str) -> None:
 
 def test_nccl2_communication_does_not_run_by_accident(programs: Any) -> None:
     t = nccl2(programs)
-    with pytest.raises(dtrans.errors.NotRealisedError):
+    with pytest.raises(dtrans.errors.NotRunnableError):
         t.get_trainer_startup_program()(mlp_params(SIZES))
     exe = dtrans.Executor(deadline=5)
     with pytest.raises(

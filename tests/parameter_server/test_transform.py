@@ -37,11 +37,11 @@ import dtrans
 from dtrans.errors import (
     ConfigError,
     GradientError,
-    NotRealisedError,
+    NotRunnableError,
     TraceError,
     UnknownEndpointError,
 )
-from dtrans.step.cut import GRAD
+from dtrans.step.halves import GRAD
 
 
 GOLDEN = json.loads((GOLDEN_FOLDER / "paddle-transpiler.json").read_text())["cases"]
@@ -645,19 +645,19 @@ def test_a_trainer_program_fits_another_batch_size():
 def test_a_trainer_program_cannot_be_called():
     plan = plan_of(mlp_loss, optax.sgd(0.1), params := mlp_params(), *mlp_batch(), servers=2)
     with pytest.raises(
-        NotRealisedError,
+        NotRunnableError,
         match=r"program trainer 0 contains communication \(fetch_barrier, recv, send, "
         r"send_barrier\), so "
         r"it cannot be called; ",
     ):
         plan.trainer(params, *mlp_batch())
     with pytest.raises(
-        NotRealisedError,
+        NotRunnableError,
         match=r"`\w+` communicates, so the program cannot be called as a function",
     ):
         plan.trainer.compiled(*plan.trainer.flatten(params, *mlp_batch()))
     with pytest.raises(
-        NotRealisedError,
+        NotRunnableError,
         match=r"program pserver 127.0.0.1:6170 contains communication \(listen_and_serv\)",
     ):
         plan.servers["127.0.0.1:6170"].main(plan.servers["127.0.0.1:6170"].startup(params))

@@ -26,7 +26,7 @@ from dtrans.pipeline_parallel.schedule import Schedule, schedule as schedule_of
 from dtrans.pipeline_parallel.task import Task
 from dtrans.run.pipeline_parallel.instructions import RunStage, Transfer
 from dtrans.run.pipeline_parallel.profile import measured
-from dtrans.step.cut import GRAD
+from dtrans.step.halves import GRAD
 
 
 # schedules of the same programs

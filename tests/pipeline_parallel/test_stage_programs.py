@@ -23,7 +23,7 @@ from dtrans._jax import equations
 from dtrans.errors import BatchError, ConfigError, GradientError, TraceError
 from dtrans.pipeline_parallel.task import Task
 from dtrans.run.pipeline_parallel.profile import measured, timed
-from dtrans.step.cut import GRAD
+from dtrans.step.halves import GRAD
 
 
 SHARED = ("PreferForward", "PreferBackward", "PreferBackwardOptimizer")

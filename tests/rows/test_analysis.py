@@ -18,7 +18,7 @@ from dtrans._jax import equations
 from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import SHARED, Colocated, RowAxis, join, leaves_of
 from dtrans.slicing.rounds import ExchangeRounds
-from dtrans.step.cut import Gradient, cut
+from dtrans.step.halves import Gradient, divide_step
 
 
 PARAMS = mlp_params((5, 5, 5))  # two layers of equal shapes
@@ -30,7 +30,7 @@ def analysed(tx, params=PARAMS, loss=mlp_loss, batch=None):
     program = dtrans.trace(
         dtrans.make_train_step(loss, tx), params, jax.eval_shape(tx.init, params), *batch
     )
-    done = cut(program)
+    done = divide_step(program)
     return analyse(done.optimize, done.optimized)
 
 

@@ -20,7 +20,7 @@ import dtrans
 from dtrans.batch.exact_step import ExactStep, shard_step
 from dtrans.errors import DtransError
 from dtrans.step.batch_sharing import Batch
-from dtrans.step.cut import cut
+from dtrans.step.halves import divide_step
 
 
 PAGE = DOCS / "steps.md"
@@ -58,7 +58,9 @@ servers; "exact" if no round is needed |
 
 def shared(case: step_zoo.StepCase) -> ExactStep:
     main = dtrans.trace(case.step, *case.init(jax.random.key(0)), *case.batch(ROWS // TRAINERS))
-    return shard_step(cut(main).with_reported(), Batch(axes=axes_of(case)), TRAINERS, ("trainers",))
+    return shard_step(
+        divide_step(main).with_reported(), Batch(axes=axes_of(case)), TRAINERS, ("trainers",)
+    )
 
 
 def axes_of(case: step_zoo.StepCase) -> Any:

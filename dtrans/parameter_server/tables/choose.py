@@ -17,7 +17,7 @@ from dtrans.parameter_server.tables.zero_gradient import (
     find_waiting,
 )
 from dtrans.rows.analysis import RowAnalysis
-from dtrans.step.cut import Cut
+from dtrans.step.halves import DividedStep
 
 
 ID = 4  # number of bytes of a row id in a message
@@ -76,7 +76,7 @@ class Tables:
 
 
 def choose_tables(
-    step: Cut,
+    step: DividedStep,
     analysis: RowAnalysis,
     startup: Program,
     sparse: Mapping[str, Rows] | str | None,
@@ -158,7 +158,7 @@ def _choose_update(
     return dataclasses.replace(table, buckets=buckets, staleness=option.staleness)
 
 
-def exactly_summed_leaves(step: Cut, tables: Tables, trainers: int) -> frozenset[str]:
+def exactly_summed_leaves(step: DividedStep, tables: Tables, trainers: int) -> frozenset[str]:
     """Return the leaves whose gradients are added exactly, independent of the order.
 
     So the bits of a plan with tables do not depend on the placement of rows. Leaves with more rows

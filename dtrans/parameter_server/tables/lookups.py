@@ -65,8 +65,8 @@ from dtrans.rows.flow import Flow, FlowPass
 from dtrans.rows.layout import SHARED, Colocated, Layout, RowAxis
 from dtrans.rows.normalize import inline_inside
 from dtrans.rows.rules import Step
-from dtrans.step.cut import Cut
 from dtrans.step.forward_backward import half_equations
+from dtrans.step.halves import DividedStep
 
 
 _WITH_BODIES = frozenset({SCAN, COND, WHILE, *REMAT})
@@ -194,7 +194,7 @@ class _LookupPass(FlowPass):
         return super()._step(flow, eqn, ins)
 
 
-def find_lookups(step: Cut, leaves: Iterable[str] | None = None) -> Lookups:
+def find_lookups(step: DividedStep, leaves: Iterable[str] | None = None) -> Lookups:
     """Find the leaves that a step reads only by row ids, such as embedding tables.
 
     Args:
@@ -498,7 +498,7 @@ def _table(leaf: str, rows: int, picks: Sequence[_Lookup]) -> TableLookups:
 
 
 def _refusal(
-    step: Cut, eqns: Sequence[JaxprEqn], flow: Flow, leaf: str, picks: Sequence[_Lookup]
+    step: DividedStep, eqns: Sequence[JaxprEqn], flow: Flow, leaf: str, picks: Sequence[_Lookup]
 ) -> str:
     """Return the reason why a leaf is no table; empty if it is a table."""
     for i, done in flow.steps.items():

@@ -31,7 +31,7 @@ from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.slicing.partial_init import makes_rows, write_rows
 from dtrans.slicing.server_spec import analyse_update
 from dtrans.slicing.server_update import inline_update, write_server
-from dtrans.step.cut import Cut
+from dtrans.step.halves import DividedStep
 
 
 TRAINER = "trainer:0"  # stands for a server's endpoint when the update of a trainer is written
@@ -40,7 +40,7 @@ OTHER_ROWS = "with dtrans.Geo trainers update only the rows that they look up"
 
 
 def choose_trainer_tables(
-    step: Cut, startup: Program, sparse: Mapping[str, Rows] | str | None
+    step: DividedStep, startup: Program, sparse: Mapping[str, Rows] | str | None
 ) -> Tables:
     """Return the tables whose rows trainers store and update.
 
@@ -91,7 +91,7 @@ def on_servers(table: Table, analysis: RowAnalysis) -> Table:
 
 def write_update(
     b: Builder,
-    step: Cut,
+    step: DividedStep,
     sizes: Mapping[str, int],
     read: Mapping[str, Atom],
     gradients: Mapping[str, Atom],

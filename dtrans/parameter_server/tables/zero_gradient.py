@@ -51,7 +51,7 @@ from dtrans.rows.analysis import RowAnalysis
 from dtrans.rows.flow import Flow
 from dtrans.rows.layout import RowAxis, Shared, leaves_of
 from dtrans.rows.rules import Step
-from dtrans.step.cut import Gradient
+from dtrans.step.halves import Gradient
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Code that all realisers use.
+"""Code that all runners use.
 
 segments        a program, cut into compiled pieces and communication
 spmd            one trainer's program mapped over all trainers: on a mesh, or on one device

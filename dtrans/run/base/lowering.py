@@ -8,11 +8,11 @@ from typing import Any
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.ir.program import Program
 from dtrans.ops import OVER_AXIS
-from dtrans.plan import realises
+from dtrans.plan import register_runner
 from dtrans.run.base.segments import Rules, interpret
 
 
-@realises(CollectivePlan, "function")
+@register_runner(CollectivePlan, "function")
 def per_trainer(
     program: Program, rules: Callable[[], Rules] = lambda: OVER_AXIS
 ) -> Callable[..., list[Any]]:

@@ -1,6 +1,6 @@
 """Check for infinities and NaNs in gradients, on the trainer that computed them.
 
-Realisers have the option `on_nonfinite`: "ignore", "warn" or "error". With "warn" and "error", each
+Runners have the option `on_nonfinite`: "ignore", "warn" or "error". With "warn" and "error", each
 trainer checks its gradients before it reduces or sends them. After a reduction, all trainers would
 have the NaN, and no error could name the trainer that computed it.
 

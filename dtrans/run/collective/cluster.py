@@ -36,7 +36,7 @@ from dtrans.ir.program import Program
 from dtrans.ir.pytree import all_names
 from dtrans.job import Job
 from dtrans.ops import broadcast_p, collective_of, exchange_p, recv_p, send_p, trainer_index_p
-from dtrans.plan import realises
+from dtrans.plan import register_runner
 from dtrans.run.base.batch import Share
 from dtrans.run.base.lowering import per_trainer
 from dtrans.run.base.platforms import resolve_for_platform
@@ -228,7 +228,7 @@ class SurvivingJob(Job):
             return results
 
 
-@realises(CollectivePlan, "cluster")
+@register_runner(CollectivePlan, "cluster")
 def on_cluster(plan: CollectivePlan, *, donate: bool, on_nonfinite: str = "ignore") -> Job:
     """Return a job of all connected trainers.
 

@@ -13,7 +13,7 @@ from dtrans.checkpoint.runs import THIS_PROCESS
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.errors import ConfigError
 from dtrans.ir.program import Program
-from dtrans.plan import realises
+from dtrans.plan import register_runner
 from dtrans.run.base.batch import Share
 from dtrans.run.base.lowering import per_trainer
 from dtrans.run.base.platforms import resolve_for_platform
@@ -65,7 +65,7 @@ class MeshTrainers(Trainers):
         )
 
 
-@realises(CollectivePlan, "mesh")
+@register_runner(CollectivePlan, "mesh")
 def on_mesh(
     plan: CollectivePlan,
     devices: Sequence[jax.Device] | None = None,

@@ -14,7 +14,7 @@ from dtrans.checkpoint.runs import THIS_PROCESS
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.ir.program import Program
 from dtrans.ops import UNDER_VMAP
-from dtrans.plan import realises
+from dtrans.plan import register_runner
 from dtrans.run.base.batch import Share, on_one_device
 from dtrans.run.base.lowering import per_trainer
 from dtrans.run.base.spmd import Function, on_one_device as run_on_one_device
@@ -48,7 +48,7 @@ class SimulatedTrainers(Trainers):
         return run_on_one_device(one, layout.axes, layout.ins, layout.outs)
 
 
-@realises(CollectivePlan, "simulate")
+@register_runner(CollectivePlan, "simulate")
 def simulated(plan: CollectivePlan) -> CollectiveJob:
     """Return a job of all trainers on one device."""
     return CollectiveJob(plan, SimulatedTrainers(plan.trainers), donate=False)

@@ -38,7 +38,7 @@ from dtrans.job import Job
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.state import MeshState
-from dtrans.plan import realises
+from dtrans.plan import register_runner
 from dtrans.run.base.batch import Share, batch_arrays, check_rows, rows_of, shared_batch
 from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.base.nonfinite import NonfiniteCheck
@@ -57,7 +57,7 @@ from dtrans.run.parameter_server.update import copy_state
 from dtrans.step_meter import metered
 
 
-@realises(PServerPlan, "mesh")
+@register_runner(PServerPlan, "mesh")
 class MeshJob(Job):
     """A job of parameter servers in this process.
 
@@ -314,7 +314,7 @@ class MeshJob(Job):
         return self._runners[key]
 
 
-@realises(PServerPlan, "simulate")
+@register_runner(PServerPlan, "simulate")
 def simulated(plan: PServerPlan) -> MeshJob:
     """Return a job on one device, which runs all trainers and servers in turn."""
     return MeshJob(plan, jax.devices()[:1], donate=False, way="simulate")

@@ -27,7 +27,7 @@ from dtrans.errors import BatchError, ConfigError, PeerError
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
 from dtrans.pipeline_parallel.plan import PipelinePlan
-from dtrans.plan import realises
+from dtrans.plan import register_runner
 from dtrans.protocol import wire
 from dtrans.protocol.collective.arrivals import ValueType
 from dtrans.run.base.batch import Share, global_types, share_of
@@ -50,7 +50,7 @@ _jobs = itertools.count()
 PRECOMPUTER = 0  # the process that computes precomputed values: the process of stage 0
 
 
-@realises(PipelinePlan, "cluster")
+@register_runner(PipelinePlan, "cluster")
 def cluster_job(plan: PipelinePlan, *, donate: bool) -> PipelineJob:
     """Return the job of this process in a pipeline over the processes of `dtrans.connect()`.
 

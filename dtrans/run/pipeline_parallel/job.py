@@ -20,7 +20,7 @@ from dtrans.job import Job
 from dtrans.pipeline_parallel.forward_pass import summary_name
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.pipeline_parallel.results import STACK
-from dtrans.plan import realises
+from dtrans.plan import register_runner
 from dtrans.run.base.batch import batch_arrays
 from dtrans.run.base.lowered import LoweredStep, call_recorded, recording
 from dtrans.run.base.merge import Merge
@@ -285,7 +285,7 @@ def _widen(x: Any, dtype: Any) -> Any:
     return x
 
 
-@realises(PipelinePlan, "mesh")
+@register_runner(PipelinePlan, "mesh")
 def on_mesh(
     plan: PipelinePlan, devices: Sequence[jax.Device] | None, *, donate: bool
 ) -> PipelineJob:
@@ -298,7 +298,7 @@ def on_mesh(
     return _in_one_process(plan, OnDevices(grids), donate=donate)
 
 
-@realises(PipelinePlan, "simulate")
+@register_runner(PipelinePlan, "simulate")
 def simulated(plan: PipelinePlan) -> PipelineJob:
     """Return a job that simulates all stages and replicas on one device."""
     backend = OneDevice(plan.options.replicas, plan.model.cuts.shards)

@@ -9,14 +9,14 @@ from typing import Any
 
 from dtrans.errors import ConfigError
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.plan import realises
+from dtrans.plan import register_runner
 from dtrans.run.distributed.role import Role
 from dtrans.run.role_jobs.role_job import RoleJob
 from dtrans.run.role_jobs.server_job import ServerJob
 from dtrans.run.role_jobs.trainer_job import TrainerJob
 
 
-@realises(PServerPlan, "cluster")
+@register_runner(PServerPlan, "cluster")
 def on_cluster(plan: PServerPlan, *, donate: bool = True, **options: Any) -> RoleJob:
     """Return the job of this process's role.
 

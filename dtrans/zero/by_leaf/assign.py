@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dtrans._jax import Var
 from dtrans.ir.program import BACKWARD, FORWARD
 from dtrans.rows.analysis import RowAnalysis
-from dtrans.step.cut import Cut
+from dtrans.step.halves import DividedStep
 
 
 RULES = ("greedy_even", "use_order")
@@ -60,7 +60,9 @@ def assign_owners(sizes: Sequence[int], ranks: int, rule: str) -> list[int]:
     return found
 
 
-def assign_leaves(step: Cut, analysis: RowAnalysis, ranks: int, rule: str) -> dict[str, int]:
+def assign_leaves(
+    step: DividedStep, analysis: RowAnalysis, ranks: int, rule: str
+) -> dict[str, int]:
     """Return the rank that owns each leaf, in the order of the assignment."""
     groups: dict[str, list[str]] = {}
     for n in leaves_by_use(step):
@@ -76,7 +78,7 @@ def assign_leaves(step: Cut, analysis: RowAnalysis, ranks: int, rule: str) -> di
     return owner
 
 
-def leaves_by_use(step: Cut) -> list[str]:
+def leaves_by_use(step: DividedStep) -> list[str]:
     """Return the leaves in the order of their first use; unused leaves come last."""
     inner = step.program.inner
     invars = step.program.invars

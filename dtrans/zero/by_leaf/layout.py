@@ -37,8 +37,8 @@ from dtrans.ir.program import DIST, FORWARD, Program
 from dtrans.ir.pytree import TreeSpec, all_names, tuple_of, without
 from dtrans.ir.selection import number_items, subset, values_at
 from dtrans.rows.analysis import analyse
-from dtrans.step.cut import GRAD, Cut, Name, OptimizeHalf
 from dtrans.step.forward_backward import ready_order
+from dtrans.step.halves import GRAD, DividedStep, Name, OptimizeHalf
 from dtrans.zero.by_leaf.assign import assign_leaves, sum_loads
 from dtrans.zero.by_leaf.packing import BinPart, Bins, unused_root
 from dtrans.zero.by_leaf.update import OwnerWriter, gather_bins, pack_bins, write_function
@@ -71,7 +71,7 @@ class LeafOwners:
     out: TreeSpec
 
     @classmethod
-    def from_step(cls, step: Cut, options: ShardingOptions) -> LeafOwners:
+    def from_step(cls, step: DividedStep, options: ShardingOptions) -> LeafOwners:
         """Choose the owners of a step's leaves.
 
         Raises:
@@ -145,7 +145,7 @@ class LeafOwners:
         """Return a writer that packs the step's gradients by owner and reduces them."""
         return _BinScatterer(b, values, options, example_count, self.grads)
 
-    def buckets(self, step: Cut, options: ShardingOptions) -> tuple[Bucket, ...]:
+    def buckets(self, step: DividedStep, options: ShardingOptions) -> tuple[Bucket, ...]:
         """Return the buckets of gradients, which list the leaves of each reduction."""
         values: dict[str, Atom] = subset(step.gradients, ready_order(step))
         parts = _scattered_parts(self.grads, options)
@@ -294,7 +294,7 @@ def _spec_of(parts: Mapping[str, BinPart]) -> Callable[[str], ScatterSpec]:
     return lambda name: ScatterSpec(axis=0 if name in parts else None)
 
 
-def _half_of_owners(step: Cut) -> tuple[list[str], OptimizeHalf]:
+def _half_of_owners(step: DividedStep) -> tuple[list[str], OptimizeHalf]:
     """Return the leaves that need an owner, and the update with all these leaves as inputs.
 
     A leaf that is not updated needs an owner if the update, or a gradient norm, reads its gradient.

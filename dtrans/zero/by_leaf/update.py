@@ -42,7 +42,7 @@ from dtrans.slicing.blocks import Block, Placement
 from dtrans.slicing.rounds import CrossServerValue
 from dtrans.slicing.server_spec import analyse_update
 from dtrans.slicing.server_update import write_server
-from dtrans.step.cut import Gradient, Name, OptimizeHalf
+from dtrans.step.halves import Gradient, Name, OptimizeHalf
 from dtrans.zero.by_leaf.packing import Bins, unused_root
 from dtrans.zero.options import ShardingOptions
 

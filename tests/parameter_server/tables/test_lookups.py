@@ -19,7 +19,7 @@ from dtrans.errors import ConfigError
 from dtrans.parameter_server.tables.lookups import find_lookups
 from dtrans.parameter_server.tables.zero_gradient import at_zero_gradient, find_waiting
 from dtrans.rows.analysis import analyse
-from dtrans.step.cut import cut
+from dtrans.step.halves import divide_step
 
 
 PARAMS = {
@@ -39,7 +39,7 @@ def step_of(
 
 
 def found(loss: Callable[..., Any], **options: Any) -> Any:
-    return find_lookups(cut(step_of(loss, **options)))
+    return find_lookups(divide_step(step_of(loss, **options)))
 
 
 @pytest.mark.parametrize("how", READ)
@@ -242,7 +242,7 @@ MOVES = {
 
 
 def zero_of(tx: Any) -> Any:
-    step = cut(step_of(READ["by index"][0], tx))
+    step = divide_step(step_of(READ["by index"][0], tx))
     return at_zero_gradient(analyse(step.optimize, step.optimized), "params/emb", {})
 
 
@@ -367,7 +367,7 @@ AT_ONCE = {
 
 
 def analysis_of(tx: Any) -> Any:
-    step = cut(step_of(READ["by index"][0], tx))
+    step = divide_step(step_of(READ["by index"][0], tx))
     return analyse(step.optimize, step.optimized)
 
 

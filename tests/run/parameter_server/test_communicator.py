@@ -34,7 +34,7 @@ from dtrans.protocol.server.async_server import AsyncServer
 from dtrans.protocol.trainer.traffic import merged
 from dtrans.protocol.trainer.traffic_loop import TrafficLoop
 from dtrans.run.parameter_server.communicator import Communicator
-from dtrans.step.cut import cut
+from dtrans.step.halves import divide_step
 
 
 @pytest.fixture(autouse=True)
@@ -515,7 +515,7 @@ def test_what_may_be_made_of_several_gradients(name: str) -> None:
         step, state = as_written(how), jnp.zeros(())
     else:
         step, state = dtrans.make_train_step(mlp_loss, how), how.init(params)
-    assert merging(cut(dtrans.trace(step, params, state, *batch))) == expected
+    assert merging(divide_step(dtrans.trace(step, params, state, *batch))) == expected
 
 
 def test_a_parameter_that_changes_without_a_gradient_is_not_merged() -> None:
@@ -529,7 +529,9 @@ def test_a_parameter_that_changes_without_a_gradient_is_not_merged() -> None:
         return {**new, "n": params["n"] + 1}, opt_state, value
 
     assert (
-        merging(cut(dtrans.trace(step, params, jnp.zeros(()), *mlp_batch(6, dtype=jnp.float64))))
+        merging(
+            divide_step(dtrans.trace(step, params, jnp.zeros(()), *mlp_batch(6, dtype=jnp.float64)))
+        )
         == "none"
     )
 

@@ -28,8 +28,8 @@ from dtrans._jax import equations, scope_of
 from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
-from dtrans.step.cut import Gradient, cut
 from dtrans.step.forward_backward import refuse_across
+from dtrans.step.halves import Gradient, divide_step
 from dtrans.step.marks import mark_p
 
 
@@ -153,7 +153,10 @@ def gradients_of(done, params, state, batch):
 def test_inferred_gradients_are_the_marked_ones(name):
     plain, marked, tx, params = STEPS[name]
     marked = marked or dtrans.make_train_step(mlp_loss, tx)
-    inferred, known = cut(traced(plain, tx, params)), cut(traced(marked, tx, params))
+    inferred, known = (
+        divide_step(traced(plain, tx, params)),
+        divide_step(traced(marked, tx, params)),
+    )
     assert not any(e.primitive is mark_p for e in equations(inferred.program.jaxpr))
     assert any(e.primitive is mark_p for e in equations(known.program.jaxpr))
     assert set(inferred.gradients) == set(known.gradients)
@@ -178,7 +181,7 @@ def test_the_halves_make_the_step(name, marked):
     else:
         plain, made, tx, params = STEPS[name]
         step = (made or dtrans.make_train_step(mlp_loss, tx)) if marked else plain
-    done = cut(traced(step, tx, params))
+    done = divide_step(traced(step, tx, params))
     state = tx.init(params)
     grads = gradients_of(done, params, state, BATCH)
     values = dict(
@@ -202,7 +205,7 @@ def test_the_halves_make_the_step(name, marked):
 
 
 def test_the_optimize_half_takes_no_batch_and_makes_no_loss():
-    done = cut(traced(dtrans.make_train_step(mlp_loss, CLIPPED), CLIPPED, PARAMS))
+    done = divide_step(traced(dtrans.make_train_step(mlp_loss, CLIPPED), CLIPPED, PARAMS))
     assert not set(done.optimize.in_names) & set(done.batch)
     assert done.batch == ("x", "y")
     assert done.results == ("loss",)
@@ -212,7 +215,7 @@ def test_the_optimize_half_takes_no_batch_and_makes_no_loss():
 
 
 def test_a_gradient_summed_in_a_scan_is_cut_after_the_scan():
-    done = cut(traced(micro_batched(ADAM), ADAM, PARAMS))
+    done = divide_step(traced(micro_batched(ADAM), ADAM, PARAMS))
     eqns = done.program.jaxpr.jaxpr.eqns
     makers = {
         e.primitive.name for e in eqns for v in e.outvars if v in set(done.gradients.values())
@@ -223,7 +226,7 @@ def test_a_gradient_summed_in_a_scan_is_cut_after_the_scan():
 
 
 def test_each_of_several_equal_layers_gets_its_own_gradient():
-    done = cut(traced(STEPS["adam"][0], ADAM, PARAMS))
+    done = divide_step(traced(STEPS["adam"][0], ADAM, PARAMS))
     assert len({id(v) for v in done.gradients.values()}) == len(PARAMS)
     grads = gradients_of(done, PARAMS, ADAM.init(PARAMS), BATCH)
     want = jax.grad(mlp_loss)(PARAMS, *BATCH)
@@ -237,7 +240,7 @@ def test_a_leaf_that_is_never_changed_stays_with_the_trainers():
         new = {n: p if n == "w2" else p - 0.1 * grads[n] for n, p in params.items()}
         return new, opt_state, loss
 
-    done = cut(traced(step, optax.sgd(0.1), PARAMS))
+    done = divide_step(traced(step, optax.sgd(0.1), PARAMS))
     assert done.frozen == ("params/w2",)
     assert "params/w2" not in done.gradients
     assert "params/w2" not in done.optimized
@@ -260,7 +263,7 @@ def test_a_statistic_that_the_trainers_make_stays_with_the_trainers(grad):
         return step
 
     params = {"mean": jnp.zeros(4), "w": jnp.ones((4, 2))}
-    done = cut(dtrans.trace(step_with(lambda x: x.mean(0)), params, (), BATCH[0]))
+    done = divide_step(dtrans.trace(step_with(lambda x: x.mean(0)), params, (), BATCH[0]))
     assert (done.frozen, done.optimized) == (("params/mean",), ("params/w",))
     hidden = lambda x: 2 * jax.grad(lambda x: jnp.sum(x**3))(x).mean(0)
     if grad is jax.value_and_grad:
@@ -279,7 +282,7 @@ def test_a_leaf_that_the_loss_does_not_use_is_updated_on_the_servers(marked):
     step = (
         dtrans.make_train_step(some_unused_loss, tx) if marked else plain_step(some_unused_loss, tx)
     )
-    done = cut(traced(step, tx, SPARE))
+    done = divide_step(traced(step, tx, SPARE))
     assert done.optimized == ("params/b", "params/v", "params/w")
     state = tx.init(SPARE)
     values = dict(
@@ -295,7 +298,7 @@ def test_a_leaf_that_the_loss_does_not_use_is_updated_on_the_servers(marked):
 def test_roles_are_exact(name):
     """Optimize is what new state is made of beyond the gradients; backward what differentiation
     transposed."""
-    done = cut(traced(STEPS[name][0], STEPS[name][2], STEPS[name][3]))
+    done = divide_step(traced(STEPS[name][0], STEPS[name][2], STEPS[name][3]))
     program = done.program
     eqns = program.jaxpr.jaxpr.eqns
     optimize = {i for i, r in enumerate(program.roles) if r == "optimize"}
@@ -320,7 +323,7 @@ def test_the_program_of_a_cut_is_the_step():
     step = STEPS["clipped"][0]
     state = CLIPPED.init(PARAMS)
     tree_close(
-        cut(traced(step, CLIPPED, PARAMS)).program(PARAMS, state, *BATCH),
+        divide_step(traced(step, CLIPPED, PARAMS)).program(PARAMS, state, *BATCH),
         quick(step)(PARAMS, state, *BATCH),
         1e-6,
     )
@@ -331,7 +334,7 @@ def test_the_program_of_a_cut_is_the_step():
 
 def refused(step, *args, match):
     with pytest.raises(GradientError, match=match) as e:
-        refuse_across(cut(dtrans.trace(step, *args)), "which only the trainers have")
+        refuse_across(divide_step(dtrans.trace(step, *args)), "which only the trainers have")
     return str(e.value)
 
 
@@ -549,7 +552,7 @@ def test_new_state_is_told_by_order_where_structures_are_equal():
     assert [n.split("/")[0] for n in program.out_names] == ["loss"] + ["params"] * 4 + [
         "momentum"
     ] * 4
-    assert cut(program).results == ("loss",)
+    assert divide_step(program).results == ("loss",)
 
 
 def test_a_step_that_returns_gradients_first_is_refused():
@@ -561,7 +564,7 @@ def test_a_step_that_returns_gradients_first_is_refused():
         GradientError,
         match="at an ambiguous position: parts 1, 2 of its result all have the structure",
     ):
-        cut(dtrans.trace(step, mlp_params(), (), *mlp_batch()))
+        divide_step(dtrans.trace(step, mlp_params(), (), *mlp_batch()))
 
 
 def test_marked_gradients_of_single_examples_are_refused():
@@ -577,7 +580,7 @@ def test_marked_gradients_of_single_examples_are_refused():
     with pytest.raises(
         GradientError, match="per-example gradients .* Take the gradient of the mean loss"
     ):
-        cut(dtrans.trace(step, mlp_params(), (), *mlp_batch()))
+        divide_step(dtrans.trace(step, mlp_params(), (), *mlp_batch()))
 
 
 @pytest.mark.parametrize("cast", [False, True])
@@ -595,7 +598,7 @@ def test_a_loop_that_takes_several_steps_is_not_a_gradient(cast):
     with pytest.raises(
         GradientError, match="a scan computes derivatives.*A step must have one update; move"
     ):
-        cut(dtrans.trace(step, mlp_params(), (), *mlp_batch()))
+        divide_step(dtrans.trace(step, mlp_params(), (), *mlp_batch()))
 
 
 @pytest.mark.parametrize(
@@ -622,7 +625,7 @@ def test_an_optimizer_that_is_told_the_loss_is_refused_by_name(tx, who):
     with pytest.raises(
         dtrans.errors.OptimizerError, match=f"{who} uses loss, which only the trainers have"
     ):
-        refuse_across(cut(program), "which only the trainers have")
+        refuse_across(divide_step(program), "which only the trainers have")
 
 
 def test_a_gradient_computed_from_another_gradient_is_refused_for_several_trainers():
@@ -668,14 +671,14 @@ def test_a_derivative_inside_the_loss_is_part_of_it():
     program = dtrans.trace(
         plain_step(loss, tx), params, jax.eval_shape(tx.init, params), *mlp_batch()
     )
-    assert cut(program).nested == ""
+    assert divide_step(program).nested == ""
 
 
 def test_state_that_the_batch_enters_is_looked_for_once(monkeypatch):
     """Statistics beside many leaves: each output of the step asks for no pass of its own."""
     passes = []
     counted = lambda *args: (passes.append(None), backward_slice(*args))[1]
-    monkeypatch.setattr("dtrans.step.cut.backward_slice", counted)
+    monkeypatch.setattr("dtrans.step.halves.backward_slice", counted)
 
     def passes_of(leaves):
         tx = optax.sgd(0.1)
@@ -695,7 +698,7 @@ def test_state_that_the_batch_enters_is_looked_for_once(monkeypatch):
             jnp.ones((8, 4)),
         )
         passes.clear()
-        need = cut(main).across or cut(main).argument_need
+        need = divide_step(main).across or divide_step(main).argument_need
         assert need is not None and need.what.endswith("state/means/0 is updated with x")
         return len(passes)
 

@@ -1,11 +1,12 @@
-"""Cut of a training step into two halves at its gradients.
+"""Division of a training step into two halves at its gradients.
 
     trainer half    parameters, batch            ->  loss, aux, gradients
     optimize half   gradients, parameters, state ->  new parameters, new state
 
-Gradients are marked or inferred (`dtrans.step.gradients`). The update should read forward and
-backward only through gradients: other derivatives are an error, and other values are recorded as a
-`Need`. This module alone decides where a step is cut.
+`dtrans.step.gradients` finds the gradients: the user's step marks them, or they are inferred. The
+update should read the forward and the backward pass only through gradients. If the update reads
+another derivative, the division raises an error. If the update reads another value, the division
+records a `Need`. All strategies use the division of this module.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ Name = str | Gradient
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Cut:
-    """Training step that is cut at its gradients.
+class DividedStep:
+    """Training step, divided into two halves at its gradients.
 
     Attributes:
       program: the full step, with calls inlined and exact roles.
@@ -80,30 +81,31 @@ class Cut:
       gradients: maps parameters to the gradients that the update reads.
       reported: maps parameters to gradients that only a result or a callback reads: the gradient of
         a frozen leaf in a norm of all gradients, say.
-      boundary: maps each parameter with a gradient to the variable at which the step is cut: the
-        output of the gradient's mark, or the gradient if it has no mark.
+      boundary: maps each parameter with a gradient to the variable at which the step is divided:
+        the output of the gradient's mark, or the gradient itself if it has no mark.
       optimized: parameters that the optimize half computes.
       frozen: parameters that the trainer half computes, or that never change.
       results: names of all outputs other than state, e.g. `loss`.
       from_gradients: results that depend on gradients, e.g. a gradient norm.
       observers: equations with effects (`jax.debug.print`).
-      nested: for a step that perturbs its parameters by their gradient: text of the equation
-        between the inner derivative and the outer one. Each trainer would have another inner
-        derivative. Empty for other steps, and if gradients are marked.
-      across: `Need` that keeps the halves in one process: the update reads values of forward, or a
-        result reads values of the update. None if the halves can be separated.
+      nested: text of an equation, if the step perturbs its parameters by their gradient and then
+        takes a second gradient (sharpness-aware minimization). The equation lies between the two
+        derivatives. Each trainer would compute a different first derivative. Empty for other
+        steps, and if gradients are marked.
+      across: `Need` that forces one process to run both halves: the update reads values of forward,
+        or a result reads values of the update. None if two processes can run the halves.
       argument_need: `Need` of the update for an argument of the step, such as a learning rate,
         which trainers can send to servers. None if the update reads no argument.
-      state_read: name of optimizer state that forward and backward read, such as a random key -> an
-        output that depends on this state.
+      state_read: optimizer state that forward or backward reads, such as a random key. Maps the
+        name of the array to the name of an output that depends on the array.
       optimize: the optimize half. Inputs: gradients, parameters, state, batch arrays, `handed`,
         `numbers`. Outputs: optimized parameters, then state.
-      handed: values of forward that are inputs of the optimize half, by name. Strategies add them
-        if they run the update in another process or on slices of parameters
+      handed: name -> value of forward that is an input of the optimize half. Strategies add such
+        inputs if they run the update in another process, or on slices of parameters
         (`dtrans.step.handed_values`).
-      numbers: numbers that depend on the batch size and are inputs of the optimize half, by name
+      numbers: name -> number that depends on the batch size and is an input of the optimize half
         (`dtrans.step.batch_numbers`).
-      undivided: for the result of `leave_undivided`: the reason why the step cannot be cut. Empty
+      undivided: the reason why the step is not divided, for a result of `leave_undivided`. Empty
         for other steps.
     """
 
@@ -169,16 +171,21 @@ class Cut:
                 read += self.program.eqns[x.position].invars
         return _half_from_gradients(self, list(map(str, range(len(read)))), read)
 
-    def with_observers(self, reads: str, as_: str) -> Cut:
-        """Change the kind of callbacks: `Observer.reads` becomes `as_` where it was `reads`."""
+    def with_observers(self, reads: str, as_: str) -> DividedStep:
+        """Return the step with another kind for some callbacks: `reads` is replaced by `as_`.
+
+        Args:
+          reads: the kind (`Observer.reads`) of the callbacks to change.
+          as_: the new kind.
+        """
         observers = list(self.observers)
         for i, x in enumerate(observers):
             if x.reads == reads:
                 observers[i] = dataclasses.replace(x, reads=as_)
         return dataclasses.replace(self, observers=tuple(observers))
 
-    def differing_outputs(self, other: Cut) -> list[str]:
-        """Return the outputs that depend on the batch size other than through gradients.
+    def differing_outputs(self, other: DividedStep) -> list[str]:
+        """Return the outputs that depend on the batch size on a path without gradients.
 
         Args:
           other: the same step, traced with another batch size.
@@ -187,8 +194,8 @@ class Cut:
         theirs = _results_half(other, self.from_gradients)
         return [*self.optimize.differing_outputs(other.optimize), *mine.differing_outputs(theirs)]
 
-    def first_difference(self, other: Cut) -> tuple[str, str] | None:
-        """Return the first output that depends on the batch size other than through gradients.
+    def first_difference(self, other: DividedStep) -> tuple[str, str] | None:
+        """Return the first output that depends on the batch size on a path without gradients.
 
         Operands of callbacks count as outputs.
 
@@ -209,7 +216,7 @@ class Cut:
             return "the operand of a callback", line
         return None
 
-    def with_reported(self) -> Cut:
+    def with_reported(self) -> DividedStep:
         """Return the step with the `reported` gradients added to `gradients`."""
         return dataclasses.replace(self, gradients={**self.gradients, **self.reported})
 
@@ -249,22 +256,24 @@ class OptimizeHalf(NamedJaxpr):
 
 
 def _rename_outputs(eqn: JaxprEqn, inputs: Collection[Var]) -> JaxprEqn:
-    """Rename the outputs of an equation that are also inputs of its half.
+    """Replace the outputs of an equation that are also inputs of the half by new variables.
 
-    A loop may compute a gradient and another value that the update reads. The update then repeats
-    the loop, but takes the gradient as an input.
+    A loop may compute a gradient and another value that the update reads. The optimize half then
+    contains the loop too, although the gradient is an input of the half.
     """
     if set(inputs).isdisjoint(eqn.outvars):
         return eqn
     return eqn.replace(outvars=[Var(v.aval) if v in inputs else v for v in eqn.outvars])
 
 
-def _results_half(step: Cut, names: Sequence[str]) -> OptimizeHalf:
+def _results_half(step: DividedStep, names: Sequence[str]) -> OptimizeHalf:
     """Return the jaxpr that computes the results `names` from gradients and the step's inputs."""
     return _half_from_gradients(step, names, values_at(step.program.outvars, names))
 
 
-def _half_from_gradients(step: Cut, names: Sequence[str], values: Sequence[Atom]) -> OptimizeHalf:
+def _half_from_gradients(
+    step: DividedStep, names: Sequence[str], values: Sequence[Atom]
+) -> OptimizeHalf:
     """Return the jaxpr that computes `values` from gradients and the step's inputs.
 
     `names` are the names of its outputs.
@@ -278,16 +287,16 @@ def _half_from_gradients(step: Cut, names: Sequence[str], values: Sequence[Atom]
     return OptimizeHalf(jaxpr, (*map(Gradient, step.boundary), *program.in_names), tuple(names))
 
 
-def check_same_update(planned: Cut, again: Cut) -> None:
+def check_same_update(planned: DividedStep, again: DividedStep) -> None:
     """Raise BatchError if the update for a new batch size differs from the planned update."""
     for n in planned.optimize.differing_outputs(again.optimize):
         raise other_size(planned, n, planned.program.inputs, again.program.inputs)
 
 
 def other_size(
-    planned: Cut, name: str, was: Mapping[str, Any], now: Mapping[str, Any]
+    planned: DividedStep, name: str, was: Mapping[str, Any], now: Mapping[str, Any]
 ) -> BatchError:
-    """Return the error for a call with a new batch size, if an output depends on the batch size.
+    """Return the error for an output that depends on the batch size, if a call changes this size.
 
     Args:
       planned: the planned step.
@@ -308,7 +317,7 @@ def other_size(
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """Value that one half of a step needs and the other half computes.
+    """Value that one half of a step reads although the other half computes it.
 
     Attributes:
       what: clause that states the need, e.g. "loss is computed from opt_state/0/count".
@@ -337,8 +346,8 @@ def asks_for(output: str, state: str) -> Need:
     )
 
 
-def cut(program: Program) -> Cut:
-    """Cut a traced training step at its gradients, and cache the result in the program.
+def divide_step(program: Program) -> DividedStep:
+    """Divide a traced training step at its gradients, and cache the result in the program.
 
     Args:
       program: trace of a function of (params, opt_state, *batch) that returns the new params and
@@ -347,10 +356,10 @@ def cut(program: Program) -> Cut:
     Raises:
       GradientError: the program is not a training step, or its gradients are ambiguous.
     """
-    return program.once(_cut)
+    return program.once(_divide)
 
 
-def leave_undivided(program: Program, reason: str) -> Cut:
+def leave_undivided(program: Program, reason: str) -> DividedStep:
     """Return a training step whose trainer half computes all outputs, state included.
 
     All leaves of the state count as parameters that the trainer half computes. A strategy can then
@@ -358,7 +367,7 @@ def leave_undivided(program: Program, reason: str) -> Cut:
 
     Args:
       program: trace of a function of (params, opt_state, *batch).
-      reason: the reason why the step cannot be cut at its gradients.
+      reason: the reason why the step cannot be divided at its gradients.
 
     Raises:
       GradientError: the program is not a training step.
@@ -367,7 +376,7 @@ def leave_undivided(program: Program, reason: str) -> Cut:
     state = (*s.params, *s.opt_state)
     roles = (FORWARD,) * len(s.eqns)
     forward = dataclasses.replace(s.source, jaxpr=s.jaxpr, roles=roles, guessed=False)
-    return Cut(
+    return DividedStep(
         program=s.source.rewritten(lambda other: other, result=forward),
         params=state,
         opt_state=(),
@@ -389,19 +398,19 @@ def leave_undivided(program: Program, reason: str) -> Cut:
     )
 
 
-def cut_like(step: Cut, program: Program) -> Cut:
-    """Cut another trace of a step, or a rewrite, where the step is cut."""
+def divide_again(step: DividedStep, program: Program) -> DividedStep:
+    """Divide a program like a given step: another trace of this step, or a rewrite of it."""
     if step.undivided:
         return leave_undivided(program, step.undivided)
-    return cut(program)
+    return divide_step(program)
 
 
-def _cut(program: Program) -> Cut:
-    return _Cutter(open_step(program)).cut()
+def _divide(program: Program) -> DividedStep:
+    return _StepDivider(open_step(program)).divide()
 
 
-class _Cutter:
-    """Builder of the `Cut` of one step; its attributes have the names that `Cut` has.
+class _StepDivider:
+    """Builder of one `DividedStep`. Attributes with equal names in both classes have equal meaning.
 
     Args:
       step: the step, with calls inlined.
@@ -413,7 +422,7 @@ class _Cutter:
         self.argument_need: Need | None = None
         self.state_read: dict[str, str] = {}
 
-    def cut(self) -> Cut:
+    def divide(self) -> DividedStep:
         found = gradients_of(self.s)
         gradients = found.of
         boundary = set(gradients.values())
@@ -446,8 +455,8 @@ class _Cutter:
         self.check_frozen(gradients, computed_frozen)
         optimize, used, positions = self.optimize_half(gradients, optimized, computed_frozen)
         self.check_trainer_half(gradients, used, frozen)
-        # A loop that computes gradients belongs to the backward pass, even if the update also reads
-        # an output of the loop that is no gradient.
+        # A loop that computes gradients belongs to the backward pass, even if the update reads
+        # another output of this loop.
         new = values_at(self.s.outs, (*optimized, *self.s.opt_state))
         behind = set(self.s.derivatives_behind(new, boundary))
         positions = [i for i in positions if not self.s.derived[i] or i in behind]
@@ -470,7 +479,7 @@ class _Cutter:
                 read_by_update[name] = self.unmarked(gradients[name])
             elif name in gradients and gradients[name] in reported_vars:
                 reported[name] = self.unmarked(gradients[name])
-        return Cut(
+        return DividedStep(
             program=self.with_roles(positions, found),
             params=self.s.params,
             opt_state=self.s.opt_state,
@@ -507,8 +516,8 @@ class _Cutter:
         positions, leaves = backward_slice(self.s.eqns, outs, gradients.values())
         hidden = [n for n in (*self.s.batch, *computed_frozen) if self.s.vars[n] in leaves]
         loss = self.loss_need(positions)
-        # A line search differentiates the loss again, so its derivatives depend on
-        # gradients. Any other derivative in the update means that a gradient was not found.
+        # A line search differentiates the loss again, so its derivatives depend on gradients. If
+        # the update contains a derivative that depends on no gradient, a gradient was not found.
         behind = propagate(self.s.eqns, {}, dict.fromkeys(gradients.values(), 1))
         derived = [self.s.eqns[i] for i in self.s.derivatives_behind(outs, gradients.values())]
         around = [e for e in derived if not bits_of(behind, *e.invars)]
@@ -556,10 +565,9 @@ class _Cutter:
         return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, positions
 
     def loss_need(self, positions: Sequence[int]) -> Need | None:
-        """Return the `Need` of an optax optimizer that reads a result of the step, such as the
-        loss.
+        """Return the `Need` of an optax optimizer that reads the loss or another result.
 
-        Return None if there is no such optimizer.
+        Return None if no optimizer reads a result of the step.
         """
         computed: set[Var] = set()
         for i in positions:
@@ -656,16 +664,17 @@ class _Cutter:
         program = dataclasses.replace(
             self.s.source, jaxpr=self.s.jaxpr, roles=tuple(roles), guessed=False
         )
-        # For other shapes the program is traced again, and callers cut the new trace.
+        # For other shapes the program is traced again, and callers divide the new trace.
         return self.s.source.rewritten(lambda other: other, result=program)
 
 
 def _updated_param_need(
     s: OpenStep, gradients: Mapping[str, Atom], boundary: Iterable[Var]
 ) -> Need | None:
-    """Return the `Need` of a gradient that is taken at an updated parameter.
+    """Return the `Need` of a gradient that is taken at an updated parameter, or None.
 
-    Return None if there is no such gradient.
+    An example is a step that updates a first model, and then differentiates the loss of a second
+    model that reads the first one.
     """
     updated = propagate(s.eqns, {}, dict.fromkeys(boundary, 1))
     updated_params: dict[Var, str] = {}
@@ -696,16 +705,16 @@ def _reader_of_derivative(
     gradients: Mapping[str, Var],
     around: Sequence[JaxprEqn],
 ) -> tuple[str, str]:
-    """Return the first output that depends on a derivative which is not a gradient.
+    """Return the first output that depends on a derivative other than a gradient of a parameter.
 
     Args:
       s: the training step, with its calls inlined.
       outs, names: the outputs.
       gradients: the gradients; paths through them do not count.
-      around: equations of the derivatives.
+      around: equations of the derivatives that are not gradients.
 
     Returns:
-      The name of the output, and a text about the first derivative.
+      The name of the output, and a text that describes the first of these derivatives.
     """
     derivatives: set[Var] = set()
     for eqn in around:

@@ -1,4 +1,4 @@
-"""List of all realisers. Importing this module registers them with `dtrans.plan`."""
+"""List of all runners. Importing this module registers them with `dtrans.plan`."""
 
 from dtrans.run import verified
 from dtrans.run.collective import cluster, mesh, simulate
@@ -7,4 +7,4 @@ from dtrans.run.pipeline_parallel import cluster as stages, job as pipelines
 from dtrans.run.role_jobs import cluster as roles
 
 
-REALISERS = (cluster, mesh, simulate, roles, servers, stages, pipelines, verified)
+RUNNERS = (cluster, mesh, simulate, roles, servers, stages, pipelines, verified)
