@@ -107,7 +107,7 @@ def main() -> None:
         page = DOCS / "sharding_measured.md"
         head = (
             "how the model reads its layers",
-            "cut along",
+            "sharded along",
             "ours",
             "annotated",
             "ours / annotated",

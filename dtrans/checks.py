@@ -33,7 +33,7 @@ def check_int(
       value: value of the option.
       what: noun phrase for the expected value.
       least, most: the range, inclusive.
-      or_none: True to accept None, too.
+      or_none: True to also accept None.
     """
     if not (is_int(value) and least <= value <= most) and not (or_none and value is None):
         _refuse(name, f"{what}, or None" if or_none else what, value)
@@ -85,7 +85,7 @@ def check_together(options: Mapping[str, bool], why: str, other: str) -> None:
 
     Args:
       options: for the text of each option, such as `"stage=3"`: True if the option is set.
-      why: the reason why they cannot be combined, as a clause.
+      why: the reason why the options cannot be combined, as a clause.
       other: text of the option that the user has set.
     """
     for option, is_set in options.items():

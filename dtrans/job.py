@@ -416,7 +416,7 @@ class Job(StateFunctions):
     def shard_batch(self, *batch: Any) -> tuple[Any, ...]:
         """Return this process's part of a global batch, to pass to `step`.
 
-        Process k of N gets rows k*B/N to (k+1)*B/N of each array in `cut_axes()`, and all other
+        Process k of N gets rows k*B/N to (k+1)*B/N of each array in `split_axes()`, and all other
         arrays in full. A single process gets the global batch. If the number of trainers does not
         divide the rows, and `takes_uneven_parts` is True, a part is a `dtrans.UnevenPart`.
 
@@ -431,16 +431,16 @@ class Job(StateFunctions):
             return batch
         trainers = self.plan.trainers if self.takes_uneven_parts else 0
         specs = self.plan.main.args[2:]
-        return part_of_batch(specs, batch, self.cut_axes(), self.part, trainers)
+        return part_of_batch(specs, batch, self.split_axes(), self.part, trainers)
 
     def place(self, *batch: Any) -> tuple[Any, ...]:
         """Return `shard_batch(*batch)`; a job on a mesh also copies the part to its devices."""
         return self.shard_batch(*batch)
 
-    def cut_axes(self) -> Mapping[str, int]:
+    def split_axes(self) -> Mapping[str, int]:
         """Return the dimension along which each batch array is split, by the array's name."""
         shared = getattr(self.plan, "shared", None)
-        return _cut_on_dim_0(self.plan.main) if shared is None else shared.axes
+        return _split_on_dim_0(self.plan.main) if shared is None else shared.axes
 
     @abc.abstractmethod
     def lower(self, state: Any, *batch: Any) -> Any:
@@ -464,7 +464,7 @@ class Job(StateFunctions):
         return f"<{'closed ' * self._closed}{type(self).__name__} of {self.plan!r}>"
 
 
-def _cut_on_dim_0(main: Program) -> dict[str, int]:
+def _split_on_dim_0(main: Program) -> dict[str, int]:
     """Return `{name: 0}` for the batch arrays that have a dimension."""
     axes = {}
     for spec in main.args[2:]:

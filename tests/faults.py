@@ -128,8 +128,8 @@ FAULTS = (
     ),
     Fault(
         "batch/precomputed_micro_steps.py",
-        "[SHARED if n in self.values.full else cut_along(0) for n in program.out_names]",
-        "[SHARED for n in program.out_names]",
+        "SHARED if n in self.values.full else sharded_along(0) for n in program.out_names",
+        "SHARED for n in program.out_names",
         ("batch/test_micro_steps.py",),
         "batch/test_micro_steps.py::"
         "test_plans_in_micro_steps_compute_the_step[dropout_key_in_opt_state-1-2]",

@@ -41,7 +41,7 @@ NOT_VERBS = set(
         "nothing of on one other others some that the their these they this those to with",
     )
 )
-# words that no sentence starts with; "when" and "where" begin conditions, too
+# words that no sentence starts with; "when" and "where" are absent, because they begin conditions
 QUESTIONS = {"what", "whether", "how"}
 # second words that follow nouns alone
 AFTER_NOUNS = {"of", "that", "which", "whose", "where"}
@@ -157,7 +157,7 @@ def _check_names(node: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def check_statements(source: str) -> Iterator[tuple[int, str]]:
-    """Find statements with several comprehensions; those of an inner statement count there."""
+    """Find statements with several comprehensions; inner statements are counted separately."""
     for statement in ast.walk(ast.parse(source)):
         if isinstance(statement, ast.stmt):
             count = sum(isinstance(node, COMPREHENSIONS) for node in _expressions(statement))

@@ -79,8 +79,8 @@ def with_bodies(eqn: JaxprEqn, new: Iterable[Any]) -> dict[str, Any]:
 def call_body(eqn: JaxprEqn, *, rules: bool) -> Any | None:
     """Return the body of a call that can be inlined; None for other equations.
 
-    Custom derivative rules are useless after differentiation, so calls with such rules can be
-    inlined then. The body of a `custom_linear_solve` is its `solve`. `jax.checkpoint` is never
+    After differentiation, custom derivative rules have no further use, so calls with such rules can
+    be inlined. The body of a `custom_linear_solve` is its `solve`. `jax.checkpoint` is never
     inlined: the call keeps XLA from merging recomputed values.
 
     Args:

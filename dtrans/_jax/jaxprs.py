@@ -58,7 +58,7 @@ def map_bodies(params: Mapping[str, Any], fn: Callable[[Any], Any]) -> dict[str,
 
 
 def opened(jaxpr: Any) -> Jaxpr:
-    """Return the open jaxpr of a closed one; return an open jaxpr unchanged."""
+    """Return the open jaxpr of a closed jaxpr; return an open jaxpr unchanged."""
     inner: Jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     return inner
 
@@ -103,7 +103,7 @@ def closed_with(
 ) -> ClosedJaxpr:
     """Return a closed copy of `jaxpr` with new inputs, outputs or equations.
 
-    None keeps the old ones.
+    None keeps the old inputs, outputs or equations.
     """
     inner = opened(jaxpr)
     ins = inner.invars if invars is None else invars
@@ -113,7 +113,7 @@ def closed_with(
 
 
 def with_equations(jaxpr: Any, eqns: Sequence[JaxprEqn]) -> Any:
-    """Return `jaxpr` with new equations, which must have the same effects as the old ones."""
+    """Return `jaxpr` with new equations, which must have the effects of the old equations."""
     old: Any = jaxpr
     inner: Any = opened(old).replace(eqns=list(eqns))
     if ONE_CLASS or not isinstance(jaxpr, ClosedJaxpr):

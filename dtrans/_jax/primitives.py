@@ -83,11 +83,11 @@ class PrimitiveFacts:
         other operands are fixed: f(a*x + b*y) = a*f(x) + b*f(y) for real a and b, up to rounding.
       linear_if: returns True for an equation if `linear_in` holds for it.
       scales_in: operands with f(c*x) = c*f(x) for every real c > 0 that multiplies all of them.
-        Groups of `linear_in` have this property too, and are not listed again.
+        Groups of `linear_in` also have this property, and are not listed again.
       scales_if: returns True for an equation if `scales_in` holds for it.
       scale_free_in: operands with f(c*x) = f(x) for every real c > 0 that multiplies all of them.
       keeps_zero: returns True for equations that return zeros if every operand is zero. If one
-        group of `linear_in` is zero and fixed operands are finite, outputs are zero too.
+        group of `linear_in` is zero and fixed operands are finite, outputs are also zero.
       axes: name of the parameter with the axes of operand 0 along which entries are combined. Along
         every other axis, an index of the outputs depends only on the same index of the operands.
       last_axes: returns the number of trailing axes along which an equation combines entries.
@@ -131,7 +131,7 @@ def _fills_nothing(eqn: JaxprEqn) -> bool:
 def _fills_linearly(eqn: JaxprEqn) -> bool:
     """Return True if a gather is linear.
 
-    It is linear if it fills entries out of bounds with 0 or NaN, or does not fill them.
+    A gather is linear if it fills entries out of bounds with 0 or NaN, or does not fill them.
     """
     value = eqn.params["fill_value"]
     return _fills_nothing(eqn) or (

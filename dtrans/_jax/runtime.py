@@ -52,9 +52,9 @@ def gloo_scatters_wrongly() -> bool:
 def let_gloo_bind(host: str) -> bool:
     """Set the address of this host that Gloo binds and publishes.
 
-    Call it between `jax.distributed.initialize` and the first use of a device. By default, Gloo
-    uses the address of `gethostname()`, which is 127.0.1.1 on Debian, so other hosts cannot
-    connect.
+    Call this function between `jax.distributed.initialize` and the first use of a device. By
+    default, Gloo uses the address of `gethostname()`, which is 127.0.1.1 on Debian, so other hosts
+    cannot connect.
 
     Args:
       host: the address.
@@ -82,7 +82,7 @@ def job_size() -> tuple[int, int]:
 
 
 def bulletin_board() -> Any:
-    """Return the key-value store of `jax.distributed`, which `multihost_utils` uses too."""
+    """Return the key-value store of `jax.distributed`, which `multihost_utils` also uses."""
     client = _of_job("client")
     assert client is not None, "jax.distributed is not initialized"
     return client

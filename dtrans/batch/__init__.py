@@ -5,5 +5,6 @@ scaled         proof that one device's step is the mean, or the sum, of the user
 exact_step     the sharded step, and the merge of gradients and results
 precomputed    values of the full batch, which a job computes before it runs the parts
 written_parts  steps on parts, written so that the parts need no communication
-precomputed_micro_steps  micro-batches of pipelines and micro-steps of trainers, as such parts
+precomputed_micro_steps  micro-batches of pipelines, and micro-steps of trainers, as parts that need
+               no communication
 """

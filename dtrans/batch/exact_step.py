@@ -132,7 +132,7 @@ def shard_step(
     axes = batch_axes(step, batch)
     rows = rows_of(source, axes, noun)
 
-    def cut_of(types: Sequence[jax.ShapeDtypeStruct]) -> DividedStep:
+    def divided_for(types: Sequence[jax.ShapeDtypeStruct]) -> DividedStep:
         return divide_again(step, source.specialize_flat(types)).with_reported()
 
     def written(step: DividedStep) -> TrainerStep:
@@ -155,11 +155,11 @@ def shard_step(
         )
 
     def for_types(types: Sequence[jax.ShapeDtypeStruct]) -> ExactStep:
-        part = adapt(written(cut_of(types)))
+        part = adapt(written(divided_for(types)))
         return shared(part, divide_again(step, part.program).with_reported(), None)
 
     unpaired = ""
-    together = cut_of([*all_grown(source.inputs).values()])
+    together = divided_for([*all_grown(source.inputs).values()])
     part = written(together)
     # True if the update, reported values, or a callback depend on the full batch size
     sized = step.differing_outputs(together) or step.observed.differing_outputs(together.observed)
@@ -298,7 +298,7 @@ def full_type(t: Any, axis: int | None, trainers: int) -> jax.ShapeDtypeStruct:
 
     Args:
       t: type of a part.
-      axis: dimension along which the value is cut; None if each part is a copy of the value.
+      axis: dimension along which the value is split; None if each part is a copy of the value.
       trainers: number of parts.
     """
     shape = list(t.shape)

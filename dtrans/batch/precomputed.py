@@ -2,8 +2,8 @@
 
 Examples are the number of entries in a mask, a dropout mask, or a permutation of rows. A separate
 program computes these values from the full batch, before the steps of the parts run. Each part gets
-its rows of such a value, or the full value. Then the rest of the step may need no communication:
-for example, a masked mean is a sum over parts once its divisor is known.
+its rows of each value, or the full value. Then the rest of the step may need no communication: for
+example, a masked mean is a sum over parts once its divisor is known.
 
     step      params, opt_state, *batch                       ->  its results
     becomes   *batch                                          ->  @given/0, @given/1, ...
@@ -54,7 +54,7 @@ class Spot:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Precomputed:
-    """Values to compute once from the full batch, because one part of it does not determine them.
+    """Values to compute once from the full batch, because a part of the batch is not enough.
 
     An example is the number of tokens in the batch. The values depend on no trained parameter.
 
@@ -85,7 +85,7 @@ class Precomputed:
         """Return a step that takes the precomputed values as its last arguments.
 
         Raises:
-          BatchError: the equations differ from those of the step that was planned.
+          BatchError: the step has other equations than the planned step.
         """
         step = self._flat(program)
         arguments: dict[Spot, Var] = {}
@@ -139,7 +139,7 @@ class Precomputed:
         `program` is the step on the full batch.
 
         Raises:
-          BatchError: the equations differ from those of the step that was planned.
+          BatchError: the step has other equations than the planned step.
         """
         step = self._flat(program)
         unordered, used = step.without_loss([step.value(spot) for spot in self.spots])

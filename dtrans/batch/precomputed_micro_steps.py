@@ -1,9 +1,9 @@
 """Micro-batches of a pipeline and micro-steps of trainers, which cannot communicate.
 
-The engine writes the step of a part (`dtrans.batch.written_parts`). If it contains no
-communication, the sum of the parts' steps is the step on the full batch. Values that need
-communication are precomputed. A pipeline has a program for these values. In other jobs, each
-trainer computes them from its part of the batch, before its micro-steps.
+The engine writes the step of one part of the batch (`dtrans.batch.written_parts`). If this step
+contains no communication, the sum of the parts' results is the result of the step on the full
+batch. Values that need communication are precomputed. A pipeline has a program for these values. In
+other jobs, each trainer computes them from its part of the batch, before its micro-steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dtrans._jax import ClosedJaxpr
 from dtrans.batch.exact_step import ExactStep, full_type, rows_of, split_merges
 from dtrans.batch.trainer_step import TrainerStep
 from dtrans.batch.written_parts import WrittenParts, adds_up, written_parts
-from dtrans.engine.layout import Shards, cut_along
+from dtrans.engine.layout import Shards, sharded_along
 from dtrans.engine.writer import SplitWriter, written
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.program import Program
@@ -70,8 +70,10 @@ class PrecomputedMicroSteps:
 
         def write(w: SplitWriter) -> ClosedJaxpr:
             for v, n in names.items():
-                w.take(v, cut_along(self.axes[n]) if n in self.axes else SHARED, is_input=True)
-            wanted = [SHARED if n in self.values.full else cut_along(0) for n in program.out_names]
+                w.take(v, sharded_along(self.axes[n]) if n in self.axes else SHARED, is_input=True)
+            wanted = [
+                SHARED if n in self.values.full else sharded_along(0) for n in program.out_names
+            ]
             return eliminate_dead(w.b.build(w.write(flat.jaxpr, lambda i, _: wanted[i])[0]))
 
         jaxpr = written(flat, Shards(self.trainers, self.over), write)

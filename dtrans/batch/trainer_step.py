@@ -3,11 +3,11 @@
 The forward and backward pass of the full step are rewritten for one shard (`dtrans.engine`), with
 replicated parameters and sharded batch arrays. Where a value depends on the full batch, the program
 communicates: for the two sums of a masked mean, say, or the statistics of a batch normalisation.
-Numbers that depend on the batch size equal those of one device, and so do random numbers of rows.
+Numbers that depend on the batch size, and random numbers of rows, equal the numbers of one device.
 
-Gradients are partial sums: the sum over trainers is one device's gradient. They are marked
-(`dtrans.step.marks`), and the user's update follows unchanged. A strategy cuts this program at the
-marks, and reduces the gradients there.
+Gradients are partial sums: the sum over trainers is one device's gradient. The gradients are marked
+(`dtrans.step.marks`), and the user's update follows unchanged. A strategy divides this program at
+the marks, and reduces the gradients there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dtrans._jax import (
     line_of,
     opened,
 )
-from dtrans.engine.layout import PARTIAL, Gathered, Partial, ShardLayout, Shards, cut_along
+from dtrans.engine.layout import PARTIAL, Gathered, Partial, ShardLayout, Shards, sharded_along
 from dtrans.engine.open_sums import linear_terms
 from dtrans.engine.writer import SplitWriter, written
 from dtrans.errors import BatchError
@@ -83,7 +83,7 @@ class TrainerStep:
         sums.
       merges: maps each result, and each parameter that trainers compute, to its merge: "sum",
         "same", or the dimension along which the parts are concatenated.
-      exchanged: the collectives of the program, except those of gradients and results.
+      exchanged: the collectives of the program, except reductions of gradients and results.
       gathers: records of the sharded values that are gathered, with reasons.
       scaled: see `ShardValues.scaled` in `dtrans.engine.values`.
       local: True if some equations are inside `dtrans.local`.
@@ -183,7 +183,7 @@ def trainer_step(
         w.terms, b = added, w.b
         w.pieces.takes_index = takes_index
         for n, v in ins.items():
-            w.take(v, cut_along(axes[n]) if n in axes else SHARED, is_input=True)
+            w.take(v, sharded_along(axes[n]) if n in axes else SHARED, is_input=True)
         values, layouts = w.write(inner.jaxpr, wanted_layout)
         env: dict[Var, Atom] = dict(zip(crossing, values[len(terms) + len(before) :], strict=True))
         b.source = None
@@ -232,7 +232,7 @@ def _is_local(
     """Return True if some equations are inside `dtrans.local`.
 
     Raises:
-      BatchError: there are such equations, but the trainers do not have equally many rows.
+      BatchError: an equation is inside `dtrans.local`, but trainers have different numbers of rows.
     """
     if not any(map(has_local_scope, eqns)):
         return False

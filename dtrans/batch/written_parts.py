@@ -30,7 +30,7 @@ from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, equat
 from dtrans.batch.exact_step import full_type
 from dtrans.batch.precomputed import ROOT, FlatStep, Precomputed, Spot
 from dtrans.batch.trainer_step import TrainerStep, trainer_step
-from dtrans.engine.layout import Partial, ShardLayout, Shards, cut_along
+from dtrans.engine.layout import Partial, ShardLayout, Shards, sharded_along
 from dtrans.engine.writer import SplitWriter, written
 from dtrans.errors import BatchError
 from dtrans.ir.builder import Builder, read_from
@@ -230,13 +230,13 @@ def _values_to_precompute(
     def wanted_layout(i: int, layout: ShardLayout) -> ShardLayout:
         if layout is SHARED and has_rows[i]:
             computed_in_full.add(i)
-            return cut_along(0)
+            return sharded_along(0)
         return layout
 
     def write(w: SplitWriter) -> tuple[ClosedJaxpr, list[ShardLayout], bool]:
         w.pieces.takes_index = True
         for n, v in zip(flat.program.in_names, flat.inner.invars, strict=True):
-            w.take(v, cut_along(axes[n]) if n in axes else SHARED, is_input=True)
+            w.take(v, sharded_along(axes[n]) if n in axes else SHARED, is_input=True)
         outs, layouts = w.write(opened(jaxpr), wanted_layout)
         return eliminate_dead(w.b.build(outs)), layouts, w.pieces.reads_index
 
@@ -261,7 +261,7 @@ def _values_to_precompute(
             is_cut = (
                 isinstance(layout, RowAxis)
                 and layout.axis == 0
-                and (is_reordered or layout == cut_along(0))
+                and (is_reordered or layout == sharded_along(0))
             )
             found[spot] = None if i in computed_in_full else has_rows[i] and is_cut
         elif spot in sized:

@@ -136,7 +136,7 @@ def state_types(plan: CollectivePlan) -> dict[str, Any]:
     """Return the global type, with padding, of each array of a job's state (dict by name)."""
     cuts: Mapping[str, Sliced] = {}
     if isinstance(plan, ShardingPlan):
-        cuts = plan.cuts
+        cuts = plan.sliced
     places = _bin_slots(plan)
     found = {}
     for n, t in _types(plan).items():

@@ -8,8 +8,8 @@ batch statistics. In local steps it carries all state. `jax.random.fold_in` give
 different random keys.
 
 Sources of local steps: Stich, Local SGD Converges Fast and Communicates Little (arXiv 1805.09767);
-Yu, Jin, Yang (arXiv 1905.03817), who average the optimizer's state too. Paddle's `LocalSGD`
-(transpiler/collective.py) does not average it.
+Yu, Jin, Yang (arXiv 1905.03817), who also average the optimizer's state. Paddle's `LocalSGD`
+(transpiler/collective.py) does not average the optimizer's state.
 """
 
 from __future__ import annotations
@@ -42,22 +42,23 @@ Outputs = tuple[dict[str, Atom], dict[str, Atom]]  # (output name -> value, leaf
 
 @dataclasses.dataclass(frozen=True)
 class MicroSteps:
-    """Rules for cutting a trainer's batch into micro-steps, and for merging their outputs.
+    """Rules to split a trainer's batch into micro-steps, and to merge the outputs of micro-steps.
 
     Attributes:
       count: the number of micro-steps.
       reduce: the rule that merges gradients of micro-steps: "mean" or "sum".
       ways: maps each result to the rule that merges it over micro-steps: "mean", "sum", "max",
         "concat", or "same" (the value of the last micro-step).
-      example_count: the result that counts examples, and so weights means. It is summed.
-      axes: maps batch arrays to the dimension along which they are cut. Other arrays are not cut.
+      example_count: the result that counts examples, and so weights means. Its rule is "sum".
+      axes: maps batch arrays to the dimension along which they are split. Other arrays are not
+        split.
       keys: random keys of the batch; each micro-step folds its index into them.
       joined: maps a result with rule "concat" to the dimension to concatenate. The default is 0.
       carried: parameters that trainers update locally and that the scan carries, such as batch
         statistics. All other locally updated parameters are merged like results: each micro-step
         reads the value from before the step.
-      precomputed: the inputs of micro-steps that trainers compute before the scan. None without
-        such inputs.
+      precomputed: the inputs of micro-steps that trainers compute before the scan; None if there
+        are none.
       clip_norm: the norm to which the gradients of each micro-step are clipped. None for no clip.
       noun: the word for a trainer in errors, such as "rank".
     """
@@ -154,7 +155,7 @@ def write_micro_steps(
         clipped = inner.call(clip_to_norm(float(window.clip_norm)), *grads.values())
         grads = dict(zip(grads, clipped, strict=True))
 
-    # the scan returns gradients too, under names that no other output has
+    # the scan also returns gradients, under names that no other output has
     grad_names = {n: unused_name(n + GRAD, outs_of) for n in step.gradients}
     outs_of |= {name: grads[n] for n, name in grad_names.items()}
     merged = [n for n in step.frozen if n in window.ways and n not in window.carried]
@@ -175,7 +176,8 @@ def write_local_steps(b: Builder, step: DividedStep, window: MicroSteps) -> dict
     `write_micro_steps` describes arguments and errors.
 
     Returns:
-      All outputs of the step by name. Parameters and optimizer state are those after the last step.
+      By name: the merged results of all steps, and the parameters and optimizer state after the
+      last step.
     """
     micro = _micro_program(step.program, window)
     state = [*step.params, *step.opt_state]
@@ -214,7 +216,7 @@ def micro_types(
 
     Args:
       source: the step of a trainer.
-      axes: maps batch arrays to the dimension along which they are cut.
+      axes: maps batch arrays to the dimension along which they are split.
       count: the number of micro-steps.
       noun: the word for a trainer in errors.
 

@@ -1,10 +1,10 @@
-"""Choice of the rule that merges an output of all trainers, such as "mean" or "concat".
+"""Choice of the rule that merges the trainers' values of an output, such as "mean" or "concat".
 
-Such outputs are results and batch statistics. With local steps, they also include all state. A rule
-in the user's `merge` has priority. Other rules are inferred from two traces: the step of one
-trainer, and the step on the full batch. Results that are larger in the second trace grow with the
-batch. Propagation over the equations finds the values that depend on rows of the batch, and the
-values that depend only on the number of rows. If no rule can be inferred, the plan raises an error.
+The outputs are results and batch statistics; with local steps, also all state. A rule in the user's
+`merge` has priority. Other rules are inferred from two traces: the step of one trainer, and the
+step on the full batch. Results that are larger in the second trace grow with the batch. Propagation
+over the equations finds the values that depend on rows of the batch, and the values that depend
+only on the number of rows. If no rule can be inferred, the plan raises an error.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ def _local_state(step: DividedStep, options: Options) -> list[str]:
 def mergeable_state(step: DividedStep, options: Options) -> Sequence[str]:
     """Return the names of the state for which users may choose merge rules.
 
-    With local steps, these are all arrays. Without, they are the leaves that the optimizer does
-    not update, such as batch statistics.
+    With local steps, users may choose rules for all arrays of the state. Without local steps, they
+    may choose rules for leaves that the optimizer does not update, such as batch statistics.
     """
     if options.local_sgd is not None:
         return (*step.params, *step.opt_state)

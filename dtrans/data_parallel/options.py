@@ -222,7 +222,7 @@ class Options:
 
     @property
     def micro_steps(self) -> int:
-        """Number of parts into which each trainer cuts its batch."""
+        """Number of parts into which each trainer splits its batch."""
         return self.num_micro_batch if self.local_sgd is None else self.local_sgd
 
     @property

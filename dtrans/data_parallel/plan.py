@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Gradients that one reduction sums.
+    """Bucket: the gradients that one reduction sums.
 
     Attributes:
       name: the name, such as "bucket/0".
@@ -94,7 +94,7 @@ class CollectivePlan(Plan):
         return None
 
     @property
-    def cuts(self) -> Mapping[str, Any]:
+    def sliced(self) -> Mapping[str, Any]:
         """State that trainers store as slices between steps; empty except in sharding."""
         return {}
 
@@ -135,7 +135,8 @@ class CollectivePlan(Plan):
 
         Raises:
           ConfigError: the function is called under a `jax.shard_map` with `check_vma=True`. The
-            equations lack the varying types that JAX then checks, as dtrans traced without them.
+            equations have no varying types, which JAX then checks, because dtrans traces without
+        `shard_map`.
         """
         per_trainer = runner_of(self, "function")
 

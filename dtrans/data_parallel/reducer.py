@@ -35,7 +35,7 @@ from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 
 @dataclasses.dataclass(frozen=True)
 class ReduceSpec:
-    """Description of how one gradient is reduced. It is equal for all gradients of a bucket.
+    """Description of how one gradient is reduced. Equal for all gradients of a bucket.
 
     Attributes:
       compress: the type to which the gradient is cast for the reduction, such as "bf16". None for
@@ -439,7 +439,7 @@ def clip_to_norm(norm: float) -> Callable[..., Sequence[jax.Array]]:
 def _clip_scaled_to_norm(norm: float) -> Callable[..., Sequence[jax.Array]]:
     """Return a function (scale, *gradients) that clips the gradients of a scaled loss.
 
-    It clips by the norm of gradients / scale.
+    The function clips by the norm of gradients / scale.
     """
 
     def fn(scale: jax.Array, *grads: jax.Array) -> Sequence[jax.Array]:

@@ -24,7 +24,7 @@ from dtrans.step.observers import refuse_twice
 
 
 def take_inputs(
-    b: Builder, step: DividedStep, options: Options, cut: Mapping[str, Any] | None = None
+    b: Builder, step: DividedStep, options: Options, sliced: Mapping[str, Any] | None = None
 ) -> dict[Var, Var]:
     """Add the step's inputs to a program, with new variables for random keys and slices.
 
@@ -32,20 +32,20 @@ def take_inputs(
       b: the builder of the program.
       step: the training step, divided at its gradients.
       options: the options of the data-parallel strategy.
-      cut: for each sliced input, the type of a trainer's slice, by name.
+      sliced: maps the name of each sliced input to the type of a trainer's slice.
 
     Returns:
       A dict for random keys and slices: variable of the step -> new variable.
     """
     replaced: dict[Var, Var] = {}
-    cut = cut or {}
+    sliced = sliced or {}
     for n, v in step.program.invars.items():
         is_key = jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key) and not v.aval.ndim
         is_split = n in step.batch and not is_under(n, options.batch.unsplit_inputs)
         if options.trainers > 1 and is_key and is_split:
             replaced[v] = b.input(v.aval)
-        elif n in cut:
-            replaced[v] = b.input(cut[n])
+        elif n in sliced:
+            replaced[v] = b.input(sliced[n])
         else:
             b.invars.append(v)
     return replaced

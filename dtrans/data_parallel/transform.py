@@ -105,7 +105,7 @@ def nccl2(
       main: `dtrans.trace(step, params, opt_state, *batch)`, for any batch shape.
       startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
       trainers: the number of trainers among which each batch is divided.
-      num_micro_batch: the number of micro-batches into which each trainer cuts its part of the
+      num_micro_batch: the number of micro-batches into which each trainer splits its part of the
         batch. A scan adds up their gradients, and the sum is reduced once. Values that depend on
         the full batch, but not on parameters (a dropout mask), are computed before the scan.
       local_sgd: the number of steps that each trainer takes without communication, before trainers
@@ -119,7 +119,7 @@ def nccl2(
       reduce: the reduction of gradients: a `dtrans.Reduce`, or its `op`, "mean" or "sum".
       batch: "exact" computes, for any step, the results of one device on the full batch. With
         "local", each trainer computes the step on only its part of the batch. A `dtrans.Batch` also
-        selects the arrays and dimensions to cut.
+        selects the arrays and dimensions to split.
       axis_name: the name of the trainers' axis.
 
     Raises:
@@ -161,7 +161,7 @@ def nccl2(
 def plan_data_parallel(main: Program, startup: Program, options: Options) -> CollectivePlan:
     """Plan data-parallel training from checked options."""
     refuse_collectives(main)
-    plain = _cut_if_possible(main, options)
+    plain = _divide_if_possible(main, options)
     check_names(plain, options)
     if options.trainers > 1:
         check_observers(plain.program, plain.observers)
@@ -185,8 +185,8 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
     )
 
 
-def _cut_if_possible(main: Program, options: Options) -> DividedStep:
-    """Cut a step at its gradients. If they cannot be found, leave the step undivided.
+def _divide_if_possible(main: Program, options: Options) -> DividedStep:
+    """Divide a step at its gradients. If the gradients cannot be found, leave the step undivided.
 
     Raises:
       GradientError: the program is not a training step, or an option needs the gradients.
@@ -204,7 +204,7 @@ def _cut_if_possible(main: Program, options: Options) -> DividedStep:
 def callers(options: Options) -> tuple[str, str]:
     """Return two phrases that name the trainers that call host callbacks, such as "trainer 0".
 
-    The first is for callbacks in forward and backward, the second for all others.
+    The first phrase is for callbacks in forward and backward, the second for all other callbacks.
     """
     noun = options.noun
     each = f"each {noun}, with its own values"
@@ -275,7 +275,7 @@ def _refuse_differing_gradients(step: DividedStep, options: Options) -> None:
 def _refuse_mixed_rows(name: str, shared: ExactStep, options: Options, *, is_sum: bool) -> None:
     """Raise ConfigError if an option needs a step that is a sum over parts of the batch.
 
-    Such options are local clips and micro-steps.
+    Options that need a sum over parts are local clips and micro-steps.
 
     Args:
       name: the name of the step.
@@ -330,7 +330,7 @@ def _by_micro_steps(
 def _refuse_sized(step: DividedStep, full: DividedStep, options: Options) -> None:
     """Raise ConfigError if the update, or a result of gradients, depends on the batch or its size.
 
-    After the micro-steps, each trainer would compute such a value from only its rows.
+    After the micro-steps, each trainer would compute the update or result from only its rows.
 
     Args:
       step: the step with a trainer's part of the batch.
@@ -382,7 +382,7 @@ def check_names(step: DividedStep, options: Options) -> None:
 def _check_gradient_results(step: DividedStep) -> None:
     """Raise GradientError if a result reads a derivative that is not the gradient of a leaf.
 
-    The plan would not reduce such a derivative.
+    The plan reduces only gradients of leaves, so this derivative would differ between trainers.
     """
     source = step.program
     results = [a for n, a in source.outvars.items() if n in step.from_gradients]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from dtrans._jax import Atom, JaxprEqn, Var
-from dtrans.engine.layout import cut_along
+from dtrans.engine.layout import sharded_along
 from dtrans.engine.rules import strategy_of
 from dtrans.engine.values import ShardValues
 from dtrans.rows.layout import SHARED, RowAxis
@@ -67,12 +67,12 @@ class CountedValues:
         if name.startswith("scatter"):  # updates are small, so only the operand must be counted
             return self._is_counted(eqn.invars[0], axis)
         recipe = recipe_of(
-            eqn, 0, self.values.pieces.of(eqn.outvars[0].aval.shape[axis], cut_along(axis))
+            eqn, 0, self.values.pieces.of(eqn.outvars[0].aval.shape[axis], sharded_along(axis))
         )
         # the operands of these two primitives are small, so they need not be counted
         if recipe is None or name in ("broadcast_in_dim", "random_bits"):
             return recipe is not None
-        # indices that are an input can be cut, and are smaller than the gathered slices
+        # indices that are an input can be sliced, and are smaller than the gathered slices
         if name == "gather" and eqn.invars[1] in self.values.sliced:
             return True
         along = [(a, part.axis) for a, part in recipe.needs if part is not None]

@@ -8,8 +8,8 @@
 All pieces have ceil(runs / shards) runs, so the last pieces may end with padding. Padding may have
 any value: before an operation mixes entries, the engine replaces padding by a neutral number.
 
-`RowAxis` and `SHARED` are classes of the row analysis (`dtrans.rows.layout`), whose rules the
-engine uses too. The leaf of a `RowAxis` is "" here.
+`RowAxis` and `SHARED` come from the row analysis (`dtrans.rows.layout`), because the engine uses
+the rules of this analysis. In the engine, the leaf of a `RowAxis` is the empty string.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PARTIAL: Final = Partial()
 ShardLayout = Shared | RowAxis | Partial
 
 
-def cut_along(axis: int, width: int = 1) -> RowAxis:
+def sharded_along(axis: int, width: int = 1) -> RowAxis:
     """Return the layout of a value that is sharded along an axis."""
     return RowAxis("", axis, width)
 
@@ -93,7 +93,7 @@ class Shards:
           size: number of entries along the axis.
           entries: global indices, as returned by `Shards.entries`.
         """
-        plain = cut_along(axis)
+        plain = sharded_along(axis)
         if np.array_equal(entries, self.entries(size, plain)):
             return plain
         width = _longest_runs(size, entries)
@@ -113,17 +113,17 @@ class Shards:
         if row.order is not None:
             return self.ordered(int(row.axis), size, self.entries(size, row))
         # int(), because some parameters of JAX primitives are NumPy integers
-        return cut_along(int(row.axis), row.width if self.pads(size, row) else 1)
+        return sharded_along(int(row.axis), row.width if self.pads(size, row) else 1)
 
-    def cut(self, aval: Any, layout: ShardLayout) -> Any:
+    def part_type(self, aval: Any, layout: ShardLayout) -> Any:
         """Return the type of a shard's part of a value: its piece, its term, or the full value."""
         if not isinstance(layout, RowAxis):
             return aval
         return resized(aval, layout.axis, self.local(aval.shape[layout.axis], layout))
 
-    def cut_all(self, atoms: Iterable[Atom], layouts: Iterable[ShardLayout]) -> list[Any]:
-        """Return the types of a shard's parts of several values; see `cut`."""
-        return [self.cut(a.aval, x) for a, x in zip(atoms, layouts, strict=True)]
+    def part_types(self, atoms: Iterable[Atom], layouts: Iterable[ShardLayout]) -> list[Any]:
+        """Return the types of a shard's parts of several values; see `part_type`."""
+        return [self.part_type(a.aval, x) for a, x in zip(atoms, layouts, strict=True)]
 
 
 def _longest_runs(size: int, entries: np.ndarray) -> int:

@@ -1,7 +1,8 @@
 """Loops and branches on shards: layouts of their operands and outputs, and their bodies.
 
 The body of a loop is rewritten with the layouts of the initial carried values. If the body returns
-other layouts, it is rewritten with those, until nothing changes. Layouts only rise in this order:
+other layouts, the body is rewritten with the returned layouts. This is repeated until the layouts
+no longer change. Layouts only rise in this order:
 
     replicated < partial sum < sharded
 
@@ -118,8 +119,8 @@ def plan_loop(
       shares_work: see `Shards`. If True, return None only if a body gathers.
     """
     plan = _plan(eqn, ins, write)
-    if (cut := _cut_before(eqn, plan)) and eqn.primitive.name in (SCAN, *REMAT):
-        other = _plan(eqn, [cut.get(i, x) for i, x in enumerate(ins)], write)
+    if (sharded := _sharded_before(eqn, plan)) and eqn.primitive.name in (SCAN, *REMAT):
+        other = _plan(eqn, [sharded.get(i, x) for i, x in enumerate(ins)], write)
         if other.gathers <= plan.gathers:
             plan = other
     if eqn.primitive.name in REMAT or (shares_work and not plan.gathers):
@@ -130,10 +131,10 @@ def plan_loop(
     return None if inside > outside else plan
 
 
-def _cut_before(eqn: JaxprEqn, plan: LoopPlan) -> dict[int, RowAxis]:
+def _sharded_before(eqn: JaxprEqn, plan: LoopPlan) -> dict[int, RowAxis]:
     """Return the layouts of replicated operands that the body reads only as pieces, by index.
 
-    The caller cuts such an operand once before the loop, instead of in each iteration.
+    The caller takes the piece of each such operand once before the loop, not in each iteration.
     """
     wires = wiring(eqn)
     found: dict[int, RowAxis] = {}
@@ -180,7 +181,7 @@ def _plan(eqn: JaxprEqn, ins: Sequence[ShardLayout], write: Write) -> LoopPlan:
 class _Closed(Shared):
     """Replicated layout of a carried value that must not become a partial sum again.
 
-    Each iteration reads the full value, so it reduces the sum.
+    The body reads the full value, so each iteration reduces the partial sum.
     """
 
 

@@ -64,7 +64,7 @@ class Pieces:
     def _for_all(self) -> Iterator[None]:
         """Write the equations in this context without a source line.
 
-        Code from several lines of the user reads their outputs, so no one line is right.
+        Equations of several source lines read the outputs, so no single line is right.
         """
         source, self.b.source = self.b.source, None
         yield

@@ -1,9 +1,9 @@
 """Rules for concatenations, slices, padding and reversals along the sharded dimension.
 
-No entry changes its shard. Instead the result gets a layout with an order
+No entry moves to another shard. Instead the result gets a layout with an order
 (`dtrans.rows.layout.RowOrder`). The piece of the result has *slots*, and each shard selects entries
-of its old pieces into the slots. If the layout of another value fits, the result gets that layout,
-so that equations which read the two values need no further move.
+of its old pieces into the slots. If a value with a suitable order exists already, the result gets
+the order of this value. Then equations that read both values need no further move.
 
 If a later equation gathers the result, it may cost less to gather the operands instead.
 `dtrans.engine.writer.written` writes both programs and compares them.
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from dtrans._jax import JaxprEqn, resized
-from dtrans.engine.layout import Shards, cut_along
+from dtrans.engine.layout import Shards, sharded_along
 from dtrans.rows.layout import SHARED, RowAxis, Shared, row_axes
 
 
@@ -108,7 +108,7 @@ class _Rows:
             padding of a `pad`. `entries` has all other entries of the output.
         """
         free = np.zeros(size, bool) if everywhere is None else everywhere
-        targets = [self.shards.entries(size, cut_along(self.axis))]
+        targets = [self.shards.entries(size, sharded_along(self.axis))]
         targets += [self.shards.entries(size, row) for row in self._known(size)]
         for target in targets:
             if all(_has(local_entries, target[i], free) for i, local_entries in enumerate(entries)):
@@ -232,7 +232,7 @@ def _concatenate(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
     begin, entries, operands = 0, [], []
     for a, x in zip(eqn.invars, ins, strict=True):
         size = a.aval.shape[rows.axis]
-        row = x if isinstance(x, RowAxis) else cut_along(rows.axis)
+        row = x if isinstance(x, RowAxis) else sharded_along(rows.axis)
         local_entries = rows.shards.entries(size, row)
         entries.append(np.where(local_entries < 0, -1, local_entries + begin))
         operands.append(row)
@@ -329,8 +329,8 @@ def _split_copies(entries: np.ndarray, size: int, times: int, new: int) -> np.nd
     if size % times or local % times:
         return None
     each = size // times
-    cut = entries.reshape(shards, times, local // times)
-    within = np.where(cut < 0, -1, cut - np.arange(times)[:, None] * each)
+    copies = entries.reshape(shards, times, local // times)
+    within = np.where(copies < 0, -1, copies - np.arange(times)[:, None] * each)
     if (within != within[:, :1]).any() or within.max() >= each:
         return None
     if new % each == 0:

@@ -26,7 +26,7 @@ from dtrans.engine.layout import (
     Partial,
     ShardLayout,
     Shards,
-    cut_along,
+    sharded_along,
 )
 from dtrans.engine.row_moves import RowMoves, moves_of, regroup
 from dtrans.ir.cost import nbytes, total_bytes
@@ -186,7 +186,7 @@ def _reshape(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
     size = eqn.invars[0].aval.shape[row.axis]
     is_fixed = row.order is not None or shards.pads(size, row)
     if not is_fixed:
-        row = cut_along(row.axis, size // shards.count)
+        row = sharded_along(row.axis, size // shards.count)
     return _as_rows(eqn, [row], shards)
 
 

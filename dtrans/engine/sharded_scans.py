@@ -1,8 +1,8 @@
 """Scans along the sharded dimension: each shard runs the iterations of its piece.
 
-This is possible if iterations are independent, as in `jax.lax.map` over rows, or in a scan over
-micro-batches that adds up gradients. A carried value may be constant, or a sum to which each
-iteration adds a term. A carried sum is a partial sum before and after the scan. Stacked outputs are
+The iterations must be independent, as in `jax.lax.map` over rows, or in a scan over micro-batches
+that adds up gradients. A carried value may be constant, or a sum to which each iteration adds a
+term. A carried sum is a partial sum before and after the scan. Stacked outputs are
 sharded like the scanned operands.
 """
 

@@ -13,7 +13,7 @@ A dimension that is not a multiple of the number of shards is padded at its end.
 change any result.
 
 Source: EPL's `split` (epl/ops: dense layers by columns, cross entropy over sharded classes,
-experts). Differences: `split` replicates the batch, unless `cuts` shards it. It pads remainders,
+experts). Differences: `split` replicates the batch, unless `axes` shards it. It pads remainders,
 which EPL assigns to shard 0. Class ids stay integers, and logarithms get no added epsilon.
 """
 
@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtrans._jax import Atom, ClosedJaxpr, equations, opened
-from dtrans.engine.layout import Gathered, ShardLayout, Shards, cut_along
+from dtrans.engine.layout import Gathered, ShardLayout, Shards, sharded_along
 from dtrans.engine.loops import moved_bytes
 from dtrans.engine.writer import SplitWriter, written
 from dtrans.errors import ConfigError
@@ -39,16 +39,16 @@ class SplitProgram:
 
     Attributes:
       jaxpr: the program; sharded inputs and outputs are padded to `ceil(size / shards)` entries.
-      in_cuts: sharded dimension of each input; None for a replicated input.
-      out_cuts: sharded dimension of each output; None for a replicated output.
+      in_axes: sharded dimension of each input; None for a replicated input.
+      out_axes: sharded dimension of each output; None for a replicated output.
       shards: number of shards.
       axis_name: named axis of the shards.
       gathers: records of the sharded values that are gathered, with reasons.
     """
 
     jaxpr: ClosedJaxpr
-    in_cuts: tuple[int | None, ...]
-    out_cuts: tuple[int | None, ...]
+    in_axes: tuple[int | None, ...]
+    out_axes: tuple[int | None, ...]
     shards: int
     axis_name: str
     gathers: tuple[Gathered, ...]
@@ -61,7 +61,7 @@ class SplitProgram:
 
 def split(
     jaxpr: ClosedJaxpr,
-    cuts: Mapping[int, int],
+    axes: Mapping[int, int],
     shards: int,
     axis_name: str,
     *,
@@ -73,7 +73,7 @@ def split(
 
     Args:
       jaxpr: a forward pass, with or without its gradients, or a complete training step.
-      cuts: index of an input -> its sharded dimension. Other inputs are replicated.
+      axes: index of an input -> its sharded dimension. Other inputs are replicated.
       shards: number of shards; with 1, the jaxpr is returned with calls inlined.
       axis_name: mesh axis of the shards.
       outs: index of an output -> its sharded dimension, or None to replicate it. Outputs that are
@@ -90,7 +90,7 @@ def split(
       >>> loss = lambda w, x, y: -jnp.take_along_axis(logp(w, x), y[:, None], 1).mean()
       >>> args = jnp.ones((64, 1000)), jnp.ones((8, 64)), jnp.zeros(8, int)
       >>> one = split(jax.make_jaxpr(loss)(*args), {0: 1}, 4, "model")
-      >>> one.jaxpr.in_avals[0].shape, one.out_cuts, one.gathers
+      >>> one.jaxpr.in_avals[0].shape, one.out_axes, one.gathers
       ((64, 250), (None,), ())
       >>> one.moved  # for each of 8 examples a maximum, a sum and the label's logit
       {'all_reduce': 68}
@@ -100,23 +100,23 @@ def split(
     wanted = dict(outs or {})
     if shards < 1:
         raise ConfigError(f"shards={shards}; split needs at least 1 shard")
-    _check("cuts", "input", cuts, inner.invars)
+    _check("axes", "input", axes, inner.invars)
     _check("outs", "output", wanted, inner.outvars)
-    in_cuts = tuple(cuts.get(i) for i in range(len(inner.invars)))
+    in_axes = tuple(axes.get(i) for i in range(len(inner.invars)))
     if shards == 1:
-        out_cuts = tuple(wanted.get(i) for i in range(len(inner.outvars)))
-        return SplitProgram(flat, in_cuts, out_cuts, 1, axis_name, ())
+        out_axes = tuple(wanted.get(i) for i in range(len(inner.outvars)))
+        return SplitProgram(flat, in_axes, out_axes, 1, axis_name, ())
     among = Shards(shards, (axis_name,))
 
     def write(w: SplitWriter) -> SplitProgram:
-        for v, axis in zip(inner.invars, in_cuts, strict=True):
-            w.take(v, SHARED if axis is None else cut_along(axis), is_input=True)
+        for v, axis in zip(inner.invars, in_axes, strict=True):
+            w.take(v, SHARED if axis is None else sharded_along(axis), is_input=True)
         results, layouts = w.write(
             inner, lambda i, x: _output(x, wanted.get(i, -1), inner.outvars[i], among)
         )
-        out_cuts = tuple(x.axis if isinstance(x, RowAxis) else None for x in layouts)
+        out_axes = tuple(x.axis if isinstance(x, RowAxis) else None for x in layouts)
         jaxpr = eliminate_dead(w.b.build(results))
-        return SplitProgram(jaxpr, in_cuts, out_cuts, shards, axis_name, tuple(w.gathers))
+        return SplitProgram(jaxpr, in_axes, out_axes, shards, axis_name, tuple(w.gathers))
 
     return written(flat, among, write)
 
@@ -133,8 +133,8 @@ def _output(computed: ShardLayout, axis: int | None, a: Atom, shards: Shards) ->
     return shards.plain(RowAxis("", axis), a.aval.shape[axis])
 
 
-def _check(option: str, what: str, cuts: Mapping[int, int | None], values: Any) -> None:
-    for i, axis in cuts.items():
+def _check(option: str, what: str, axes: Mapping[int, int | None], values: Any) -> None:
+    for i, axis in axes.items():
         if not 0 <= i < len(values):
             raise ConfigError(
                 f"{option} contains {what} {i}, but the program has only {len(values)} "

@@ -39,7 +39,7 @@ def write_strategy(w: ShardValues, eqn: JaxprEqn, way: Strategy) -> list[Atom]:
     if way.reduce:
         pieces = zip(eqn.invars, atoms, way.operands, strict=True)
         atoms = [_without_padding(w, a, x, row, way.reduce) for a, x, row in pieces]
-    types = w.shards.cut_all(eqn.outvars, way.outs)
+    types = w.shards.part_types(eqn.outvars, way.outs)
     params = way.params(types) if way.params else {}
     return list(w.b.copy(eqn, atoms, types, **params))
 

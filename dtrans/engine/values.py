@@ -1,7 +1,7 @@
 """Values on a shard, and their conversions between layouts.
 
 A value is stored in the layout in which it was computed. For an equation that reads another layout,
-the value is converted, and the result is stored too:
+the value is converted, and the converted value is stored as well:
 
     replicated -> sharded   a slice; the piece of a counter or fill is computed directly
     sharded -> replicated   all_gather, which is listed in `gathers`
@@ -117,7 +117,7 @@ class ShardValues(abc.ABC):
 
     def take(self, var: Var, layout: ShardLayout, *, is_input: bool) -> None:
         """Add an input in this layout; `is_input` is False for an input of a body."""
-        self.define(var, layout, self.b.input(self.shards.cut(var.aval, layout)))
+        self.define(var, layout, self.b.input(self.shards.part_type(var.aval, layout)))
         if layout is SHARED:
             self.sliced[var] = SHARED
         if is_input and isinstance(layout, RowAxis):
@@ -308,7 +308,7 @@ class ShardValues(abc.ABC):
         if self.pads_with_entries(size, row):
             at = self.pieces.shard_row(np.maximum(self.shards.entries(size, row), 0))
             return self.b.call(take_entries(row.axis), value, at)[0]
-        return self.pieces.of(value.aval.shape[row.axis], row).cut(self.b, value)
+        return self.pieces.of(value.aval.shape[row.axis], row).take_from(self.b, value)
 
     def pads_with_entries(self, size: int, row: RowAxis) -> bool:
         """Return True if pieces have padding that must repeat real entries (`finite_padding`)."""

@@ -345,7 +345,7 @@ class BodyWriter:
             new.append(jaxpr)
             self.outer.gathers += body.gathers
             self.outer.scaled |= body.scaled
-        types = self.outer.shards.cut_all(eqn.outvars, plan.outs)
+        types = self.outer.shards.part_types(eqn.outvars, plan.outs)
         outputs = self.outer.b.copy_with_bodies(eqn, new, atoms, types, first)
         self.outer.define_outputs(eqn, plan.outs, outputs)
 
@@ -377,7 +377,7 @@ class BodyWriter:
         self.outer.scaled |= body.scaled
         gradients = [x if isinstance(x, RowAxis) else PARTIAL for x in layouts_in[:count]]
         layouts = [*body.outs, *gradients]
-        types = self.outer.shards.cut_all(eqn.outvars, layouts)
+        types = self.outer.shards.part_types(eqn.outvars, layouts)
         self.outer.define_outputs(eqn, layouts, self.outer.b.copy(eqn, atoms, types, loss=new))
 
     def write_ruled_call(self, eqn: JaxprEqn, ins: Sequence[ShardLayout]) -> bool:
@@ -461,7 +461,7 @@ class BodyWriter:
             body = mask_padding(body, consts, added)
             atoms.append(self.outer.pieces.shard_row(self.outer.shards.entries(size, row) >= 0))
         layouts = [*carry, *[row] * (len(eqn.outvars) - carried)]
-        types = self.outer.shards.cut_all(eqn.outvars, layouts)
+        types = self.outer.shards.part_types(eqn.outvars, layouts)
         params = scan_iterations(self.outer.shards.local(size, row))
         outputs = self.outer.b.copy_with_bodies(eqn, [body], atoms, types, **params)
         self.outer.define_outputs(eqn, layouts, outputs)
@@ -472,8 +472,8 @@ def written(
 ) -> Result:
     """Call `write` with a new writer for a jaxpr; return the result of `write`.
 
-    If some layout gets an order (`RowOrder`), also write the jaxpr without such layouts, and return
-    the program that communicates fewer bytes.
+    If a layout in the new program has an order (`RowOrder`), a second program without orders is
+    written. The function returns the program that communicates fewer bytes.
     """
     orders: list[RowAxis] = []
     first, writer = _written(jaxpr, shards, write, within, orders)

@@ -383,7 +383,10 @@ def _shape(plan: Any, processes: int | None) -> tuple[int, int]:
             )
         return plan.trainers, 1
     if isinstance(plan, PipelinePlan):
-        total, each = plan.options.num_stages, plan.options.replicas * max(plan.model.cuts.shards)
+        total, each = (
+            plan.options.num_stages,
+            plan.options.replicas * max(plan.model.sharding.shards),
+        )
     else:
         total, each = plan.trainers, 1
     count = total if processes is None else processes

@@ -1,7 +1,7 @@
 """Small array functions, which transforms write into programs with `Builder.call`.
 
-`Builder.call` caches a trace for each function and type. So the factories below are cached too:
-equal arguments return the same function.
+`Builder.call` caches a trace for each function and type. For the same reason, the functions of this
+module that return a function are cached: equal arguments return the same function.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def rows_from(axis: int, count: int, size: int) -> Callable[[jax.Array, jax.Arra
 
 def parts_of(x: jax.Array, axis: int, count: int) -> jax.Array:
     """Split an array along `axis` into `count` equal parts; stack them on a new leading axis."""
-    cut = jnp.reshape(x, (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :]))
-    return jnp.moveaxis(cut, axis, 0)
+    split = jnp.reshape(x, (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :]))
+    return jnp.moveaxis(split, axis, 0)
 
 
 def in_one(parts: jax.Array, axis: int) -> jax.Array:

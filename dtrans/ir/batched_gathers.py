@@ -1,10 +1,10 @@
-"""Gathers and scatters by row indices, rewritten as batched ones.
+"""Gathers and scatters by row indices, rewritten as gathers and scatters with batch dimensions.
 
-`x[jnp.arange(len(y)), y]` reads one entry of each row of `x`. Its `gather` looks up (row, column)
-pairs in all of `x`. This pass proves that the row numbers are 0, 1, 2 and so on, as in `arange`. It
-then makes the rows of `x` and of the indices batch dimensions of the gather. So the row analysis
-(`dtrans.rows`) sees that row i of the output depends only on row i of `x`. The pass rewrites
-scatters, the derivatives of these gathers, in the same way.
+`x[jnp.arange(len(y)), y]` reads one entry of each row of `x`. JAX traces it to a `gather` that
+looks up (row, column) pairs in all of `x`. This pass proves that the row numbers are 0, 1, 2 and so
+on, as in `arange`. Then it turns the rows of `x` and of the indices into batch dimensions of the
+gather. So the row analysis (`dtrans.rows`) sees that row i of the output depends only on row i of
+`x`. The pass rewrites scatters, the derivatives of these gathers, in the same way.
 
     gather x[8,10] by [(0, y0), (1, y1), ...]       ->  gather each row of x by [(y0), (y1), ...]
 
@@ -60,8 +60,8 @@ _SCATTER_FIELDS = (
 def batched_gathers(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """Rewrite gathers and scatters, such as `x[arange(n), y]`, so that they have batch dimensions.
 
-    An index array that equals `arange` along a dimension becomes a batch dimension. Loops,
-    branches and calls are rewritten too.
+    An index array that equals `arange` along a dimension becomes a batch dimension. The function
+    also rewrites the bodies of loops, branches and calls.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -201,7 +201,7 @@ def differences(
       me: name of this role.
       mine: fingerprint of this role: part -> digest or text.
       other: name of the other role.
-      theirs: fingerprint of the other role. It comes from a message, so only its types are trusted.
+      theirs: fingerprint of the other role, from a message whose types were checked.
     """
     found = []
     # two traces of one loss differ if their batch sizes differ, so this is no error

@@ -5,7 +5,7 @@ equations. Names are pytree paths (`params/dense/kernel`, `opt_state/0/mu/w`, `x
 by path*: an output with the name of an input is the new value of that input after one run. The
 transforms of dtrans are functions from programs to programs.
 
-The roles are those of Paddle's `OpRole` (paddle/fluid/framework/op_proto_maker.h):
+The names of roles come from Paddle's `OpRole` (paddle/fluid/framework/op_proto_maker.h):
 
     forward    the loss            lr_sched   optimizer arithmetic without parameters and gradients
     backward   gradients           rpc        communication
@@ -13,8 +13,8 @@ The roles are those of Paddle's `OpRole` (paddle/fluid/framework/op_proto_maker.
 
 A jaxpr has fixed shapes, but a program can be traced again for others, as `jax.jit` does.
 `Program.specialize(*arguments)` returns the cached program for another batch size. Only the shapes
-of state are fixed. For a program that a pass rewrote (`Program.rewritten`), this specializes the
-program before the pass, and runs the pass on the result.
+of state are fixed. If a pass rewrote the program (`Program.rewritten`), `specialize` specializes
+the program before the pass, and runs the pass on the result.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def moved_values(eqn: JaxprEqn) -> Sequence[Atom]:
 def way_of(eqn: JaxprEqn) -> tuple[Any, ...]:
     """Return (name, *values of `params`) of a collective equation.
 
-    The parameter `how` of `exchange` (`dtrans.ops.rpc`) lists such tuples.
+    The parameter `how` of `exchange` (`dtrans.ops.rpc`) has one of these tuples for each operand.
     """
     record = collective_of(eqn)
     assert record is not None, eqn.primitive

@@ -89,7 +89,7 @@ def sum_of(part: jax.Array) -> jax.Array:
     return exact_total_p.bind(part)
 
 
-def _cut_numbers(x: jax.Array) -> jax.Array:
+def _split_numbers(x: jax.Array) -> jax.Array:
     """Split numbers into digits, and add up the digits at each position; return a part."""
     d = DIGITS[x.dtype.name]
     low, high = (jnp.asarray(bound, x.dtype) for bound in (-jnp.inf, jnp.inf))
@@ -100,8 +100,9 @@ def _cut_numbers(x: jax.Array) -> jax.Array:
     place = exponent // d.bits
     # Scale the numbers so that the integer part of the largest number is the leading digit.
     y = x * _power(d.bias - d.bits * place, x.dtype)
-    cut = [jnp.trunc(y * float(1 << d.bits * k)) for k in range(d.count)]
-    digits = [cut[0], *(low - high * (1 << d.bits) for high, low in itertools.pairwise(cut))]
+    prefixes = [jnp.trunc(y * float(1 << d.bits * k)) for k in range(d.count)]
+    pairs = itertools.pairwise(prefixes)
+    digits = [prefixes[0], *(low - high * (1 << d.bits) for high, low in pairs)]
     sums = jax.lax.reduce(
         tuple(c.astype(d.integer) for c in digits),
         (jnp.zeros((), d.integer),) * d.count,
@@ -168,7 +169,7 @@ def _summed_type(dtype: Any) -> str:
     return next(n for n, d in DIGITS.items() if d.integer == np.dtype(dtype).name)
 
 
-exact_part_p = new_primitive("exact_part", types=lambda x: part_type(x.dtype), impl=_cut_numbers)
+exact_part_p = new_primitive("exact_part", types=lambda x: part_type(x.dtype), impl=_split_numbers)
 exact_join_p = new_primitive("exact_join", types=lambda a, b: a, impl=_add_digits)
 exact_total_p = new_primitive(
     "exact_total",

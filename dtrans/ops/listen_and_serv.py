@@ -18,12 +18,12 @@ trainers. "error": the job ends. (In Paddle, a race decides. When the server get
 If `complete` arrives before all other trainers have received parameters, every later update uses
 the gradient.)
 
-Each trainer sends its gradient under its own name (`BlockGradient.sent`). Blocks read the mean or
-the sum of the trainers' gradients.
+Each trainer sends its gradient under a separate name (`BlockGradient.sent`). Optimize blocks read
+the mean or the sum of the trainers' gradients.
 
-With sync_mode=False an update uses one gradient. A block may read `params/w.block0.bak`: the
-parameter block as the gradient's trainer last received it. The state has such a copy for each
-trainer, `params/w.block0.trainer_1_bak`.
+With sync_mode=False an update uses one gradient. An optimize block may read
+`params/w.block0.bak`: the parameter block as the trainer that sent the gradient last received it.
+The state has one copy of the block for each trainer, such as `params/w.block0.trainer_1_bak`.
 
 Source: paddle/fluid/operators/distributed_ops/listen_and_serv_op.cc, and `Complete` and
 `ResetBarrierCounter` of paddle/fluid/operators/distributed/rpc_server.cc, for 1.8.

@@ -8,7 +8,7 @@
     X, S... = prefetch uniq         [table, epmap, names, spans, types, ...]
     X, S... = fake_init args...     [table, types, epmap, names, spans, write, ...]
 
-Here `...` is trainer_id, trainers, sync_mode.
+`...` stands for trainer_id, trainers, sync_mode.
 
 `split_ids` returns the sorted unique ids of all lookups in a table with `rows` rows, as `size`
 integers; unused entries are `rows`. For each operand, `outside` is the treatment of ids that are no

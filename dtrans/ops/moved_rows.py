@@ -1,4 +1,4 @@
-"""Movement of rows by their ids, as an equation. Only steps traced for verification have it.
+"""Movement of rows by their ids, as an equation of steps that are traced for verification.
 
     numbers..., X... = move_rows numbers..., X...    [fn, count, types]
 

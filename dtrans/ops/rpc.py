@@ -7,7 +7,7 @@
     X...   = send X... (uniq X S...)...  [epmap, names, sections, push_every, ..., tables?]
     X...   = exchange X...        [endpoint, round, how, ...]
 
-Here `...` is trainer_id, trainers, sync_mode.
+`...` stands for trainer_id, trainers, sync_mode.
 
 `send` sends one gradient's blocks to their servers and does not wait. `send_barrier` announces that
 all gradients of this step were sent. `recv` receives the newest blocks of one parameter. In sync

@@ -140,9 +140,9 @@ class DistributeTranspilerConfig:
       collective_mode: required with mode="collective". With "grad_allreduce" each gradient is
         reduced separately. With "local_sgd" each trainer runs the step alone, and then the job
         averages parameters and optimizer state over trainers. (Paddle averages only parameters.)
-      slice_var_up: in pserver mode, True cuts parameters into blocks of rows, and False places each
-        parameter whole on one server. "require" raises an error if the optimizer cannot update a
-        parameter in blocks.
+      slice_var_up: in pserver mode, True divides parameters into blocks of rows, and False places
+        each complete parameter on one server. "require" raises an error if the optimizer cannot
+        update a parameter in blocks.
       split_method: in pserver mode, a subclass of `PSDispatcher`: `RoundRobin`, `HashName`,
         `SizeBalanced`, or your own. None is `RoundRobin`.
       min_block_size: in pserver mode, the minimum number of elements in a block, at least 8192.

@@ -55,9 +55,9 @@ ELSEWHERE: dict[str, tuple[Any, str]] = {
     "hybrid_dp": (False, "dp_degree is the number of groups of ranks"),
     "sharding_segment_strategy": (
         "segment_broadcast_MB",
-        "segments are always cut by segment_broadcast_MB",
+        "segment_broadcast_MB always determines the segments",
     ),
-    "segment_anchors": (None, "segments are always cut by segment_broadcast_MB"),
+    "segment_anchors": (None, "segment_broadcast_MB always determines the segments"),
     "optimize_cast": (
         False,
         "with amp=True parameters are gathered in 16 bits, and each rank casts its slices",
@@ -101,14 +101,14 @@ def sharding(
       stage: 1 shards the optimizer state; 2 also shards gradients; 3 also shards parameters.
       sharding_degree: the number of ranks in a group. Each group shards one copy of the state.
       dp_degree: the number of groups.
-      partition_algor: "rows" cuts each parameter into slices; Paddle's "greedy_even" and
-        "use_order" place whole parameters on ranks.
+      partition_algor: "rows" divides each parameter into slices; Paddle's "greedy_even" and
+        "use_order" place complete parameters on ranks.
       fuse_grad_size_in_MB: the size of a bucket, whose gradients are reduced together.
       segment_broadcast_MB: in stage 3, the size of a bucket, whose parameters are gathered
         together.
       enable_overlap: True if collectives may overlap computation.
       comm_stream_num: the number of reductions that may run at the same time; with 1, XLA decides.
-      gradient_merge_acc_step: the number of micro-batches into which each rank cuts its batch.
+      gradient_merge_acc_step: the number of micro-batches into which each rank splits its batch.
       amp: True computes matrix products in 16 bits.
       amp_dtype: "float16" or "bfloat16".
       init_loss_scaling: the initial loss scale; used with "float16" only.

@@ -161,7 +161,7 @@ def overview_of(
                     origin_name=x.origin,
                     origin_shape=tuple(origin_type.shape),
                     slice_name=name,
-                    slice_shape=tuple(x.cut(origin_type).shape),
+                    slice_shape=tuple(x.stored_type(origin_type).shape),
                     dtype=origin_type.dtype,
                     axis=axis,
                     offset=offset,

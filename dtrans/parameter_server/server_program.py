@@ -121,7 +121,7 @@ class ServerProgramWriter:
 
     def _type(self, variable: ServerVariable) -> Any:
         """Return the type of a server's array."""
-        return variable.cut(self.types[variable.of])
+        return variable.stored_type(self.types[variable.of])
 
     def _state_spec(self, work: ServerWork) -> TreeSpec:
         """Return the structure of a server's state: a dict of its arrays."""

@@ -6,16 +6,16 @@ options            options of a plan, which check their values
 forward_pass       the loss function of a micro-batch as one list of equations
 assign_stages      assigns each equation to a stage
 auto_stages        chooses the number of stages for `num_stages="auto"`
-balance            cuts a list of costs into parts of similar cost
+balance            divides a list of costs into parts of similar cost
 repeated_blocks    finds repeated layers in a model
 stage_programs     writes the forward and backward programs of each stage
 stage_vjp          differentiates one stage and selects the residuals that it saves
-stage_scan         cuts a scan over layers into one scan for each stage
+stage_scan         divides a scan over layers into one scan for each stage
 staged_model       the model's stages, and the programs of the stages for any batch size
 split_stages       applies tensor parallelism inside a stage (`dtrans.split`)
 results            merges the results of micro-batches and replicas
 update             writes the update, which computes new parameters from sums of gradients
-update_by_stage    cuts the update into pieces; each piece runs on one stage
+update_by_stage    divides the update into pieces; each piece runs on one stage
 schedule           `Schedule`: the order of tasks on each device
 orders             orders of the named schedules, and checks of user-written orders
 task               `Task`, the dependencies of tasks, and the simulation of their times

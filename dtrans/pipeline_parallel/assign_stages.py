@@ -1,11 +1,11 @@
 """Assignment of the equations of a forward pass to the stages of a pipeline.
 
-The list of equations is cut into consecutive stages (`dtrans.pipeline_parallel.balance`). First,
-some equations move to just before their first reader: casts and reshapes of parameters, and
+The list of equations is divided into consecutive stages (`dtrans.pipeline_parallel.balance`).
+First, some equations move to just before their first reader: casts and reshapes of parameters, and
 equations that depend on no micro-batch (masks, `iota`). Otherwise, a cast of all parameters at the
-beginning of the loss would put all parameters on the first stage. A second list also moves
-elementwise equations that read only inputs. Both lists are cut. The result is the cut whose slowest
-stage takes less time.
+beginning of the loss would put all parameters on the first stage. A second list is sorted in
+another way: elementwise equations that read only inputs also move. Both lists are divided into
+stages. The result is the division whose slowest stage takes less time.
 
 The cost of a stage is its number of floating-point operations, plus `flops_per_byte` for each byte
 that the stage sends to the next stage. A stage sends each value once. It also forwards values that
@@ -16,8 +16,8 @@ only later stages read (skip connections). Three kinds of values are not sent:
   - results of the step: they stay on the stage that computes them
 
 If the program has enough equations with a cost, every stage gets at least one of them. Between two
-equations with a cost, the cut is made where the fewest bytes cross it. On a tie, the equations
-without a cost are on the stage of their readers.
+equations with a cost, a stage begins where the fewest bytes cross its boundary. On a tie, the
+equations without a cost are on the stage of their readers.
 
 Policies:
 
@@ -29,14 +29,14 @@ Policies:
                    ConfigError if the number of blocks is not a multiple of the number of stages.
   BALANCE_OP_NUM   Each stage gets the same number of equations. EPL's rule, but the number of
                    stages is always the requested number.
-  HEURISTIC        The default. Among the cuts that nearly balance the operations of stages, it
-                   takes the cut that sends the fewest bytes
-                   (`dtrans.pipeline_parallel.balance.balanced`). It cuts between repeated blocks
-                   instead, if this gives the slowest stage at most `SLACK` times the work. If all
+  HEURISTIC        The default. Among the divisions that nearly balance the operations of stages,
+                   it takes the division that sends the fewest bytes
+                   (`dtrans.pipeline_parallel.balance.balanced`). Stages begin at repeated blocks
+                   instead, if the slowest stage then has at most `SLACK` times the work. If all
                    blocks cost about the same, and their number is a multiple of the number of
-                   stages, the result is the cut of REPEATED_LAYERS.
+                   stages, the result is the division of REPEATED_LAYERS.
 
-EPL has no cost model. It avoids cutting blocks only if their number is a multiple of the number of
+EPL has no cost model. It avoids dividing blocks only if their number is a multiple of the number of
 stages (epl/parallel/planner.py).
 
 Scopes in the user's model (`dtrans.step.scopes`) override all policies. An equation outside of all
@@ -162,13 +162,13 @@ def stages_of(
     rule = contiguous
     if policy in (None, "HEURISTIC"):
         rule = balanced
-    # Cut the equations in each candidate order, and take the cut whose slowest stage takes the
-    # least time.
-    cuts = []
+    # Divide the equations in each candidate order, and take the division whose slowest stage
+    # takes the least time.
+    divisions = []
     for order in _orders(forward, costs, batch):
         row = _OrderedEquations(forward, costs, order, flops_per_byte, batch)
-        cuts.append((row, row.cut(num_stages, rule)))
-    row, best = min(cuts, key=lambda cut: cut[0].slowest(cut[1]))
+        divisions.append((row, row.divide(num_stages, rule)))
+    row, best = min(divisions, key=lambda pair: pair[0].slowest(pair[1]))
     if policy == "REPEATED_LAYERS":
         best = _repeated(row, num_stages)
     elif policy != "BALANCE_FLOPS":
@@ -219,7 +219,7 @@ Rule: TypeAlias = Callable[[Sequence[float], Sequence[float], int], tuple[int, .
 
 
 class _OrderedEquations:
-    """List of a program's equations in one order. `cut` divides it into consecutive parts.
+    """List of a program's equations in one order. `divide` splits it into consecutive parts.
 
     Args:
       forward: the program.
@@ -231,7 +231,7 @@ class _OrderedEquations:
     Attributes:
       eqns: the equations, in the order of the list.
       costs: the floating-point operations of each equation in `eqns`.
-      crossing: the cost of a cut in front of each equation in `eqns`.
+      crossing: the cost of a boundary in front of each equation in `eqns`.
     """
 
     def __init__(
@@ -249,8 +249,8 @@ class _OrderedEquations:
         last: dict[Var, int] = {}
         for i, eqn in enumerate(self.eqns):
             last |= dict.fromkeys(_reads(eqn), i)
-        # `changes[i]` is the number of bytes that cross cut i, minus the number that cross cut
-        # i - 1. Its running sum gives the bytes of all cuts in one pass over the equations.
+        # `changes[i]` is the number of bytes that cross boundary i, minus the number that cross
+        # boundary i - 1. A running sum over `changes` gives the bytes that cross each boundary.
         changes = [0] * (count + 1)
         dependent = _of_batch(forward, batch)
         for i, eqn in enumerate(self.eqns):
@@ -278,13 +278,13 @@ class _OrderedEquations:
         sent = [*values_at(self.crossing, starts[1:]), 0.0]
         return max(map(sum, zip(self.work(starts), sent, strict=True)))
 
-    def cut(self, parts: int, rule: Rule, blocks: Blocks | None = None) -> tuple[int, ...]:
-        """Cut the list into parts; return the position at which each part begins.
+    def divide(self, parts: int, rule: Rule, blocks: Blocks | None = None) -> tuple[int, ...]:
+        """Divide the list into parts; return the position at which each part begins.
 
         Args:
           parts: the number of parts.
           rule: `contiguous` or `balanced`.
-          blocks: repeated blocks that no cut may divide.
+          blocks: repeated blocks, which must not be divided.
         """
         positions: Sequence[int] = range(len(self.order))
         if blocks is not None:
@@ -296,8 +296,9 @@ class _OrderedEquations:
             return tuple(
                 values_at(positions, rule(costs, values_at(self.crossing, positions), parts))
             )
-        # The rules take time quadratic in the number of candidate cuts. So between two consecutive
-        # units with a cost, only the cheapest cut is a candidate (on ties the first).
+        # The rules take time quadratic in the number of candidate boundaries. So between two
+        # consecutive units with a cost, only the cheapest boundary is a candidate (on ties the
+        # first).
         best = [0]
         for a, b in itertools.pairwise(paid):
             best.append(min(positions[a + 1 : b + 1], key=lambda i: (self.crossing[i], i)))
@@ -358,20 +359,20 @@ def _delay_to_readers(eqns: Sequence[JaxprEqn], movable: Sequence[bool]) -> list
 
 
 def _heuristic(row: _OrderedEquations, parts: int, best: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a cut between repeated blocks, or `best`.
+    """Return a division between repeated blocks, or `best`.
 
     The result is `best` if there are no repeated blocks, or if `best` is clearly better balanced.
 
     Args:
       row: the equations, in order.
       parts: the number of parts.
-      best: the starts of the parts in the balanced cut.
+      best: the starts of the parts in the balanced division.
     """
     found = repeated_blocks(row.eqns, row.costs, row.crossing, parts)
     if not found:
         return best
     blocks = found[0]
-    starts = row.cut(parts, balanced, blocks)
+    starts = row.divide(parts, balanced, blocks)
     near = lambda mine, other: max(row.work(mine)) <= SLACK * max(row.work(other))
 
     # If all blocks cost about the same, users expect the same number of blocks on each stage.

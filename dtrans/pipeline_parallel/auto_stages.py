@@ -28,7 +28,7 @@ def auto_stages(forward: ForwardPass, o: PipelineOptions) -> tuple[PipelineOptio
     """Choose the number of stages; return the options with this number, and the schedule.
 
     Args:
-      forward: the forward pass to cut.
+      forward: the forward pass to divide into stages.
       o: the options. The function ignores `num_stages`.
 
     Raises:
@@ -50,7 +50,7 @@ def auto_stages(forward: ForwardPass, o: PipelineOptions) -> tuple[PipelineOptio
     elif o.stages.policy == "REPEATED_LAYERS":
         raise ConfigError(
             "num_stages is 'auto', but policy='REPEATED_LAYERS' needs a number of stages; pass the "
-            "number, or leave out the policy: the default policy avoids cutting layers"
+            "number, or leave out the policy: by default, stages begin between layers if possible"
         )
     else:
         counts = range(1, _most(forward, o) + 1)

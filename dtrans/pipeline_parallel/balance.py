@@ -1,9 +1,9 @@
-"""Cuts of a list of costs into consecutive parts of similar cost.
+"""Division of a list of costs into consecutive parts of similar cost.
 
 There are two exact rules (`contiguous` and `balanced`), and EPL's balance of op counts
 (`partition_balance`). A *unit* is an entry of the list: in a pipeline, an equation or a block of
-equations. A *part* consists of consecutive units. `crossing` contains the costs of cuts: in a
-pipeline, the cost of sending the bytes that cross a cut.
+equations. A *part* consists of consecutive units. `crossing` contains the costs of boundaries
+between parts: in a pipeline, the cost of sending the bytes that cross a boundary.
 
 Each function returns the first unit of each part: `(0, 3, 5)` means units 0 to 2, 3 to 4, and 5 to
 the end. The result has exactly the requested number of parts, each with at least one unit. If this
@@ -29,17 +29,17 @@ SLACK = 1.1
 
 
 def contiguous(costs: Sequence[float], crossing: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Cut a list of units into parts so that the cost of the slowest part is minimal.
+    """Divide a list of units into parts so that the cost of the slowest part is minimal.
 
     The result is exact, in O(parts * units^2). A part of the units i to j - 1 costs
     `sum(costs[i:j]) + crossing[j]`: its work, plus the transfer of its output to the next part.
     Ties are broken by these criteria, in order: least total crossing; most even work (least sum of
-    squares); earliest cuts, compared from the last part backwards.
+    squares); earliest boundaries, compared from the last part backwards.
 
     Args:
       costs: the cost of each unit, at least 0.
-      crossing: `crossing[j]` is the cost of a cut in front of unit j. It has the length of `costs`;
-        `crossing[0]` is ignored.
+      crossing: `crossing[j]` is the cost of a boundary in front of unit j. It has the length of
+        `costs`; `crossing[0]` is ignored.
       parts: the number of parts.
 
     Returns:
@@ -64,14 +64,14 @@ def contiguous(costs: Sequence[float], crossing: Sequence[float], parts: int) ->
 
 
 def balanced(costs: Sequence[float], crossing: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Cut a list of units into parts of nearly balanced work, with the least total crossing.
+    """Divide a list of units into parts of nearly balanced work, with the least total crossing.
 
     The result is exact. Two limits define "nearly balanced":
 
-    - No part has more than `SLACK * most`. `most` is the work of the slowest part in the cut that
-      minimizes this work.
-    - No part has less than `least / 2`. `least` is the work of the lightest part in the cut that
-      maximizes this work, among the cuts within the first limit.
+    - No part has more than `SLACK * most`. `most` is the work of the slowest part in the division
+      that minimizes this work.
+    - No part has less than `least / 2`. `least` is the work of the lightest part in the division
+      that maximizes this work, among the divisions within the first limit.
 
     On ties, parts that begin with the most expensive units are preferred, because a layer begins
     with its matrix product. The last criterion is even work. Arguments, result and errors are those
@@ -101,7 +101,7 @@ def balanced(costs: Sequence[float], crossing: Sequence[float], parts: int) -> t
 
 
 def _sent(costs: Sequence[float], crossing: Sequence[float]) -> Any:
-    """Return an array of the costs of all cuts, with 0 at both ends of the list."""
+    """Return an array of the costs of all boundaries, with 0 at both ends of the list."""
     if len(crossing) != len(costs):
         raise ConfigError(
             f"crossing has {len(crossing)} entries; expected one for each of the {len(costs)} units"
@@ -122,7 +122,7 @@ def _work(costs: Sequence[float]) -> Callable[[int], Any]:
 def _extreme(
     units: int, parts: int, cost: Callable[[int], Any], best: Any, worst: Any, none: float
 ) -> float:
-    """Return the best possible cost of the worst part, over all cuts into `parts` parts.
+    """Return the best possible cost of the worst part, over all divisions into `parts` parts.
 
     With `best=np.minimum, worst=np.maximum`, the result is the least possible cost of the slowest
     part. With `best=np.maximum, worst=np.minimum`, it is the greatest possible cost of the lightest
@@ -147,10 +147,10 @@ def _extreme(
 def _best(
     units: int, parts: int, fits: Callable[[int], Any], *keys: Callable[[int], Any]
 ) -> tuple[int, ...]:
-    """Return the starts of the best cut into allowed parts.
+    """Return the starts of the parts in the best division into allowed parts.
 
-    The best cut has the least sum of the first key over its parts. Ties are broken by the sum of
-    the next key.
+    The best division has the least sum of the first key over its parts. Ties are broken by the sum
+    of the next key.
 
     Args:
       units, parts: the number of units, and of parts.
@@ -158,8 +158,8 @@ def _best(
       keys: functions. `key(stop)` is an array; entry `start` is the key of the part start:stop. It
         may also be one number for all starts.
     """
-    # Dynamic programming over (part, stop): `totals[k, stop]` is the sum of key k for the best cut
-    # of the units before `stop`.
+    # Dynamic programming over (part, stop): `totals[k, stop]` is the sum of key k for the best
+    # division of the units before `stop`.
     totals = np.full((len(keys), units + 1), np.inf)
     totals[:, 0] = 0.0
     came_from = np.zeros((parts, units + 1), int)
@@ -176,7 +176,7 @@ def _best(
             for k, key in enumerate(keys):
                 now[k, stop] = (totals[k, :stop] + key(stop))[left[0]]
         totals = now
-    # Trace the best cut back from its end.
+    # Trace the best division back from its end.
     starts = [units]
     for part in reversed(range(parts)):
         starts.append(int(came_from[part, starts[-1]]))

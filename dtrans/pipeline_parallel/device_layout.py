@@ -312,8 +312,8 @@ def _ordered(devices: Iterable[Any], host_by_host: bool) -> list[Any]:
 
     Args:
       devices: the devices.
-      host_by_host: True for all devices of a host before those of the next host. False for the
-        first device of every host, then the second of every host.
+      host_by_host: True to list all devices of a host before the devices of the next host. False
+        to list the first device of every host, then the second device of every host.
     """
     hosts = _hosts(devices).values()
     if host_by_host:

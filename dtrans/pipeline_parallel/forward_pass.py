@@ -4,8 +4,9 @@
     eqns       equations of the loss function, and later equations that read its results
     diff       inputs with respect to which the loss is differentiated
 
-`dtrans.pipeline_parallel.assign_stages` cuts `eqns` into stages. Each stage recomputes the values
-of the prelude that it reads. `dtrans.pipeline_parallel.stage_vjp` differentiates the stages later.
+`dtrans.pipeline_parallel.assign_stages` divides `eqns` into stages. Each stage recomputes the
+values of the prelude that it reads. `dtrans.pipeline_parallel.stage_vjp` differentiates the stages
+later.
 """
 
 from __future__ import annotations

@@ -26,11 +26,11 @@ class Stages:
     """Options that determine the stages of a pipeline, and the devices of the stages.
 
     Attributes:
-      policy: the rule that cuts the model. "HEURISTIC" (the default) cuts between layers if such a
-        cut is nearly as fast as the best cut. "BALANCE_FLOPS" minimizes the time of the slowest
-        stage. "REPEATED_LAYERS" gives each stage the same number of layers. "BALANCE_OP_NUM" gives
-        each stage the same number of equations. Scopes in the model (`dtrans.replicate`) override
-        the policy.
+      policy: the rule that divides the model. "HEURISTIC" (the default) begins stages between
+        layers, if the result is nearly as fast as the best division. "BALANCE_FLOPS" minimizes the
+        time of the slowest stage. "REPEATED_LAYERS" gives each stage the same number of layers.
+        "BALANCE_OP_NUM" gives each stage the same number of equations. Scopes in the model
+        (`dtrans.replicate`) override the policy.
       flops_per_byte: the floating-point operations that a device does while it sends one byte; see
         `FLOPS_PER_BYTE`.
       chunks: the number of stages on each device. Only for the schedule "Interleaved", with the
@@ -217,7 +217,7 @@ class PipelineOptions:
 
     @property
     def parts(self) -> int:
-        """Number of micro-batches, over all replicas, into which the global batch is cut."""
+        """Number of micro-batches, over all replicas, into which the global batch is split."""
         return self.replicas * self.num_micro_batch
 
     @cached_property

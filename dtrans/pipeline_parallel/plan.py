@@ -86,7 +86,7 @@ class PipelinePlan(Plan):
       startup: the single-device init.
       options: the options of `dtrans.pipeline`.
       schedule: the tasks of each device, in order.
-      model: the model, cut into stages.
+      model: the model, divided into stages.
       step_programs: the programs of each stage, for a micro-batch of the traced batch.
       update: the update, which computes new parameters from sums of gradients.
       shared: the exact step of a micro-batch; None with `batch="micro"`.
@@ -245,28 +245,28 @@ class PipelinePlan(Plan):
     def device_bytes(self, name: str) -> int:
         """Return the bytes that each device of a stage stores for one array of the state."""
         t = self.update.program.inputs[name]
-        if name not in self.model.cuts.state:
+        if name not in self.model.sharding.state:
             return nbytes(t)
-        home, axis = self.home(name), self.model.cuts.state[name]
+        home, axis = self.home(name), self.model.sharding.state[name]
         assert home is not None
-        return nbytes(t) // t.shape[axis] * -(-t.shape[axis] // self.model.cuts.shards[home])
+        return nbytes(t) // t.shape[axis] * -(-t.shape[axis] // self.model.sharding.shards[home])
 
     def padded(self, name: str) -> tuple[int, int] | None:
-        """Return (cut dimension, padded size of the dimension) for an array of the state.
+        """Return (divided dimension, padded size of this dimension) for an array of the state.
 
-        The array is cut over the shards of its stage, or over the replicas. Return None if the
-        array is not cut.
+        The shards of the array's stage, or the replicas, divide the array. Return None if the array
+        is not divided.
         """
-        axis = self.model.cuts.state.get(name)
+        axis = self.model.sharding.state.get(name)
         if axis is not None:
             home, size = self.home(name), self.types[name].shape[axis]
             assert home is not None
-            shards = self.model.cuts.shards[home]
+            shards = self.model.sharding.shards[home]
             return axis, shards * -(-size // shards)
         layout = self.update.layout
-        if layout is None or name not in layout.cuts:
+        if layout is None or name not in layout.sliced:
             return None
-        sliced = layout.cuts[name]
+        sliced = layout.sliced[name]
         return sliced.axis, sliced.padded
 
     # -- the plan as text ------------------------------------------------------------------------
@@ -322,7 +322,7 @@ def _cost_of_stage(plan: PipelinePlan, stage: Stage, programs: StagePrograms) ->
     many = o.num_micro_batch
     return RoleCost(
         f"stage {stage.index}",
-        o.replicas * plan.model.cuts.shards[stage.index],
+        o.replicas * plan.model.sharding.shards[stage.index],
         stage.stores,
         many * sent,
         many * received,
@@ -371,10 +371,11 @@ def _notes_of_stages(plan: PipelinePlan) -> Iterator[str]:
             "choose their boundaries with dtrans.replicate"
         )
     model = plan.model
-    for stage, count in enumerate(model.cuts.shards):
+    for stage, count in enumerate(model.sharding.shards):
         if count > 1:
-            cut = ", ".join(n for n in model.cuts.state if model.homes.get(n) == stage)
-            yield f"stage {stage} is split over {count} devices: {cut or 'no parameter is cut'}"
+            names = ", ".join(n for n in model.sharding.state if model.homes.get(n) == stage)
+            sharded = names or "no parameter is sharded"
+            yield f"stage {stage} is split over {count} devices: {sharded}"
     for n, users in model.users.items():
         if len(users) > 1:
             yield (

@@ -63,7 +63,7 @@ def repeated_blocks(
     Args:
       eqns: the equations, in order.
       costs: the cost of each equation. Blocks without a cost are left out.
-      crossing: the cost of a cut in front of each equation.
+      crossing: the cost of a stage boundary in front of each equation.
       at_least: the least number of blocks.
 
     Example:

@@ -2,9 +2,9 @@
 
 A *split stage* contains `dtrans.split` scopes, and each of its devices is a *shard*. All shards
 have complete copies of the batch, of the results, and of values that the stage receives or sends. A
-parameter inside the scope may be cut: each shard then stores a piece of the parameter, of its
-gradient and of its optimizer state. Residuals may also be cut: each shard saves the residuals that
-its forward program computes. `dtrans.engine.split` rewrites the equations for pieces.
+parameter inside the scope may be sharded: each shard then stores a piece of the parameter, of its
+gradient and of its optimizer state. Residuals may also be sharded: each shard saves the residuals
+that its forward program computes. `dtrans.engine.split` rewrites the equations for pieces.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import RowAxis
 from dtrans.step.halves import DividedStep, Gradient
 from dtrans.step.scopes import scope_of_eqn, scopes_of
-from dtrans.tensor_parallel.defaults import default_cuts
+from dtrans.tensor_parallel.defaults import default_axes
 
 
 @dataclasses.dataclass(frozen=True)
-class StageCuts:
-    """Parameters and optimizer state that are cut over the shards of stages.
+class StageSharding:
+    """Parameters and optimizer state that the shards of split stages divide.
 
     Attributes:
       shards: the number of shards of each stage; 1 for a stage that is not split.
-      state: maps each cut array, of the parameters or of the optimizer's state, to the dimension of
-        the cut.
+      state: maps each divided array, of the parameters or of the optimizer's state, to its sharded
+        dimension.
     """
 
     shards: tuple[int, ...]
@@ -79,15 +79,15 @@ def shards_of(forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions)
     return tuple(count)
 
 
-def cuts_of(
+def sharding_of(
     step: DividedStep,
     stages: Sequence[StagePrograms],
     shards: Sequence[int],
     users: Mapping[str, Sequence[int]],
-) -> StageCuts:
-    """Return the parameters and optimizer state that split scopes cut.
+) -> StageSharding:
+    """Return the parameters and optimizer state that the shards of split stages divide.
 
-    A parameter is cut only if a single stage reads it.
+    A parameter is sharded only if a single stage reads it.
 
     Args:
       step: the training step, divided at its gradients.
@@ -106,13 +106,13 @@ def cuts_of(
         p = stage.forward
         alone = {n for n in stage.params if n in users and readers[n] == [stage.index]}
         places = [i for i, n in enumerate(p.in_names) if n in alone]
-        for i, axis in default_cuts(p.jaxpr, places, count, _is_split).items():
+        for i, axis in default_axes(p.jaxpr, places, count, _is_split).items():
             params[p.in_names[i]] = axis
     if not params:
-        return StageCuts(tuple(shards), {})
+        return StageSharding(tuple(shards), {})
 
-    # An array of optimizer state is cut like its parameter if it has an entry for each row that is
-    # cut.
+    # An array of optimizer state is sharded like its parameter, if the array has an entry for each
+    # sharded row of the parameter.
     analysis = analyse(step.optimize, step.params, {n: d for n, d in params.items() if d})
     plain = analyse(step.optimize, step.params)
     state = dict(params)
@@ -123,7 +123,7 @@ def cuts_of(
         has_home = plain.home(plain.layout(plain.inputs[name])) is not None
         if has_home and isinstance(row, RowAxis) and row.leaf in params and row.width == 1:
             state[name] = row.axis
-    return StageCuts(tuple(shards), state)
+    return StageSharding(tuple(shards), state)
 
 
 def _is_split(eqn: object) -> bool:
@@ -132,25 +132,25 @@ def _is_split(eqn: object) -> bool:
 
 
 def split_stages(
-    stages: Sequence[StagePrograms], cuts: StageCuts
+    stages: Sequence[StagePrograms], sharding: StageSharding
 ) -> tuple[tuple[StagePrograms, ...], dict[tuple[int, str], int]]:
     """Rewrite the programs of split stages for one shard.
 
     Returns:
-      The programs of all stages; and the dimensions of cut values, by (stage, name of a value).
+      The programs of all stages; and the sharded dimensions of values, by (stage, name of a value).
     """
     sharded: list[StagePrograms] = []
     values: dict[tuple[int, str], int] = {}
     for s in stages:
-        if cuts.shards[s.index] == 1:
+        if sharding.shards[s.index] == 1:
             sharded.append(s)
             continue
         here: dict[str, int] = {}
-        forward = _split(s.forward, s, cuts, here, {*s.sends, *s.results})
-        backward = _split(s.backward, s, cuts, here, s.cotangents)
+        forward = _split(s.forward, s, sharding, here, {*s.sends, *s.results})
+        backward = _split(s.backward, s, sharding, here, s.cotangents)
         weights = s.weights
         if weights is not None:
-            weights = _split(weights, s, cuts, here, ())
+            weights = _split(weights, s, sharding, here, ())
         sharded.append(dataclasses.replace(s, forward=forward, backward=backward, weights=weights))
         for n, axis in here.items():
             values[s.index, n] = axis
@@ -160,7 +160,7 @@ def split_stages(
 def _split(
     p: Program,
     s: StagePrograms,
-    cuts: StageCuts,
+    sharding: StageSharding,
     values: dict[str, int],
     replicated: Collection[str],
 ) -> Program:
@@ -169,21 +169,21 @@ def _split(
     Args:
       p: a program of the stage.
       s: the programs of the stage.
-      cuts: the cut parameters.
-      values: maps the cut outputs of earlier programs of the stage to their dimensions. The
-        function adds the cut outputs of this program.
+      sharding: the sharded parameters.
+      values: maps sharded outputs of the stage's earlier programs to their dimensions. The function
+        adds the sharded outputs of `p`.
       replicated: the outputs that must be complete on each shard.
     """
-    sums = {n: cuts.state[leaf] for n, leaf in s.sums.items() if leaf in cuts.state}
-    params = retain(cuts.state, s.params)
+    sums = {n: sharding.state[leaf] for n, leaf in s.sums.items() if leaf in sharding.state}
+    params = retain(sharding.state, s.params)
     known = {**params, **sums, **values}
     ins = {i: known[n] for i, n in enumerate(p.in_names) if n in known}
     outs: dict[int, int | None] = {}
     for i, n in enumerate(p.out_names):
         if n in replicated or n in s.sums:
             outs[i] = sums.get(n)
-    sharded = split(p.jaxpr, ins, cuts.shards[s.index], SPLIT, outs=outs)
-    for n, d in zip(p.out_names, sharded.out_cuts, strict=True):
+    sharded = split(p.jaxpr, ins, sharding.shards[s.index], SPLIT, outs=outs)
+    for n, d in zip(p.out_names, sharded.out_axes, strict=True):
         if d is not None and n not in sums:
             values[n] = d
     role = p.roles[0] if p.roles else FORWARD
@@ -191,31 +191,31 @@ def _split(
 
 
 def split_update(
-    placed: PlacedUpdate, cuts: StageCuts, sums: Mapping[str, tuple[str, int, int | None]]
+    placed: PlacedUpdate, sharding: StageSharding, sums: Mapping[str, tuple[str, int, int | None]]
 ) -> PlacedUpdate:
-    """Rewrite the update so that the pieces of a split stage compute one shard.
+    """Rewrite the update so that the programs of a split stage compute one shard.
 
     Args:
       placed: the update on complete arrays.
-      cuts: the cut parameters and optimizer state.
+      sharding: the sharded parameters and optimizer state.
       sums: maps each input that is a stage's sum of gradients to (leaf, stage, micro-batch).
     """
     inner = placed.program.inner
-    dims: dict[Var, int] = {}  # value -> the dimension along which the value is cut
+    dims: dict[Var, int] = {}  # value -> the dimension along which the value is sharded
     for v, n in zip(inner.invars, placed.program.in_names, strict=True):
         leaf = sums[n][0] if n in sums else n
-        if leaf in cuts.state:
-            dims[v] = cuts.state[leaf]
+        if leaf in sharding.state:
+            dims[v] = sharding.state[leaf]
     # output -> its dimension; None if it must be complete on each shard
     new: dict[Var, int | None] = {}
     for n, a in placed.program.outvars.items():
         if isinstance(a, Var):
-            new[a] = cuts.state.get(n)
+            new[a] = sharding.state.get(n)
     # Values that a stage sends must be complete.
     sent = {(v, origin) for v, origin, _ in placed.sends}
     pieces: list[StagePart] = []
     for p in placed.pieces:
-        if cuts.shards[p.place] == 1:
+        if sharding.shards[p.place] == 1:
             pieces.append(p)
             continue
         ins = {i: dims[v] for i, v in enumerate(p.reads) if v in dims}
@@ -223,9 +223,9 @@ def split_update(
         for i, v in enumerate(p.makes):
             if v in new or (v, p.place) in sent:
                 wanted[i] = new.get(v)
-        sharded = split(p.jaxpr, ins, cuts.shards[p.place], SPLIT, outs=wanted)
-        for v, d in zip(p.makes, sharded.out_cuts, strict=True):
+        sharded = split(p.jaxpr, ins, sharding.shards[p.place], SPLIT, outs=wanted)
+        for v, d in zip(p.makes, sharded.out_axes, strict=True):
             if d is not None:
                 dims[v] = d
         pieces.append(dataclasses.replace(p, jaxpr=sharded.jaxpr))
-    return dataclasses.replace(placed, pieces=tuple(pieces), cuts=dims)
+    return dataclasses.replace(placed, pieces=tuple(pieces), sharded_axes=dims)

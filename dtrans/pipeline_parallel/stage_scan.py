@@ -1,4 +1,4 @@
-"""Scanned layers: a `lax.scan` over stacked parameters, cut into one scan for each stage.
+"""Scanned layers: a `lax.scan` over stacked parameters, split into one scan for each stage.
 
 First, each iteration becomes a scan of one iteration, and the equations are assigned to stages.
 Then the iterations of each stage are merged into one scan over the stage's rows of the stacked
@@ -50,7 +50,7 @@ from dtrans.slicing.server_update import inline_update, write_server
 from dtrans.step.halves import DividedStep, Gradient, Name, OptimizeHalf
 
 
-# One tuple for each scan to cut: the first iteration of each part, then the number of iterations
+# One tuple for each scan to split: the first iteration of each part, then the number of iterations
 ScanSplits = tuple[tuple[int, ...], ...]
 
 # The origin of each equation after scans were split: (index of the original equation, index of its
@@ -75,7 +75,7 @@ class StageRows:
 
 
 def loops_of(forward: ForwardPass) -> list[int]:
-    """Return the indices of the scans to cut: forward scans over stacked parameters."""
+    """Return the indices of the scans to split: forward scans over stacked parameters."""
     found = []
     for i, eqn in enumerate(forward.eqns):
         if eqn.primitive.name == SCAN and not is_reversed(eqn) and scan_length(eqn) > 1:
@@ -162,8 +162,8 @@ def merge_iterations(forward: ForwardPass, origin: Origins, stage_of: Sequence[i
     found = []
     for i in loops_of(forward):
         stages = [stage_at[i, k] for k in range(scan_length(forward.eqns[i]))]
-        cuts = [k for k in range(1, len(stages)) if stages[k] != stages[k - 1]]
-        found.append((0, *cuts, len(stages)))
+        starts = [k for k in range(1, len(stages)) if stages[k] != stages[k - 1]]
+        found.append((0, *starts, len(stages)))
     return tuple(found)
 
 
@@ -203,7 +203,7 @@ def _stages_by_origin(origin: Origins, stage_of: Sequence[int]) -> dict[tuple[in
 
 
 def stage_rows(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple[StageRows, ...]]:
-    """Return the rows of each stage, for each stack of layers that several stages divide."""
+    """Return the rows of each stage, for each stacked parameter that several stages divide."""
     step = forward.step
     analysis: RowAnalysis | None = None
     word = _word_for_rows(step)
@@ -284,11 +284,11 @@ class Unstacked:
 def unstack_params(
     forward: ForwardPass, rows: Mapping[str, tuple[StageRows, ...]], stage_of: Sequence[int] = ()
 ) -> Unstacked:
-    """Replace stacks by their rows in a forward pass.
+    """Replace stacked parameters by the rows of each stage, in a forward pass.
 
     Args:
       forward: the forward pass with split scans.
-      rows: maps each stack to its rows.
+      rows: maps each stacked parameter to its rows in each stage.
       stage_of: the stage of each equation, if the stages are known.
     """
     if not rows:
@@ -377,7 +377,7 @@ def _half_of_blocks(
     for name, variable in work.variables.items():
         if variable.of in step.opt_state and variable.part is not None:
             state.setdefault(variable.of, []).append(StageRows(name, variable.part))
-        values[name] = b.input(variable.cut(types[variable.of]))
+        values[name] = b.input(variable.stored_type(types[variable.of]))
         in_names.append(name)
     for block in work.blocks:
         for g in block.grads:
@@ -397,11 +397,11 @@ def _half_of_blocks(
 def _step_of_rows(
     step: DividedStep, rows: Mapping[str, tuple[StageRows, ...]], half: OptimizeHalf
 ) -> DividedStep:
-    """Return the step with rows instead of stacks in its state.
+    """Return a step whose state has the rows of each stage instead of stacked arrays.
 
     Args:
-      step: the step with stacks.
-      rows: maps each stack to its rows.
+      step: the step with stacked arrays in its state.
+      rows: maps each stacked array to its rows in each stage.
       half: the update for rows.
     """
     source = step.program
@@ -433,13 +433,13 @@ def _step_of_rows(
         b.role = role
         b.keep(eqn)
 
-    # The outputs: the new stacks, cut into rows.
+    # The outputs: the rows of the new stacked parameters.
     new: dict[str, Atom] = dict(outs)
     for n, runs in rows.items():
         out = new.pop(n)
         assert not isinstance(out, Literal), n
         for r in runs:
-            new[r.name] = r.part.cut(b, out)
+            new[r.name] = r.part.take_from(b, out)
     results = TreeSpec.from_tree(subset(source.outputs, step.results))
     args, out_spec = (*specs, *source.args[2:]), tuple_of(*specs, results)
 

@@ -18,7 +18,7 @@ from dtrans.ir.selection import retain, values_at
 from dtrans.pipeline_parallel.forward_pass import ForwardPass, forward_pass
 from dtrans.pipeline_parallel.options import PipelineOptions
 from dtrans.pipeline_parallel.results import results_program
-from dtrans.pipeline_parallel.split_stages import StageCuts, split_stages
+from dtrans.pipeline_parallel.split_stages import StageSharding, split_stages
 from dtrans.pipeline_parallel.stage_programs import StagePrograms, StageProgramWriter
 from dtrans.pipeline_parallel.stage_scan import ScanSplits, StageRows, split_scans, unstack_params
 from dtrans.pipeline_parallel.update import slices_of_sums
@@ -32,13 +32,13 @@ class StepPrograms:
 
     Attributes:
       stages: the programs of each stage, for one micro-batch.
-      cuts: maps (stage, name of a value) to the dimension along which the stage's shards cut the
-        value. Only split stages have cut values.
+      sharded_axes: maps (stage, name of a value) to the dimension along which the stage's shards
+        divide the value. Only split stages have sharded values.
       results: the program that merges each stage's results; None for a stage without results.
     """
 
     stages: tuple[StagePrograms, ...]
-    cuts: Mapping[tuple[int, str], int]
+    sharded_axes: Mapping[tuple[int, str], int]
     results: tuple[Program | None, ...]
 
 
@@ -54,7 +54,7 @@ class StagedModel:
       stage_of: the stage of each equation of the forward pass.
       homes: maps each parameter to the stage that stores it.
       users: maps each parameter to the stages that compute its gradient.
-      cuts: the number of shards of each stage, and the state that is cut over shards.
+      sharding: the number of shards of each stage, and the state that the shards divide.
       scan_splits: the iterations that each stage runs, for each scan over layers.
       stacks: the rows of each stacked array of the state that several stages divide, by name.
       merges: maps each result, and each array of state that the forward pass updates, to its merge
@@ -66,7 +66,7 @@ class StagedModel:
     stage_of: tuple[int, ...]
     homes: Mapping[str, int]
     users: Mapping[str, tuple[int, ...]]
-    cuts: StageCuts
+    sharding: StageSharding
     scan_splits: ScanSplits
     stacks: Mapping[str, tuple[StageRows, ...]]
     merges: Mapping[str, str]
@@ -110,7 +110,7 @@ class StagedModel:
                 "batch"
             )
         stages = write_stages(forward, self.stage_of, self.options)
-        return step_programs(forward, stages, self.merges, self.cuts, self.options)
+        return step_programs(forward, stages, self.merges, self.sharding, self.options)
 
 
 def micro_batch_of(
@@ -140,7 +140,7 @@ def micro_batch_of(
         listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
         raise BatchError(
             f"{listed} rows; expected equal numbers, because the rows of every array of the batch "
-            "are cut into micro-batches. If every micro-batch reads a whole array, name the array "
+            "are split into micro-batches. If every micro-batch reads a full array, name the array "
             "in dtrans.Batch(unsplit_inputs=...)"
         )
     for count, n in rows.items():
@@ -191,9 +191,9 @@ def step_programs(
     forward: ForwardPass,
     stages: Sequence[StagePrograms],
     merges: Mapping[str, str],
-    cuts: StageCuts,
+    sharding: StageSharding,
     o: PipelineOptions,
 ) -> StepPrograms:
     """Return the programs of all stages, and the programs that merge their results."""
     results = tuple(results_program(s, merges, o, forward.jaxpr) for s in stages)
-    return StepPrograms(*split_stages(stages, cuts), results)
+    return StepPrograms(*split_stages(stages, sharding), results)

@@ -9,7 +9,7 @@ assign each equation to a stage                                 assign_stages
 write the programs of each stage                                stage_programs
 order the tasks of each device                                  schedule
 write the merge of results over micro-batches and replicas      results
-write the update, and cut it by stage                           update, update_by_stage
+write the update, and divide it by stage                        update, update_by_stage
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from dtrans.pipeline_parallel.options import PipelineOptions, StageMemory, Stage
 from dtrans.pipeline_parallel.plan import PipelinePlan, ShownValues
 from dtrans.pipeline_parallel.results import STACK, check_state
 from dtrans.pipeline_parallel.schedule import Schedule, schedule as schedule_of
-from dtrans.pipeline_parallel.split_stages import cuts_of, shards_of
+from dtrans.pipeline_parallel.split_stages import sharding_of, shards_of
 from dtrans.pipeline_parallel.stage_programs import StagePrograms, sums_of
 from dtrans.pipeline_parallel.stage_scan import (
     ScanSplits,
@@ -103,12 +103,12 @@ def pipeline(
     reduce: Reduce | str = Reduce(),
     batch: Batch | str = Batch(),
 ) -> PipelinePlan:
-    """Plan pipelined training: the loss function is cut into stages that run on different devices.
+    """Plan pipelined training: stages of the loss function run on different devices.
 
-    The batch is cut into micro-batches, which flow through the stages. The step must compute its
+    The batch is split into micro-batches, which flow through the stages. The step must compute its
     gradients with `dtrans.value_and_grad` (as `dtrans.make_train_step` does), because the loss
-    function is cut before it is differentiated. By default, the job computes the same numbers as
-    the step on one device with the full batch.
+    function is divided before it is differentiated. By default, the job computes the same numbers
+    as the step on one device with the full batch.
 
     Args:
       main: the traced training step, (params, opt_state, *batch) -> (params, opt_state, loss, ...).
@@ -117,8 +117,8 @@ def pipeline(
         `stages.chunks` stages. "auto": the number of `dtrans.replicate` scopes in the model.
         Without scopes, "auto" is the least number whose simulated step is nearly the fastest
         (`dtrans.pipeline_parallel.auto_stages`).
-      num_micro_batch: the number of micro-batches into which a replica cuts its part of the batch.
-        A step updates the parameters once, with the gradients of all micro-batches.
+      num_micro_batch: the number of micro-batches into which a replica splits its part of the
+        batch. A step updates the parameters once, with the gradients of all micro-batches.
       schedule: the order of tasks on each device: a `dtrans.Schedule`, or the name of a schedule.
         "PreferForward" or "GPipe": all forwards, then all backwards. "PreferBackward" or "1F1B":
         backwards as early as possible. "PreferBackwardOptimizer": one more micro-batch in flight,
@@ -305,7 +305,7 @@ def plan_pipeline(
     # The programs of stages, and of the update.
     stages = write_stages(forward, stage_of, o)
     homes, users = _homes(stages, step)
-    cuts = cuts_of(step, stages, shards_of(forward, stage_of, o), users)
+    sharding = sharding_of(step, stages, shards_of(forward, stage_of, o), users)
     hidden = (x for x in original.observers if not x.calls and x.reads not in EARLY)
     caller = "its stage, for each micro-batch" if o.parts > 1 else "its stage"
     return PipelinePlan(
@@ -313,9 +313,9 @@ def plan_pipeline(
         startup=startup,
         options=o,
         schedule=timetable,
-        model=StagedModel(part, o, stage_of, homes, users, cuts, splits, rows, merges),
-        step_programs=step_programs(forward, stages, merges, cuts, o),
-        update=update_of(step, sums_of(stages), homes, users, cuts, rows, o),
+        model=StagedModel(part, o, stage_of, homes, users, sharding, splits, rows, merges),
+        step_programs=step_programs(forward, stages, merges, sharding, o),
+        update=update_of(step, sums_of(stages), homes, users, sharding, rows, o),
         shared=shared,
         values=values,
         axes={n: axis for n, axis in axes.items() if axis},
@@ -371,13 +371,13 @@ def shared_by(
 ) -> tuple[ExactStep | None, WrittenParts | None]:
     """Return the exact step of a micro-batch, and the precomputed values that this step reads.
 
-    With `batch="micro"`, or if the batch is not cut, both results are None.
+    With `batch="micro"`, or if the batch is not split, both results are None.
 
     Args:
       main: the step of the global batch.
       part: the traced step of a micro-batch.
       o: the options of the pipeline.
-      axes: maps each array of the batch that is cut to 0, the dimension of the cut.
+      axes: maps each split array of the batch to 0, the dimension along which it is split.
 
     Raises:
       ConfigError: the step is not a sum over micro-batches, even with precomputed values.

@@ -5,7 +5,7 @@ over micro-batches, and of arguments that the update reads, such as a learning r
 adds the sums of all stages that share a leaf, and divides by the number of micro-batches. This
 result is marked as a gradient, so that the transforms for training steps can rewrite the update.
 Replicas reduce gradients as in nccl2 mode, or store slices of the optimizer state as in sharding.
-Finally, the update is cut by stage (`dtrans.pipeline_parallel.update_by_stage`).
+Finally, the update is divided by stage (`dtrans.pipeline_parallel.update_by_stage`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dtrans.ir.pytree import TreeSpec, tuple_of, unused_name
 from dtrans.ir.selection import exclude, subset, values_at
 from dtrans.pipeline_parallel.balance import contiguous, part_of_each
 from dtrans.pipeline_parallel.options import PipelineOptions
-from dtrans.pipeline_parallel.split_stages import StageCuts, split_update
+from dtrans.pipeline_parallel.split_stages import StageSharding, split_update
 from dtrans.pipeline_parallel.stage_scan import StageRows, concatenate_along
 from dtrans.pipeline_parallel.update_by_stage import PlacedUpdate, grouped, place
 from dtrans.rows.analysis import leaves_of_state
@@ -48,7 +48,7 @@ class Update:
     """Update of a pipelined step.
 
     Attributes:
-      placed: the program of one replica's update, cut into pieces.
+      placed: the program of one replica's update, divided into pieces.
       layout: the slices of the state that replicas store; None if each replica stores the complete
         state.
       sums: maps each input that is a stage's sum of gradients to (leaf, stage, micro-batch). The
@@ -61,7 +61,7 @@ class Update:
 
     @property
     def program(self) -> Program:
-        """Program of the update, before it is cut into pieces.
+        """Program of the update, before it is divided into pieces.
 
         Its inputs are (params, opt_state, sums and arguments). Its outputs are (params, opt_state,
         results of gradients).
@@ -75,9 +75,9 @@ class Update:
 
     def slice_axis(self, name: str) -> int | None:
         """Return the dimension along which replicas slice an array; None if it is not sliced."""
-        if self.layout is None or name not in self.layout.cuts:
+        if self.layout is None or name not in self.layout.sliced:
             return None
-        return self.layout.cuts[name].axis
+        return self.layout.sliced[name].axis
 
 
 def update_of(
@@ -85,19 +85,19 @@ def update_of(
     sums: Mapping[str, Any],
     homes: Mapping[str, int],
     users: Mapping[str, Sequence[int]],
-    cuts: StageCuts,
+    sharding: StageSharding,
     rows: Mapping[str, Sequence[StageRows]],
     o: PipelineOptions,
 ) -> Update:
-    """Write the update of a step, and cut it by stage.
+    """Write the update of a step, and divide the update by stage.
 
     Args:
       step: the captured step, divided at its gradients.
       sums: shape and dtype of each leaf's sum of gradients, by leaf.
       homes: maps each parameter to the stage that stores it.
       users: maps each parameter to the stages that compute its gradient.
-      cuts: the shards of split stages, and the state that the shards cut.
-      rows: maps each stack of layers to the rows that stages store as separate parameters.
+      sharding: the shards of split stages, and the state that the shards divide.
+      rows: maps each stacked parameter to the rows that stages store as separate parameters.
       o: the options of the pipeline.
     """
     types = step.program.inputs
@@ -132,8 +132,8 @@ def update_of(
         group = lambda leaf: ReduceSpec(group=homes[leaf])
         program = write_trainer(step_of_sums, o.over_replicas, {}, group)
 
-    # Cut the update by stage. The stage of a leaf has the leaf's optimizer state. Every stage has
-    # all other state.
+    # Divide the update by stage. The stage of a leaf has the leaf's optimizer state. Every stage
+    # has all other state.
     leaf_of = leaves_of_state(step.optimize, step.params)
     home: dict[str, int | None] = dict.fromkeys(step.opt_state)
     home |= {n: homes[leaf] for n, leaf in leaf_of.items()}
@@ -145,7 +145,7 @@ def update_of(
     if o.memory.update_groups > 1:
         leaf_of = dict(zip(step.params, step.params, strict=True)) | leaf_of
         placed = grouped(placed, _apply_groups(step, homes, leaf_of, o))
-    return Update(split_update(placed, cuts, inputs), layout, inputs)
+    return Update(split_update(placed, sharding, inputs), layout, inputs)
 
 
 def arguments_of(step: DividedStep) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The update, cut by stage: each piece of the program runs on one stage.
+"""The update, divided by stage: each piece of the program runs on one stage.
 
 A *place* is a stage of the pipeline. Each input of the update is in one place, or in every place.
 *Shared* values depend only on inputs that every place has, such as a step count. The *hub* is the
@@ -58,7 +58,7 @@ class StagePart(HoldsJaxpr):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlacedUpdate:
-    """Update that is cut into pieces. Each piece runs on one stage, its *place*.
+    """Update that is divided into pieces. Each piece runs on one stage, its *place*.
 
     Attributes:
       program: the program.
@@ -66,7 +66,8 @@ class PlacedUpdate:
       sends: the transfers between stages, as tuples (variable, sending stage, receiving stage).
       home: maps each input to the stage that has it, or to None if every stage has it.
       out_at: maps each output to the stage that needs it, or to None if every stage needs it.
-      cuts: maps each variable that the shards of a split stage cut to the dimension of the cut.
+      sharded_axes: maps each variable that the shards of a split stage divide to its sharded
+        dimension.
     """
 
     program: Program
@@ -74,13 +75,13 @@ class PlacedUpdate:
     sends: tuple[tuple[Var, int, int], ...]
     home: Mapping[str, int | None]
     out_at: Mapping[str, int | None]
-    cuts: Mapping[Var, int] = dataclasses.field(default_factory=dict)
+    sharded_axes: Mapping[Var, int] = dataclasses.field(default_factory=dict)
 
 
 def place(
     program: Program, home: Mapping[str, int | None], out_at: Mapping[str, int | None], places: int
 ) -> PlacedUpdate:
-    """Cut an update into pieces that each run on one stage; find the transfers between stages.
+    """Divide an update into pieces that each run on one stage; find the transfers between stages.
 
     Args:
       program: the program.

@@ -113,7 +113,7 @@ class RowAnalysis:
     def with_unsliced(self, unsliced: Collection[str]) -> RowAnalysis:
         """Return the analysis for a placement in which the leaves `unsliced` are not sliced.
 
-        A reduction over the rows of such a leaf needs no communication between servers.
+        A reduction over the rows of an unsliced leaf needs no communication between servers.
         """
         known = {*unsliced, *self.groups}
         half, roots = self.half, {leaf: g.leaves[0] for leaf, g in self.groups.items()}

@@ -6,7 +6,7 @@
 
 A `Colocated` layout with a reason binds its leaves: they must all stay unsliced on one server.
 A layout without a reason belongs to a value of a 0-d leaf, or to a reduction over an unsliced leaf.
-The server of such a value can send it to other servers.
+One server computes this value, and can send the value to other servers.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ servers (for a norm, say), all servers must take part, whatever the condition. S
 replaced by the equations of all branches and a `select_n`; optimizers are pure, so the numbers are
 equal.
 
-If a loop carries rows, and also a shared value that other equations read, it is split in two: one
-loop computes the shared value on every server, and the other computes the rows. `argmax` over rows
-becomes two reductions. Sums of 16-bit numbers over rows use 32 bits, so that the result is rounded
-once.
+A loop may carry rows, and also a shared value that other equations read. Then the loop is split in
+two: the first loop computes the shared value on every server, and the second computes the rows.
+`argmax` over rows becomes two reductions. Sums of 16-bit numbers over rows use 32 bits, so that the
+result is rounded once.
 """
 
 from __future__ import annotations

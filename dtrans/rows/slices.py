@@ -100,7 +100,7 @@ class Slice:
         start = self.start.widened(width) if isinstance(self.start, Start) else self.start * width
         return Slice(self.axis, start, self.size * width)
 
-    def cut(self, b: Builder, value: Atom) -> Atom:
+    def take_from(self, b: Builder, value: Atom) -> Atom:
         """Write this slice of a full value, and return it."""
         if isinstance(self.start, Start):
             fn = _picked(self.axis, self.size, self.start.reach)

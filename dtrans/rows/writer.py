@@ -8,7 +8,7 @@ impossible, it computes the full operand and slices that. Bodies of loops and br
 in the same way.
 
 A `BlockRows` object, such as `RowRange`, describes the rows of a block.
-`dtrans.parameter_server.tables.trainer_rows` has another, for rows of several leaves by their ids.
+`dtrans.parameter_server.tables.trainer_rows` has a `BlockRows` for rows of several leaves by ids.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class RowWriter:
       outside: (shared value) -> the program's input with this value, or None if the writer must
         compute the value.
       special: (this writer, equation, its step) -> outputs of the equation, which `special` has
-        written, or None to have the equation written as usual. Bodies use it too.
+        written, or None to have the equation written as usual. Writers of bodies also call
+        `special`.
 
     Attributes:
       env: value with rows -> the block's rows of this value, once they are written.
@@ -176,7 +177,7 @@ class RowWriter:
             if eqn is not None and all_shared(map(self.flow.layout, eqn.invars)):
                 recipe = recipe_of(eqn, eqn.outvars.index(atom), part)
             if recipe is None:
-                self._parts[atom, part] = part.cut(self.b, self.read_full(atom))
+                self._parts[atom, part] = part.take_from(self.b, self.read_full(atom))
             else:
                 slices = [self.part_of(a, p) for a, p in recipe.needs]
                 self._parts[atom, part] = recipe.write(self.b, slices)
@@ -198,8 +199,8 @@ class RowWriter:
 
     # -- equations -------------------------------------------------------------------------------
 
-    def cut(self, aval: Any, layout: Layout) -> Any:
-        """Return the type of a value that is cut to the block's rows; `aval` is the full type."""
+    def block_type(self, aval: Any, layout: Layout) -> Any:
+        """Return the type of the block's rows of a value; `aval` is the type of the full value."""
         if self.rows is None or not isinstance(layout, RowAxis):
             return aval
         key = (aval.shape, aval.dtype, aval.weak_type, layout)
@@ -212,7 +213,7 @@ class RowWriter:
         if (outputs := self._special(self, eqn, step)) is not None:
             return outputs
         atoms = [self.read(a, row) for a, row in zip(eqn.invars, step.operands, strict=True)]
-        types = [self.cut(v.aval, x) for v, x in zip(eqn.outvars, step.outs, strict=True)]
+        types = [self.block_type(v.aval, x) for v, x in zip(eqn.outvars, step.outs, strict=True)]
         if self.rows is None:
             return self.b.copy(eqn, atoms, types)
         if step.bodies:
@@ -230,7 +231,7 @@ class RowWriter:
         w = RowWriter(b, flow, rows, producers, special=self._special)
         for v in inner.invars:
             layout = flow.layout(v)
-            w.place(layout)[v] = w.b.input(self.cut(v.aval, layout))
+            w.place(layout)[v] = w.b.input(self.block_type(v.aval, layout))
         for i, eqn in enumerate(inner.eqns):
             step = flow.steps.get(i)
             if step is not None:

@@ -31,7 +31,8 @@ class Block:
       span: range of rows or of buckets (`dtrans.rows.row_buckets`); None for a 0-d leaf.
       shape, dtype: type of the block.
       endpoint: server of the block.
-      word: word before the index in names: "block", or another word if a leaf has such a name.
+      word: word before the index in names: "block"; or another word, if a leaf of the step already
+        has the name with "block".
       is_table: True for a block of a table. Its update is written for a range of rows, even if the
         block has all rows of the leaf.
     """

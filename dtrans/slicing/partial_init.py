@@ -59,7 +59,7 @@ def write_parts(b: Builder, jaxpr: ClosedJaxpr, wanted: Sequence[Want]) -> list[
             return atom
         if (atom, part) not in computed:
             role, b.role = b.role, DIST
-            computed[atom, part] = part.cut(b, atom)
+            computed[atom, part] = part.take_from(b, atom)
             b.role = role
         return computed[atom, part]
 
@@ -121,14 +121,14 @@ def makes_rows(jaxpr: ClosedJaxpr, output: Atom, axis: int) -> bool:
       [True, False]
     """
     plan = _Plan(opened(jaxpr).eqns, [(output, Slice(axis, Start(lambda b: output), 1))])
-    return not plan.cuts
+    return not plan.sliced
 
 
 class _Plan:
     """Slices of each value to compute, and how the equations of an init compute these slices.
 
     Attributes:
-      cuts: pairs (value, slice) for slices that are cut from the full value.
+      sliced: pairs (value, slice), if the slice is taken from the full value.
     """
 
     def __init__(self, eqns: Sequence[JaxprEqn], wanted: Sequence[Want]) -> None:
@@ -137,7 +137,7 @@ class _Plan:
         self._wanted: dict[Atom, dict[Slice | None, None]] = {}
         self._recipes: dict[int, list[tuple[Want, Recipe]] | None] = {}
         outputs = set(outputs_of(eqns))
-        self.cuts: list[Want] = []
+        self.sliced: list[Want] = []
         for want in wanted:
             self._add(want)
         for i in range(len(eqns) - 1, -1, -1):
@@ -147,18 +147,18 @@ class _Plan:
                 for a in eqn.invars:
                     self._add((a, None))
                 for v in eqn.outvars:
-                    self._cut(v)
+                    self._slice_full(v)
             else:
                 for _, recipe in recipes:
                     for need in recipe.needs:
                         self._add(need)
         for value in self._wanted:
             if value not in outputs:
-                self._cut(value)
+                self._slice_full(value)
 
-    def _cut(self, value: Atom) -> None:
+    def _slice_full(self, value: Atom) -> None:
         """Record that the wanted slices of a value are sliced from the full value."""
-        self.cuts += [(value, part) for part in self._parts(value)]
+        self.sliced += [(value, part) for part in self._parts(value)]
 
     def steps(self) -> Iterator[tuple[JaxprEqn, list[tuple[Want, Recipe]] | None]]:
         """Yield pairs (equation, recipes): each recipe computes a wanted slice of an output.
@@ -202,8 +202,8 @@ class _Plan:
     def _is_full(self, var: Var) -> bool:
         """Return True if a value is computed in full.
 
-        This is so if the full value is wanted, or if all wanted slices together are more than twice
-        as large as the full value.
+        A value is computed in full if the full value is wanted. It is also computed in full if all
+        wanted slices together are more than twice as large as the full value.
         """
         if None in self._wanted.get(var, ()):
             return True

@@ -64,7 +64,7 @@ class ServerVariable:
         """Name of the full array that contains the rows of the variable."""
         return self.beside or self.of
 
-    def cut(self, aval: Any) -> Any:
+    def stored_type(self, aval: Any) -> Any:
         """Return the type of this variable; `aval` is the type of the full array."""
         if self.part is None:
             return aval

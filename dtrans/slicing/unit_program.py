@@ -1,9 +1,10 @@
 """Programs that update a unit: one for each level with equations of the unit.
 
 A *unit* is a block of one leaf's rows, or a group of leaves that cannot be sliced. The equations of
-its leaves are rewritten for the rows of the block (`dtrans.rows.writer`). If a later level reads a
-value, the level that computes the value returns it. Shared values are inputs, and have variables
-instead of names, because each server names them differently (`dtrans.slicing.server_update`).
+the unit's leaves are rewritten for the rows of the block (`dtrans.rows.writer`). A *level* is the
+part of the update between two exchanges of the servers. If a later level reads a value, the level
+that computes the value returns it. Shared values are inputs. They have variables instead of names,
+because each server names them differently (`dtrans.slicing.server_update`).
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ def write_unit(
     for var, grad in grads.items():
         w = levels.at(levels.of.setdefault(var, 0))
         w.grads.append(grad)
-        w.writer.env[var] = w.take(grad.name, w.writer.cut(var.aval, RowAxis(grad.leaf, 0)))
+        w.writer.env[var] = w.take(grad.name, w.writer.block_type(var.aval, RowAxis(grad.leaf, 0)))
 
     for i in positions:
         levels.emit(i)
@@ -217,7 +218,9 @@ class _UnitLevels:
         if name is None:
             return None
         w = self.writers[level]
-        w.writer.env[var] = w.take(name, w.writer.cut(var.aval, self._rounds.analysis.layout(var)))
+        w.writer.env[var] = w.take(
+            name, w.writer.block_type(var.aval, self._rounds.analysis.layout(var))
+        )
         return w.writer.env[var]
 
     def _from_earlier(self, level: int, var: Var) -> str | None:

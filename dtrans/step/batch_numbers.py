@@ -1,7 +1,7 @@
 """Numbers that depend on the batch size become inputs of the update.
 
 An update may count rows (`seen + len(x)`) or divide by their number (`gradient / len(x)`). In the
-trace such a number is a literal that differs for every batch size. But servers compile their
+trace, the number of rows is a literal, and differs for every batch size. But servers compile their
 updates before any batch arrives. So the number becomes an input, which trainers send in each step.
 
 `numbers_of_size` finds the numbers: it compares the updates that one step has for two batch sizes.
@@ -134,7 +134,7 @@ def _operands(half: OptimizeHalf) -> dict[int, list[Atom]]:
 def _literal_at(
     rows: Mapping[int, Sequence[Atom]], places: Sequence[NumberPlace]
 ) -> np.ndarray | None:
-    """Return the literal that all these places of an update have; None if there is no such literal.
+    """Return the literal that an update has at all given places; None if the places differ.
 
     Args:
       rows: operands of each equation, and the outputs, as from `_operands`.

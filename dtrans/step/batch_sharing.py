@@ -128,7 +128,7 @@ class Batch:
 
 
 def shard_batch(batch: Any, number: int, count: int, axis: int = 0) -> Any:
-    """Return part `number` of a batch that is cut into `count` equal parts.
+    """Return part `number` of a batch that is split into `count` equal parts.
 
     For a batch of B rows, these are the rows number*B/count to (number+1)*B/count. Use this
     function in a data loader that has no job; otherwise call `job.shard_batch`.
@@ -161,7 +161,7 @@ def shard_batch(batch: Any, number: int, count: int, axis: int = 0) -> Any:
 
 
 def part_of(x: Any, number: int, count: int, axis: int, name: str, trainers: int = 0) -> Any:
-    """Return part `number` of an array that is cut into `count` parts along dimension `axis`.
+    """Return part `number` of an array that is split into `count` parts along dimension `axis`.
 
     Args:
       name: name of the array in errors.

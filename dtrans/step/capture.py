@@ -1,7 +1,7 @@
 """Capture: a trace of a step in which the loss function is one undifferentiated equation.
 
-A pipeline cuts the loss function into stages and differentiates each stage. In an ordinary trace of
-the step the loss is already differentiated. So the step is traced again in a mode in which
+A pipeline divides the loss function into stages and differentiates each stage. In an ordinary trace
+of the step the loss is already differentiated. So the step is traced again in a mode in which
 `dtrans.value_and_grad` writes one equation, `value_and_grad`, whose body is the loss function.
 
     step      ... -> value_and_grad[loss function] -> loss, aux, gradients -> marks -> optimizer

@@ -10,11 +10,12 @@ calls `jax.grad`, this module infers the gradient of `params/w`. It is the value
   - reaches the new `params/w` through equations that keep that shape. If no value does (Muon
     multiplies matrices), the equations on the way may have any shape.
 
-A leaf may have several such values, marked or inferred, if the update reads only their sum: an
-unrolled accumulation over micro-batches, say. The first value that is linear in all of them is then
-the gradient, and the additions belong to the backward pass. Otherwise several values are an error,
-which lists them. A loop of several updates is another error. Such a loop is suspected if its output
-becomes the new parameter, and nothing after the loop reads the old parameter.
+A leaf may have several of these values, marked or inferred, if the update reads only their sum. An
+example is an unrolled loop over micro-batches. The first value that is linear in all of them is
+then the gradient, and the additions belong to the backward pass. Otherwise the module raises an
+error, which lists the values. A step with a loop over several updates is another error. The module
+assumes this error if an output of a loop becomes the new parameter, and no later equation reads the
+old parameter.
 
 A loop over micro-batches may also return other values (a count of tokens, the loss). So
 `derivatives` is a set of values, not of equations.
@@ -431,9 +432,9 @@ def _inferred(step: OpenStep) -> Gradients:
 def nested(step: OpenStep, gradients: Collection[Var]) -> str:
     """Return the first equation between an inner derivative and a gradient, as text.
 
-    A step that perturbs its parameters by their gradient has such equations: they read a
-    derivative, a gradient depends on them, and they are not part of a differentiated function.
-    The text is empty if there are none.
+    A step that perturbs its parameters by their gradient has equations with three properties: they
+    read a derivative, a gradient depends on them, and no differentiated function contains them. If
+    no equation has these properties, the text is empty.
     """
     positions, _ = backward_slice(step.eqns, gradients)
     inside: set[Var] = set()
@@ -474,7 +475,7 @@ def candidates_for(
 ) -> set[Var]:
     """Return the values among `among` that may be the gradient of a leaf.
 
-    They have the leaf's shape, and the leaf's new value depends on them.
+    These values have the leaf's shape, and the leaf's new value depends on them.
 
     Args:
       step: the training step, with its calls inlined.

@@ -1,4 +1,4 @@
-"""Values that forward computes for the update (the loss, statistics, counts) become its inputs.
+"""Values of forward that the update reads (the loss, statistics, counts) become its inputs.
 
 After the division of the step, the update contains all equations that it needs, including equations
 of forward. `hand_over` removes the equations of forward, and their values become inputs of the
@@ -30,8 +30,8 @@ def hand_over(step: DividedStep, parts: Collection[str], *, drawn: bool = False)
     Args:
       step: the training step, divided at its gradients.
       parts: names of batch arrays. Values of forward that depend on these arrays become inputs.
-      drawn: True to include two other kinds of values: those that trainers communicate, and those
-        that depend on the trainer's index (random numbers, say).
+      drawn: True to include two further kinds of values: values that trainers communicate, and
+        values that depend on the trainer's index, such as random numbers.
     """
     half = step.optimize
     values = _forward_values(step, parts, drawn)
@@ -66,8 +66,8 @@ def runs_loops_of_forward(step: DividedStep, parts: Collection[str]) -> bool:
 def _forward_values(step: DividedStep, parts: Collection[str], drawn: bool = False) -> set[Var]:
     """Return the values in the update that forward can compute, and that depend on the batch.
 
-    Forward can compute a value that reads no gradient, and only optimizer state that forward reads
-    anyway. The arguments are those of `hand_over`.
+    Forward can compute a value that depends on no gradient, and on no optimizer state except state
+    that forward reads anyway. `hand_over` describes the arguments.
     """
     half = step.optimize
     known_to_forward = {*step.params, *step.batch, *step.state_read}

@@ -95,7 +95,7 @@ def observers_of(
 
     Args:
       step: the training step, with its calls inlined.
-      gradients: values at which the step is cut.
+      gradients: values at which the step is divided.
       optimize: positions of the update's equations.
       asked: names of optimizer state that forward and backward read.
     """

@@ -234,7 +234,7 @@ def _read_by_forward(step: OpenStep, gradients: Collection[Var], names: Sequence
 def _parameters(step: OpenStep, gradients: Collection[Var], read: Collection[str]) -> set[str]:
     """Return the leaves in `read` whose new value depends on a gradient.
 
-    A path through the new value of another such leaf does not count.
+    A dependency through the new value of another parameter does not count.
     """
     graded = []
     for name in step.params:

@@ -150,7 +150,7 @@ def local() -> Iterator[None]:
     Use `with dtrans.local():` in the traced function, for batch normalisation without
     communication, as in Paddle and torch's DistributedDataParallel. Within the scope, a sum, mean
     or maximum over the batch becomes a reduction over the trainer's rows. Results and state that
-    depend on such a reduction are averaged over trainers. Derivatives of the scope's equations
+    depend on this reduction are averaged over trainers. Derivatives of the scope's equations
     belong to the scope, but gradients of parameters are sums over the full batch. On one device the
     scope has no effect.
 

@@ -2,11 +2,12 @@
 
 Inside a step, `scalar`, `histogram`, `image`, `audio` and `text` bind one equation each. The
 equation has no outputs, and an effect, so that JAX does not remove it
-(`dtrans._jax.new_effectful`). On one device it does nothing, and its operand is computed only if
-something else needs it. A pipeline finds these equations in the traced loss function (`summaries`)
-and fetches their operands from every micro-batch of every replica. It merges the operands
-(`merge`) and writes the result (`dtrans.SummaryWriter`). Source: `update_summaries` of EPL, which
-rewrites the summary operations of all clones to read a merged tensor.
+(`dtrans._jax.new_effectful`). On one device the equation does nothing, and its operand is computed
+only if another equation needs the operand. A pipeline finds the equations in the traced loss
+function (`summaries`), and fetches their operands from every micro-batch of every replica. Then the
+pipeline merges the operands (`merge`) and writes the result (`dtrans.SummaryWriter`). Source:
+`update_summaries` of EPL, which rewrites the summary operations of all clones to read a merged
+tensor.
 
 JAX does not use its fastest call path for functions with effects. A call of a jitted step with
 summaries therefore takes about 60 microseconds longer, for any number of summaries.
@@ -261,7 +262,7 @@ def merge(summary: Summary, micro: Sequence[Sequence[Any]], key: str | None = No
       [images, height, width, channels], or [clips, frames, channels].
 
     Raises:
-      ConfigError: `key` cannot merge such values, as for `dtrans.step.collect.merged`.
+      ConfigError: `key` cannot merge the values, as in `dtrans.step.collect.merged`.
     """
     if key is None:
         shaped = []

@@ -1,20 +1,22 @@
-"""Default cuts: the dimensions along which the parameters of a layer are sharded.
+"""Default sharding of a layer: the dimension along which each parameter is sharded.
 
-One pass over the equations chooses the cuts. The first equation in this table that reads a
-parameter decides how the parameter is cut:
+One pass over the equations chooses the dimensions. The first equation in this table that reads a
+parameter decides how the parameter is sharded:
 
-    dot_general    A kernel is cut along its output dimension (columns). If the other operand is
-                   already cut along the contracted dimension, the kernel is cut along that
-                   dimension too (rows). So a second layer reads the shards of the first. A stack
-                   of kernels with a batch dimension (experts) is cut along the batch dimension.
-    convolution    A kernel is cut along its output features.
-    gather         An embedding table is cut along the dimension of the ids.
-    elementwise    A parameter (a bias) is cut along the dimension in which another operand is cut.
+    dot_general    A kernel is sharded along its output dimension (columns). If the other operand
+                   is already sharded along the contracted dimension, the kernel is sharded along
+                   its contracted dimension (rows). So a second layer reads the shards of the first
+                   layer. A stack of kernels with a batch dimension (experts) is sharded along the
+                   batch dimension.
+    convolution    A kernel is sharded along its output features.
+    gather         An embedding table is sharded along the dimension of the ids.
+    elementwise    A parameter (a bias) is sharded along the dimension in which another operand is
+                   sharded.
 
 The equation may read the parameter itself or a view: a transpose, a cast, or added dimensions.
 
-Source: EPL's `split` scopes (epl/ops/distributed_dense.py) cut columns of every dense layer.
-Megatron cuts columns, then rows (Shoeybi et al., 2019).
+Source: EPL's `split` scopes (epl/ops/distributed_dense.py) shard the columns of every dense layer.
+Megatron shards columns in one layer, and rows in the next (Shoeybi et al., 2019).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from dtrans._jax import REMAT, Atom, ClosedJaxpr, JaxprEqn, Literal, Var, bodies, facts_of, opened
-from dtrans.engine.layout import ShardLayout, Shards, cut_along
+from dtrans.engine.layout import ShardLayout, Shards, sharded_along
 from dtrans.engine.rules import Operand, choose
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.selection import values_at
@@ -34,62 +36,62 @@ from dtrans.rows.layout import SHARED, RowAxis, row_axes, rows_or_none
 Origin = tuple[int, tuple[int | None, ...]]
 
 
-def default_cuts(
+def default_axes(
     jaxpr: ClosedJaxpr,
     params: Collection[int],
     shards: int,
     scope: Callable[[JaxprEqn], bool] | None = None,
-    cuts: Mapping[int, int] | None = None,
+    axes: Mapping[int, int] | None = None,
 ) -> dict[int, int]:
-    """Return the dimension along which each parameter in a `dtrans.split(shards)` scope is cut.
+    """Return the dimension along which each parameter in a `dtrans.split(shards)` scope is sharded.
 
     Args:
       jaxpr: a forward pass, with or without gradients.
       params: indices of the inputs that are parameters.
       shards: the number of shards.
       scope: returns True if an equation is in the scope. By default all equations are. Parameters
-        that no equation in the scope reads are not cut.
-      cuts: cuts that the user chose: index of an input -> dimension.
+        that no equation in the scope reads stay replicated.
+      axes: dimensions that the user chose: index of an input -> dimension.
 
     Returns:
-      The user's cuts and the default cuts: index of an input -> dimension.
+      The user's and the default dimensions: index of an input -> dimension.
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from dtrans.tensor_parallel.defaults import default_cuts
+      >>> from dtrans.tensor_parallel.defaults import default_axes
       >>> model = lambda w1, b1, w2, x: jax.nn.relu(x @ w1 + b1) @ w2
       >>> shapes = [(4, 16), (16,), (16, 4), (8, 4)]
-      >>> default_cuts(jax.make_jaxpr(model)(*map(jnp.ones, shapes)), params=[0, 1, 2], shards=2)
+      >>> default_axes(jax.make_jaxpr(model)(*map(jnp.ones, shapes)), params=[0, 1, 2], shards=2)
       {0: 1, 1: 0, 2: 0}
     """
     flat = eliminate_dead(inline_calls(jaxpr))
-    chooser = _CutChooser(
-        set(params), Shards(shards, ()), scope or (lambda eqn: True), dict(cuts or {})
+    chooser = _AxisChooser(
+        set(params), Shards(shards, ()), scope or (lambda eqn: True), dict(axes or {})
     )
     inner = opened(flat)
     for i, v in enumerate(inner.invars):
-        if i in chooser.cuts:
-            chooser.layouts[v] = cut_along(chooser.cuts[i])
+        if i in chooser.axes:
+            chooser.layouts[v] = sharded_along(chooser.axes[i])
         elif i in chooser.params:
             chooser.origins[v] = (i, tuple(range(v.aval.ndim)))
     chooser.follow(inner.eqns)
-    return chooser.cuts
+    return chooser.axes
 
 
-class _CutChooser:
-    """Pass over equations that chooses cuts of parameters, and tracks how values are sharded."""
+class _AxisChooser:
+    """Pass over equations that chooses how to shard parameters, and tracks sharded values."""
 
     def __init__(
         self,
         params: set[int],
         shards: Shards,
         scope: Callable[[JaxprEqn], bool],
-        cuts: dict[int, int],
+        axes: dict[int, int],
     ) -> None:
         self.params = params
         self.shards = shards
         self.scope = scope
-        self.cuts = cuts
+        self.axes = axes
         self.layouts: dict[Var, ShardLayout] = {}
         self.origins: dict[Var, Origin] = {}
 
@@ -99,9 +101,12 @@ class _CutChooser:
         return self.layouts.get(a, SHARED)
 
     def origin(self, a: Atom) -> Origin | None:
-        """Return the `Origin` of `a` if `a` is a view of a parameter that is not cut; else None."""
+        """Return the `Origin` of a value, if the value is a view of a parameter.
+
+        Return None for other values, and if the parameter is already sharded.
+        """
         found = None if isinstance(a, Literal) else self.origins.get(a)
-        if found is None or found[0] in self.cuts:
+        if found is None or found[0] in self.axes:
             return None
         return found
 
@@ -130,7 +135,7 @@ class _CutChooser:
             self.layouts[v] = self.layout(a)
 
     def _decide(self, eqn: JaxprEqn) -> None:
-        """Choose how to cut the parameters that an equation reads, by the rules at the top."""
+        """Choose how to shard the parameters that an equation reads, by the rules of the module."""
         for i, a in enumerate(eqn.invars):
             origin = self.origin(a)
             if origin is None:
@@ -140,19 +145,19 @@ class _CutChooser:
             dim = None if axis is None else origin[1][axis]
             if dim is None:
                 continue
-            self.cuts[origin[0]] = dim
-            # earlier views of the parameter are now cut too
+            self.axes[origin[0]] = dim
+            # earlier views of the parameter are now sharded, too
             for v, (pos, dims) in self.origins.items():
                 if pos == origin[0] and dim in dims:
-                    self.layouts[v] = cut_along(dims.index(dim))
+                    self.layouts[v] = sharded_along(dims.index(dim))
 
 
-def _axis(eqn: JaxprEqn, i: int, cuts: list[RowAxis | None]) -> int | None:
-    """Return the dimension along which operand `i`, a parameter, is cut; None for no cut."""
+def _axis(eqn: JaxprEqn, i: int, layouts: list[RowAxis | None]) -> int | None:
+    """Return the dimension along which to shard operand `i`, a parameter; None to replicate it."""
     name, shape = eqn.primitive.name, eqn.invars[i].aval.shape
     if name == "dot_general":
         contract, batch = eqn.params["dimension_numbers"]
-        other = cuts[1 - i]
+        other = layouts[1 - i]
         if batch[i]:
             return int(batch[i][0])
         if other is not None:
@@ -166,8 +171,8 @@ def _axis(eqn: JaxprEqn, i: int, cuts: list[RowAxis | None]) -> int | None:
         return None
     if name == "conv_general_dilated" and i == 1 and eqn.params["feature_group_count"] == 1:
         numbers = eqn.params["dimension_numbers"]
-        if cuts[0] is not None and cuts[0].axis == numbers.lhs_spec[0]:
-            return None  # the operand's batch dimension is sharded, so do not cut the kernel
+        if layouts[0] is not None and layouts[0].axis == numbers.lhs_spec[0]:
+            return None  # the operand's batch dimension is sharded, so do not shard the kernel
         return int(numbers.rhs_spec[0])
     if name == "gather" and i == 0:
         numbers = eqn.params["dimension_numbers"]
@@ -176,7 +181,7 @@ def _axis(eqn: JaxprEqn, i: int, cuts: list[RowAxis | None]) -> int | None:
             return int(id_dims[0])
         return None
     if facts_of(eqn).elementwise:
-        axes = [x.axis for x in cuts if x is not None]
+        axes = [x.axis for x in layouts if x is not None]
         if not axes or axes[0] >= len(shape):
             return None
         axis = axes[0]

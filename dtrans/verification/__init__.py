@@ -2,14 +2,14 @@
 
 Two programs are evaluated at random points of a finite field, where arithmetic has no rounding
 errors. If their outputs differ at one point, the programs are different. If their outputs are equal
-at all points, the programs are equal with a probability close to 1. A *job* is the distributed
-program, the *step* is the one-device program.
+at all points, the programs are equal with a probability close to 1. In this package, *the field* is
+this finite field, the *job* is the distributed program, and the *step* is the one-device program.
 
     field             arithmetic modulo the prime 2**61 - 1, on NumPy arrays
     rationals         a float as the simplest rational number that rounds to it
-    field_values      a float as a field element with a *shadow*: the float's value in float64
+    field_values      a float as an element of the field, with an approximation in float64
     numpy_rules       rules of JAX's primitives on NumPy arrays
-    rules             rules of primitives on floats: exact arithmetic, decisions by shadows, hashes
+    rules             rules of primitives on floats: exact arithmetic, comparisons, hashes
     complex_rules     rules of primitives on complex numbers, and of fft
     exact_rules       rules of `dtrans.ops.exact_sum`
     matrix_rules      rules of linear solves, decompositions and ragged products
@@ -20,12 +20,12 @@ program, the *step* is the one-device program.
     step_values       index of the values of a step, and of their partial sums
     meanings          search for a job's values in the step: copies, pieces, partial sums
     naming            search for the first wrong value on the way to an output that differs
-    random_points     random points of the field
+    random_points     random points at which both programs are evaluated
     check             comparison of a job's step with the one-device step
     outcome           report of a verification
     by_hand           `dtrans.verify`, for steps that users wrote with `shard_map`
     relations         text that compares a wrong value with the right value
-    repairs           search for the collective whose change makes outputs right
+    repairs           search for the collective at fault, by changes of one collective
 
 `dtrans.run.verified` traces the step of a job as `job.step` runs it. docs/verify.md explains what a
 report proves.

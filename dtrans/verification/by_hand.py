@@ -1,7 +1,7 @@
 """`dtrans.verify`: check of a step that a user wrote with `jax.shard_map`.
 
 The user's step and a one-device step take the same global arguments, and must return the same
-global values. `verify` traces both steps, evaluates them at random points of the field, and
+global values. `verify` traces both steps, evaluates them at random points of a finite field, and
 compares each output. `relations` describes wrong outputs, and `repairs` finds the collectives at
 fault.
 """
@@ -251,7 +251,7 @@ class _HandComparison:
         self.found.try_ranges(compare, drawn=len(self.arrays) < len(self.pair.inputs))
 
     def _compare(self, rng: np.random.Generator, range_: BatchRange) -> None:
-        """Compare both steps at one random point; if the point has a near tie, draw another."""
+        """Compare both steps at one random point; if the point has a near tie, try a new point."""
         inputs = self.pair.inputs
         for _ in range(TRIES):
             arrays = random_arrays(inputs, rng, range_, self.arrays)

@@ -1,7 +1,7 @@
-"""Comparison of a job's traced step with the one-device step, at random points of the field.
+"""Comparison of a job's traced step with the one-device step, at random points of a finite field.
 
-The points are near the states of one device after 0, 1, 2 and 5 steps. Both steps are evaluated
-there, and every output is compared number by number (`state_placement`).
+The points are near the states of one device after 0, 1, 2 and 5 steps. Both steps are evaluated at
+each point, and every output is compared number by number (`state_placement`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dtrans.verification.random_points import (
     random_point,
 )
 from dtrans.verification.rank_collectives import mapped
-from dtrans.verification.rules import shadow_of
+from dtrans.verification.rules import approx_of
 from dtrans.verification.state_placement import (
     StatePlacement,
     TracedStep,
@@ -142,7 +142,7 @@ class Comparison:
         with np.errstate(all="ignore"):
             first_state = self._compare_first_state(found, np.random.default_rng(seed))
             if start is None and first_state:
-                start = {n: shadow_of(x) for n, x in first_state.items()}
+                start = {n: approx_of(x) for n, x in first_state.items()}
             elif start is None:
                 start = self._real_start(seed)
             found.concludes_equal_only = bool(self.traced.equal_parts)
@@ -216,7 +216,7 @@ class Comparison:
                 return
             if found.differences or any(isinstance(wanted[n], Unknown) for n in self.leaf_types):
                 return
-            state = {n: shadow_of(wanted[n]) for n in self.leaf_types}
+            state = {n: approx_of(wanted[n]) for n in self.leaf_types}
 
     def _one_step(
         self,
@@ -231,11 +231,11 @@ class Comparison:
 
         If all of `TRIES` points have a near tie, field elements decide the ties at one more point.
         Equal programs then decide equally, so equal outputs count as compared. But a difference may
-        come from the decisions alone, so it does not count. An example is Adafactor: its first
-        updates all have the norm at which Adafactor clips, and later states have no tie.
+        come from the decisions alone, so a difference does not count. An example is Adafactor: its
+        first updates all have the norm at which Adafactor clips, and later states have no tie.
 
         Returns:
-          The outputs by name; None if near ties prevent this.
+          The outputs by name; None if the evaluation has a near tie at every point.
         """
         for _ in range(TRIES):
             with contextlib.suppress(NearTie):
@@ -348,7 +348,7 @@ class Findings:
           there: mask of the numbers to compare; None for all numbers.
         """
         if isinstance(x, Replicas):
-            size = 1 if isinstance(y, Unknown) else math.prod(np.shape(shadow_of(y)))
+            size = 1 if isinstance(y, Unknown) else math.prod(np.shape(approx_of(y)))
             self._differs(Difference(name, (size, size), "the copies on the ranks differ"))
             return
         if isinstance(x, Unknown) or isinstance(y, Unknown):
@@ -356,7 +356,7 @@ class Findings:
             return
         self.compared[name] = None
         if isinstance(y, (Real, Complex)):
-            self.not_finite |= not np.isfinite(y.shadow).all()
+            self.not_finite |= not np.isfinite(y.approx).all()
         if not same(_masked(x, there), _masked(y, there)):
             self._differs(Difference(name, _count(x, y, there)))
 
@@ -371,7 +371,7 @@ class Findings:
     ) -> None:
         """Call `compare` with one range after the other, until all compared values are finite.
 
-        Infinities and NaN hide differences. Each range is narrower than the one before.
+        Infinities and NaN hide differences. Each range is narrower than the previous range.
 
         Args:
           compare: function that compares with random batches of a range, and records the result.
@@ -397,7 +397,8 @@ class Findings:
         """Find the cause of each difference, and add it to the difference.
 
         Args:
-          names: names of the job's outputs; "" if no cause is wanted for an output.
+          names: names of the job's outputs; the empty string for an output whose cause is not
+            wanted.
           step, job: as in `find_causes`.
         """
         differing = [k for k, name in enumerate(names) if name in self.differences]
@@ -438,7 +439,7 @@ def _masked(x: Any, there: Array | None) -> Any:
 
 def _count(x: Any, y: Any, there: Array | None) -> tuple[int, int]:
     """Return the number of entries that differ, and the number of compared entries."""
-    size = math.prod(y.shape if values.is_key(y) else np.shape(shadow_of(y)))
+    size = math.prod(y.shape if values.is_key(y) else np.shape(approx_of(y)))
     if isinstance(x, Complex) and isinstance(y, Complex) and x.shape == y.shape:
         return max(_count(x.real, y.real, there), _count(x.imag, y.imag, there))
     if not isinstance(x, Real) or not isinstance(y, Real) or x.shape != y.shape:

@@ -1,8 +1,8 @@
-"""Rules of primitives on complex numbers: pairs of field elements, which form the field GF(p**2).
+"""Rules of primitives on complex numbers, which are pairs of elements of the finite field.
 
-Modulo p = 2**61 - 1 no square is -1, so the pairs a + bi are a field, in which conjugation is
-exact. `exp`, `abs` and `log` combine hashes of real numbers; other functions are hashes of both
-parts.
+Modulo p = 2**61 - 1 no square is -1. So the pairs a + bi form the field GF(p**2), in which
+conjugation is exact. `exp`, `abs` and `log` combine hashes of real numbers. The rules of other
+functions hash the real part and the imaginary part.
 
 The field lacks most roots of unity, so an fft multiplies each dimension by a keyed random matrix
 instead. The result is linear and treats the rows of a batch separately, like an fft. But the rule
@@ -29,7 +29,7 @@ from dtrans.verification.field_values import (
     from_integers,
     real,
 )
-from dtrans.verification.rules import REAL, Rule, axes_last, by_jax, shadow_of
+from dtrans.verification.rules import REAL, Rule, approx_of, axes_last, by_jax
 
 
 def is_of_complex(eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
@@ -53,23 +53,23 @@ def _zeros(shape: Sequence[int]) -> Real:
 
 
 def _add(x: Real, y: Real) -> Real:
-    return real(field.add(x.elements, y.elements), x.shadow + y.shadow)
+    return real(field.add(x.elements, y.elements), x.approx + y.approx)
 
 
 def _subtract(x: Real, y: Real) -> Real:
-    return real(field.subtract(x.elements, y.elements), x.shadow - y.shadow)
+    return real(field.subtract(x.elements, y.elements), x.approx - y.approx)
 
 
 def _multiply(x: Real, y: Real) -> Real:
-    return real(field.multiply(x.elements, y.elements), x.shadow * y.shadow)
+    return real(field.multiply(x.elements, y.elements), x.approx * y.approx)
 
 
 def _inverse(x: Real) -> Real:
-    return real(field.inverse(x.elements), 1 / x.shadow)
+    return real(field.inverse(x.elements), 1 / x.approx)
 
 
 def _negative(x: Real) -> Real:
-    return real(field.negative(x.elements), -x.shadow)
+    return real(field.negative(x.elements), -x.approx)
 
 
 def _product(x: Complex, y: Complex) -> Complex:
@@ -81,13 +81,13 @@ def _squared_length(x: Complex) -> Real:
     return _add(_multiply(x.real, x.real), _multiply(x.imag, x.imag))
 
 
-def _hashed(name: str, *xs: Real, shadow: Array) -> Real:
+def _hashed(name: str, *xs: Real, approx: Array) -> Real:
     """Return the hash that the rule of the real primitive `name` returns."""
-    return values.hashed((name, []), *xs, shadow=shadow)
+    return values.hashed((name, []), *xs, approx=approx)
 
 
 def _length(x: Complex) -> Real:
-    return _hashed("sqrt", _squared_length(x), shadow=np.abs(x.shadow))
+    return _hashed("sqrt", _squared_length(x), approx=np.abs(x.approx))
 
 
 # -- rules -----------------------------------------------------------------------------------------
@@ -161,36 +161,36 @@ def _abs(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 def _sign(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     x = as_complex(operands[0])
     scale = _inverse(_length(x))
-    zeros, is_zero = _zeros(x.shape), x.shadow == 0
+    zeros, is_zero = _zeros(x.shape), x.approx == 0
     first = choose(is_zero, zeros, _multiply(x.real, scale))
     return [Complex(first, choose(is_zero, zeros, _multiply(x.imag, scale)))]
 
 
 def _exp(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     x = as_complex(operands[0])
-    size = _hashed("exp", x.real, shadow=np.exp(x.real.shadow))
-    cosine = _hashed("cos", x.imag, shadow=np.cos(x.imag.shadow))
-    sine = _hashed("sin", x.imag, shadow=np.sin(x.imag.shadow))
+    size = _hashed("exp", x.real, approx=np.exp(x.real.approx))
+    cosine = _hashed("cos", x.imag, approx=np.cos(x.imag.approx))
+    sine = _hashed("sin", x.imag, approx=np.sin(x.imag.approx))
     return [Complex(_multiply(size, cosine), _multiply(size, sine))]
 
 
 def _log(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     x = as_complex(operands[0])
     size = _length(x)
-    angle = _hashed("atan2", x.imag, x.real, shadow=np.angle(x.shadow))
-    return [Complex(_hashed("log", size, shadow=np.log(size.shadow)), angle)]
+    angle = _hashed("atan2", x.imag, x.real, approx=np.angle(x.approx))
+    return [Complex(_hashed("log", size, approx=np.log(size.approx)), angle)]
 
 
 def _hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Hash all operands twice, for the real part and for the imaginary part of the output."""
     xs = [*map(as_complex, operands)]
-    (shadow,) = by_jax(eqn, [x.shadow for x in xs])
+    (approx,) = by_jax(eqn, [x.approx for x in xs])
     parts: list[Real] = []
     for x in xs:
         parts += [x.real, x.imag]
     name = f"complex {eqn.primitive.name}"
-    first = values.hashed((name, "real"), *parts, shadow=shadow.real)
-    return [Complex(first, values.hashed((name, "imag"), *parts, shadow=shadow.imag))]
+    first = values.hashed((name, "real"), *parts, approx=approx.real)
+    return [Complex(first, values.hashed((name, "imag"), *parts, approx=approx.imag))]
 
 
 def _compare(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -207,7 +207,7 @@ def _convert(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     if values.is_complex(wanted):
         return [as_complex(x)]
     if np.dtype(wanted).kind == "b":
-        return [shadow_of(x) != 0]
+        return [approx_of(x) != 0]
     return REAL["convert_element_type"](eqn, [as_complex(x).real])
 
 
@@ -269,7 +269,7 @@ def _fft(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     if not isinstance(x, Complex):
         x = as_real(x)
     with np.errstate(all="ignore"):
-        shadow = _fft_shadow(kind, shadow_of(x), lengths, axes)
+        approx = _fft_approx(kind, approx_of(x), lengths, axes)
     if kind == "RFFT" and isinstance(x, Real):
         along, across = _random_matrices("rfft", lengths[-1], lengths[-1] // 2 + 1)
         parts = (_mapped(x.elements, along, axes[-1]), _mapped(x.elements, across, axes[-1]))
@@ -286,11 +286,11 @@ def _fft(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         size = lengths[-1] // 2 + 1
         along, across = _random_matrices("irfft", size, lengths[-1])
         both = field.add(_mapped(parts[0], along, axes[-1]), _mapped(parts[1], across, axes[-1]))
-        return [real(both, shadow)]
-    return [Complex(real(parts[0], shadow.real), real(parts[1], shadow.imag))]
+        return [real(both, approx)]
+    return [Complex(real(parts[0], approx.real), real(parts[1], approx.imag))]
 
 
-def _fft_shadow(kind: str, x: Array, lengths: tuple[int, ...], axes: tuple[int, ...]) -> Array:
+def _fft_approx(kind: str, x: Array, lengths: tuple[int, ...], axes: tuple[int, ...]) -> Array:
     functions: Mapping[str, Any] = {
         "FFT": np.fft.fftn,
         "IFFT": np.fft.ifftn,

@@ -56,8 +56,8 @@ from dtrans.verification.rules import REAL, move_rows, plain
 from dtrans.verification.value_log import ValueLog
 
 
-# Largest number of evaluations of equations; an equation in a loop counts in every iteration. More
-# would take minutes.
+# Largest number of evaluations of equations. An equation in a loop counts in every iteration. A
+# larger number would take minutes.
 MOST_EQUATIONS = 200_000
 # Primitives that `World` evaluates without a rule from the tables.
 HANDLED = (

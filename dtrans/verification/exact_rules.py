@@ -1,8 +1,8 @@
-"""Rules of exact sums (`dtrans.ops.exact_sum`): sums in the field.
+"""Rules of exact sums (`dtrans.ops.exact_sum`): sums in the finite field.
 
 A part of an exact sum is a vector of integers, which programs pack, send and split. Under these
-rules, the vector contains the bits of the sum's element and shadow in place of digits. So equations
-that move parts need no rule, and a part of zeros is an empty sum.
+rules, the vector contains the bits of the sum's element and float64 value in place of digits. So
+equations that move parts need no rule, and a part of zeros is an empty sum.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dtrans.verification.field import Array
 from dtrans.verification.field_values import Real, real
 
 
-def _encode(elements: Array, shadow: Array, dtype: Any) -> Array:
+def _encode(elements: Array, approx: Array, dtype: Any) -> Array:
     """Encode the field elements and float64 values of several sums as concatenated parts."""
-    rows = np.stack([elements, np.ascontiguousarray(shadow, np.float64).view(np.uint64)], 1)
+    rows = np.stack([elements, np.ascontiguousarray(approx, np.float64).view(np.uint64)], 1)
     words = rows.view(np.dtype(dtype))
     parts = np.zeros((len(rows), digit_format(dtype).size), dtype)
     parts[:, : words.shape[1]] = words
@@ -37,8 +37,8 @@ def _decode(parts: Array) -> tuple[Array, Array]:
 
 def _part(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     (x,) = operands
-    elements, shadow = field.total(x.elements, (0,)), x.shadow.sum(0)
-    return [_encode(np.atleast_1d(elements), np.atleast_1d(shadow), eqn.outvars[0].aval.dtype)]
+    elements, approx = field.total(x.elements, (0,)), x.approx.sum(0)
+    return [_encode(np.atleast_1d(elements), np.atleast_1d(approx), eqn.outvars[0].aval.dtype)]
 
 
 def _join(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -47,8 +47,8 @@ def _join(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _total(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    elements, shadow = _decode(operands[0])
-    found: Real = real(elements[0], shadow[0])
+    elements, approx = _decode(operands[0])
+    found: Real = real(elements[0], approx[0])
     return [found]
 
 

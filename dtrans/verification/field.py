@@ -1,11 +1,11 @@
-"""Arithmetic in the field of integers modulo the prime p = 2**61 - 1, on NumPy arrays.
+"""Arithmetic in the finite field of integers modulo the prime p = 2**61 - 1, on NumPy arrays.
 
 Two programs that compute the same rational function agree at every point of the field. Two programs
 that compute different functions agree at a random point with a probability of at most degree / p
 (Schwartz, Zippel). An element is a `uint64` below p; all functions take and return arrays of
 elements.
 
-Read next: `rationals` (floats as elements), `field_values` (an element with its shadow).
+Read next: `rationals` (floats as elements), `field_values` (an element with its value in float64).
 """
 
 from __future__ import annotations

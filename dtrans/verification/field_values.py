@@ -1,14 +1,14 @@
-"""Values in an evaluation: a float is a field element with a shadow; other arrays are unchanged.
+"""Values in an evaluation: a float is represented by a field element and by a float64 value.
 
-    Real        array of floats: elements of the field, and shadows, which are float64 values
+    Real        array of floats: elements of the finite field, and their approximations in float64
     Complex     array of complex numbers: two `Real` parts
     Unknown     value that depends on an equation without a rule
     np.ndarray  integers and booleans, which are exact
     jax.Array   random keys
 
-Elements decide if two values are equal. Shadows decide comparisons, maxima, sorts, branches and
-loops, because the field has no order. If two shadows differ by no more than rounding, `NearTie` is
-raised, and the verification draws another random point.
+Elements decide if two values are equal. Float64 values decide comparisons, maxima, sorts, branches
+and loops, because the field has no order. If two float64 values differ by no more than rounding,
+`NearTie` is raised, and the verification draws another random point.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ class Real:
 
     Attributes:
       elements: field element of each entry, uint64.
-      shadow: float64 value of each entry.
+      approx: float64 value of each entry.
     """
 
     elements: Array
-    shadow: Array
+    approx: Array
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array."""
-        return self.shadow.shape
+        return self.approx.shape
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,10 +97,10 @@ class Complex:
         return self.real.shape
 
     @property
-    def shadow(self) -> Array:
+    def approx(self) -> Array:
         """The float64 values of both parts, as one array of complex numbers."""
-        both: Array = self.real.shadow.astype(np.complex128)
-        both.imag = self.imag.shadow
+        both: Array = self.real.approx.astype(np.complex128)
+        both.imag = self.imag.approx
         return both
 
 
@@ -128,25 +128,25 @@ class Replicas(Unknown):
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
-def real(elements: Array, shadow: Any) -> Real:
-    """Return a `Real`. Where `shadow` is inf, -inf or NaN, the element becomes a fixed number.
+def real(elements: Array, approx: Any) -> Real:
+    """Return a `Real`. Where `approx` is inf, -inf or NaN, the element becomes a fixed number.
 
     Args:
-      elements: field element of each entry; unchanged where `shadow` is finite.
-      shadow: float64 value of each entry.
+      elements: field element of each entry; unchanged where `approx` is finite.
+      approx: float64 value of each entry.
     """
-    shadow = np.asarray(shadow, np.float64)
-    finite = np.isfinite(shadow)
+    approx = np.asarray(approx, np.float64)
+    finite = np.isfinite(approx)
     if not finite.all():
-        elements = np.where(finite, elements, _not_finite(shadow))
-    return Real(elements, shadow)
+        elements = np.where(finite, elements, _not_finite(approx))
+    return Real(elements, approx)
 
 
-def _not_finite(shadow: Array) -> Array:
+def _not_finite(approx: Array) -> Array:
     infinite = np.where(
-        shadow > 0, elements_of(np.inf, np.float64), elements_of(-np.inf, np.float64)
+        approx > 0, elements_of(np.inf, np.float64), elements_of(-np.inf, np.float64)
     )
-    return np.where(np.isnan(shadow), elements_of(np.nan, np.float64), infinite)
+    return np.where(np.isnan(approx), elements_of(np.nan, np.float64), infinite)
 
 
 def lifted(x: Any, dtype: Any) -> Any:
@@ -162,8 +162,8 @@ def lifted(x: Any, dtype: Any) -> Any:
         return Complex(lifted(x.real, part), lifted(x.imag, part))
     if not is_float(dtype):
         return as_numpy(x)
-    shadow = np.asarray(x).astype(np.float64)
-    return Real(elements_of(np.asarray(x), dtype), shadow)
+    approx = np.asarray(x).astype(np.float64)
+    return Real(elements_of(np.asarray(x), dtype), approx)
 
 
 def exact(x: Array, dtype: Any) -> Any:
@@ -173,8 +173,8 @@ def exact(x: Array, dtype: Any) -> Any:
     """
     if not is_float(dtype):
         return x
-    shadow = x.astype(np.float64)
-    return real(exact_elements(shadow), shadow)
+    approx = x.astype(np.float64)
+    return real(exact_elements(approx), approx)
 
 
 def from_integers(x: Array) -> Real:
@@ -235,14 +235,14 @@ def ordered(x: Real, y: Real) -> tuple[Array, Array]:
     """Return two masks of entries: x == y, and x < y.
 
     Raises:
-      NearTie: two elements differ, but their shadows are nearly equal. Within `ties_by_elements`,
-        the elements decide instead.
+      NearTie: two elements differ, but their float64 values are nearly equal. Within
+        `ties_by_elements`, the elements decide instead.
     """
-    equal = (x.elements == y.elements) & ~np.isnan(x.shadow) & ~np.isnan(y.shadow)
+    equal = (x.elements == y.elements) & ~np.isnan(x.approx) & ~np.isnan(y.approx)
     with np.errstate(invalid="ignore"):
-        scale = np.maximum(np.abs(x.shadow), np.abs(y.shadow))
-        close = np.isfinite(scale) & (np.abs(x.shadow - y.shadow) <= NEAR * scale)
-        less = (x.shadow < y.shadow) & ~equal
+        scale = np.maximum(np.abs(x.approx), np.abs(y.approx))
+        close = np.isfinite(scale) & (np.abs(x.approx - y.approx) <= NEAR * scale)
+        less = (x.approx < y.approx) & ~equal
     near = close & ~equal
     if np.any(near):
         if not _by_elements.get():
@@ -253,22 +253,22 @@ def ordered(x: Real, y: Real) -> tuple[Array, Array]:
 
 def take(x: Real, where: Any) -> Real:
     """Return `x[where]`, for any index of NumPy."""
-    return Real(np.asarray(x.elements[where]), np.asarray(x.shadow[where]))
+    return Real(np.asarray(x.elements[where]), np.asarray(x.approx[where]))
 
 
 def choose(condition: Array, x: Real, y: Real) -> Real:
     """Return x where the condition holds, else y."""
     elements = np.where(condition, x.elements, y.elements)
-    return Real(elements, np.where(condition, x.shadow, y.shadow))
+    return Real(elements, np.where(condition, x.approx, y.approx))
 
 
-def hashed(name: object, *xs: Any, shadow: Any) -> Real:
+def hashed(name: object, *xs: Any, approx: Any) -> Real:
     """Replace a function that the field lacks by a keyed hash of its arguments.
 
     Args:
       name: name of the function.
       xs: arguments of the function.
-      shadow: values of the function in float64.
+      approx: values of the function in float64.
     """
     arguments = [as_real(x).elements for x in xs]
-    return real(np.broadcast_to(field.hashed(name, *arguments), np.shape(shadow)), shadow)
+    return real(np.broadcast_to(field.hashed(name, *arguments), np.shape(approx)), approx)

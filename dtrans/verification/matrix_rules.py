@@ -2,7 +2,7 @@
 
 A solution is linear in the right-hand side, and plans rely on this: they may solve a system for
 partial sums. So solves are exact. Decompositions are not linear, and their outputs are hashes of
-the matrix. Each matrix of a stack is hashed separately, because a plan may cut the stack.
+the matrix. Each matrix of a stack is hashed separately, because a plan may split the stack.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dtrans._jax import JaxprEqn
 from dtrans.verification import field, field_values as values
 from dtrans.verification.field import Array
 from dtrans.verification.field_values import Complex, Real, UnfollowedError, real
-from dtrans.verification.rules import Rule, by_jax, elements_in, shadows_of
+from dtrans.verification.rules import Rule, approx_of_all, by_jax, elements_in
 
 
 def _parts_of(x: Any) -> list[Array]:
@@ -36,7 +36,7 @@ def _digest(x: Array) -> Array:
 
 def _hash_matrices(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Hash each matrix of a stack: each output entry is a hash of the full matrix."""
-    shadows = by_jax(eqn, shadows_of(operands))
+    approx_values = by_jax(eqn, approx_of_all(operands))
     stack = operands[0].shape[:-2]
     sums: list[Array] = []
     for x in operands:
@@ -45,22 +45,22 @@ def _hash_matrices(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             is_vector = part.ndim == len(stack) + 1
             sums.append(_digest(part.reshape(*stack, -1, 1) if is_vector else part))
     outputs: list[Any] = []
-    for number, (v, shadow) in enumerate(zip(eqn.outvars, shadows, strict=True)):
+    for number, (v, approx) in enumerate(zip(eqn.outvars, approx_values, strict=True)):
         key = (eqn.primitive.name, number, str(sorted(eqn.params.items())))
         if values.is_complex(v.aval.dtype):
             parts = [
-                _hashed_entries((*key, "real"), sums, shadow.real, len(stack)),
-                _hashed_entries((*key, "imag"), sums, shadow.imag, len(stack)),
+                _hashed_entries((*key, "real"), sums, approx.real, len(stack)),
+                _hashed_entries((*key, "imag"), sums, approx.imag, len(stack)),
             ]
             outputs.append(Complex(*parts))
         elif values.is_float(v.aval.dtype):
-            outputs.append(_hashed_entries((*key, "real"), sums, shadow, len(stack)))
+            outputs.append(_hashed_entries((*key, "real"), sums, approx, len(stack)))
         else:
-            outputs.append(shadow.astype(v.aval.dtype))
+            outputs.append(approx.astype(v.aval.dtype))
     return outputs
 
 
-def _hashed_entries(name: object, sums: Sequence[Array], shadow: Array, stack: int) -> Real:
+def _hashed_entries(name: object, sums: Sequence[Array], approx: Array, stack: int) -> Real:
     """Return an output of a matrix function: each element is a hash.
 
     The output is a stack of matrices. Matrix i of the output is computed from the digests of the
@@ -69,14 +69,14 @@ def _hashed_entries(name: object, sums: Sequence[Array], shadow: Array, stack: i
     Args:
       name: name of the output; different names give different hashes.
       sums: for each operand, an array with the digest of each matrix in the stack.
-      shadow: the output in float64.
+      approx: the output in float64.
       stack: number of leading dimensions that form the stack.
     """
-    shape = shadow.shape[stack:]
+    shape = approx.shape[stack:]
     place = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape)
     digests = [s.reshape(*s.shape, *[1] * place.ndim) for s in sums]
     hashes = field.hashed(name, *digests, place)
-    return real(np.broadcast_to(hashes, shadow.shape), shadow)
+    return real(np.broadcast_to(hashes, approx.shape), approx)
 
 
 def _triangular_solve(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -84,7 +84,7 @@ def _triangular_solve(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     a, b = operands
     if isinstance(a, Complex) or isinstance(b, Complex):
         raise UnfollowedError("it has no rule for complex numbers")
-    (shadow,) = by_jax(eqn, shadows_of(operands))
+    (approx,) = by_jax(eqn, approx_of_all(operands))
     p, transpose = eqn.params, lambda x: np.swapaxes(x, -1, -2)
     left, right, lower = elements_in(a), elements_in(b), bool(p["lower"])
     if p["unit_diagonal"]:
@@ -102,7 +102,7 @@ def _triangular_solve(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         found = _forward(left[..., ::-1, ::-1], right[..., ::-1, :])[..., ::-1, :]
     if not p["left_side"]:
         found = transpose(found)
-    return [real(found, shadow)]
+    return [real(found, approx)]
 
 
 def _forward(lower: Array, right: Array) -> Array:
@@ -122,7 +122,7 @@ def _tridiagonal_solve(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Solve a tridiagonal system by elimination below the diagonal (Thomas algorithm)."""
     if any(isinstance(x, Complex) for x in operands):
         raise UnfollowedError("it has no rule for complex numbers")
-    (shadow,) = by_jax(eqn, shadows_of(operands))
+    (approx,) = by_jax(eqn, approx_of_all(operands))
     below, diagonal, above, right = map(elements_in, operands)
     count = diagonal.shape[-1]
     over: list[Array] = []
@@ -137,7 +137,7 @@ def _tridiagonal_solve(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         rows.append(field.multiply(rest, scale[..., None]))
     for k in range(count - 2, -1, -1):
         rows[k] = field.subtract(rows[k], field.multiply(over[k][..., None], rows[k + 1]))
-    return [real(np.stack(rows, -2), shadow)]
+    return [real(np.stack(rows, -2), approx)]
 
 
 def _ragged_dot(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -149,7 +149,7 @@ def _ragged_dot(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     if any(map(len, batch)) or np.ndim(sizes) != 1 or len(ragged) != 1 or len(contract[0]) != 1:
         raise UnfollowedError("it has no rule for batch dimensions, or several ragged ones")
     float64 = np.dtype(np.float64)
-    (shadow,) = by_jax(eqn, shadows_of(operands), preferred_element_type=float64)
+    (approx,) = by_jax(eqn, approx_of_all(operands), preferred_element_type=float64)
     (row,), ends = ragged, np.cumsum(sizes)
     starts = ends - sizes
     left, right = elements_in(x), elements_in(y)
@@ -160,25 +160,25 @@ def _ragged_dot(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             rows = np.moveaxis(np.take(left, np.arange(a, b), row), row, -1)
             columns = np.moveaxis(np.take(right, np.arange(a, b), right_inner), right_inner, 0)
             pieces.append(field.matrix_product(rows, columns))
-        return [real(np.stack(pieces), shadow)]
+        return [real(np.stack(pieces), approx)]
     (group_axis,) = group
-    found = np.zeros(shadow.shape, np.uint64)
+    found = np.zeros(approx.shape, np.uint64)
     for k, (a, b) in enumerate(zip(starts, ends, strict=True)):
         matrix = np.take(right, k, group_axis)
         axis = right_inner - (group_axis < right_inner)
         rows = np.moveaxis(np.take(left, np.arange(a, b), row), inner, -1)
         found[a:b] = field.matrix_product(rows, np.moveaxis(matrix, axis, 0))
-    return [real(found, shadow)]
+    return [real(found, approx)]
 
 
 def _symmetric_product(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Return alpha a a^T + beta c, for stacks of matrices."""
-    (shadow,) = by_jax(eqn, shadows_of(operands))
+    (approx,) = by_jax(eqn, approx_of_all(operands))
     a, c = map(elements_in, operands)
     scale = lambda key: values.lifted(np.asarray(eqn.params[key]), np.float64).elements
     alpha, beta = scale("alpha"), scale("beta")
     squares = field.multiply(field.matrix_product(a, np.swapaxes(a, -1, -2)), alpha)
-    return [real(field.add(squares, field.multiply(c, beta)), shadow)]
+    return [real(field.add(squares, field.multiply(c, beta)), approx)]
 
 
 DECOMPOSITIONS: Sequence[str] = (

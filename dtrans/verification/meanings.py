@@ -205,7 +205,7 @@ class Meanings:
         axes: Mapping[str, int] | None = None,
         ways: Sequence[bool] = (False, True),
     ) -> Meaning | None:
-        """Return the meaning of arrays that are pieces, or partial sums, of one step value.
+        """Return the meaning of several arrays that are pieces, or partial sums, of one step value.
 
         Args:
           parts: the arrays.

@@ -1,16 +1,16 @@
 """Search for the cause of a wrong output: the first wrong value on the way to it.
 
-The step and the job are evaluated at one point, with logs. A value of the job has a meaning
+The step and the job are evaluated at one point, with logs. A value of the job has a *meaning*
 (`meanings`) if it is a copy, piece or partial sum of a step value. From a wrong output the search
-walks back through values without a meaning. It ends at equations whose operands all have a meaning.
-The first of these equations, in the order of the job, is the cause.
+walks back through values without a meaning. The search ends at equations whose operands all have a
+meaning. The first of these equations, in the order of the job, is the cause.
 
     causes = find_causes((step_jaxpr, step_inputs), (job_jaxpr, job_arguments), [0, 3])
     causes[0]   # a `Cause`, or None if the programs are too large for logs
 
-Some right values have no meaning either: a sum over the first micro-batches of all ranks is not a
-sum of consecutive rows. Such values *recover*: from them the job computes a value with a meaning.
-The search prefers causes that do not recover.
+Some right values have no meaning: a sum over the first micro-batches of all ranks, for example, is
+not a sum of consecutive rows. A value without a meaning *recovers* if the job computes a value with
+a meaning from it. The search prefers equations whose values do not recover.
 
 A multiple of a step value, such as the sum of three means, is right if the job divides it later. If
 the search ends at an equation that reads a multiple, the cause is the equation whose factor created

@@ -10,7 +10,7 @@ class Cause:
     """First wrong equation on the way to an output that differs.
 
     The operands of the equation are constants, or copies, pieces or partial sums of step values.
-    The result is none of these, or is a multiple of the right value.
+    The result is a multiple of a step value, or has no known relation to a step value.
 
     Attributes:
       primitive: primitive of the equation; "" if the output is an unchanged argument.

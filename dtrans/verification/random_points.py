@@ -1,7 +1,7 @@
-"""Random points of the field, at which a comparison evaluates both steps.
+"""Random points of the finite field, at which a comparison evaluates both steps.
 
-The elements of floats are uniformly random. Their shadows are near the values of a real run, so
-that comparisons and branches take the paths that occur in training.
+The elements of floats are uniformly random. Their float64 values are near the values of a real run,
+so that comparisons and branches take the paths that occur in training.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def random_point(
     fixed: frozenset[str],
     rng: np.random.Generator,
 ) -> dict[str, Any]:
-    """Return a value for each input: random elements with shadows near the values of a real run.
+    """Return a value for each input: random elements, with float64 values near those of a real run.
 
     Arrays other than floats are unchanged.
 
@@ -48,9 +48,10 @@ def random_point(
             continue
         noise = rng.uniform(0.5, 1, t.shape)
         near = np.asarray(x, np.float64)
-        # Shadows move toward zero, because a decay such as 0.999 in the state must stay below 1.
-        shadow = np.where(near == 0, 1e-3 * noise, near * (1 - 1e-3 * noise))
-        point[name] = Real(field.random_elements(rng, t.shape), shadow)
+        # Float64 values move toward zero, because a decay such as 0.999 in the state must stay
+        # below 1.
+        approx = np.where(near == 0, 1e-3 * noise, near * (1 - 1e-3 * noise))
+        point[name] = Real(field.random_elements(rng, t.shape), approx)
     return point
 
 

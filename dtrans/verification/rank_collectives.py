@@ -4,9 +4,9 @@ Ranks are the devices of a mesh in row-major order. A collective over some axes 
 of a group, whose coordinates on all other axes are equal. A rule takes the values of the ranks of
 one group, in order, and returns one output for each rank.
 
-`shard` splits an array into the pieces of all ranks, as a `PartitionSpec` states, and `assemble`
-joins the pieces. Ranks with equal coordinates on the axes of a spec get the same object as their
-piece, so the evaluation computes with this piece once.
+`shard` splits an array over the ranks, as a `PartitionSpec` states. `assemble` joins the pieces of
+the ranks. If the spec replicates the array over some ranks, `shard` gives these ranks the same
+Python object. The evaluation then computes once for all of them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def summed(parts: Sequence[Any]) -> Any:
         return Complex(real_part, summed([p.imag for p in parts]))
     if isinstance(parts[0], Real):
         elements = functools.reduce(field.add, [p.elements for p in parts])
-        return real(elements, sum(p.shadow for p in parts))
+        return real(elements, sum(p.approx for p in parts))
     return functools.reduce(np.add, parts)
 
 
@@ -104,7 +104,7 @@ def mapped(fn: Callable[..., Any], *xs: Any) -> Any:
         return Complex(real_part, mapped(fn, *(x.imag for x in xs)))
     if isinstance(xs[0], Real):
         elements = fn(*(x.elements for x in xs))
-        return Real(elements, fn(*(x.shadow for x in xs)))
+        return Real(elements, fn(*(x.approx for x in xs)))
     if is_key(xs[0]):
         data = fn(*(np.asarray(jax.random.key_data(x)) for x in xs))
         return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(xs[0]))
@@ -146,7 +146,7 @@ def _all_to_all(parts: list[Any], params: Mapping[str, Any]) -> list[Any]:
 
 
 def _piece(value: Any, count: int, axis: int, number: int) -> Any:
-    """Cut a value into `count` equal pieces along a dimension; return piece `number`."""
+    """Split a value into `count` equal pieces along a dimension; return piece `number`."""
     return mapped(lambda x: np.split(x, count, axis)[number], value)
 
 
@@ -196,8 +196,8 @@ def shard(axes: Mapping[str, int], x: Any, spec: Any) -> Ranked:
         size = math.prod(values_at(axes, names))
         for ranks in groups_of(axes, names):
             for k, r in enumerate(ranks):
-                cut = functools.partial(_part, count=size, axis=d, number=k)
-                pieces[r] = mapped(cut, pieces[r])
+                take_piece = functools.partial(_part, count=size, axis=d, number=k)
+                pieces[r] = mapped(take_piece, pieces[r])
 
     # Ranks with equal coordinates share one object.
     first: dict[tuple[int, ...], Any] = {}

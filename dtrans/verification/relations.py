@@ -75,7 +75,7 @@ def _relation_of_changes(x: Real, y: Real, before: Real, axes: Mapping[str, int]
 
 
 def _minus(x: Real, y: Real) -> Real:
-    return Real(field.subtract(x.elements, y.elements), x.shadow - y.shadow)
+    return Real(field.subtract(x.elements, y.elements), x.approx - y.approx)
 
 
 def axes_in_words(axes: Mapping[str, int]) -> str:
@@ -121,7 +121,7 @@ def _differs_along(grid: Array, dimension: int) -> bool:
 def scaled(x: Real, factor: Fraction) -> Real:
     """Multiply an array by a rational number."""
     element = factor.numerator * pow(factor.denominator, -1, P) % P
-    return Real(field.multiply(x.elements, np.uint64(element)), x.shadow * float(factor))
+    return Real(field.multiply(x.elements, np.uint64(element)), x.approx * float(factor))
 
 
 def _scaled(x: Real, y: Real, axes: Mapping[str, int], what: str) -> str:

@@ -1,9 +1,9 @@
 """Search for the collective at fault, by repairs: changes of one collective that correct outputs.
 
-The program is evaluated again with a mean instead of a sum, a sum over other axes, or a reduction
-of copies that differ. If outputs are then right, the change shows the fault and its remedy. A
-change concerns all collectives of one source line over the same axes, since a gradient has many
-leaves.
+The search evaluates the program again with one change: a mean instead of a sum, a sum over other
+axes, or a reduction of copies that differ. If wrong outputs are then right, the change shows the
+fault and the remedy. A source line such as `psum(grads)` writes one collective for each leaf. So a
+change applies to all collectives that one line writes over the same axes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules of primitives on `Real` values: exact arithmetic on elements, decisions by shadows.
+"""Rules of primitives on `Real` values: exact arithmetic on elements, decisions by float64 values.
 
     arithmetic   sums, products, quotients, contractions: exact in the field
     structure    equations that only move elements
@@ -41,14 +41,14 @@ from dtrans.verification.rationals import elements_of
 Rule = Callable[[JaxprEqn, list[Any]], list[Any]]
 
 
-def shadow_of(x: Any) -> Any:
+def approx_of(x: Any) -> Any:
     """Return the float64 values of an array of floats; return any other array unchanged."""
-    return x.shadow if isinstance(x, (Real, Complex)) else x
+    return x.approx if isinstance(x, (Real, Complex)) else x
 
 
-def shadows_of(operands: Sequence[Any]) -> list[Any]:
+def approx_of_all(operands: Sequence[Any]) -> list[Any]:
     """Replace each operand that is an array of floats by its float64 values."""
-    return [shadow_of(x) for x in operands]
+    return [approx_of(x) for x in operands]
 
 
 def elements_in(x: Any) -> Array:
@@ -56,7 +56,7 @@ def elements_in(x: Any) -> Array:
     return values.as_real(x).elements
 
 
-def _shadow_type(eqn: JaxprEqn) -> Any:
+def _approx_type(eqn: JaxprEqn) -> Any:
     return jax.ShapeDtypeStruct(eqn.outvars[0].aval.shape, np.dtype(np.float64))
 
 
@@ -81,15 +81,15 @@ def by_jax(eqn: JaxprEqn, operands: Sequence[Any], **params: Any) -> list[Any]:
         return list(map(values.as_numpy, outputs))
 
 
-def _shadows(eqn: JaxprEqn, operands: Sequence[Any]) -> Any:
+def _approx_outputs(eqn: JaxprEqn, operands: Sequence[Any]) -> Any:
     """Return the first output of an equation, computed in float64."""
-    name, shadows = eqn.primitive.name, shadows_of(operands)
+    name, approx_values = eqn.primitive.name, approx_of_all(operands)
     with np.errstate(all="ignore"):
         if name in ELEMENTWISE:
-            return ELEMENTWISE[name](*shadows)
+            return ELEMENTWISE[name](*approx_values)
         if name in OTHERS:
-            return OTHERS[name](eqn.params, shadows, _shadow_type(eqn))[0]
-    return by_jax(eqn, shadows)[0]
+            return OTHERS[name](eqn.params, approx_values, _approx_type(eqn))[0]
+    return by_jax(eqn, approx_values)[0]
 
 
 def axes_last(x: Real, axes: Sequence[int]) -> Real:
@@ -97,7 +97,7 @@ def axes_last(x: Real, axes: Sequence[int]) -> Real:
     others = [d for d in range(len(x.shape)) if d not in axes]
     shape = values_at(x.shape, others)
     merge = lambda a: a.transpose(*others, *axes).reshape(*shape, -1)
-    return Real(merge(x.elements), merge(x.shadow))
+    return Real(merge(x.elements), merge(x.approx))
 
 
 # -- arithmetic ------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def _exactly(fn: Callable[..., Array]) -> Rule:
     """Return a rule that applies `fn`, a function of field elements, to the operands."""
 
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        return [real(fn(*map(elements_in, operands)), _shadows(eqn, operands))]
+        return [real(fn(*map(elements_in, operands)), _approx_outputs(eqn, operands))]
 
     return rule
 
@@ -118,13 +118,13 @@ def _divide(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         inverse = np.broadcast_to(field.inverse(y.reshape(-1)[:1])[0], y.shape)
     else:
         inverse = field.inverse(y)
-    return [real(field.multiply(x, inverse), _shadows(eqn, operands))]
+    return [real(field.multiply(x, inverse), _approx_outputs(eqn, operands))]
 
 
 def _integer_pow(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     (x,) = operands
     with np.errstate(all="ignore"):
-        return [real(field.power(x.elements, eqn.params["y"]), x.shadow ** float(eqn.params["y"]))]
+        return [real(field.power(x.elements, eqn.params["y"]), x.approx ** float(eqn.params["y"]))]
 
 
 def _dot_general(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -132,11 +132,11 @@ def _dot_general(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     as_left = lambda a: _as_matrices(a, batch[0], contract[0], last=True)
     as_right = lambda a: _as_matrices(a, batch[1], contract[1], last=False)
     elements = field.matrix_product(as_left(elements_in(x)), as_right(elements_in(y)))
-    shadows = [np.asarray(shadow_of(a), np.float64) for a in (x, y)]
+    approx_values = [np.asarray(approx_of(a), np.float64) for a in (x, y)]
     with np.errstate(all="ignore"):
-        shadow = as_left(shadows[0]) @ as_right(shadows[1])
+        approx = as_left(approx_values[0]) @ as_right(approx_values[1])
     shape = eqn.outvars[0].aval.shape
-    return [real(elements.reshape(shape), shadow.reshape(shape))]
+    return [real(elements.reshape(shape), approx.reshape(shape))]
 
 
 def _as_matrices(x: Array, batch: Sequence[int], contract: Sequence[int], *, last: bool) -> Array:
@@ -160,7 +160,7 @@ def _as_matrices(x: Array, batch: Sequence[int], contract: Sequence[int], *, las
 
 def _reduce_sum(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     (x,), axes = operands, tuple(eqn.params["axes"])
-    return [real(field.total(x.elements, axes), x.shadow.sum(axes))]
+    return [real(field.total(x.elements, axes), x.approx.sum(axes))]
 
 
 def _in_direction(fn: Callable[[Array, int], Array], x: Array, eqn: JaxprEqn) -> Array:
@@ -174,7 +174,7 @@ def _in_direction(fn: Callable[[Array, int], Array], x: Array, eqn: JaxprEqn) ->
 def _cumsum(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     (x,) = operands
     elements = _in_direction(field.cumulative_total, x.elements, eqn)
-    return [real(elements, _in_direction(np.cumsum, x.shadow, eqn))]
+    return [real(elements, _in_direction(np.cumsum, x.approx, eqn))]
 
 
 def _cumulative_product(x: Array, axis: int) -> Array:
@@ -187,7 +187,7 @@ def _cumulative_product(x: Array, axis: int) -> Array:
 def _cumprod(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     (x,) = operands
     elements = _in_direction(_cumulative_product, x.elements, eqn)
-    return [real(elements, _in_direction(np.cumprod, x.shadow, eqn))]
+    return [real(elements, _in_direction(np.cumprod, x.approx, eqn))]
 
 
 def _reduce_prod(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -196,7 +196,7 @@ def _reduce_prod(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     found = np.ones(flat.shape[:-1], np.uint64)
     for k in range(flat.shape[-1]):
         found = field.multiply(found, flat[..., k])
-    return [real(found, x.shadow.prod(axes))]
+    return [real(found, x.approx.prod(axes))]
 
 
 def _convolution(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -210,8 +210,8 @@ def _convolution(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     for i, one in enumerate(left):
         for j, other in enumerate(right):
             sums[i + j] = sums[i + j] + convolve(one, other)
-    shadow = convolve(np.asarray(shadow_of(x), float64), np.asarray(shadow_of(y), float64))
-    return [real(field.from_limbs(sums, field.SHORT), shadow)]
+    approx = convolve(np.asarray(approx_of(x), float64), np.asarray(approx_of(y), float64))
+    return [real(field.from_limbs(sums, field.SHORT), approx)]
 
 
 # -- structure -------------------------------------------------------------------------------------
@@ -221,10 +221,10 @@ def _structure(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Apply the rule in `numpy_rules` to the field elements, and to the float64 values."""
     rule, out = OTHERS[eqn.primitive.name], eqn.outvars[0].aval
     elements = rule(eqn.params, _parts(operands, "elements"), out)
-    shadows = rule(eqn.params, _parts(operands, "shadow"), out)
+    approx_values = rule(eqn.params, _parts(operands, "approx"), out)
     outs = []
-    for part, shadow in zip(elements, shadows, strict=True):
-        outs.append(Real(np.asarray(part), np.asarray(shadow)))
+    for part, approx in zip(elements, approx_values, strict=True):
+        outs.append(Real(np.asarray(part), np.asarray(approx)))
     return outs
 
 
@@ -240,7 +240,7 @@ def _by_index(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         p = eqn.params
         found = gather_places(x.shape, rest[0], p["dimension_numbers"], p["slice_sizes"], p["mode"])
     else:
-        places = np.arange(x.shadow.size, dtype=np.int64).reshape(x.shape)
+        places = np.arange(x.approx.size, dtype=np.int64).reshape(x.shape)
         (found,) = by_jax(eqn, [places, *rest])
     # Index -1 selects the fill value, which `_flat_with` appends.
     return [values.take(_flat_with(x, _fill_of(eqn, rest)), found)]
@@ -249,7 +249,7 @@ def _by_index(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 def _flat_with(x: Real, last: Real) -> Real:
     """Return a flat array with one more number at its end."""
     elements = np.append(x.elements.ravel(), last.elements)
-    return Real(elements, np.append(x.shadow.ravel(), last.shadow))
+    return Real(elements, np.append(x.approx.ravel(), last.approx))
 
 
 _ZERO = Real(np.zeros(1, np.uint64), np.zeros(1))
@@ -267,14 +267,14 @@ def move_rows(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     if not all(isinstance(x, Real) for x in rows):
         raise UnfollowedError("the rows are integers")
     places = []
-    elements, shadows = [_ZERO.elements], [_ZERO.shadow]
+    elements, approx_values = [_ZERO.elements], [_ZERO.approx]
     end = 1
     for x in rows:
-        start, end = end, end + x.shadow.size
+        start, end = end, end + x.approx.size
         places.append(np.arange(start, end).reshape(x.shape))
         elements.append(x.elements.ravel())
-        shadows.append(x.shadow.ravel())
-    flat = Real(np.concatenate(elements), np.concatenate(shadows))
+        approx_values.append(x.approx.ravel())
+    flat = Real(np.concatenate(elements), np.concatenate(approx_values))
     try:
         found = eqn.params["fn"](numbers, places)
     except BatchError as error:
@@ -299,7 +299,7 @@ def _select(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     which, *cases = operands
     which = np.broadcast_to(np.asarray(which).astype(int), cases[0].shape)
     elements = np.choose(which, [*map(elements_in, cases)])
-    return [Real(elements, np.choose(which, [*map(shadow_of, cases)]))]
+    return [Real(elements, np.choose(which, [*map(approx_of, cases)]))]
 
 
 def _convert(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -307,8 +307,8 @@ def _convert(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     if values.is_float(wanted):
         return [values.as_real(x)]
     if wanted.kind == "b":
-        return [x.shadow != 0]
-    return [np.trunc(_settled(x).shadow).astype(wanted)]
+        return [x.approx != 0]
+    return [np.trunc(_settled(x).approx).astype(wanted)]
 
 
 def _settled(x: Real) -> Real:
@@ -318,15 +318,15 @@ def _settled(x: Real) -> Real:
       NearTie: a float64 value is near an integer, but the field element is another number. Then
         rounding would decide the result of a cast to integers.
     """
-    nearest = np.rint(x.shadow)
+    nearest = np.rint(x.approx)
     with np.errstate(invalid="ignore"):
-        close = np.abs(x.shadow - nearest) <= values.NEAR * np.maximum(np.abs(nearest), 1)
-    small = np.isfinite(x.shadow) & (np.abs(x.shadow) < 2.0**62)
+        close = np.abs(x.approx - nearest) <= values.NEAR * np.maximum(np.abs(nearest), 1)
+    small = np.isfinite(x.approx) & (np.abs(x.approx) < 2.0**62)
     integers = np.where(small, nearest, 0).astype(np.int64)
     is_integer = close & (x.elements == elements_of(integers, np.int64))
     if np.any(close & small & ~is_integer):
         raise NearTie
-    return Real(x.elements, np.where(is_integer, nearest, x.shadow))
+    return Real(x.elements, np.where(is_integer, nearest, x.approx))
 
 
 def _bitcast(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -360,22 +360,22 @@ def _scatter_add(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     x, indices, updates = operands
     places = _scatter_places(eqn, x, indices, updates).ravel()
     inside = places >= 0
-    where, size = places[inside], x.shadow.size
+    where, size = places[inside], x.approx.size
     sums = field.add_at(size, where, elements_in(updates).ravel()[inside]).reshape(x.shape)
-    added = np.bincount(where, shadow_of(updates).ravel()[inside], size).reshape(x.shape)
+    added = np.bincount(where, approx_of(updates).ravel()[inside], size).reshape(x.shape)
     if eqn.primitive.name == "scatter-sub":
-        return [real(field.subtract(x.elements, sums), x.shadow - added)]
-    return [real(field.add(x.elements, sums), x.shadow + added)]
+        return [real(field.subtract(x.elements, sums), x.approx - added)]
+    return [real(field.add(x.elements, sums), x.approx + added)]
 
 
 def _scatter(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     x, indices, updates = operands
     places = _scatter_places(eqn, x, indices, updates).ravel()
     inside = places >= 0
-    elements, shadow = x.elements.ravel().copy(), x.shadow.ravel().copy()
+    elements, approx = x.elements.ravel().copy(), x.approx.ravel().copy()
     elements[places[inside]] = elements_in(updates).ravel()[inside]
-    shadow[places[inside]] = shadow_of(updates).ravel()[inside]
-    return [Real(elements.reshape(x.shape), shadow.reshape(x.shape))]
+    approx[places[inside]] = approx_of(updates).ravel()[inside]
+    return [Real(elements.reshape(x.shape), approx.reshape(x.shape))]
 
 
 def _rounds(places: Array) -> list[Array]:
@@ -402,8 +402,8 @@ def _scatter_by(combine: Callable[[Real, Real], Real]) -> Rule:
     """Return the rule of a scatter that combines the number at an index with its updates."""
 
     def flat(x: Any) -> Real:
-        shadow = np.asarray(shadow_of(x), np.float64)
-        return Real(elements_in(x).ravel().copy(), shadow.ravel().copy())
+        approx = np.asarray(approx_of(x), np.float64)
+        return Real(elements_in(x).ravel().copy(), approx.ravel().copy())
 
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         x, indices, updates = operands
@@ -412,14 +412,14 @@ def _scatter_by(combine: Callable[[Real, Real], Real]) -> Rule:
         for positions in _rounds(places):
             where = places[positions]
             new = combine(values.take(found, where), values.take(terms, positions))
-            found.elements[where], found.shadow[where] = new.elements, new.shadow
-        return [Real(found.elements.reshape(x.shape), found.shadow.reshape(x.shape))]
+            found.elements[where], found.approx[where] = new.elements, new.approx
+        return [Real(found.elements.reshape(x.shape), found.approx.reshape(x.shape))]
 
     return rule
 
 
 _scatter_mul = _scatter_by(
-    lambda x, y: real(field.multiply(x.elements, y.elements), x.shadow * y.shadow)
+    lambda x, y: real(field.multiply(x.elements, y.elements), x.approx * y.approx)
 )
 
 
@@ -448,7 +448,7 @@ def _windows(eqn: JaxprEqn, shape: Sequence[int]) -> Array:
 def _window_sum(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     (x,) = operands
     rows = values.take(_flat_with(x, _ZERO), _windows(eqn, x.shape))
-    return [real(field.total(rows.elements, (-1,)), rows.shadow.sum(-1))]
+    return [real(field.total(rows.elements, (-1,)), rows.approx.sum(-1))]
 
 
 def _best_in_window(eqn: JaxprEqn, x: Real, sign: int) -> Array:
@@ -456,7 +456,7 @@ def _best_in_window(eqn: JaxprEqn, x: Real, sign: int) -> Array:
     places = _windows(eqn, x.shape)
     worst = Real(_ZERO.elements, np.array([-sign * np.inf]))
     rows = values.take(_flat_with(x, worst), places)
-    best = np.argmax(sign * rows.shadow, -1)[..., None]
+    best = np.argmax(sign * rows.approx, -1)[..., None]
     _one_of_equals(rows, best)
     return np.take_along_axis(places, best, -1)[..., 0]
 
@@ -474,7 +474,7 @@ def _one_of_equals(rows: Real, best: Array) -> None:
 def _window_extreme(sign: int) -> Rule:
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         (x,) = operands
-        flat = Real(x.elements.ravel(), x.shadow.ravel())
+        flat = Real(x.elements.ravel(), x.approx.ravel())
         return [values.take(flat, _best_in_window(eqn, x, sign))]
 
     return rule
@@ -486,15 +486,15 @@ def _select_and_scatter_add(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     if name not in ("ge", "le"):
         raise UnfollowedError(f"its windows are selected by {name}")
     where = _best_in_window(eqn, x, 1 if name == "ge" else -1).ravel()
-    size = x.shadow.size
+    size = x.approx.size
     sums = field.add_at(size, where, source.elements.ravel()).reshape(x.shape)
-    return [real(sums, np.bincount(where, source.shadow.ravel(), size).reshape(x.shape))]
+    return [real(sums, np.bincount(where, source.approx.ravel(), size).reshape(x.shape))]
 
 
 def _psum_of_axes(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Sum over dimensions of the operands; `vmap` turns a `psum` over its axis into such a sum."""
     axes = tuple(eqn.params["axes"])
-    return [real(field.total(x.elements, axes), x.shadow.sum(axes)) for x in operands]
+    return [real(field.total(x.elements, axes), x.approx.sum(axes)) for x in operands]
 
 
 # -- decisions -------------------------------------------------------------------------------------
@@ -510,7 +510,7 @@ def _compare(decide: Callable[[Array, Array, Array], Array]) -> Rule:
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         x, y = map(values.as_real, operands)
         equal, less = ordered(x, y)
-        return [decide(equal, less, np.isnan(x.shadow) | np.isnan(y.shadow))]
+        return [decide(equal, less, np.isnan(x.approx) | np.isnan(y.approx))]
 
     return rule
 
@@ -523,7 +523,7 @@ def _total_order(name: str) -> Rule:
     """
 
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        if any(np.isnan(shadow_of(x)).any() for x in operands):
+        if any(np.isnan(approx_of(x)).any() for x in operands):
             raise UnfollowedError("it orders NaN")
         return REAL[name](eqn, operands)
 
@@ -533,13 +533,13 @@ def _total_order(name: str) -> Rule:
 def _larger(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     x, y = operands
     _, less = ordered(x, y)
-    return [choose((less | np.isnan(y.shadow)) & ~np.isnan(x.shadow), y, x)]
+    return [choose((less | np.isnan(y.approx)) & ~np.isnan(x.approx), y, x)]
 
 
 def _smaller(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     x, y = operands
     equal, less = ordered(x, y)
-    return [choose((less | equal | np.isnan(x.shadow)) & ~np.isnan(y.shadow), x, y)]
+    return [choose((less | equal | np.isnan(x.approx)) & ~np.isnan(y.approx), x, y)]
 
 
 def _clamp(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -551,12 +551,12 @@ def _clamp(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 def _at_places(x: Real, places: Array, axis: int = -1) -> Real:
     """Return the numbers at the indices `places` along an axis."""
     elements = np.take_along_axis(x.elements, places, axis)
-    return Real(elements, np.take_along_axis(x.shadow, places, axis))
+    return Real(elements, np.take_along_axis(x.approx, places, axis))
 
 
 def _like(x: Real, other: Real) -> Real:
     """Broadcast a value to the shape of another value."""
-    return Real(np.broadcast_to(x.elements, other.shape), np.broadcast_to(x.shadow, other.shape))
+    return Real(np.broadcast_to(x.elements, other.shape), np.broadcast_to(x.approx, other.shape))
 
 
 def _extreme(sign: int, *, place: bool) -> Rule:
@@ -568,7 +568,7 @@ def _extreme(sign: int, *, place: bool) -> Rule:
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         (x,), axes = operands, tuple(eqn.params["axes"])
         rows = axes_last(x, axes)
-        order = np.where(np.isnan(rows.shadow), np.inf, sign * rows.shadow)
+        order = np.where(np.isnan(rows.approx), np.inf, sign * rows.approx)
         best = np.argmax(order, -1)[..., None]
         top = _at_places(rows, best)
         pair = (_like(top, rows), rows)
@@ -578,8 +578,9 @@ def _extreme(sign: int, *, place: bool) -> Rule:
             winner = (np.argmax if sign > 0 else np.argmin)(key, -1)[..., None]
             top = _at_places(rows, np.where(beats.any(-1, keepdims=True), winner, best))
             equal = rows.elements == top.elements
-        # shadows of equal elements may differ by rounding, so the first equal element is chosen
-        first = np.argmax(equal | np.isnan(rows.shadow), -1)
+        # float64 values of equal elements may differ by rounding, so the first equal element is
+        # chosen
+        first = np.argmax(equal | np.isnan(rows.approx), -1)
         if place:
             return [first.astype(eqn.outvars[0].aval.dtype)]
         return [values.take(top, (..., 0))]
@@ -594,7 +595,7 @@ def _cumulative_extreme(sign: int) -> Rule:
         better = _larger if sign > 0 else _smaller
         moved = mapped(lambda a: np.moveaxis(a, axis, 0)[::step], x)
         rows: list[Real] = []
-        for k in range(len(moved.shadow)):
+        for k in range(len(moved.approx)):
             row = values.take(moved, k)
             if rows:
                 (row,) = better(eqn, [rows[-1], row])
@@ -608,7 +609,7 @@ def _cumulative_extreme(sign: int) -> Rule:
 
 def _sort(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     axis, count = eqn.params["dimension"], eqn.params["num_keys"]
-    keys = [shadow_of(x) for x in operands[:count]]
+    keys = [approx_of(x) for x in operands[:count]]
     order = np.lexsort([_nan_last(k) for k in reversed(keys)], axis)
     outputs = [mapped(lambda a: np.take_along_axis(a, order, axis), x) for x in operands]
     _check_order(outputs[:count], axis)
@@ -634,7 +635,7 @@ def _top_k(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 def _best(eqn: JaxprEqn, x: Real, axis: int, count: int, sign: int) -> list[Any]:
     """Return the `count` largest (sign 1) or smallest numbers along an axis, and their indices."""
-    order = np.argsort(-sign * x.shadow, axis, kind="stable")
+    order = np.argsort(-sign * x.approx, axis, kind="stable")
     sorted_x = _at_places(x, order, axis)
     _check_order([sorted_x], axis)
     index = [slice(None)] * len(x.shape)
@@ -652,8 +653,8 @@ def _approx_top_k(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 def _absolute(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     (x,) = operands
-    negative = x.shadow < 0
-    return [Real(np.where(negative, field.negative(x.elements), x.elements), np.abs(x.shadow))]
+    negative = x.approx < 0
+    return [Real(np.where(negative, field.negative(x.elements), x.elements), np.abs(x.approx))]
 
 
 def _to_integer(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -661,8 +662,8 @@ def _to_integer(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     (x,) = operands
     if eqn.primitive.name != "sign":
         x = _settled(x)
-    shadow = np.asarray(_shadows(eqn, [x]))
-    return [real(elements_of(shadow, np.float64), shadow)]
+    approx = np.asarray(_approx_outputs(eqn, [x]))
+    return [real(elements_of(approx, np.float64), approx)]
 
 
 # -- functions that the field lacks ----------------------------------------------------------------
@@ -688,14 +689,14 @@ def _hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
     So the norm of zeros is zero, and optimizers that test for zero take the right branch.
     """
-    name, shadow = eqn.primitive.name, np.asarray(_shadows(eqn, operands))
+    name, approx = eqn.primitive.name, np.asarray(_approx_outputs(eqn, operands))
     params = dict(eqn.params)
     params.pop("accuracy", None)
-    found = values.hashed((name, sorted(params.items())), *operands, shadow=shadow)
+    found = values.hashed((name, sorted(params.items())), *operands, approx=approx)
     for at, known in ((0, AT_ZERO), (1, AT_ONE)):
         if name in known:
             there = elements_in(operands[0]) == np.uint64(at)
-            exact = np.full(shadow.shape, known[name])
+            exact = np.full(approx.shape, known[name])
             found = choose(there, Real(exact.astype(np.uint64), exact.astype(np.float64)), found)
     return [found]
 
@@ -712,7 +713,7 @@ def _running_hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             found.append(field.hashed(eqn.primitive.name, *found[-1:], row))
         return np.moveaxis(np.stack(found), 0, axis)
 
-    return [real(_in_direction(running, x.elements, eqn), by_jax(eqn, [x.shadow])[0])]
+    return [real(_in_direction(running, x.elements, eqn), by_jax(eqn, [x.approx])[0])]
 
 
 def _random_gamma(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -720,9 +721,9 @@ def _random_gamma(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     keys, x = operands
     words = np.asarray(jax.random.key_data(keys)).astype(np.uint64)
     each = np.moveaxis(words, -1, 0)
-    (shadow,) = by_jax(eqn, [keys, shadow_of(x)])
+    (approx,) = by_jax(eqn, [keys, approx_of(x)])
     name = (eqn.primitive.name, eqn.params["log_space"])
-    return [real(field.hashed(name, *each, elements_in(x)), shadow)]
+    return [real(field.hashed(name, *each, elements_in(x)), approx)]
 
 
 def _copy(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -802,7 +803,7 @@ REAL: Mapping[str, Rule] = {
     "random_gamma": _random_gamma,
     "abs": _absolute,
     **dict.fromkeys(("sign", "floor", "ceil", "round"), _to_integer),
-    "is_finite": lambda eqn, operands: [np.isfinite(operands[0].shadow)],
+    "is_finite": lambda eqn, operands: [np.isfinite(operands[0].approx)],
     **dict.fromkeys(_HASHED, _hash),
 }
 

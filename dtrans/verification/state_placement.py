@@ -147,24 +147,24 @@ def _leaf(digits: Array, t: Any) -> Any:
 
 
 def _flat_values(leaves: Mapping[str, Any]) -> tuple[Array, Array, Array]:
-    """Concatenate all leaves three times: field elements, their shadows (float64), and integers.
+    """Concatenate all leaves three times: field elements, float64 values, and integers.
 
     Each array has a place for every number of every leaf. Where a leaf has another type, the array
     has zeros.
     """
-    elements, shadows, integers = [], [], []
+    elements, approx_values, integers = [], [], []
     for x in leaves.values():
         size = int(np.prod(getattr(x, "shape", ())))
         if isinstance(x, Real):
             elements.append(x.elements.ravel())
-            shadows.append(x.shadow.ravel())
+            approx_values.append(x.approx.ravel())
             integers.append(np.zeros(size, np.int64))
             continue
         elements.append(np.zeros(size, np.uint64))
-        shadows.append(np.zeros(size))
+        approx_values.append(np.zeros(size))
         entries = np.zeros(size) if values.is_key(x) else np.asarray(x)
         integers.append(entries.astype(np.int64).ravel())
-    return np.concatenate(elements), np.concatenate(shadows), np.concatenate(integers)
+    return np.concatenate(elements), np.concatenate(approx_values), np.concatenate(integers)
 
 
 def place_leaves(
@@ -181,7 +181,7 @@ def place_leaves(
       types: type of each array of the state.
       state_names: name of each array of the state.
     """
-    elements, shadows, integers = _flat_values(_parts(leaves, "real"))
+    elements, approx_values, integers = _flat_values(_parts(leaves, "real"))
     if any(isinstance(x, Complex) for x in leaves.values()):
         imaginary = _flat_values(_parts(leaves, "imag"))
     found: list[Any] = []
@@ -190,10 +190,10 @@ def place_leaves(
         if values.is_key(fixed):
             found.append(_key_leaf(leaves, name, fixed))
         elif values.is_float(t.dtype):
-            found.append(_filled(where, values.lifted(fixed, t.dtype), elements, shadows))
+            found.append(_filled(where, values.lifted(fixed, t.dtype), elements, approx_values))
         elif values.is_complex(t.dtype):
             other = values.lifted(fixed, t.dtype)
-            real_part = _filled(where, other.real, elements, shadows)
+            real_part = _filled(where, other.real, elements, approx_values)
             found.append(Complex(real_part, _filled(where, other.imag, *imaginary[:2])))
         else:
             entries = np.where(where >= 0, integers[np.maximum(where, 0)], fixed)
@@ -201,10 +201,10 @@ def place_leaves(
     return found
 
 
-def _filled(where: Array, other: Real, elements: Array, shadows: Array) -> Real:
+def _filled(where: Array, other: Real, elements: Array, approx_values: Array) -> Real:
     """Return an array with numbers of leaves, but with `other` at places where `where` is -1."""
     in_leaf, at = where >= 0, np.maximum(where, 0)
-    return values.choose(in_leaf, Real(elements[at], shadows[at]), other)
+    return values.choose(in_leaf, Real(elements[at], approx_values[at]), other)
 
 
 def _parts(leaves: Mapping[str, Any], part: str) -> dict[str, Any]:

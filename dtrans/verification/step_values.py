@@ -1,8 +1,8 @@
 """Index of a step's values, which finds the value, slice or partial sum that equals an array.
 
-The values of the step depend on a random point, so a single element identifies the value in which
-it occurs, and its position there. Small integers and other constants are not random, and identify
-nothing.
+The values of the step depend on a random point. So a single element identifies the value in which
+it occurs, and its position in this value. Small integers and other constants are not random: they
+occur in many values, and are ignored.
 
     StepValue   value of the step, or a partial sum of a value over some rows
     Match       slice of a step value, in row-major order, that equals an array
@@ -28,7 +28,7 @@ from dtrans.verification.value_log import Computation, ValueLog, elements_of_val
 
 
 SMALL = 1 << 20  # elements below SMALL, and their negatives, are treated as integers
-MOST_CUTS = 40  # largest number of terms of a sum; a term of a longer sum adds up several rows
+MOST_SUM_TERMS = 40  # largest number of terms of a sum; a term of a longer sum adds up several rows
 MOST_TERMS = 1 << 22  # largest total of numbers in all partial sums
 CANDIDATES = 24  # largest number of step values that are compared with one array
 
@@ -197,7 +197,7 @@ class StepValues:
         and the next random element is tried.
         """
         flat = x.ravel()
-        for k in np.flatnonzero(is_random(flat))[:MOST_CUTS]:
+        for k in np.flatnonzero(is_random(flat))[:MOST_SUM_TERMS]:
             low = np.searchsorted(self._elements, flat[k], "left")
             high = np.searchsorted(self._elements, flat[k], "right")
             if low == high:
@@ -252,7 +252,7 @@ class StepValues:
         terms = self._propagated(computation) or _terms(computation)
         if terms is None or not isinstance(total, Real):
             return
-        self._size += len(terms.parts) ** 2 // 2 * total.shadow.size
+        self._size += len(terms.parts) ** 2 // 2 * total.approx.size
         if self._size > MOST_TERMS:
             return
         self._terms[id(total)] = terms
@@ -261,9 +261,9 @@ class StepValues:
             self._add(title, x.elements, (first, end), number, ends=end == terms.bounds[-1])
 
     def _propagated(self, computation: Computation) -> Terms | None:
-        """Return the partial sums that add up to an output, from those of its operands.
+        """Return the terms of an output, computed from the terms of its operands.
 
-        Return None if the output is not linear in the operands that are such sums.
+        Return None if the output is not linear in the operands that are sums.
         """
         operands = [x for (x,) in computation.operands]
         carriers = [k for k, x in enumerate(operands) if id(x) in self._terms]
@@ -301,13 +301,13 @@ def _terms(computation: Computation) -> Terms | None:
     if not along or not all(isinstance(x, Real) for x in operands):
         return None
     (size,) = {operands[k].shape[d] for k, d in along.items()}
-    bounds = _cuts(size)
+    bounds = _term_bounds(size)
     parts = []
     for first, end in itertools.pairwise(bounds):
-        cut = list(operands)
+        part = list(operands)
         for k, d in along.items():
-            cut[k] = take(cut[k], (slice(None),) * d + (slice(first, end),))
-        parts += REAL[computation.name](computation.eqn, cut)
+            part[k] = take(part[k], (slice(None),) * d + (slice(first, end),))
+        parts += REAL[computation.name](computation.eqn, part)
     return Terms(parts, bounds)
 
 
@@ -330,11 +330,11 @@ def _summed_along(eqn: JaxprEqn) -> dict[int, int]:
     return {}
 
 
-def _cuts(size: int) -> list[int]:
+def _term_bounds(size: int) -> list[int]:
     """Return the bounds of the terms of a sum over `size` rows."""
-    if size <= MOST_CUTS:
+    if size <= MOST_SUM_TERMS:
         return list(range(size + 1))
-    width = -(-size // MOST_CUTS)
+    width = -(-size // MOST_SUM_TERMS)
     return [*range(0, size, width), size]
 
 

@@ -21,7 +21,7 @@ from dtrans.verification.field import Array
 from dtrans.verification.field_values import Complex, Real
 
 
-MOST_NUMBERS = 1 << 25  # largest number of numbers in a log: 0.5 GiB with shadows
+MOST_NUMBERS = 1 << 25  # largest number of numbers in a log: 0.5 GiB
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ class ValueLog:
             distinct |= {id(x): x for x in output}
         for x in distinct.values():
             if isinstance(x, (Real, Complex)):
-                self._numbers += x.shadow.size
+                self._numbers += x.approx.size
         if self._numbers > MOST_NUMBERS:
             self.overflows = True
             return

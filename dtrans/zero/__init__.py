@@ -3,7 +3,7 @@
 transform          `sharding`: plans a step
 plan               the plan: the program that all ranks run, and the state that each rank stores
 options            the options, which check their values
-choose_slices      choice of the leaves to cut, each along one dimension
+choose_slices      choice of the leaves to slice, each along one dimension
 forward_values     values of the forward pass that the update reads
 update             the update, rewritten for slices
 reduce_scatter     reduction of gradients into slices
@@ -12,7 +12,7 @@ scatter_flow       analysis of gradients that loops can scatter layer by layer
 slice_analysis     analysis of values that can be computed as slices
 slice_writer       writer of equations on slices
 live_ranges        choice of the equations during which a parameter stays gathered
-all_gather         stage 3: gathers each parameter before the equations that read it, in loops too
+all_gather         stage 3: gathers each parameter before the equations that read it, also in loops
 layer_residuals    rewrites loops so that they recompute residuals instead of storing them
 prefetch           rewrites loops so that they gather a layer while they compute the previous one
 rank_layout        decides what a rank stores as slices, and how gradients are reduced

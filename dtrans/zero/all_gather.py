@@ -211,7 +211,7 @@ class Gatherer(SliceWriter):
         return exists and bool(v.aval.size) and bool(jnp.issubdtype(v.aval.dtype, jnp.floating))
 
     def _gather(self, windows: Sequence[LiveRange], anchor: Atom | None) -> None:
-        """Write one `all_gather` for all leaves that have the same type and cut dimension."""
+        """Write one `all_gather` for all leaves with equal types and equal sliced dimensions."""
         b = self.b
         groups: dict[tuple[Any, int], list[LiveRange]] = {}
         for window in windows:

@@ -1,13 +1,13 @@
-"""Choice of the leaves to cut into one slice per rank, and of the dimension to cut.
+"""Choice of the leaves to divide into one slice per rank, and of the dimension to divide.
 
 All slices of a leaf have the same number of rows. If the number of ranks does not divide the rows,
 the last slices end with *padding*. Padding is zero in the first state. Gathers drop padding, and
 norms omit it.
 
-A leaf is cut along its first dimension. If that dimension is shorter than the number of ranks, as
-in the kernel of a convolution, the longest dimension is cut. A stack that loops read layer by layer
-is cut along a later dimension, so that each rank has a slice of every layer.
-These leaves are not cut:
+A leaf is sliced along its first dimension. If that dimension is shorter than the number of ranks,
+as in the kernel of a convolution, the longest dimension is sliced. A stack that loops read layer by
+layer is sliced along a later dimension, so that each rank has a slice of every layer.
+These leaves are not sliced:
 
   - leaves without dimensions;
   - leaves that the update combines with each rank's part of the batch;
@@ -16,12 +16,12 @@ These leaves are not cut:
   - leaves that no gradient updates;
   - leaves without optimizer state whose gradient is equal on all ranks without communication.
 
-The optimizer's state is cut along the same rows as its leaf. If an update mixes rows (Muon,
-Shampoo), leaf and state are cut too, and the update gathers the operands that it needs
+The optimizer's state is sliced along the same rows as its leaf. If an update mixes rows (Muon,
+Shampoo), leaf and state are sliced too, and the update gathers the operands that it needs
 (`dtrans.zero.update`).
 
-Source: ZeRO cuts variables into slices (Rajbhandari et al., arXiv 1910.02054). The sharding pass of
-Paddle (auto_parallel_sharding.py) assigns each variable to one owner instead.
+Source: ZeRO divides variables into slices (Rajbhandari et al., arXiv 1910.02054). The sharding pass
+of Paddle (auto_parallel_sharding.py) assigns each variable to one owner instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dtrans._jax import JaxprEqn, Literal, Var, resized
-from dtrans.engine.layout import cut_along
+from dtrans.engine.layout import sharded_along
 from dtrans.errors import UnknownPrimitiveWarning
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import outputs_of, variables_read
@@ -51,10 +51,10 @@ from dtrans.zero.slice_analysis import GatherOptions, SliceAnalysis, SliceInputs
 
 @dataclasses.dataclass(frozen=True)
 class Sliced:
-    """Description of how an array is cut into slices, one for each rank.
+    """Description of how an array is divided into slices, one for each rank.
 
     Attributes:
-      axis: the dimension that is cut.
+      axis: the dimension that is sliced.
       size: the length of that dimension, without padding.
       part: the length of a slice along that dimension, with padding.
       degree: the number of ranks.
@@ -71,11 +71,11 @@ class Sliced:
     @property
     def row(self) -> RowAxis:
         """Layout of the slices, for `dtrans.engine`."""
-        return cut_along(self.axis, self.width)
+        return sharded_along(self.axis, self.width)
 
     @property
     def padded(self) -> int:
-        """Length of the cut dimension, with padding."""
+        """Length of the sliced dimension, with padding."""
         return self.part * self.degree
 
     def rank_type(self, aval: Any) -> Any:
@@ -93,14 +93,14 @@ class Sliced:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slices:
-    """Choice of the leaves and the arrays of optimizer state to cut into slices.
+    """Choice of the leaves and the arrays of optimizer state to slice.
 
     Attributes:
       analysis: the row analysis of the optimize half: which values it computes row by row. The rows
         of a leaf are the entries along its chosen dimension.
       leaves: the sliced leaves, by name.
       state: the sliced arrays of the optimizer's state, by name.
-      unsliced: maps each leaf that is not cut to the reason, such as "it has no dimensions".
+      unsliced: maps each leaf that is not sliced to the reason, such as "it has no dimensions".
       replicated: leaves whose gradients are equal on all ranks without communication.
     """
 
@@ -111,7 +111,7 @@ class Slices:
     replicated: Collection[str] = ()
 
     @property
-    def cuts(self) -> dict[Name, Sliced]:
+    def sliced(self) -> dict[Name, Sliced]:
         """Sliced inputs of the update: leaves, gradients and arrays of the state."""
         found: dict[Name, Sliced] = {Gradient(n): sliced for n, sliced in self.leaves.items()}
         found.update(self.leaves)
@@ -129,16 +129,17 @@ def choose_slices(
     differing: Collection[Name] = (),
     planned: Slices | None = None,
 ) -> Slices:
-    """Choose the leaves and arrays of state to cut into slices, and the dimension to cut in each.
+    """Choose the leaves and arrays of state to slice, and the dimension to slice in each.
 
     Args:
       step: the step, divided at its gradients.
       degree: the number of ranks.
-      least: the minimum number of elements of a leaf that is cut.
-      in_layers: True to try later dimensions too, for stacks that loops read layer by layer.
+      least: the minimum number of elements of a leaf that is sliced.
+      in_layers: True to also try later dimensions, for stacked parameters that loops read layer by
+        layer.
       sliced_in_use: True if the forward pass also reads slices (stage 3).
       differing: inputs of the update that differ from rank to rank.
-      planned: an earlier choice for another batch size. The same dimensions are cut again.
+      planned: an earlier choice for another batch size. The same dimensions are sliced again.
     """
     axes = _choose_axes(step, degree, in_layers, planned)
     with warnings.catch_warnings():
@@ -177,7 +178,7 @@ def choose_slices(
 def _choose_axes(
     step: DividedStep, degree: int, in_layers: bool, planned: Slices | None
 ) -> dict[str, int]:
-    """Return the dimension to cut, by leaf; omit leaves that cannot be cut."""
+    """Return the dimension to slice, by leaf; omit leaves that cannot be sliced."""
     axes: dict[str, int] = {}
     for n in step.params:
         axis = _choose_axis(step.program.inputs[n].shape, degree)
@@ -189,10 +190,10 @@ def _choose_axes(
 
 
 class _SliceRules:
-    """Rules that decide if a leaf is cut; `choose_slices` describes most arguments.
+    """Rules that decide if a leaf is sliced; `choose_slices` describes most arguments.
 
     Args:
-      axes: maps each leaf that can be cut to the dimension to cut.
+      axes: maps each leaf that can be sliced to the dimension to slice.
       analysis: the row analysis of the optimize half.
       homes: maps an array of the state to a pair (leaf, row dimension of the array).
 
@@ -224,7 +225,7 @@ class _SliceRules:
                 self.state_read[leaf] = name
 
     def reason_unsliced(self, leaf: str) -> str:
-        """Return the reason why a leaf is not cut; "" if it is cut."""
+        """Return the reason why a leaf is not sliced; "" if it is sliced."""
         step, t = self.step, self.step.program.inputs[leaf]
         if leaf not in step.optimized:
             return step.reason_not_optimized(leaf)
@@ -268,22 +269,22 @@ def _find_state_homes(analysis: RowAnalysis) -> dict[str, tuple[str, RowAxis | N
 def _choose_state_row(
     shape: tuple[int, ...], leaf: tuple[int, ...], axis: int, degree: int, least: int
 ) -> RowAxis | None:
-    """Return the dimension to cut in an array of state, if the update mixes the rows of the array.
+    """Return the dimension to slice in an array of state whose rows the update mixes.
 
-    If the array's shape ends with the leaf's shape, the array is cut like the leaf. Another array,
-    such as a preconditioner, is cut if it has at least `least` elements and a dimension that
-    is long enough. Return None for an array that is not cut.
+    If the array's shape ends with the leaf's shape, the array is sliced like the leaf. Another
+    array, such as a preconditioner, is sliced if it has at least `least` elements and a dimension
+    that is long enough. Return None for an array that is not sliced.
     """
     if shape[-len(leaf) :] == leaf:
-        return cut_along(len(shape) - len(leaf) + axis)
+        return sharded_along(len(shape) - len(leaf) + axis)
     if math.prod(shape) < max(least, 1):
         return None
     state_axis = _choose_axis(shape, degree)
-    return None if state_axis is None else cut_along(state_axis)
+    return None if state_axis is None else sharded_along(state_axis)
 
 
 def _choose_axis(shape: tuple[int, ...], degree: int, first: int = 0) -> int | None:
-    """Return the dimension to cut, `first` or later.
+    """Return the dimension to slice, `first` or later.
 
     Return None if padding would more than double the dimension.
     """
@@ -309,9 +310,9 @@ def _find_replicated_gradients(step: DividedStep) -> set[str]:
 
 
 def _choose_layer_axes(step: DividedStep, axes: Mapping[str, int], degree: int) -> dict[str, int]:
-    """Choose the dimension to cut in each leaf, so that its largest gather is as small as possible.
+    """Choose the dimension to slice in each leaf, so that its largest gather is smallest.
 
-    Each attempt cuts a later dimension of all leaves, and analyzes the step once.
+    Each attempt slices a later dimension of all leaves, and analyzes the step once.
 
     Args:
       step: the step, divided at its gradients.

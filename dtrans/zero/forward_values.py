@@ -2,10 +2,9 @@
 
 A rank's update reads slices of parameters, and the rank's part of the batch. If the update computed
 `x @ w` from slices, the sum over ranks would mix different rows of the batch. So the forward pass
-computes such values from full parameters, and passes them to the update
-(`dtrans.step.handed_values`).
+computes the values that the update reads, from full parameters (`dtrans.step.handed_values`).
 
-If an equation of the update combines a leaf's rows with the batch, the leaf is not cut
+If an equation of the update combines a leaf's rows with the batch, the leaf is not sliced
 (`leaves_that_meet_the_batch`).
 """
 

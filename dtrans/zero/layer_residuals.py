@@ -3,8 +3,8 @@
     forward: scan w -> h, stack of bf16(w)      becomes    forward: scan w -> h
     backward: scan (stack of bf16(w)) ...                  backward: scan w ..., begins with bf16(w)
 
-The backward loop computes such a residual again, from the parameters. So the forward loop stores
-no copies of layers.
+The backward loop computes the residual again, from the parameters. So the forward loop stores no
+copies of layers.
 """
 
 from __future__ import annotations

@@ -212,8 +212,9 @@ def low_products(
 ) -> tuple[ClosedJaxpr, list[int]]:
     """Rewrite the matrix products of a function to 16 bits, before the function is differentiated.
 
-    Products in its derivative then have 16 bits too. All variables of the function keep their names
-    and types. Calls of functions with a custom derivative rule are copied.
+    Then the products in the derivative of the function also have 16 bits. All variables of the
+    function keep their names and types. Calls of functions with a custom derivative rule are
+    copied.
 
     Args:
       jaxpr: the function, with inlined calls.

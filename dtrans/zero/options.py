@@ -121,15 +121,15 @@ class Precision:
 
 @dataclasses.dataclass(frozen=True)
 class Slicing:
-    """Options for cutting parameters into slices, and for gathering the slices.
+    """Options for dividing parameters into slices, and for gathering the slices.
 
     Attributes:
-      partition: "rows" cuts each parameter. "greedy_even" and "use_order" assign each parameter to
-        one rank, its owner. Only the owner updates the parameter and stores its state. Choose one
-        of these two if the update mixes the rows of every parameter, which is expensive on slices
-        (`dtrans.zero.by_leaf.layout`). They need stage 1 or 2 and no `precision`, and ignore
-        `min_slice_size`.
-      min_slice_size: parameters with fewer elements are not cut.
+      partition: "rows" slices each parameter. "greedy_even" and "use_order" assign each parameter
+        to one rank, its owner. Only the owner updates the parameter and stores its state. Choose
+        one of these two if the update mixes the rows of every parameter, which is expensive on
+        slices (`dtrans.zero.by_leaf.layout`). Both rules need stage 1 or 2 and no `precision`, and
+        ignore `min_slice_size`.
+      min_slice_size: parameters with fewer elements are not sliced.
       gather_bucket_MB: in stage 3, the size in MB up to which adjacent parameters share one
         all-gather. 0 gathers each parameter separately.
       prefetch: in stage 3, the number of parameters that are gathered before they are needed. A

@@ -29,9 +29,10 @@ class ShardingPlan(CollectivePlan):
     It also has the attributes of `CollectivePlan`.
 
     Attributes:
-      slices: the leaves that are cut into slices, and the reason why each other leaf is not.
+      slices: the leaves that are divided into slices, and the reason why each other leaf is not.
       gathers: the values that the update gathers, with reasons.
-      owned: the owner of each leaf, if each rank updates complete leaves. None if leaves are cut.
+      owned: the owner of each leaf, if each rank updates complete leaves. None if leaves are
+        sliced.
     """
 
     options: ShardingOptions
@@ -41,10 +42,10 @@ class ShardingPlan(CollectivePlan):
     strategy = "sharding"
 
     @cached_property
-    def cuts(self) -> dict[str, Sliced]:
+    def sliced(self) -> dict[str, Sliced]:
         """Parameters and state that ranks store as slices between steps, by name."""
         params = self.slices.leaves if self.options.slices_params else {}
-        bins = self.owned.cuts if self.owned else {}
+        bins = self.owned.sliced if self.owned else {}
         return {**params, **self.slices.state, **bins}
 
     @property
@@ -79,10 +80,10 @@ class ShardingPlan(CollectivePlan):
           padding in both together.
         """
         padding = 0
-        for name, cut in self.cuts.items():
+        for name, sliced in self.sliced.items():
             if name in self.main.inputs:
                 t = self.main.inputs[name]
-                padding += cut.padding(t) * t.dtype.itemsize // cut.degree
+                padding += sliced.padding(t) * t.dtype.itemsize // sliced.degree
         if self.owned is not None:
             padding += self.owned.state.padding // self.options.degree
         params, opt_state = self.program.args[:2]

@@ -45,7 +45,8 @@ class RankLayout:
       slices: the sliced leaves and state.
       half: the optimize half of a rank.
       gathers: the values that the update gathers, with reasons.
-      owned: the owner of each leaf, if each rank updates complete leaves. None if leaves are cut.
+      owned: the owner of each leaf, if each rank updates complete leaves. None if leaves are
+        sliced.
       groups: maps each leaf to its stage in a pipeline. Each collective contains leaves of only one
         stage.
       sums: sliced inputs that contain gradients. A pipeline has scattered and summed them.
@@ -105,7 +106,7 @@ class RankLayout:
             planned=planned,
         )
         half, gathers = slice_half(
-            slices.analysis.half, slices.cuts, options.degree, options.axis_name
+            slices.analysis.half, slices.sliced, options.degree, options.axis_name
         )
         return cls(options, merges, slices, half, gathers)
 
@@ -122,21 +123,21 @@ class RankLayout:
         if not planned.handed and not planned.optimize.differing_outputs(again.optimize):
             return self
         other = RankLayout.from_step(again, self.options, self.merges, self.slices)
-        if other.cuts != self.cuts or other.owner != self.owner:
+        if other.sliced != self.sliced or other.owner != self.owner:
             check_same_update(planned, again)
         return dataclasses.replace(
             other, options=self.options, merges=self.merges, groups=self.groups, sums=self.sums
         )
 
     @property
-    def cuts(self) -> dict[str, Sliced]:
+    def sliced(self) -> dict[str, Sliced]:
         """Sliced inputs of the step, by name."""
         leaves = self.slices.leaves if self.options.slices_params else {}
         return {**leaves, **self.slices.state, **self.sums}
 
     @property
     def owner(self) -> Mapping[str, int] | None:
-        """Rank that owns each leaf; None if leaves are cut."""
+        """Rank that owns each leaf; None if leaves are sliced."""
         return None if self.owned is None else self.owned.owner
 
     # -- gradients -------------------------------------------------------------------------------
@@ -182,7 +183,8 @@ class RankLayout:
         """Leaves whose gradients are not reduced, because they are equal on all ranks.
 
         The result is empty if each rank weights or clips its gradients. It is also empty if
-        gradients of micro-batches are summed, since only one rank then adds such a gradient.
+        gradients of micro-batches are summed: then only one rank adds a gradient that does not
+        depend on the batch.
         """
         adds_terms = self.options.num_micro_batch > 1 and self.options.reduce.op == "sum"
         return () if self._weights_or_clips or adds_terms else self.slices.replicated

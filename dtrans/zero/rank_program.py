@@ -1,6 +1,6 @@
 """Program of a rank.
 
-    inputs                slices of cut arrays; other arrays in full
+    inputs                slices of sharded arrays; other arrays in full
     forward, backward     copied; or written by `Gatherer`, if parameters or gradients are slices
     gradients             reduced by `Scatterer` (stage 1: after the backward pass)
     update                written by `RankUpdate`: computes new slices of parameters and state
@@ -44,7 +44,7 @@ from dtrans.zero.slice_analysis import GatherOptions, SliceAnalysis, SliceInputs
 
 
 # function of (builder, inputs by name) that yields pairs (leaf, gradient); for a sliced leaf, the
-# gradient is a slice too
+# gradient is also a slice
 WriteGradients = Callable[[Builder, Mapping[str, Atom]], Iterator[tuple[str, Atom]]]
 
 HalfWriterOf = Callable[[Sequence[JaxprEqn], Sequence[str], Sequence[tuple[int, Atom]]], HalfWriter]
@@ -92,13 +92,13 @@ class RankWriter:
     def _take_inputs(self) -> dict[str, Atom]:
         """Add the inputs of the program; return them by name."""
         step, b, options, invars = self.step, self.b, self.options, self.source.invars
-        cuts = self.layout.cuts
-        types = {n: s.rank_type(self.source.inputs[n]) for n, s in cuts.items()}
+        slices = self.layout.sliced
+        types = {n: s.rank_type(self.source.inputs[n]) for n, s in slices.items()}
         replaced = take_inputs(b, step, options, types)
         local = dict(zip(invars, read_from(replaced, invars.values()), strict=True))
         if self.layout.owned is not None:
             local |= self.layout.owned.take_bins(b, self.source.in_names)
-        batch = {invars[n] for n in step.batch if n not in cuts}
+        batch = {invars[n] for n in step.batch if n not in slices}
         fold_keys(b, {v: k for v, k in replaced.items() if v in batch}, options)
         return local
 

@@ -106,7 +106,7 @@ class RankUpdate:
         return found
 
     def _gather_buckets(self, slices: Mapping[str, Atom]) -> list[list[str]]:
-        """Divide leaves into groups of equal stage, dtype and cut axis, one for each all-gather."""
+        """Divide leaves into groups of equal stage, dtype and sliced axis: one all-gather each."""
         limit = self.options.reduce.bucket_MB * 2**20
         groups = self.layout.groups
         kind = lambda n: (groups.get(n, 0), str(slices[n].aval.dtype), self.leaves[n].axis)
@@ -139,13 +139,13 @@ class RankUpdate:
         for eqn in b.eqns:
             computed.update(eqn.outvars)
         results = GradientResults(step, self.leaves, computed, differing_values(step, options))
-        cuts: dict[Name, Sliced] = {}
+        slices: dict[Name, Sliced] = {}
         for leaf, sliced in self.leaves.items():
             if leaf not in results.mixed:
-                cuts[Gradient(leaf)] = sliced
+                slices[Gradient(leaf)] = sliced
                 if options.slices_params:
-                    cuts[leaf] = sliced
-        half, _ = slice_half(results.half, cuts, options.degree, options.axis_name)
+                    slices[leaf] = sliced
+        half, _ = slice_half(results.half, slices, options.degree, options.axis_name)
 
         # gather the leaves that results combine with rows of the batch
         full_grads = self._gather({n: means[n] for n in results.mixed if n in half.graded})

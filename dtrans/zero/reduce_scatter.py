@@ -109,12 +109,12 @@ class Scatterer(Reducer):
         if not self.spec_of(leaf).is_replicated:
             super().add(leaf, grad)
             return
-        b, options, cut = self.b, self.options, self.slices.get(leaf)
+        b, options, sliced = self.b, self.options, self.slices.get(leaf)
         role, b.role = b.role, DIST
         # a loop over layers may have computed the slice already
-        if cut is not None and grad.aval.shape[cut.axis] == cut.size != cut.part:
+        if sliced is not None and grad.aval.shape[sliced.axis] == sliced.size != sliced.part:
             (index,) = b.bind(trainer_index_p, over=(options.axis_name,))
-            grad = b.call(_take_slice(cut.axis, cut.part, cut.padded), grad, index)[0]
+            grad = b.call(_take_slice(sliced.axis, sliced.part, sliced.padded), grad, index)[0]
         if self.adds_up and options.reduce.op == "sum" and options.trainers > 1:
             # multiply, because a sum over ranks would contain this gradient once for each rank
             grad = b.call(times(options.trainers), grad)[0]

@@ -71,8 +71,8 @@ class ScatterFlow:
           makers: the result of `makers_of`.
 
         Returns:
-          A pair: the number of elements of the largest such value outside of loops; and True if a
-          loop scatters one of these values.
+          A pair: the number of elements of the largest of these values outside of loops; and True
+          if a loop scatters one of these values.
         """
         ahead, largest, in_loops = [v], 0, False
         while ahead:
@@ -118,7 +118,7 @@ def scatter_flow(
       wanted: the gradients that must be slices, with the sliced dimension of each.
       local: values that differ from rank to rank.
       ends: values that are read after the equations.
-      inputs: inputs of the equations that may become slices too.
+      inputs: inputs of the equations that may also become slices.
     """
     search = _Search(eqns, wanted, local, ends, inputs)
     for i in range(len(eqns) - 1, -1, -1):
@@ -212,8 +212,8 @@ def _prune(
 ) -> None:
     """Remove the equations that would use no less memory on slices.
 
-    To compute slices, an equation scatters its operands instead of its output. This saves memory
-    only if loops scatter the operands, or the operands are smaller than the output.
+    To compute slices, an equation scatters its operands instead of its output. So slices save
+    memory only if loops scatter the operands, or if the operands are smaller than the output.
     """
     # value -> size of the largest array that is scattered for its slices; 0 for outputs of loops
     size: dict[Var, int] = dict.fromkeys(inputs, 0)

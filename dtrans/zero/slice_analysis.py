@@ -1,10 +1,10 @@
 """Analysis that finds the values that a rank can compute from its slices of leaves.
 
-A leaf is cut along one dimension (`RowAxis`). An equation runs on slices if it computes each row
+A leaf is sliced along one dimension (`RowAxis`). An equation runs on slices if it computes each row
 from one row of a leaf: a cast of a stack, some layers of a stack, a layer at an index. So a loop
 can take slices of a stack. A layer is gathered only for an equation that mixes its rows:
 
-    w: (16, D, D), cut along its second dimension
+    w: (16, D, D), sliced along its second dimension
     stack = convert w          computed as slices; the loop scans over them
     layer = dynamic_slice w i  a *root*: `layer` is gathered instead of w
     sum(w ** 2)                computed on slices, then an all_reduce
@@ -88,7 +88,7 @@ class SliceInputs:
     """Inputs that are slices, such as parameters, and gradients that must become slices.
 
     Attributes:
-      rows: the inputs that are slices, with the layout of each: the leaf and the cut dimension.
+      rows: the inputs that are slices, with the layout of each: the leaf and the sliced dimension.
       local: values that differ from rank to rank.
       wanted: the gradients that must become slices, with the layout of each.
       slices: for each input in `rows`, the variable of this rank's slice. Empty if equations are
@@ -131,8 +131,8 @@ class SliceAnalysis(SplitWriter):
       ends: values that are read after the equations.
 
     Attributes:
-      rows: the values that can be computed as slices, with the layout of each: the leaf and the cut
-        dimension.
+      rows: the values that can be computed as slices, with the layout of each: the leaf and the
+        sliced dimension.
       roots: for each of these values, the leaves or parts of leaves to gather for the full value.
       full: the roots that are gathered, because an equation reads them in full.
       reads: maps the index of an equation to the sliced values that it reads in full.
@@ -221,7 +221,7 @@ class SliceAnalysis(SplitWriter):
 
     def _rank_type(self, v: Var, row: RowAxis) -> Any:
         """Return the type of a rank's slice."""
-        return self.shards.cut(v.aval, self._engine_layout(v, row))
+        return self.shards.part_type(v.aval, self._engine_layout(v, row))
 
     # -- equations ---------------------------------------------------------------------------------
 
@@ -389,8 +389,8 @@ class SliceAnalysis(SplitWriter):
 def is_cheap(eqn: JaxprEqn) -> bool:
     """Return True for elementwise equations and rearrangements.
 
-    A rank gathers the operands of such an equation and computes the result again, instead of
-    gathering the result.
+    A rank gathers the operands of these equations and computes the results, instead of gathering
+    the results.
     """
     return facts_of(eqn).elementwise or is_rearrangement(eqn)
 

@@ -2,8 +2,8 @@
 
     stage    stored as slices       communication
     1        optimizer state        gradients are reduce-scattered after the backward pass
-    2        gradients too          each gradient is reduce-scattered as soon as it is computed
-    3        parameters too         parameters are also gathered, in forward and backward
+    2        also gradients         each gradient is reduce-scattered as soon as it is computed
+    3        also parameters        parameters are also gathered, in forward and backward
 
     forward, backward     each rank on its part of the batch
     reduce_scatter        gradients: a rank receives its slice of the sum
@@ -78,11 +78,11 @@ def sharding(
       main: `dtrans.trace(step, params, opt_state, *batch)`, for any batch shape.
       startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
       degree: the number of ranks that store one copy of the state together.
-      stage: 1 shards optimizer state, 2 gradients too, 3 parameters too.
+      stage: 1 shards optimizer state; 2 also shards gradients; 3 also shards parameters.
       replicas: the number of groups of `degree` ranks. All degree * replicas ranks split the batch.
-      num_micro_batch: the number of micro-batches into which each rank cuts its part of the batch.
-        In stages 2 and 3, gradients are scattered after each micro-batch, so that ranks accumulate
-        slices.
+      num_micro_batch: the number of micro-batches into which each rank splits its part of the
+        batch. In stages 2 and 3, gradients are scattered after each micro-batch, so that ranks
+        accumulate slices.
       precision: the types in which steps compute: a `dtrans.Precision`, or its `dtype`, "bf16" or
         "fp16".
       slices: the slices of parameters, and how they are gathered: a `dtrans.Slicing`.
@@ -90,7 +90,7 @@ def sharding(
         the bucket size of the gathers after an update.
       batch: "exact" computes, for any step, the results of one device on the full batch. With
         "local", each rank computes the step on only its part of the batch. A `dtrans.Batch` also
-        selects the arrays and dimensions to cut.
+        selects the arrays and dimensions to split.
 
     Raises:
       ConfigError: an option is out of range, or names an array that the step does not have.
@@ -194,7 +194,7 @@ def _write_uneven(
     other_options = options.with_shared(other)
     step = with_forward_values(other.step, other_options)
     layout = RankLayout.from_step(step, other_options, other.merges, planned.slices)
-    if layout.cuts != planned.cuts:
+    if layout.sliced != planned.sliced:
         raise BatchError(
             f"{step.program.name} needs other slices of the state for a batch that the number of "
             f"ranks does not divide; pass a batch whose size is a multiple of {options.trainers}"

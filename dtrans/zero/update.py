@@ -21,13 +21,13 @@ from dtrans.zero.choose_slices import Sliced
 
 
 def slice_half(
-    half: OptimizeHalf, cuts: Mapping[Name, Sliced], degree: int, axis_name: str
+    half: OptimizeHalf, slices: Mapping[Name, Sliced], degree: int, axis_name: str
 ) -> tuple[OptimizeHalf, tuple[Gathered, ...]]:
     """Rewrite the update of one device so that each rank computes its slices.
 
     Args:
       half: the update of one device: new parameters and state from gradients.
-      cuts: the inputs and outputs that are slices, by name.
+      slices: the inputs and outputs that are slices, by name.
       degree: the number of ranks.
       axis_name: the named axis of the ranks.
 
@@ -39,7 +39,7 @@ def slice_half(
     inner = opened(flat)
 
     def layout(name: Name) -> ShardLayout:
-        sliced = cuts.get(name)
+        sliced = slices.get(name)
         return SHARED if sliced is None else shards.plain(sliced.row, sliced.size)
 
     def write(writer: SplitWriter) -> tuple[OptimizeHalf, tuple[Gathered, ...]]:

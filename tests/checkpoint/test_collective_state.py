@@ -184,7 +184,7 @@ def test_pieces_are_rows_under_the_paths_of_the_step_without_padding(
     names = [n for spec in job.plan.main.args[:2] for n in spec.names]
     cuts = {**job.plan.slices.leaves, **job.plan.slices.state}
     assert {"params/b", "params/tall", "opt_state/0/mu/w"} <= set(cuts)
-    assert "params/tall" in job.plan.cuts or options["stage"] == 1
+    assert "params/tall" in job.plan.sliced or options["stage"] == 1
     for n, x in zip(names, jax.tree.leaves(whole_of(tx)), strict=True):
         held = [of[n] for of in pieces.values() if n in of]
         if n not in cuts:
@@ -214,7 +214,7 @@ def test_each_device_gets_its_rows_and_nothing_is_put_together(
     other = on_mesh(planned(OPTIMIZERS["adam"], degree=4, replicas=2, stage=3))
     checkpoint.restore(path, other)
     for row in asked:
-        cut = other.plan.cuts.get(row.origin_name)
+        cut = other.plan.sliced.get(row.origin_name)
         size = row.slice_shape[cut.axis] if cut else 0
         assert row.is_slice == (cut is not None) and (cut is None or size <= cut.part), row
     # each once, though two groups of ranks have it

@@ -11,7 +11,7 @@ import pytest
 from shard_programs import AXIS, floats, pieces_of, quick
 
 from dtrans._jax import equations, evaluate, opened
-from dtrans.engine.layout import PARTIAL, Shards, cut_along
+from dtrans.engine.layout import PARTIAL, Shards, sharded_along
 from dtrans.engine.open_sums import linear_terms
 from dtrans.engine.writer import SplitWriter, written
 from dtrans.ir.inline import eliminate_dead, inline_calls
@@ -87,7 +87,7 @@ def term_of(loss, w, x, shards):
     def write(writer: SplitWriter) -> Any:
         writer.keeps_rules, writer.terms = True, linear_terms(inner, inner.outvars)
         writer.pieces.takes_index = True
-        for v, layout in zip(inner.invars, (SHARED, cut_along(0)), strict=True):
+        for v, layout in zip(inner.invars, (SHARED, sharded_along(0)), strict=True):
             writer.take(v, layout, is_input=True)
         return eliminate_dead(writer.b.build(writer.write(inner, lambda i, _: PARTIAL)[0]))
 

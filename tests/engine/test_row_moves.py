@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from shard_programs import AXIS, checked, floats, kinds, traced
 
-from dtrans.engine.layout import Shards, cut_along
+from dtrans.engine.layout import Shards, sharded_along
 from dtrans.engine.split import split
 from dtrans.rows.layout import RowAxis, RowOrder
 
@@ -62,7 +62,7 @@ def test_rows_that_all_need_are_gathered_in_their_sequence(x64):
     program = checked(fn, (floats(10, 4), floats(5, 4, seed=1)), {0: 0, 1: 0}, 3)
     assert {g.reason.split()[0] for g in program.gathers} <= {"sort", "concatenate"}
     cut_again = checked(lambda x: (x * 2.0)[1:], (floats(10, 4),), {0: 0}, 3, outs={0: 0})
-    assert cut_again.out_cuts == (0,)
+    assert cut_again.out_axes == (0,)
 
 
 def test_a_gather_of_a_few_rows_is_not_dearer_than_before():
@@ -88,8 +88,8 @@ def test_random_bits_of_moved_rows_are_those_of_one_device(x64):
 
 def test_layouts_have_one_name():
     shards = Shards(2, ())
-    assert shards.ordered(0, 6, shards.entries(6, cut_along(0))) == cut_along(0)
-    assert shards.ordered(0, 5, shards.entries(5, cut_along(0))) == cut_along(0)
+    assert shards.ordered(0, 6, shards.entries(6, sharded_along(0))) == sharded_along(0)
+    assert shards.ordered(0, 5, shards.entries(5, sharded_along(0))) == sharded_along(0)
     in_runs = RowAxis("", 0, 1, RowOrder(((0, 1, 4, 5), (2, 3, 6, 7))))
     assert shards.plain(in_runs, 8) == RowAxis("", 0, 2, RowOrder(((0, 2), (1, 3))))
     gap = RowAxis("", 0, 1, RowOrder(((-1, 0), (1, 2))))
@@ -145,7 +145,7 @@ def test_a_loop_over_rows_takes_those_of_the_shard(x64, name, rows, shards):
 def test_micro_batches_of_a_shard_are_its_own_turns(x64):
     args = floats(4, 3), floats(12, 4, seed=1), floats(12, 4, seed=2)
     program = checked(by_micro_batches, args, {1: 0}, 2)
-    assert not program.gathers and program.out_cuts == (None, None, None, 0)
+    assert not program.gathers and program.out_axes == (None, None, None, 0)
     assert not checked(by_micro_batches, (args[0], floats(16, 4), args[2]), {1: 0}, 4).gathers
 
 

@@ -40,7 +40,7 @@ from dtrans.errors import ConfigError
 from dtrans.ir.program import is_communication
 from dtrans.ops import all_gather_p, all_reduce_p
 from dtrans.rows.random_bits import block_bits_p
-from dtrans.tensor_parallel.defaults import default_cuts
+from dtrans.tensor_parallel.defaults import default_axes
 
 
 def soak(*values):
@@ -99,7 +99,7 @@ def test_cross_entropy_and_its_gradients_are_those_of_one_device(x64, loss, shar
     args = head(classes)
     both = lambda *a: jax.value_and_grad(loss, (0, 1, 2))(*a)
     program = checked(both, args, {0: 1, 1: 0}, shards, outs={1: 1, 2: 0})
-    assert program.out_cuts == (None, 1, 0, None)
+    assert program.out_axes == (None, 1, 0, None)
     assert not program.gathers and program.jaxpr.in_avals[0].shape == (5, -(-classes // shards))
 
 
@@ -143,7 +143,7 @@ def test_three_steps_of_sgd(x64, shards, classes):
         return w - 0.3 * dw, b - 0.3 * db, loss
 
     program = split(traced(step)(w, b, x, y), {0: 1, 1: 0}, shards, AXIS)
-    assert program.out_cuts == (1, 0, None) and not program.gathers
+    assert program.out_axes == (1, 0, None) and not program.gathers
     run = quick(jax.vmap(one_shard(program), (0, 0, None, None), [0, 0, None], axis_name=AXIS))
     held = pieces_of(w, 1, shards), pieces_of(b, 0, shards)
     whole = quick(step)
@@ -210,7 +210,7 @@ def test_ids_that_are_cut_are_compared(x64):
     program = checked(
         lambda i, y: ((i == y).sum(), jnp.where(i == 2, y, -i)), (ids, labels(11, 4, 1)), {0: 0}, 4
     )
-    assert not program.gathers and program.out_cuts == (None, 0)
+    assert not program.gathers and program.out_axes == (None, 0)
 
 
 # -- embeddings and gathers ------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def test_embeddings_of_words_that_are_cut_over_the_vocabulary_move_no_table(x64)
         4,
         outs={0: 0},
     )
-    assert kinds(program) == ["all_reduce"] and program.out_cuts == (0,)
+    assert kinds(program) == ["all_reduce"] and program.out_axes == (0,)
 
 
 def test_integers_and_booleans_are_picked(x64):
@@ -306,7 +306,7 @@ def arrays(shapes):
 def test_columns_then_rows(x64, shards):
     args = arrays(MLP)
     jaxpr = traced(mlp)(*args)
-    cuts = default_cuts(jaxpr, range(4), shards)
+    cuts = default_axes(jaxpr, range(4), shards)
     assert cuts == {0: 1, 1: 0, 2: 0}
     assert kinds(checked(mlp, args, cuts, shards)) == ["all_reduce"]
     grads = jax.grad(lambda *a: (mlp(*a) ** 2).sum(), range(5))
@@ -316,7 +316,7 @@ def test_columns_then_rows(x64, shards):
 
 def test_columns_then_columns_gathers_what_is_smallest(x64):
     program = checked(mlp, arrays(MLP), {0: 1, 1: 0, 2: 1, 3: 0}, 2)
-    assert program.out_cuts == (1,)
+    assert program.out_axes == (1,)
     assert all(g.shape not in ((5, 10), (10, 3)) for g in program.gathers)
     wide = checked(lambda h, w: h @ w, (floats(64, 12), floats(12, 3)), {0: 1, 1: 1}, 2)
     assert kinds(wide) == ["all_to_all", "all_reduce"]  # the kernel, not the input, which is large
@@ -336,7 +336,7 @@ ATTENTION = [(6, 8), (6, 8), (6, 8), (8, 6), (2, 5, 6)]
 def test_heads_of_attention(x64, shards):
     args = arrays(ATTENTION)
     grads = jax.value_and_grad(lambda *a: jnp.sin(attention(*a)).sum(), range(5))
-    cuts = default_cuts(traced(attention)(*args), range(4), shards)
+    cuts = default_axes(traced(attention)(*args), range(4), shards)
     assert cuts == {0: 1, 1: 1, 2: 1, 3: 0}
     assert kinds(checked(attention, args, cuts, shards)) == ["all_reduce"]
     # gradients of x through queries, keys and values are one sum
@@ -359,7 +359,7 @@ def test_a_layer_of_a_transformer_takes_four_sums():
     params = [layer] * layers + [floats(m, 100)]
     jaxpr = traced(jax.value_and_grad(loss))(params, floats(2, 5, m), labels((2, 5), 100))
     count = 8 * layers + 1
-    cuts = default_cuts(jaxpr, range(count), 4)
+    cuts = default_axes(jaxpr, range(count), 4)
     assert [cuts.get(i) for i in range(8)] == [1, 1, 1, 0, 1, 0, 0, None] and cuts[count - 1] == 1
     program = split(jaxpr, cuts, 4, AXIS, outs={i + 1: d for i, d in cuts.items()})
     assert program.moved.keys() == {"all_reduce"} and not program.gathers
@@ -388,10 +388,10 @@ def test_convolutions(x64, shards):
 
     args = arrays([(3, 3, 2, 4), (4,), (2, 2, 4, 3), (2, 5, 5, 2)])
     grads = jax.grad(lambda *a: jnp.sin(net(*a)).sum(), (0, 1, 2))
-    cuts = default_cuts(traced(net)(*args), [0, 1], shards)
+    cuts = default_axes(traced(net)(*args), [0, 1], shards)
     assert cuts == {0: 3, 1: 0}
     program = checked(grads, args, {**cuts, 2: 2}, shards)
-    assert program.out_cuts == (3, 0, 2) and not program.gathers
+    assert program.out_axes == (3, 0, 2) and not program.gathers
 
 
 @pytest.mark.parametrize("shards", [soak(2), 3])
@@ -405,8 +405,8 @@ def test_recomputed_layers_stay_cut(x64, shards):
         *([] if "JAX_REMAT3" in os.environ else [jax.make_jaxpr]),
     ):  # where it hides the layer
         program = checked(grads, args, cuts, shards, trace=trace)
-        assert not program.gathers and program.out_cuts == (1, 0, 0, None, None)
-    assert default_cuts(traced(layer)(*args), range(4), shards) == cuts
+        assert not program.gathers and program.out_axes == (1, 0, 0, None, None)
+    assert default_axes(traced(layer)(*args), range(4), shards) == cuts
     constant = np.arange(5.0)
     with_constant = jax.checkpoint(lambda w, x: jnp.sin((x + constant) @ w).sum())
     checked(jax.grad(with_constant), (args[0], args[4]), {0: 1}, shards)
@@ -463,7 +463,7 @@ def test_loops_with_a_condition_take_the_same_turns_everywhere(x64):
         return count, last, turned
 
     program = checked(fn, (floats(3, 4), floats(5, 3)), {1: 0}, 2)
-    assert program.out_cuts == (None, 0, None) and not program.gathers
+    assert program.out_axes == (None, 0, None) and not program.gathers
 
 
 def test_branches_are_cut_where_any_of_them_is(x64):
@@ -477,7 +477,7 @@ def test_branches_are_cut_where_any_of_them_is(x64):
 
     for sign in (1, -1):
         program = checked(fn, (sign * jnp.abs(floats(3, 4)), floats(5, 3)), {1: 0}, 2)
-        assert program.out_cuts == (0, None, None)
+        assert program.out_axes == (0, None, None)
 
 
 def test_a_loop_along_what_is_cut_is_given_whole_values(x64):
@@ -540,7 +540,7 @@ def test_sums_that_are_wanted_cut_are_scattered(x64):
         {0: 1, 1: 0, 2: 1},
         4,
     )
-    assert kinds(program) == ["reduce_scatter"] and program.out_cuts == (1,)
+    assert kinds(program) == ["reduce_scatter"] and program.out_axes == (1,)
 
 
 def test_sums_of_several_products_are_made_once(x64):
@@ -629,10 +629,10 @@ def experts(gate, w1, w2, x):
 def test_experts_take_two_exchanges(x64, groups, count, shards):
     args = arrays([(6, count), (count, 6, 16), (count, 16, 6), (groups, 5, 6)])
     jaxpr = traced(experts)(*args)
-    cuts = default_cuts(jaxpr, [1, 2], shards, cuts={3: 0})
+    cuts = default_axes(jaxpr, [1, 2], shards, axes={3: 0})
     assert cuts == {1: 0, 2: 0, 3: 0}
     forward = checked(experts, args, cuts, shards)
-    assert kinds(forward) == ["all_to_all"] * 2 and not forward.gathers and forward.out_cuts == (0,)
+    assert kinds(forward) == ["all_to_all"] * 2 and not forward.gathers and forward.out_axes == (0,)
     grads = jax.grad(lambda *a: jnp.sin(experts(*a)).sum(), range(4))
     backward = checked(grads, args, cuts, shards, outs={1: 0, 2: 0, 3: 0})
     assert kinds(backward).count("all_to_all") == 4 and not backward.gathers  # none is made twice
@@ -661,9 +661,9 @@ def test_default_cuts_of_a_model():
 
     args = [jnp.ones(s) for s in ((20, 8), (8, 8), (8,), (30, 8))] + [jnp.zeros(4, int)]
     jaxpr = traced(model)(*args)
-    assert default_cuts(jaxpr, range(4), 2) == {0: 0, 1: 1, 2: 0, 3: 1}
-    assert default_cuts(jaxpr, [1, 2], 2) == {1: 1, 2: 0}
-    assert default_cuts(jaxpr, range(4), 2, cuts={1: 0}) == {0: 0, 1: 0, 3: 0}
+    assert default_axes(jaxpr, range(4), 2) == {0: 0, 1: 1, 2: 0, 3: 1}
+    assert default_axes(jaxpr, [1, 2], 2) == {1: 1, 2: 0}
+    assert default_axes(jaxpr, range(4), 2, axes={1: 0}) == {0: 0, 1: 0, 3: 0}
 
 
 def test_default_cuts_are_of_the_scope():
@@ -674,14 +674,14 @@ def test_default_cuts_are_of_the_scope():
 
     jaxpr = traced(model)(jnp.ones((4, 5)), jnp.ones((5, 6)), jnp.ones((2, 4)))
     within = lambda eqn: "head" in str(eqn.source_info.name_stack)
-    assert default_cuts(jaxpr, [0, 1], 2, within) == {1: 1}
-    assert default_cuts(jaxpr, [0, 1], 2) == {0: 1, 1: 0}
+    assert default_axes(jaxpr, [0, 1], 2, within) == {1: 1}
+    assert default_axes(jaxpr, [0, 1], 2) == {0: 1, 1: 0}
 
 
 def test_default_cuts_of_gradients_are_those_of_the_forward_pass():
     args = [jnp.ones(s) for s in MLP]
     grads = traced(jax.grad(lambda *a: mlp(*a).sum(), range(4)))(*args)
-    assert default_cuts(grads, range(4), 2) == {0: 1, 1: 0, 2: 0}
+    assert default_axes(grads, range(4), 2) == {0: 1, 1: 0, 2: 0}
 
 
 def test_tied_embeddings_are_cut_over_the_vocabulary(x64):
@@ -690,10 +690,10 @@ def test_tied_embeddings_are_cut_over_the_vocabulary(x64):
         return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
     args = floats(11, 6), floats(6, 6), labels(7, 11), labels(7, 11, 1)
-    cuts = default_cuts(traced(loss)(*args), [0], 4)
+    cuts = default_axes(traced(loss)(*args), [0], 4)
     assert cuts == {0: 0}
     program = checked(jax.value_and_grad(loss, (0, 1)), args, cuts, 4, outs={1: 0})
-    assert not program.gathers and program.out_cuts == (None, 0, None)
+    assert not program.gathers and program.out_axes == (None, 0, None)
 
 
 # -- errors, and what cannot be cut ----------------------------------------------------------------
@@ -702,14 +702,14 @@ def test_tied_embeddings_are_cut_over_the_vocabulary(x64):
 @pytest.mark.parametrize(
     ("cuts", "outs", "shards", "says"),
     [
-        ({3: 0}, {}, 2, "cuts contains input 3, but the program has only 3 inputs"),
+        ({3: 0}, {}, 2, "axes contains input 3, but the program has only 3 inputs"),
         (
             {0: 2},
             {},
             2,
-            r"cuts shards input 0, f32\[5,4\], along dimension 2, which does not exist",
+            r"axes shards input 0, f32\[5,4\], along dimension 2, which does not exist",
         ),
-        ({2: 0}, {}, 2, r"cuts shards input 2, f32\[0\], along dimension 0, which is empty"),
+        ({2: 0}, {}, 2, r"axes shards input 2, f32\[0\], along dimension 0, which is empty"),
         ({}, {1: 0}, 2, "outs contains output 1"),
         ({}, {0: 5}, 2, r"outs shards output 0, f32.*, along dimension 5"),
         ({}, {}, 0, "at least 1 shard"),
@@ -728,20 +728,20 @@ def test_gathers_say_why(x64):
     assert gathered.shape == (3, 10) and gathered.dtype == np.float64 and gathered.nbytes == 240
     assert gathered.reason.startswith("sort of f64[3,10]")
     whole = split(traced(lambda x: x * 2)(floats(3, 10)), {0: 1}, 4, AXIS, outs={0: None})
-    assert [g.reason for g in whole.gathers] == ["output 0"] and whole.out_cuts == (None,)
+    assert [g.reason for g in whole.gathers] == ["output 0"] and whole.out_axes == (None,)
 
 
 def test_outputs_are_cut_as_is_wanted(x64):
     x = floats(7, 10)
     for had in ({}, {0: 0}, {0: 1}):
         fn = lambda x: (x + 1, x * 2, -x)
-        assert checked(fn, (x,), had, 4, outs={0: 0, 1: 1, 2: None}).out_cuts == (0, 1, None)
+        assert checked(fn, (x,), had, 4, outs={0: 0, 1: 1, 2: None}).out_axes == (0, 1, None)
 
 
 def test_one_shard_has_all():
     program = checked(mlp, arrays(MLP), {0: 1}, 1)
     assert (
-        not any(is_communication(e) for e in equations(program.jaxpr)) and program.in_cuts[0] == 1
+        not any(is_communication(e) for e in equations(program.jaxpr)) and program.in_axes[0] == 1
     )
 
 

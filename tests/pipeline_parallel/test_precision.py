@@ -183,7 +183,7 @@ def test_a_stage_that_is_split():
 
     of = job_of(loss, list(STACK[:2]))
     plan = planned(of, SCALED)
-    assert plan.model.cuts.shards == (1, 2)
+    assert plan.model.sharding.shards == (1, 2)
     # what goes back is a sum over shards, each part of it rounded
     tree_close(of.of(plan.simulate()), on_one_device(of, SCALED), 2.0**-12)
 

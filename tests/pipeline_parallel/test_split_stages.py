@@ -172,8 +172,8 @@ def test_a_head_that_is_split(shards, classes, way, tx, options):
     """Of 7, 50 and 51 classes; over 2 and 4 devices they are padded. Loss and accuracy are those of
     one device."""
     plan = check(classifier(shards, classes, tx=tx), way, **options)
-    assert plan.model.cuts.shards == (1, shards)
-    assert [plan.model.cuts.state[f"params/head/{n}"] for n in "wb"] == [1, 0]
+    assert plan.model.sharding.shards == (1, shards)
+    assert [plan.model.sharding.state[f"params/head/{n}"] for n in "wb"] == [1, 0]
 
 
 @pytest.mark.soak
@@ -193,10 +193,10 @@ def test_heads_in_the_whole_product(shards, classes, replicas, schedule, way):
 def test_one_stage_that_is_split(shards, way, options):
     """There is no `replicate` scope: what is outside of the scope is whole on all shards."""
     plan = check(classifier(shards, 51, body=False), way, num_stages=1, **options)
-    assert plan.model.cuts.shards == (shards,)
+    assert plan.model.sharding.shards == (shards,)
     assert (
-        not {n for n in plan.model.cuts.state if "body" in n}
-        and plan.model.cuts.state["params/head/w"] == 1
+        not {n for n in plan.model.sharding.state if "body" in n}
+        and plan.model.sharding.state["params/head/w"] == 1
     )
 
 
@@ -222,7 +222,9 @@ MODELS = [
 def test_other_models_that_are_split(model, shards, way, options, cut):
     plan = check(model(shards), way, **options)
     assert (
-        sorted(n.removeprefix("params/") for n in plan.model.cuts.state if n.startswith("params/"))
+        sorted(
+            n.removeprefix("params/") for n in plan.model.sharding.state if n.startswith("params/")
+        )
         == cut
     )
 
@@ -242,7 +244,7 @@ def test_two_stages_that_are_split_over_other_numbers():
 
     of = job_of(loss, params, (array(ROWS, BODY), np.arange(ROWS) % 5))
     plan = check(of, "on_mesh", num_stages=3)
-    assert plan.model.cuts.shards == (2, 1, 3)
+    assert plan.model.sharding.shards == (2, 1, 3)
     assert "stage 0 is split over 2 devices" in str(
         plan
     ) and "stage 2 is split over 3 devices" in str(plan)
@@ -352,9 +354,10 @@ def test_a_parameter_of_another_stage_too_is_not_cut():
     of = words(2, tied=True)
     plan = check(of, "on_mesh")
     assert (
-        plan.model.users["params/table"] == (0, 1) and "params/table" not in plan.model.cuts.state
+        plan.model.users["params/table"] == (0, 1)
+        and "params/table" not in plan.model.sharding.state
     )
-    assert "stage 0 is split over 2 devices: no parameter is cut" in str(plan)
+    assert "stage 0 is split over 2 devices: no parameter is sharded" in str(plan)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ def array(x: float) -> np.ndarray:
     return np.full(2, x, np.float32)
 
 
-def cut_of(step: int, pushed: int, pending: int = 0) -> GeoCut:
+def divided_for(step: int, pushed: int, pending: int = 0) -> GeoCut:
     """Return a cut with changes of 8, and deltas of 4 if a push is pending."""
     deltas = {"w": array(4)} if pending else {}
     return GeoCut(step, pushed, pending, {"w": array(8)}, deltas, {})
@@ -26,27 +26,27 @@ def cut_of(step: int, pushed: int, pending: int = 0) -> GeoCut:
     ("cut", "received", "step", "counts", "parts"),
     [
         pytest.param(
-            cut_of(25, 20), {"a": 20, "b": 20}, 25, {"a": 20, "b": 20}, [(8, 0), (8, 0)],
+            divided_for(25, 20), {"a": 20, "b": 20}, 25, {"a": 20, "b": 20}, [(8, 0), (8, 0)],
             id="nothing was pushed since the cut",
         ),
         pytest.param(
-            cut_of(25, 20, 10), {"a": 10, "b": 20}, 25, {"a": 10, "b": 20}, [(8, 4), (8, 0)],
+            divided_for(25, 20, 10), {"a": 10, "b": 20}, 25, {"a": 10, "b": 20}, [(8, 4), (8, 0)],
             id="one server lacks the pending push",
         ),
         pytest.param(
-            cut_of(25, 20, 10), {"a": 0, "b": 0}, 25, {"a": 10, "b": 10}, [(8, 4), (8, 4)],
+            divided_for(25, 20, 10), {"a": 0, "b": 0}, 25, {"a": 10, "b": 10}, [(8, 4), (8, 4)],
             id="all servers went back",
         ),
         pytest.param(
-            cut_of(25, 20, 10), {"a": 30, "b": 30}, 30, {"a": 30, "b": 30}, [(4, 0), (4, 0)],
+            divided_for(25, 20, 10), {"a": 30, "b": 30}, 30, {"a": 30, "b": 30}, [(4, 0), (4, 0)],
             id="a push followed the cut",
         ),
         pytest.param(
-            cut_of(25, 20), {"a": 40, "b": 30}, 40, {"a": 40, "b": 30}, [(2, 0), (2, 2)],
+            divided_for(25, 20), {"a": 40, "b": 30}, 40, {"a": 40, "b": 30}, [(2, 0), (2, 2)],
             id="one server lacks the last of two pushes",
         ),
         pytest.param(
-            cut_of(25, 20), {"a": 40, "b": 7}, 40, {"a": 40, "b": 7}, [(2, 0), (4, 4)],
+            divided_for(25, 20), {"a": 40, "b": 7}, 40, {"a": 40, "b": 7}, [(2, 0), (4, 4)],
             id="one server went back",
         ),
     ],

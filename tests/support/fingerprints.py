@@ -176,7 +176,7 @@ def of_ranks(plan: Any) -> list[str]:
     """What ranks hold, and their program."""
     found = [
         f"cut {n} axis {s.axis} size {s.size} padded {s.padded} of {s.degree}"
-        for n, s in plan.cuts.items()
+        for n, s in plan.sliced.items()
     ]
     found += [f"memory {plan.memory()}", f"traffic {plan.traffic()}"]
     return [*found, *of_trainers(plan)]

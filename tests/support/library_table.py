@@ -104,7 +104,7 @@ step and `nnx.state` after it (`nnx_mlp.py`). Here `build(key)` returns a model 
 The tests run these steps, written as in the libraries' documentation, on {TRAINERS} trainers,
 servers or stages. Parameters, optimizer state and results equal those of one device within 1e-12
 (64-bit numbers). The steps use `value_and_grad` of their library. In a pipeline they use
-`dtrans.value_and_grad`, because the loss is cut into stages before it is differentiated. `make
+`dtrans.value_and_grad`, because the loss is split into stages before it is differentiated. `make
 docs` writes this table.
 
 | step | special property | nccl2 | sharding 1, 2, 3 | servers | pipeline |

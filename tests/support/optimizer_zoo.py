@@ -52,7 +52,7 @@ WHY: Mapping[str, str] = {
     "few": "fewer rows than servers",
     "half": "in bfloat16 also if the other leaves are in float64",
     "kernel": "the kernel of a convolution",
-    "one_row": "one row, which cannot be cut",
+    "one_row": "one row, which cannot be divided",
     "scalar": "no rows",
 }
 
@@ -593,7 +593,7 @@ leaves need one round. A norm of values that were scaled by these norms needs a 
 each round a step waits once for other servers, however many values are reduced. A value is a single
 number, or at most as large as a row.
 
-The following numbers are from a small model on {SERVERS} servers, cut into blocks of at least one
+The following numbers are from a small model on {SERVERS} servers, in blocks of at least one
 row:
 
 {{model}}

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from dtrans._jax import equations, lowered_jaxpr
-from dtrans.engine.layout import Shards, cut_along
+from dtrans.engine.layout import Shards, sharded_along
 from dtrans.engine.split import split
 from dtrans.ir.program import is_communication
 from dtrans.ops.all_to_all import all_to_all_p
@@ -50,7 +50,7 @@ def one_shard(program):
 def pieces_of(x, axis, shards):
     """The pieces of an array, padded with zeros, on a new first dimension: what `jax.vmap` gives
     shards."""
-    local = Shards(shards, ()).local(x.shape[axis], cut_along(axis))
+    local = Shards(shards, ()).local(x.shape[axis], sharded_along(axis))
     behind = [(0, local * shards - n if d == axis else 0) for d, n in enumerate(x.shape)]
     np_ = np if isinstance(x, np.ndarray) else jnp
     wide = np_.pad(x, behind).reshape(*x.shape[:axis], shards, local, *x.shape[axis + 1 :])
@@ -70,16 +70,16 @@ def on_shards(program, types, args, noise=False):
         return one_shard(program)(*args)
     parts = [
         x if d is None else pieces_of(x, d, program.shards)
-        for x, d in zip(args, program.in_cuts, strict=True)
+        for x, d in zip(args, program.in_axes, strict=True)
     ]
     if noise:  # padding may hold anything
         parts = [
             p if d is None else _with_noise(p, d, x.shape[d])
-            for p, d, x in zip(parts, program.in_cuts, args, strict=True)
+            for p, d, x in zip(parts, program.in_axes, args, strict=True)
         ]
     ways = [
         tuple(None if d is None else 0 for d in cuts)
-        for cuts in (program.in_cuts, program.out_cuts)
+        for cuts in (program.in_axes, program.out_axes)
     ]
     made = quick(
         jax.vmap(
@@ -92,7 +92,7 @@ def on_shards(program, types, args, noise=False):
     )(*parts)
     return [
         x if d is None else whole_of(np.asarray(x), d, t.shape[d])
-        for x, d, t in zip(made, program.out_cuts, types, strict=True)
+        for x, d, t in zip(made, program.out_axes, types, strict=True)
     ]
 
 
@@ -121,21 +121,21 @@ def on_mesh(program, types, args):
         x
         if d is None
         else np.pad(x, [(0, -x.shape[d] % program.shards if k == d else 0) for k in range(x.ndim)])
-        for x, d in zip(args, program.in_cuts, strict=True)
+        for x, d in zip(args, program.in_axes, strict=True)
     ]
     mesh = Mesh(np.array(jax.devices()[: program.shards]), (AXIS,))
     made = jax.jit(
         jax.shard_map(
             lambda *a: tuple(one_shard(program)(*a)),
             mesh=mesh,
-            in_specs=spec(program.in_cuts),
-            out_specs=spec(program.out_cuts),
+            in_specs=spec(program.in_axes),
+            out_specs=spec(program.out_axes),
             check_vma=False,
         )
     )(*wide)
     return [
         x if d is None else np.asarray(x)[(slice(None),) * d + (slice(t.shape[d]),)]
-        for x, d, t in zip(made, program.out_cuts, types, strict=True)
+        for x, d, t in zip(made, program.out_axes, types, strict=True)
     ]
 
 

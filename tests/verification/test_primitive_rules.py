@@ -1,4 +1,4 @@
-"""Rules of primitives: shadows are what JAX computes, and elements have the properties that plans
+"""Rules of primitives: float64 values are what JAX computes, and elements have the properties that plans
 use."""
 
 from __future__ import annotations
@@ -80,23 +80,23 @@ WHOLE: dict[str, Callable[..., Any]] = {
 def evaluated(fn: Callable[..., Any], *args: Any) -> Any:
     """Return the output of a function over the field."""
     world = World()
-    jaxpr = jax.make_jaxpr(fn)(*map(_shadow, args))
+    jaxpr = jax.make_jaxpr(fn)(*map(_approx, args))
     with np.errstate(all="ignore"):
         ((found,),) = world.run(jaxpr, [(a,) for a in args])
     assert not world.unknown, world.unknown
     return found
 
 
-def _shadow(x: Any) -> Any:
-    return x.shadow if isinstance(x, (Real, Complex)) else x
+def _approx(x: Any) -> Any:
+    return x.approx if isinstance(x, (Real, Complex)) else x
 
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", [*ROWWISE, *WHOLE])
-def test_shadows_are_what_jax_computes(name: str) -> None:
+def test_float64_values_are_what_jax_computes(name: str) -> None:
     fn = {**ROWWISE, **WHOLE}[name]
     found = evaluated(fn, lifted(X, X.dtype))
-    np.testing.assert_allclose(found.shadow, fn(X), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(found.approx, fn(X), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.sampled(12)
@@ -220,4 +220,4 @@ GATHERS: dict[str, Callable[..., Any]] = {
 def test_gathers_take_what_jax_takes(name: str) -> None:
     ids = np.array([1, 9, 0, -2])
     found = evaluated(lambda x: GATHERS[name](x, ids), lifted(X, X.dtype))
-    np.testing.assert_array_equal(found.shadow, GATHERS[name](X, ids))
+    np.testing.assert_array_equal(found.approx, GATHERS[name](X, ids))

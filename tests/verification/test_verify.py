@@ -133,7 +133,7 @@ def test_ties_at_every_point_are_decided_alike(strategy: str) -> None:
 def test_extremes_of_near_ties_are_those_of_parts(extreme: Any) -> None:
     """Elements decide, so the order of operands does not."""
     x = lifted(np.array([1.0, 2.0, 2.0, -3.0, -3.0]), jnp.float64)
-    x = Real(np.arange(5, dtype=np.uint64)[::-1].copy(), x.shadow)
+    x = Real(np.arange(5, dtype=np.uint64)[::-1].copy(), x.approx)
     one = lambda fn, *of: World().run(jax.make_jaxpr(fn)(*of), [(x,)])[0][0]
     whole, parts = (
         (lambda a: extreme(a)),
@@ -326,8 +326,8 @@ COLLECTIVES = {
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_shadows_are_what_jax_computes(name: str) -> None:
-    """Both the shadow and, where a program has sums and products only, the elements."""
+def test_float64_values_are_what_jax_computes(name: str) -> None:
+    """Both the float64 value and, where a program has sums and products only, the elements."""
     x = jnp.arange(18.0).reshape(6, 3) % 7
     fn = COLLECTIVES[name]
     run = lambda mesh: jax.shard_map(
@@ -338,7 +338,7 @@ def test_shadows_are_what_jax_computes(name: str) -> None:
     )
     wanted = jax.vmap(fn, axis_name="d")(x.reshape(3, 2, 3))
     wanted = wanted.reshape(-1, *wanted.shape[2:])
-    assert (found.shadow == wanted).all()
+    assert (found.approx == wanted).all()
     assert same(found, lifted(wanted, x.dtype))
 
 

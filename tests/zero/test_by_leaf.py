@@ -275,7 +275,7 @@ def test_a_leaf_of_16_bits_beside_others(name: str) -> None:
     tx, params = OPTIMIZERS[name](), half_params(jnp.float64)
     batches = [numbers(s, jnp.float64) for s in range(3)]
     plan = plan_of(half_loss, tx, params, *batches[0], degree=2, partition="greedy_even")
-    assert {n for n in plan.cuts if n.startswith("opt_state/bins/")} == {
+    assert {n for n in plan.sliced if n.startswith("opt_state/bins/")} == {
         "opt_state/bins/bfloat16", "opt_state/bins/float64"}  # fmt: skip
     got = trained(plan, "simulate", params, batches)
     want = alone(mean_of_parts(half_loss, tx, 2), init_of(tx), params, batches)
@@ -615,7 +615,7 @@ def test_state_is_in_bins_over_the_axis_and_told_whole() -> None:
     state = job.init(params)
     tree_close(job.opt_state(state), tx.init(params), 0.0)
     tree_close(job.params(state), params, 0.0)
-    bins = {n: x for n, x in state.opt_state.items() if n in plan.cuts}
+    bins = {n: x for n, x in state.opt_state.items() if n in plan.sliced}
     assert set(bins) == {"opt_state/bins/float32"}
     (one,) = bins.values()
     assert one.shape == (4 * max(plan.owned.state.types[n].size for n in plan.owned.state.types),)
@@ -663,7 +663,7 @@ def test_state_that_has_the_name_of_bins() -> None:
 
     init = lambda p: (p, {"bins": {"float32": jax.tree.map(jnp.zeros_like, p)}})
     plan = plan_of_step(step, init, params, *batch, degree=2, partition="greedy_even")
-    assert set(plan.cuts) == {"s/bins_/float32"}
+    assert set(plan.sliced) == {"s/bins_/float32"}
     tree_close(trained(plan, "simulate", params, [batch]), alone(step, init, params, [batch]), 1e-5)
 
 

@@ -353,7 +353,7 @@ def mask_padding(plan: Any, state: Any, value: Any) -> Any:
 
     def filled(held: Mapping[str, Any]) -> dict[str, Any]:
         new = dict(held)
-        for n, s in plan.cuts.items():
+        for n, s in plan.sliced.items():
             if n in held and s.padded > s.size and jnp.issubdtype(held[n].dtype, jnp.inexact):
                 where = (slice(None),) * s.axis + (slice(s.size, None),)
                 host = np.array(held[n])

@@ -38,11 +38,11 @@ def simulate(
     """Run jobs of parameter servers over a simulated network with faults.
 
     Servers and trainers run the state machines of real jobs. Sockets, clocks and computation are
-    simulated. If a job violates a promise, the command prints the smallest such schedule that it
-    finds, and exits with code 1.
+    simulated. If a job violates a promise, the command prints the smallest schedule that it finds
+    with this violation, and exits with code 1.
 
-    With `--exhaustive`, there is no seed: all runs of a job of two trainers are checked, in which
-    any process may die at any moment.
+    With `--exhaustive`, there is no seed: the command checks all runs of a job of two trainers, in
+    which any process may die at any moment.
     """
     if exhaustive:
         case = small_case(steps=steps, servers=servers, quorum=int(drop))

@@ -170,14 +170,14 @@ class Case:
       guests: processes that connect to the job without being a part of it.
       is_followed: True if the processes of roles that end without an error start a second job on
         the same endpoints.
-      cuts: number of steps between two cuts of the servers; 0 for a job that ends when a role is
-        lost. A job with cuts has a launcher.
+      cuts: number of steps between two cuts, which are snapshots of the servers' state; 0 for a job
+        that ends when a role fails. A job with cuts has a launcher.
       has_means: in a job with cuts, True if each trainer computes a running mean of its gradients,
         which no server stores.
-      at_loss: in a job with cuts, True if servers also write a cut when a role is lost.
+      at_loss: in a job with cuts, True if servers also write a cut when a role fails.
       has_results: True if the first server merges results of trainers after each update.
-      quorum: smallest number of trainers with which a job with cuts continues after the loss of a
-        trainer; 0 if a lost trainer starts again.
+      quorum: smallest number of trainers with which a job with cuts continues after a trainer has
+        failed; 0 if a failed trainer starts again.
       replicas: with `at_loss`, number of copies of each server's state on other servers, 0 or 1.
       hosts: number of hosts of the servers; 0 if all roles are on one host.
     """
@@ -408,7 +408,7 @@ def drawn(seed: int) -> Case:
 
 
 def _with_cuts(r: Random, case: Case) -> Case:
-    """Turn some synchronous cases into jobs with cuts, whose roles are lost and start again."""
+    """Turn some synchronous cases into jobs with cuts, whose roles fail and start again."""
     has_breaks = any(event.kind == "cut" for event in case.events)
     if not case.sync_mode or r.random() < 0.6 or has_breaks:
         return case
@@ -464,7 +464,7 @@ def drawn_with_cuts(seed: int) -> Case:
 
 
 def drawn_at_loss(seed: int) -> Case:
-    """Return the random case of a seed: a synchronous job with cuts at losses.
+    """Return the random case of a seed: a synchronous job that also writes cuts when a role fails.
 
     Example:
       >>> from tools.simulate.case import drawn_at_loss

@@ -1,6 +1,6 @@
 """Job with cuts whose next event is chosen by a driver, and the parts of its state.
 
-The simulated processes, their connections and the launcher are those of `tools.simulate.job`.
+The simulated processes, their connections and the launcher are the same as in `tools.simulate.job`.
 """
 
 from __future__ import annotations
@@ -202,9 +202,9 @@ class ChosenJob:
         return (*faults_so_far(self.case, self.launcher), *self._faults_of_restarts())
 
     def _faults_of_restarts(self) -> Iterator[str]:
-        """Yield the kinds of restarts that are more frequent than losses.
+        """Yield the kinds of restarts that are more frequent than failures.
 
-        One loss may cause both kinds: after a restart in place, all roles start again if another
+        One failure may cause both kinds: after a restart in place, all roles start again if another
         role has left meanwhile.
         """
         losses = sum(x.kind in ("kill", "break") for x in self.events)

@@ -16,7 +16,7 @@ is compared with the real states before and after it, so a wrong assumption ends
 Processes cannot be copied. So to reach a state, the events that lead to it are repeated.
 
 The search checks the promises of `judge_cuts`. It also finds states from which the job cannot end,
-and more restarts than losses.
+and runs with more restarts than failures.
 
 Limits: deadlines never pass. The time between two checks of a server has no lower limit, but a lost
 connection counts as ended at any moment. A process that is started begins at once, and a client
@@ -345,7 +345,7 @@ def _actor(parts: Parts, choice: Choice) -> tuple[str, int] | None:
 
 
 def _footprint(parts: Parts, choice: Choice) -> Hashable:
-    """Return the values of the parts that an event may use, besides those of the launcher."""
+    """Return the values of the parts that an event may use, except parts of the launcher."""
     if choice.kind == "break":
         link = parts["link", choice.of]
         return link, _lives(parts, link.client), _lives(parts, link.server)
@@ -413,7 +413,7 @@ def _check_footprint(before: Parts, after: Parts, choice: Choice, part: Part) ->
 
 
 def _lives(parts: Parts, *processes: tuple[str, int] | None) -> bool:
-    """Return True if all of these processes are the current ones of their roles, and not over."""
+    """Return True if each of these processes is the current process of its role, and not over."""
     for process in processes:
         if process is not None:
             role = parts["role", process[0]]

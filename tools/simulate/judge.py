@@ -280,7 +280,7 @@ def _faults_of_stored_rows(
     after: list[tuple[int, ...]],
     trainers: list[SimulatedTrainer],
 ) -> Iterator[str]:
-    """Yield wrong `old` rows of GEO-SGD trainers. The arguments are those of `_faults_of_rows`."""
+    """Yield wrong `old` rows of GEO-SGD trainers. `_faults_of_rows` describes the arguments."""
     assert isinstance(server.update, SimulatedBlocks)
     values = [np.frombuffer(x, np.float32) for x in server.update.history[block]]
     run = runs_of(tuple(case.tables.values()))[list(case.tables).index(block)]

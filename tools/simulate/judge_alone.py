@@ -1,10 +1,10 @@
 """Checks of a job with cuts whose servers are asynchronous (`dtrans.protocol.epochs`).
 
-- The job ends without an error, whatever roles were lost.
+- The job ends without an error, whatever roles fail.
 - A server that lives loses no step that it has received, and counts each step once.
-- A server that was lost goes back by less than two intervals of cuts.
+- A server that fails goes back by less than two intervals of cuts (snapshots of its state).
 - A trainer skips at most the step whose answer it has not received.
-- A process of a server uses a gradient twice only if the trainer was making its step at a loss.
+- A process of a server uses a gradient twice only if a role failed during the gradient's step.
 - At the end, all servers agree on the number of each trainer's steps.
 """
 

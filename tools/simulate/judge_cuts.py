@@ -1,17 +1,21 @@
 """Checks of a job with cuts that has ended (`dtrans.protocol.epochs`).
 
-- The job ends without an error, whatever roles were lost.
+A *cut* is a snapshot of the state of all servers after a step. An *epoch* lasts from one failure of
+a role to the next.
+
+- The job ends without an error, whatever roles fail.
 - In every epoch, all parameters and rows that a process of a trainer received have the bits of one
-  device after the same step. That device computes each step with the trainers that took part in the
-  last epoch that made the step.
+  device after the same step. This device computes each step with the trainers that took part in the
+  last epoch that computed the step.
 - In every epoch, the running mean of a trainer's gradients has the bits of one process that takes
   all steps of the trainer.
-- A trainer skips no step: after parameters of step s come those of step s + 1, or of a cut.
-- A loss repeats at most two intervals of cuts and one step.
-- With cuts at losses, the loss of trainers repeats no step that a trainer has completed, and at
-  most one update of a server. The results of the cut's step were sent to trainers. With replicas,
-  the same holds for the loss of one server, or of all servers of one of several hosts. Only the
-  results may be missing. Servers write these cuts in time, unless they are stopped.
+- A trainer skips no step: after the parameters of step s, it receives the parameters of step s + 1,
+  or of a cut.
+- A failure repeats at most two intervals of cuts and one step.
+- With `at_loss`, the failure of trainers repeats no step that a trainer has completed, and at most
+  one update of a server. The results of the cut's step were sent to trainers. With replicas, the
+  same holds for the failure of one server, or of all servers on one of several hosts. Only the
+  results may be missing. Servers write these cuts in time, unless their processes are stopped.
 - At the end, servers have the state of one device.
 """
 
@@ -110,7 +114,8 @@ def _faults_of_end(process: Process, *, is_last: bool, is_dropped: bool) -> Iter
 def _may_end(process: Process) -> bool:
     """Return True if a process has ended because it could not go back: a trainer that left.
 
-    Other processes that lose a role report it, and do not wait until their deadline.
+    Any other process whose connection to a role ends reports the role to the launcher, and does not
+    wait until its deadline.
     """
     return isinstance(process, SimulatedTrainer) and isinstance(process.error, LostPeerError)
 

@@ -1,10 +1,11 @@
 """Checks of a job of GEO-SGD with cuts (`dtrans.protocol.trainer.geo_steps`).
 
-- A server applies the changes of each step of a trainer at most once, whatever roles were lost.
-- A server that was not lost has applied all pushes of the job.
-- Such a server has the sum of each trainer's changes, except changes that the trainer has lost or
-  not pushed.
-- A trainer that starts again loses only changes after its cut. The servers have not received them.
+- A server applies the changes of each step of a trainer at most once, whatever roles fail.
+- A server that has not failed has applied all pushes of the job.
+- A server that has not failed has the sum of each trainer's changes, except changes that were lost
+  with a failed trainer, or not pushed.
+- A trainer that starts again loses only changes after its cut (snapshot) that servers have not
+  received.
 - The step after which this trainer continues is at most one interval of cuts after its cut.
 """
 
@@ -158,7 +159,7 @@ def _faults_of_order(checked: _Checked) -> Iterator[str]:
 
 
 def _faults_of_sum(checked: _Checked, steps: int) -> Iterator[str]:
-    """Yield a wrong sum of changes on a server that was not lost."""
+    """Yield a wrong sum of changes on a server that has not failed."""
     end = 0
     for push in checked.pushes:
         if push.first != checked.next_step(end):
@@ -215,7 +216,7 @@ def _rest_before(checked: _Checked, i: int, count: int) -> np.ndarray:
 
 
 def _expected_loss(checked: _Checked, returned: Return, since: int) -> np.ndarray:
-    """Return the changes after the cut that pushes before the loss did not contain."""
+    """Return the changes after the cut that no push before the failure contained."""
     count = returned.received[checked.endpoint]
     cut_step = 0 if returned.cut is None else returned.cut.step
     total = np.zeros(checked.case.blocks[checked.block])

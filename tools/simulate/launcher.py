@@ -1,11 +1,12 @@
-"""Simulated launcher: grants epochs, and starts lost roles again.
+"""Simulated launcher: starts failed roles again, and begins a new epoch after each failure.
 
-It follows the rules of `dtrans.run.distributed.restarts`. A lost role alone is started again if all
-other roles take part in the epoch and there is a complete cut. Otherwise all roles are started
-again. A job with a quorum drops a lost trainer in the first case, while enough trainers are left.
+The launcher follows the rules of `dtrans.run.distributed.restarts`. It starts only the failed role
+again if all other roles take part in the epoch and there is a complete cut (snapshot). Otherwise it
+starts all roles again. In the first case, a job with a quorum drops a failed trainer instead, while
+enough trainers are left.
 
-Functions of `dtrans.run.net.role_marks` decide, for this launcher and for the real one: which cuts
-are complete, whether roles can go back, and which servers write cuts at a loss.
+Functions of `dtrans.run.net.role_marks` decide for this launcher and for the real launcher: which
+cuts are complete, whether roles can go back to a cut, and which servers write cuts after a failure.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ START = 0.5  # typical seconds until a process that was started begins to connec
 
 @dataclasses.dataclass(frozen=True)
 class EpochEnd:
-    """End of an epoch after the loss of one role, at which all live servers wrote their states.
+    """End of an epoch after one role failed, at which all live servers wrote their states.
 
     Attributes:
       newest: step of the newest server.
@@ -142,7 +143,7 @@ class SimulatedLauncher:
             self._later(self._look_at_left, name)
 
     def report_lost(self, epoch: int, name: str) -> None:
-        """End a role that another role has lost in the current epoch."""
+        """End a role, because another role has reported it as lost in the current epoch."""
         self._later(self._end_reported, epoch, name)
 
     def note_step(self, epoch: int, step: int) -> None:
@@ -322,9 +323,10 @@ class SimulatedLauncher:
         return int(server.machine.kind.step)
 
     def _can_lose_dead_servers(self) -> bool:
-        """Return True if the loss of the servers that have ended costs no complete step.
+        """Return True if the job can continue without repeating a step, although servers failed.
 
-        They are one server, or those of one of several hosts, in a job with replicas.
+        This is possible in a job with replicas, if the failed servers are one server, or all
+        servers on one of several hosts.
         """
         dead = tuple(name for name in self._servers if self.roles[name].over)
         hosts = {name.partition(":")[0] for name in dead}
@@ -366,7 +368,7 @@ class SimulatedLauncher:
         return step in self._cuts[who]
 
     def _replace(self, name: str) -> None:
-        """Start a lost role again, and the others if they cannot go back by themselves."""
+        """Start a failed role again; start all roles again if other roles cannot go back."""
         if not self.epoch.has_role(name):
             return
         others = [x for x in self.roles if x != name and self.epoch.has_role(x)]

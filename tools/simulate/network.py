@@ -279,7 +279,12 @@ class SimulatedLink:
             self._break(seconds, self._slot(0, "lost"), self._slot(1, "broken"))
 
     def _break(self, seconds: float, lost: Slot | None = None, broken: Slot | None = None) -> None:
-        """Break the connection. The slots are those of the events at the server and the client."""
+        """Break the connection.
+
+        Args:
+          seconds: time after which the connection is restored.
+          lost, broken: slots of the events at the server and at the client.
+        """
         self.up = False
         self._epoch += 1
         clock, listener = self.network.clock, self._listener
@@ -363,5 +368,5 @@ def _size(frame: Any) -> int:
 
 
 def drawn_delay(random: Random, typical: float) -> Callable[[], float]:
-    """Return a function that returns random delays: 98 % near the typical one, 2 % much longer."""
+    """Return a function that returns random delays: 98 % near `typical`, 2 % much longer."""
     return lambda: random.expovariate(1.0) * typical * (20.0 if random.random() < 0.02 else 1.0)

@@ -1,7 +1,7 @@
 """Base of optimizers that apply one rule to each leaf, as Paddle's optimizer ops do.
 
 A rule is elementwise, and may also compute norms of the leaf. A rule must not reshape the leaf,
-because row analysis (`dtrans.rows.analysis`) could not cut such an update into rows.
+because row analysis (`dtrans.rows.analysis`) could not divide such an update into rows.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def _pick(
     atoms[step.numbers] = positions[key]
     types = []
     for v, out_layout in zip(eqn.outvars, step.outs, strict=True):
-        types.append(w.cut(v.aval, out_layout))
+        types.append(w.block_type(v.aval, out_layout))
     return w.b.copy(eqn, atoms, types)
 
 

@@ -64,7 +64,7 @@ class AxisSharding:
         """Axes along which trainers have different values."""
         return frozenset(self.stacked).union(*(names for _, names in self.cut))
 
-    def cut_along(self, dim: int | None, *axes: str) -> AxisSharding:
+    def sharded_along(self, dim: int | None, *axes: str) -> AxisSharding:
         """Return a sharding in which `axes` shard dimension `dim`, and no other dimension.
 
         Args:

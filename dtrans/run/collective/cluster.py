@@ -193,8 +193,8 @@ class SurvivingJob(Job):
     def part(self) -> tuple[int, int]:  # type: ignore[override]
         return self._job.part
 
-    def cut_axes(self) -> Mapping[str, int]:
-        return self._job.cut_axes()
+    def split_axes(self) -> Mapping[str, int]:
+        return self._job.split_axes()
 
     def slice_axis(self, name: str) -> int | None:
         """Return the dimension along which an array is sliced; see `CollectiveJob.slice_axis`."""
@@ -332,7 +332,7 @@ class ClusterFabric:
         axes = axes_of(program, connected().trainers)
         mesh = Mesh(np.array(trainer_devices()).reshape([*axes.values()]), tuple(axes))
         parts = _parts(program)
-        replicated, rows = AxisSharding(), AxisSharding().cut_along(0, *axes)
+        replicated, rows = AxisSharding(), AxisSharding().sharded_along(0, *axes)
         ins = []
         for name in program.in_names:
             ins.append(rows if name in parts else replicated)

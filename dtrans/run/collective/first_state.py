@@ -39,7 +39,7 @@ class FirstState:
     def arrays(self, *args: Any) -> dict[str, Any]:
         """Compute the first state from the arguments of init; return arrays on devices, by name."""
         flat = self.program.flatten(*args)
-        compute = self._compute_slices if self._plan.cuts else self._compute_replicas
+        compute = self._compute_slices if self._plan.sliced else self._compute_replicas
         found = compute(flat)
         state = dict(zip(self.program.out_names, found, strict=True))
         extra = {n: jnp.asarray(x) for n, x in self._plan.extra_state.items()}
@@ -83,7 +83,7 @@ class FirstState:
     def compiled(self) -> Any:
         """Jitted function from constants and flat arguments to padded and sharded arrays."""
         names, run = self.program.out_names, jaxpr_as_fun(self._opened)
-        cuts, trainers = self._plan.cuts, self._trainers
+        cuts, trainers = self._plan.sliced, self._trainers
 
         def start(*args: Any) -> list[Any]:
             found = []

@@ -227,7 +227,7 @@ class CollectiveJob(Job):
     def takes_uneven_parts(self) -> bool:  # type: ignore[override]
         return self.plan.for_uneven_batch is not None
 
-    def cut_axes(self) -> Mapping[str, int]:
+    def split_axes(self) -> Mapping[str, int]:
         return self.batches.axes
 
     def arrays(self, batch: Sequence[Any]) -> Sequence[Any]:
@@ -310,7 +310,7 @@ class CollectiveJob(Job):
     def _single_device(self, spec: TreeSpec, arrays: Mapping[str, Any]) -> Any:
         """Return a pytree of single-device arrays of the state."""
         self.watch.check(wait=True)
-        cuts = self.plan.cuts
+        cuts = self.plan.sliced
         found: dict[str, Any] = {}
         for n, x in arrays.items():
             if n in cuts:

@@ -69,7 +69,7 @@ class StepLayout:
 @functools.cache
 def slice_sharding(axis: int | None, names: tuple[str, ...]) -> AxisSharding:
     """Return the sharding of an array of the state: sliced over the last axis, or replicated."""
-    return AxisSharding().cut_along(axis, names[-1])
+    return AxisSharding().sharded_along(axis, names[-1])
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def part_sharding(share: Share, names: tuple[str, ...]) -> AxisSharding:
     """Return the sharding of an array of the batch: split over all trainers, or replicated."""
     if isinstance(share, str):
         return AxisSharding()
-    return AxisSharding().cut_along(share, *names)
+    return AxisSharding().sharded_along(share, *names)
 
 
 class Trainers(abc.ABC):

@@ -74,7 +74,7 @@ OF_ROWS = frozenset({split_ids_p, prefetch_p})
 # Sharding of a value over the trainers of one device, by the value's layout; None is replicated
 _TURN_OF = {
     None: AxisSharding(),
-    "split": AxisSharding().cut_along(0, TURN),
+    "split": AxisSharding().sharded_along(0, TURN),
     "stacked": AxisSharding(stacked=(TURN,)),
 }
 
@@ -233,7 +233,7 @@ class MeshTrainerPrograms:
         # needs values of other trainers, so all of them run under vmap.
         in_turn = not _communicates(piece)
         on_device = on_one_device(piece.fn, [(TURN, each)], ins, outs, in_turn=in_turn)
-        cut, full = AxisSharding().cut_along(0, AXIS), AxisSharding()
+        cut, full = AxisSharding().sharded_along(0, AXIS), AxisSharding()
         over_devices = [cut if kind else full for kind in kinds]
         return jax.jit(on_mesh(on_device, self.mesh, over_devices, [cut] * len(outs)))
 

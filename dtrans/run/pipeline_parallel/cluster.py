@@ -71,7 +71,7 @@ def cluster_job(plan: PipelinePlan, *, donate: bool) -> PipelineJob:
             f"num_stages is {stages}; expected a multiple of {count}, the number of processes"
         )
     each, local, replicas = stages // count, jax.local_devices(), plan.options.replicas
-    shards = plan.model.cuts.shards[me * each :][:each]
+    shards = plan.model.sharding.shards[me * each :][:each]
     needed = sum(shards) * replicas
     if len(local) < needed:
         raise ConfigError(
@@ -81,7 +81,7 @@ def cluster_job(plan: PipelinePlan, *, donate: bool) -> PipelineJob:
     layout = dataclasses.replace(plan.options.stages.cluster, devices=local)
     grids = layout.virtual_devices(shards, replicas)
     mine = frozenset(k for k in range(plan.options.model_stages) if plan.device_of(k) // each == me)
-    backend = _LocalDevices(grids, me * each, plan.model.cuts.shards[:stages])
+    backend = _LocalDevices(grids, me * each, plan.model.sharding.shards[:stages])
     return PipelineJob(ConnectedProcesses(StagePlacement(plan, backend, mine, donate), cluster))
 
 

@@ -64,7 +64,7 @@ class _UpdateValues:
         # Values that the update computes.
         if n is None:
             return slots.slot(
-                self.kinds[v].cut_along(placed.cuts.get(v), SPLIT), "update", stage, v
+                self.kinds[v].sharded_along(placed.sharded_axes.get(v), SPLIT), "update", stage, v
             )
 
         # Arguments of the step.

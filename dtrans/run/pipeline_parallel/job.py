@@ -86,7 +86,7 @@ class PipelineJob(Job):
     def part(self) -> tuple[int, int]:  # type: ignore[override]
         return self.processes.part
 
-    def cut_axes(self) -> Mapping[str, int]:
+    def split_axes(self) -> Mapping[str, int]:
         unsplit = self.plan.options.batch.unsplit_inputs
         inputs = self.plan.main.inputs
         split = [n for n in self.plan.batch if inputs[n].ndim and not is_under(n, unsplit)]
@@ -294,14 +294,14 @@ def on_mesh(
     cluster = o.stages.cluster
     if devices is not None:
         cluster = dataclasses.replace(cluster, devices=tuple(devices))
-    grids = cluster.virtual_devices(plan.model.cuts.shards[: o.num_stages], o.replicas)
+    grids = cluster.virtual_devices(plan.model.sharding.shards[: o.num_stages], o.replicas)
     return _in_one_process(plan, OnDevices(grids), donate=donate)
 
 
 @register_runner(PipelinePlan, "simulate")
 def simulated(plan: PipelinePlan) -> PipelineJob:
     """Return a job that simulates all stages and replicas on one device."""
-    backend = OneDevice(plan.options.replicas, plan.model.cuts.shards)
+    backend = OneDevice(plan.options.replicas, plan.model.sharding.shards)
     return _in_one_process(plan, backend, donate=False)
 
 

@@ -99,8 +99,8 @@ class Slots:
 
     def value(self, stage: int, name: str, micro: int) -> int:
         """Return the slot number for a value that a stage's forward pass computes or receives."""
-        axis = self._programs.cuts.get((stage, name))
-        kind = self._at.per_replica.cut_along(axis, SPLIT)
+        axis = self._programs.sharded_axes.get((stage, name))
+        kind = self._at.per_replica.sharded_along(axis, SPLIT)
         return self.slot(kind, "value", stage, name, micro)
 
     def sum_of(self, stage: int, leaf: str, micro: int | None) -> int:

@@ -6,7 +6,7 @@ A value on a stage has one of these shardings over the replicas of the stage:
     EACH             one value for each replica, stacked along a new leading dimension
     ROWS             an array of the batch whose rows are divided over the replicas, in order
     FIRST            all replicas compute the same value, and replica 0 returns it
-    cut_along(axis)  an array that is cut along a dimension; each replica has one slice
+    sharded_along(axis)  an array that is cut along a dimension; each replica has one slice
 
 In a split stage, a value may also be cut along a dimension over the stage's shards (mesh axis
 SPLIT). With one replica and one shard there is no mesh, and programs are compiled unchanged.
@@ -31,12 +31,12 @@ from dtrans.run.base.spmd import AxisSharding, Function, on_mesh, on_one_device
 
 
 SAME, EACH = AxisSharding(), AxisSharding(stacked=(AXIS,))
-ROWS, FIRST = AxisSharding().cut_along(0, AXIS), AxisSharding(first=(AXIS,))
+ROWS, FIRST = AxisSharding().sharded_along(0, AXIS), AxisSharding(first=(AXIS,))
 
 
-def cut_along(axis: int) -> AxisSharding:
+def sharded_along(axis: int) -> AxisSharding:
     """Return the sharding of an array that is cut over replicas along a dimension."""
-    return SAME.cut_along(axis, AXIS)
+    return SAME.sharded_along(axis, AXIS)
 
 
 class StageBackend(abc.ABC):

@@ -29,7 +29,7 @@ from dtrans.run.pipeline_parallel.stage_devices import (
     SAME,
     Host,
     StageBackend,
-    cut_along,
+    sharded_along,
 )
 
 
@@ -88,8 +88,8 @@ class StagePlacement:
         over_replicas = SAME
         axis = self.plan.update.slice_axis(name)
         if axis is not None and self.plan.options.replicas > 1:
-            over_replicas = cut_along(axis)
-        return over_replicas.cut_along(self.plan.model.cuts.state.get(name), SPLIT)
+            over_replicas = sharded_along(axis)
+        return over_replicas.sharded_along(self.plan.model.sharding.state.get(name), SPLIT)
 
     # -- values of a step ------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class StagePlacement:
 
     def sum_kind(self, leaf: str) -> AxisSharding:
         """Return the sharding of a leaf's summed gradients."""
-        return self.per_replica.cut_along(self.plan.model.cuts.state.get(leaf), SPLIT)
+        return self.per_replica.sharded_along(self.plan.model.sharding.state.get(leaf), SPLIT)
 
     def update_kind(self, name: str) -> AxisSharding:
         """Return the sharding of an input of the update."""

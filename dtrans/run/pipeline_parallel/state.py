@@ -184,7 +184,7 @@ def _startup_of(plan: PipelinePlan, names: Sequence[str]) -> ClosedJaxpr:
         full, part = rows.get(n, (n, None))
         out = outs[full]
         if part is not None:
-            out = part.cut(b, out)
+            out = part.take_from(b, out)
         wanted.append(out)
     return eliminate_dead(b.build(wanted))
 

@@ -7,7 +7,8 @@ Both rules process leaves in the order in which the program first uses them. `gr
 the number of elements per rank. `use_order` assigns neighbouring leaves to one rank, but can be
 uneven: after a leaf it continues with the same rank or the next, even if the leaf is larger than
 two ranks' targets. So the last ranks may own no leaf. In stage 2, `use_order` delays reductions.
-Each bucket contains gradients of all ranks, and the backward pass computes those of rank 0 last.
+Each bucket contains gradients that different ranks own, and the backward pass computes the
+gradients of rank 0 last.
 
 If the optimizer combines several leaves (`RowAnalysis.groups`), one rank owns all of them.
 

@@ -55,7 +55,7 @@ class LeafOwners:
       owner: the rank that owns each leaf, in the order of the assignment.
       loads: for each rank, the number of elements of the parameters that it owns.
       grads, state: the positions of gradients, and of the optimizer's state, in bins.
-      slices: the reasons why leaves are not cut, and the row analysis of the update.
+      slices: the reasons why leaves are not sliced, and the row analysis of the update.
       half: the update that each rank runs.
       args: the arguments of the step, with packed state.
       out: the outputs of the step: parameters, packed state, and results.
@@ -107,9 +107,9 @@ class LeafOwners:
         )
 
     @property
-    def cuts(self) -> dict[str, Sliced]:
+    def sliced(self) -> dict[str, Sliced]:
         """Packed state as sliced arrays: a rank's slice is the state that this rank stores."""
-        return self.state.cuts
+        return self.state.sliced
 
     @property
     def notes(self) -> list[str]:

@@ -134,7 +134,7 @@ class Bins:
         return cls(ranks, places, bin_types)
 
     @property
-    def cuts(self) -> dict[str, Sliced]:
+    def sliced(self) -> dict[str, Sliced]:
         """Packed vectors of all ranks as sliced arrays: each rank's vector is one slice."""
         return {
             n: Sliced(0, t.size * self.ranks, t.size, self.ranks) for n, t in self.types.items()

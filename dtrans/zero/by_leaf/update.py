@@ -5,7 +5,7 @@ rank. Each branch updates the leaves that the rank owns, like a parameter server
 leaves (`dtrans.slicing.server_update`). A value that depends on leaves of several ranks, such as a
 norm, is summed between two levels:
 
-    level 0    switch        each rank computes its terms of such values
+    level 0    switch        each rank computes its terms of norms and similar values
                all_reduce    sums the terms; a rank without a term adds the identity
     level 1    switch        ...
     last       switch        new state and new parameters, in bins

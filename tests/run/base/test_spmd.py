@@ -16,9 +16,9 @@ from dtrans.run.base.spmd import AxisSharding, on_mesh, on_one_device
 AXES = (("group", 2), ("rank", 3))
 NAMES = ("group", "rank")
 WHOLE, DTRANS_PRIMITIVES = AxisSharding(), AxisSharding(stacked=NAMES)
-ROWS, SLICES = WHOLE.cut_along(0, *NAMES), WHOLE.cut_along(1, "rank")
-BOTH = WHOLE.cut_along(1, "group").cut_along(0, "rank")
-STACKED_SLICES = AxisSharding(stacked=("group",)).cut_along(1, "rank")
+ROWS, SLICES = WHOLE.sharded_along(0, *NAMES), WHOLE.sharded_along(1, "rank")
+BOTH = WHOLE.sharded_along(1, "group").sharded_along(0, "rank")
+STACKED_SLICES = AxisSharding(stacked=("group",)).sharded_along(1, "rank")
 
 
 def both_ways(fn, ins, outs, *args):
@@ -92,7 +92,7 @@ def test_results_that_every_device_gets_whole() -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_trainers_that_run_in_turn(size: int) -> None:
     outs = [AxisSharding(stacked=("turn",))]
-    ins = [AxisSharding().cut_along(0, "turn"), AxisSharding()]
+    ins = [AxisSharding().sharded_along(0, "turn"), AxisSharding()]
     run = on_one_device(lambda rows, w: [rows.sum() * w], [("turn", size)], ins, outs, in_turn=True)
     (found,) = run(jnp.arange(6.0), jnp.array(2.0))
     np.testing.assert_array_equal(found, 2 * np.arange(6.0).reshape(size, -1).sum(1))
@@ -104,8 +104,8 @@ def test_axes_that_are_nowhere_are_ignored() -> None:
 
 
 def test_a_dimension_is_cut_anew_and_not_twice() -> None:
-    assert SLICES.cut_along(0, "rank") == WHOLE.cut_along(0, "rank")
-    assert SLICES.cut_along(None, "group") is SLICES
+    assert SLICES.sharded_along(0, "rank") == WHOLE.sharded_along(0, "rank")
+    assert SLICES.sharded_along(None, "group") is SLICES
 
 
 @pytest.mark.parametrize(

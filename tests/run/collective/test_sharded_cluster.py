@@ -82,7 +82,7 @@ def test_two_ranks_are_one_device(two: Any, alone: Any, stage: int) -> None:
 @pytest.mark.parametrize("stage", script.STAGES)
 def test_each_process_holds_its_slice(two: Any, stage: int) -> None:
     plan = script.planned(stage=stage, degree=2)
-    assert plan.cuts and ("params/w1" in plan.cuts) == (stage == 3)
+    assert plan.sliced and ("params/w1" in plan.sliced) == (stage == 3)
     for k, of in enumerate(two):
         held = {
             n: x for name, x in of.items() if (n := name.removeprefix(f"{stage} held ")) != name
@@ -90,7 +90,7 @@ def test_each_process_holds_its_slice(two: Any, stage: int) -> None:
         assert set(held) == {n for spec in plan.main.args[:2] for n in spec.names}
         last = {n: of[f"{stage} last{path}"] for n, path in paths(plan).items()}
         for n, x in held.items():
-            cut = plan.cuts.get(n)
+            cut = plan.sliced.get(n)
             want = (
                 last[n]
                 if cut is None

@@ -252,7 +252,7 @@ def executor(received: dict[str, int] | None = None) -> Any:
     return types.SimpleNamespace(connections=connections, geo=StandIn(received or {}))
 
 
-def cuts_of(plan: PServerPlan, path: Path) -> GeoCuts:
+def sharding_of(plan: PServerPlan, path: Path) -> GeoCuts:
     LauncherFolder(path).grant(Epoch(), "a run", trainers=2)
     return GeoCuts(RoleFolder(path, "trainer 1"), plan, "trainer 1")
 
@@ -261,7 +261,7 @@ def test_a_trainer_writes_cuts_and_begins_with_the_newest(
     model: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = plan_of(model)
-    cuts, state = cuts_of(plan, tmp_path), model["init"](model["key"])
+    cuts, state = sharding_of(plan, tmp_path), model["init"](model["key"])
     assert cuts.read() is None
     assert cuts.begin(executor({"a": 0, "b": 0}), state) == (state, 0)
     for step in (0, 9, 11, 12, 20, 21):
@@ -269,7 +269,7 @@ def test_a_trainer_writes_cuts_and_begins_with_the_newest(
         cuts.before_step(executor(), step, changed)
     assert [x.name for x in tmp_path.glob("trainer-1/*")] == ["20.npz"]
 
-    again = cuts_of(plan, tmp_path)
+    again = sharding_of(plan, tmp_path)
     cut = again.read()
     assert cut is not None and (cut.step, cut.pushed, cut.pending) == (20, 8, 4)
     w = "params/net/w.block0"
@@ -288,7 +288,7 @@ def test_a_trainer_writes_cuts_and_begins_with_the_newest(
 def test_a_trainer_without_a_cut_continues_with_the_initial_optimizer_state(
     model: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cuts, state = cuts_of(plan_of(model), tmp_path), model["init"](model["key"])
+    cuts, state = sharding_of(plan_of(model), tmp_path), model["init"](model["key"])
     assert cuts.read() is None
     assert cuts.begin(executor({"a": 4, "b": 8}), state) == (state, 8)
     assert "continues after step 8, with its optimizer's state after step 0" in caplog.text
@@ -300,7 +300,7 @@ def test_a_cut_that_cannot_be_written_is_logged(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    cuts, state = cuts_of(plan_of(model), tmp_path), model["init"](model["key"])
+    cuts, state = sharding_of(plan_of(model), tmp_path), model["init"](model["key"])
     cuts.before_step(executor(), 10, state)
     with monkeypatch.context() as full:
 
@@ -314,11 +314,11 @@ def test_a_cut_that_cannot_be_written_is_logged(
     assert "would be that after step 10: " in message
     (tmp_path / "trainer-1/10.npz").write_bytes(b"")
     with pytest.raises(StateError, match="the cut of trainer 1 after step 10 cannot be read from"):
-        cuts_of(plan_of(model), tmp_path).read()
+        sharding_of(plan_of(model), tmp_path).read()
 
 
 def test_a_replaced_process_writes_no_cut(model: dict[str, Any], tmp_path: Path) -> None:
-    cuts, state = cuts_of(plan_of(model), tmp_path), model["init"](model["key"])
+    cuts, state = sharding_of(plan_of(model), tmp_path), model["init"](model["key"])
     LauncherFolder(tmp_path).grant(Epoch(1), "a run", trainers=2, started={"trainer 1": 1})
     with pytest.raises(ReplacedError):
         cuts.before_step(executor(), 10, state)
