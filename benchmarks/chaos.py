@@ -7,9 +7,9 @@
 
 A round runs one job under `dtrans launch --restarts`. At a random moment, one process (a role or
 the launcher) gets SIGKILL, or SIGSTOP and later SIGCONT. The script starts a killed launcher again
-with the same command. A job with parameter servers writes cuts (`docs/cuts.md`), and the launcher
-restarts only the lost process. At the end, the parameters and the optimizer state of the last
-checkpoint must have the same bits as those of an undisturbed job.
+with the same command. A job with parameter servers writes cuts, snapshots of its state
+(`docs/cuts.md`), and the launcher restarts only the killed process. At the end, the parameters and
+the optimizer state of the last checkpoint must have the bits of an undisturbed job.
 
 With `--every`, the script prints the goodput of one job: the number of steps, times the seconds of
 a step in an undisturbed job with cuts, divided by the seconds of the job. It also prints the

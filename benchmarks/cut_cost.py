@@ -1,4 +1,4 @@
-"""Processor time of one cut of one server, in one process without a job.
+"""Processor time of one cut (a snapshot of a server's state), in one process without a job.
 
     python benchmarks/cut_cost.py --width 2048 --cuts 40
 
@@ -52,7 +52,7 @@ def main(
     servers = ["127.0.0.1:1", "127.0.0.1:2"]
     plan = dtrans.pserver(main_program, dtrans.trace(init, key), pservers=servers, trainers=2)
     endpoint = next(iter(plan.servers))
-    # a server's copies of its arrays are page-aligned, too
+    # like the copies of arrays in a server, the arrays are page-aligned
     pool = BufferPool(mmap.PAGESIZE)
     state = {}
     for row in plan.overview.by_endpoint(endpoint):

@@ -1,4 +1,4 @@
-"""Seconds of a step with cuts and without them, measured in turn.
+"""Seconds of a step in a job with cuts (snapshots of the servers' state), and in a job without.
 
     python benchmarks/cuts.py --width 2048 --steps 300
     python benchmarks/cuts.py --replicas --every 100000     # with replicas and without them
@@ -87,7 +87,7 @@ def main(
     replicas: bool = typer.Option(False, "--replicas", help="Measure replicas, not cuts."),
     work_: bool = typer.Option(False, "--work", hidden=True),
 ) -> None:
-    """Print the seconds of a step with cuts or replicas, divided by those without."""
+    """Print the seconds of a step with cuts or replicas, divided by the seconds without."""
     if work_:
         work(width, steps, every, replicas=replicas)
         return

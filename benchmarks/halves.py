@@ -1,14 +1,14 @@
 """Models in two halves, and four implementations of their training step.
 
     ours      `dtrans.pipeline(main, startup, num_stages=2, num_micro_batch=8).on_mesh()`
-    plain     the jitted step of the whole batch on one device
+    plain     the jitted step of the full batch on one device
     by hand   a loop in Python with the schedule 1F1B: forward and `jax.vjp` of each half are jitted, and
               `jax.device_put` moves arrays between the devices
     fused     `by hand`, but forward and backward of the second half are one jitted function
 
-All donate their state, and must compute the same losses. In the loops, each array of the batch is
-already on the device that reads it; `ours` gets the batch on the first device. `ours` gets the
-model as one function, and the planner finds the cut between the halves.
+All implementations donate their state, and must compute the same losses. In the loops, each array
+of the batch is already on the device that reads it; `ours` gets the batch on the first device.
+`ours` gets the model as one function, and the planner finds the boundary between the halves.
 
 All virtual CPU devices use the same cores, so a second device adds no speed. A ratio of times
 compares only the work of two steps.
@@ -184,8 +184,8 @@ def by_hand(case: Case, *, fused: bool = False, micro: int = MICRO) -> Runner:
     params = case.params(jax.random.key(0))
     p = [jax.device_put(params["first"], one), jax.device_put(params["second"], two)]
     state = [jax.device_put(tx.init(x), d) for x, d in zip(p, (one, two), strict=True)]
-    cut = lambda x, d: jax.device_put(x.reshape(micro, -1, *x.shape[1:]), d)
-    inputs, targets = cut(case.batch[0], one), cut(case.batch[1], two)
+    split = lambda x, d: jax.device_put(x.reshape(micro, -1, *x.shape[1:]), d)
+    inputs, targets = split(case.batch[0], one), split(case.batch[1], two)
     numbers = [[jax.device_put(np.int32(m), d) for m in range(micro)] for d in (one, two)]
     add = lambda sums, grads: jax.tree.map(jnp.add, sums, grads)
     zeros = jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree))
@@ -262,7 +262,7 @@ PEERS: dict[str, Callable[[Case], Runner]] = {
 def agreeing(*runs: Runner) -> Sequence[Runner]:
     """Run three steps of each, check that the losses agree, and return the arguments.
 
-    The losses of later steps agree only if the gradients agree, too.
+    The losses of later steps agree only if the gradients also agree.
     """
     losses = [[float(run()[1]) for _ in range(3)] for run in runs]
     for values in losses[1:]:

@@ -1,17 +1,17 @@
-"""Cost of the loss of one process, in each mode: seconds, repeated steps, and bits.
+"""Cost of the failure of one process, in each mode: seconds, repeated steps, and bits.
 
     python benchmarks/kill_matrix.py                        print a table
     python benchmarks/kill_matrix.py docs/reliability.md    also write the table into this page
 
 Each row has a mode, and a process that gets SIGKILL before step 26. Columns:
 
-    others notice       without a launcher: seconds until every other process has logged the loss
+    others notice       without a launcher: seconds until every other process has logged the failure
     others end          without a launcher: seconds until every other process has exited
     with checkpoints    `dtrans launch --restarts 1`, and a checkpoint every 10 steps: seconds until
                         all trainers take steps again, and the largest number of steps that a
                         trainer repeats
-    with cuts           the same with a cut every 10 steps
-    with a spare        the same with `--spares 1`, too
+    with cuts           the same with a cut, a snapshot of the servers' state, every 10 steps
+    with a spare        the same with a cut every 10 steps, and with `--spares 1`
     bits                "equal" if the last checkpoints have the bits of an undisturbed job
 
 The jobs have two trainers, and two parameter servers or two stages, on this host.
@@ -46,7 +46,7 @@ from dtrans.run.distributed.role import Role, roles_of, trainer_roles
 from dtrans.run.net.epoch_folder import EpochFolder
 
 
-STEPS, LOSS, EVERY = 40, 25, 10  # steps of a job, before the loss, and between two checkpoints
+STEPS, FAILURE, EVERY = 40, 25, 10  # steps of a job, before the failure, and between two checkpoints
 LIMIT = 120.0  # longest wait for an event, in seconds
 VICTIMS = {
     "sync": ("trainer 1", "pserver 1"),
@@ -79,8 +79,8 @@ def init(key):
 
 
 def batch(step):
-    """Return the batch of a step. Before step LOSS, wait until a process was killed."""
-    if step == LOSS:
+    """Return the batch of a step. Before step FAILURE, wait until a process was killed."""
+    if step == FAILURE:
         print("waits", flush=True)
         while not Path("go").exists():
             time.sleep(0.01)
@@ -267,7 +267,7 @@ class Job:
 
     def _wait_for_cut(self) -> None:
         folder, limit = EpochFolder(self.folder / "cuts"), time.monotonic() + LIMIT
-        while folder.newest_cut(["pserver 0", "pserver 1"]) != LOSS // EVERY * EVERY:
+        while folder.newest_cut(["pserver 0", "pserver 1"]) != FAILURE // EVERY * EVERY:
             if time.monotonic() > limit:
                 raise RuntimeError("waited in vain for the newest cut")
             time.sleep(0.01)
@@ -313,7 +313,7 @@ def job_of(mode: str, kind: str) -> Iterator[Job]:
 
 
 def react(mode: str, victim: str) -> tuple[str, str]:
-    """Return the seconds until the others notice a loss, and end, without a launcher."""
+    """Return the seconds until the other processes notice a failure, and until they end."""
     with job_of(mode, "alone") as job:
         begin = job.kill(victim)
         continues = mode == "async" and victim.startswith("trainer")
@@ -332,7 +332,7 @@ def react(mode: str, victim: str) -> tuple[str, str]:
 
 
 def restart(mode: str, victim: str, kind: str, expected: list[bytes]) -> tuple[str, bool]:
-    """Return the cost of a loss under a launcher, and True if the bits are as expected."""
+    """Return the cost of a failure under a launcher, and True if the bits are as expected."""
     with job_of(mode, kind) as job:
         has_cuts = mode == "sync" and kind != "checkpoints"
         begin = job.kill(victim, with_spare=kind == "spare", cuts=has_cuts)
@@ -343,7 +343,7 @@ def restart(mode: str, victim: str, kind: str, expected: list[bytes]) -> tuple[s
             restarted = job.first_at("launcher", again, begin)
             if restarted is None:
                 return []
-            # an asynchronous trainer may not stop for the loss of another one
+            # an asynchronous trainer may continue without a stop when another trainer fails
             found = [job.first_at(f"trainer {k}", step, restarted) for k in range(2)]
             return [] if None in found else [x for x in found if x is not None]
 

@@ -3,12 +3,12 @@
 `--write` writes the tables to docs/sharding_measured.md.
 
     ours        `dtrans.sharding(main, startup, stage=1|2|3, degree=N).on_mesh()`
-    annotated   `jax.jit` of the one-device step with `NamedSharding`: the optimizer state is cut (stage 1),
-                also gradients (stage 2), and also parameters (stage 3). Activations are cut along the batch
+    annotated   `jax.jit` of the one-device step with `NamedSharding`: the optimizer state is sharded (stage
+                1), also gradients (stage 2), also parameters (stage 3). Activations are sharded along the batch
 
-Both keep leaves of fewer than `LEAST` elements whole, and cut other leaves along the same
-dimension. Both donate their state, and get a batch that is already on the devices. They train in
-turn in one process, and must compute the same losses.
+Both steps replicate leaves of fewer than `LEAST` elements, and shard other leaves along the same
+dimension. Both steps donate their state, and get a batch that is already on the devices. They train
+in turn in one process, and must compute the same losses.
 
 All virtual CPU devices use the same cores, and have no network between them. A ratio of times
 compares only the work of two steps.
@@ -68,7 +68,7 @@ class Case:
 
     Attributes:
       make: pin -> model. The model calls `pin` with its activations.
-      axis: the dimension along which large leaves are cut: 1 if dimension 0 is the layer.
+      axis: the dimension along which large leaves are sharded: 1 if dimension 0 is the layer.
     """
 
     make: Callable[[Pin], Model]
@@ -196,7 +196,7 @@ def sides(name: str, devices: int, stage: str) -> tuple[Side, Side, dtrans.Shard
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Figures of one case. A pair has the figure of `ours`, and that of `annotated`.
+    """Figures of one case. A pair has the figures of `ours` and of `annotated`.
 
     Attributes:
       wall: milliseconds of a step.

@@ -2,9 +2,9 @@
 
 `--write` writes the table to docs/sharding_measured.md.
 
-The table compares the temporary memory of two compiled steps on eight devices: that of dtrans, and
-that of `jax.jit` with `NamedSharding`, which cuts the same leaves along the same dimensions. The
-unit Psi is the bytes of all parameters. XLA computes the figures when it compiles
+The table compares the temporary memory of two compiled steps on eight devices: the step of dtrans,
+and the step of `jax.jit` with `NamedSharding`. Both steps shard the same leaves along the same
+dimensions. The unit Psi is the bytes of all parameters. XLA computes the figures when it compiles
 (`memory_analysis()`); no step runs.
 """
 
@@ -40,7 +40,7 @@ def temporaries(compiled: Any) -> int:
 
 
 def measured(shape: Shape) -> tuple[float, float, int]:
-    """Return the temporary memory of ours and of `jax.jit`, and the dimension of the cut.
+    """Return the temporary memory of ours and of `jax.jit`, and the sharded dimension.
 
     The unit is Psi.
     """

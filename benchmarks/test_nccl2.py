@@ -52,7 +52,7 @@ def stepper(step: Callable[..., Any], *state: Any) -> Callable[[], Any]:
 def agreeing(runs: Sequence[Callable[[], Any]], rtol: float) -> Sequence[Callable[[], Any]]:
     """Run two steps of each, check that the losses agree, and return the argument.
 
-    The losses of the second step agree only if the gradients agree, too.
+    The losses of the second step agree only if the gradients also agree.
     """
     losses = [[float(run()[1]) for _ in range(2)] for run in runs]
     for values in losses[1:]:

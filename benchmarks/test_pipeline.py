@@ -103,7 +103,7 @@ def test_options(benchmark, ratio, model, options):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_two_processes_over_one(benchmark, report, model):
-    """Compare a pipeline of two processes with one in this process; they train in turn."""
+    """Compare a pipeline of two processes with a pipeline in this process; they train in turn."""
     case = MODELS[model]()
     command = [sys.executable, str(Path(__file__).with_name("pipeline.py")), "--process", model]
     env = {k: v for k, v in os.environ.items() if not k.startswith(("DTRANS_", "JAX_"))} | {

@@ -31,7 +31,12 @@ CASES = [(n, leaves) for n in OPTIMIZERS for leaves in LEAVES]
 
 
 def deep(name: str, leaves: int):
-    """Return a function that traces the step of a model with this number of leaves, and the cut step."""
+    """Return a function that traces a model's step, and the divided step.
+
+    Args:
+      name: name of the optimizer.
+      leaves: number of leaves of the model.
+    """
     step, init, batch = mlp([16] * (leaves // 2 + 1), 8, OPTIMIZERS[name])
     state = jax.eval_shape(init, jax.random.key(0))
     return lambda: dtrans.trace(step, *state, *batch), divide_step(programs(step, init, batch)[0])
@@ -53,7 +58,7 @@ def test_analysis_over_trace(benchmark, ratio, name, leaves):
 
 @pytest.mark.parametrize("name,leaves", CASES)
 def test_slicing_over_trace(benchmark, ratio, name, leaves):
-    """Time the equations of all blocks of two servers; every leaf is cut into blocks."""
+    """Time the equations of all blocks of two servers; every leaf is divided into blocks."""
     trace, step = deep(name, leaves)
     analysis = analyse(step.optimize, step.optimized)
     types = {n: step.program.inputs[n] for n in step.optimized}

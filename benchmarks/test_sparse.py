@@ -105,8 +105,8 @@ def torch_job(shape: Shape) -> Iterator[dict[str, Steps]]:
 def beside(steps: Steps, others: Sequence[Steps]) -> list[tuple[float, float, float]]:
     """Run `steps` and each of `others` in turn.
 
-    Return a tuple for each of the others: the median ratio of steps per second, the steps per
-    second of `steps`, and those of the other.
+    Return a tuple for each function in `others`: the median ratio of steps per second, the steps
+    per second of `steps`, and the steps per second of the other function.
     """
     for fn in (steps, *others):
         fn(WARM)
@@ -197,7 +197,7 @@ def test_rows_asked_for_ahead(
 ) -> None:
     """Compare steps that request rows early with steps that wait for rows.
 
-    The first need one round trip to the servers, the second two.
+    Steps that request rows early need one round trip to the servers, and other steps two.
     """
     with linked_job(Shape(100_000, 64, 512, trainers=1), delay, tmp_path) as (ahead, waiting):
         ((share, ours, theirs),) = beside(ahead, [waiting])

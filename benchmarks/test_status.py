@@ -1,8 +1,8 @@
 """Cost of an observer that asks a job's servers for their status ten times a second.
 
-Steps are timed without the observer, with it, and again without it. The ratio of the two times
-without it is the noise. The observer runs on the same machine, so its own work slows the steps,
-too.
+Steps are timed without the observer, with the observer, and again without the observer. The ratio
+of the two times without the observer is the noise. The observer runs on the same machine, so its
+work also slows the steps.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 pytest's process is trainer 0; this file runs the other three. For each number on standard input,
 trainer 1 runs this number of steps, and prints their seconds.
 
-The model and the batch are those of a measurement of Paddle's parameter servers: an MLP with the
-sizes 784-256-10, SGD, and 32 rows for each trainer.
+The model and the batch are the same as in a measurement of Paddle's parameter servers: an MLP with
+the sizes 784-256-10, SGD, and 32 rows for each trainer.
 """
 
 from __future__ import annotations

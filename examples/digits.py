@@ -103,7 +103,7 @@ def shard(
 
 
 def init(key: jax.Array) -> Params:
-    """Return initial parameters of a 64-512-10 perceptron, wide enough to be cut into blocks."""
+    """Return initial parameters of a 64-512-10 perceptron, wide enough for several blocks."""
     k1, k2 = jax.random.split(key)
     return {
         "hidden": {
