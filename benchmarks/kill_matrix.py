@@ -46,7 +46,11 @@ from dtrans.run.distributed.role import Role, roles_of, trainer_roles
 from dtrans.run.net.epoch_folder import EpochFolder
 
 
-STEPS, FAILURE, EVERY = 40, 25, 10  # steps of a job, before the failure, and between two checkpoints
+STEPS, FAILURE, EVERY = (
+    40,
+    25,
+    10,
+)  # steps of a job, before the failure, and between two checkpoints
 LIMIT = 120.0  # longest wait for an event, in seconds
 VICTIMS = {
     "sync": ("trainer 1", "pserver 1"),

@@ -1,4 +1,4 @@
-"""A job whose trainers make state that servers average: the running statistics of a batch norm."""
+"""Job whose servers average state that trainers compute: the running statistics of a batch norm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def params_of() -> dict[str, Any]:
 
 
 def loss(net: Any, stats: Any, x: Any, y: Any) -> Any:
-    """A batch norm between two layers; the new statistics beside the loss."""
+    """Return the loss, and the new statistics of a batch norm between two layers."""
     h = x @ net["w"]
     mean, var = h.mean(0), h.var(0)
     h = jax.nn.relu((h - mean) / jnp.sqrt(var + 1e-5))

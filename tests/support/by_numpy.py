@@ -1,6 +1,7 @@
-"""Jaxprs carried out with numpy, an equation at a time: random small programs differ in every
-shape, and to compile their primitives, one by one, would take a hundred times as long. What is not
-here, JAX does.
+"""Evaluation of jaxprs by NumPy, one equation at a time.
+
+Random small programs differ in every shape, so JAX would compile each primitive again. This would
+take a hundred times as long. JAX evaluates primitives without a rule in this module.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dtrans.verification.numpy_rules import ELEMENTWISE, OTHERS
 
 
 def interpret(jaxpr: Any, *args: Any) -> list[Any]:
-    """A closed jaxpr on arrays; loops turn, and branches are taken, in Python."""
+    """Evaluate a closed jaxpr on arrays; loops and branches run in Python."""
     inner = opened(jaxpr)
     env = dict(zip(inner.invars, map(_host, args), strict=True))
     env.update(zip(inner.constvars, map(_host, constants(jaxpr)), strict=True))
@@ -59,7 +60,7 @@ def call(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def _host(x: Any) -> Any:
-    """A numpy array, unless it is of random keys."""
+    """Return an array as a NumPy array; return random keys unchanged."""
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
     return np.asarray(x)

@@ -1,8 +1,8 @@
-"""One role of the jobs in test_callback_processes.py: its step calls back to the host in each of
-JAX's ways.
+"""One role of the jobs in test_callback_processes.py, whose step calls the host in each of JAX's
+ways.
 
-The first argument is the strategy, the second a folder. What a process was called with goes to
-`trainer-K.npz` or `pserver-K.npz` there, in the order of the calls.
+The first argument is the strategy, the second a folder. The process writes the arguments of all
+calls, in order, to `trainer-K.npz` or `pserver-K.npz` in this folder.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def batches() -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def calls() -> dict[str, np.ndarray]:
-    """Return what was called since the last time: by name, the calls one after the other."""
+    """Return the calls since the last time: name of the callback -> its calls in order."""
     jax.effects_barrier()
     found = {name: np.stack([x for n, x in CALLED if n == name]) for name in dict(CALLED)}
     CALLED.clear()

@@ -1,4 +1,4 @@
-"""Optimizers with state of all kinds, and states in which no two numbers are the same."""
+"""Optimizers with state of all kinds, and states without two equal numbers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import optax
 
 
 def odd_state() -> optax.GradientTransformation:
-    """State of many types: a transposed copy of each parameter, a typed random key, a flag, and a
-    count."""
+    """Return an optimizer with state of many types.
+
+    The state has a transposed copy of each parameter, a typed random key, a flag, and a count.
+    """
 
     def init(params: Any) -> Any:
         return {
@@ -40,7 +42,9 @@ OPTIMIZERS = {
 
 
 def distinct(tree: Any) -> Any:
-    """The same types; no two elements of two leaves are the same, nor what an init would make."""
+    """Return a pytree of the same types, in which all numbers differ from each other and from an
+    init.
+    """
 
     def fill(i: int, x: Any) -> Any:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

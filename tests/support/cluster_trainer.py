@@ -1,6 +1,8 @@
-"""One trainer of the jobs in test_cluster.py: a script that `dtrans.Role` tells who it is. Its
-first argument is what to do, the others are for that. What it finds goes to `trainer-K.npz` in a
-folder."""
+"""One trainer of the jobs in test_cluster.py, whose role `dtrans.Role` reads from the environment.
+
+The first argument is the name of a function of this module. The other arguments belong to this
+function. The trainer writes its results to `trainer-K.npz` in a folder.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def batches() -> list[tuple[np.ndarray, np.ndarray]]:
 def programs(
     loss: Callable[..., Any] = loss_fn, rows: int = 2, *more: Any, rate: float = 1e-2
 ) -> tuple[Any, Any]:
-    """The step and its init, traced."""
+    """Return the traced step and the traced init."""
     step = dtrans.make_train_step(loss, optimizer(rate), has_aux=loss is loss_fn)
     (x, y), key = batches()[0], jax.random.key(0)
     return dtrans.trace(step, *jax.eval_shape(init, key), x[:rows], y[:rows], *more), dtrans.trace(
@@ -66,7 +68,7 @@ def programs(
 
 
 def flat(**trees: Any) -> dict[str, np.ndarray]:
-    """Trees as arrays under their paths, which npz can hold."""
+    """Return the leaves of pytrees as arrays by path, for an npz file."""
     return {
         name + jax.tree_util.keystr(path): np.asarray(x)
         for name, tree in trees.items()
@@ -75,7 +77,7 @@ def flat(**trees: Any) -> dict[str, np.ndarray]:
 
 
 def refused(fn: Callable[..., Any], *args: Any, **options: Any) -> str:
-    """The error that a call gives."""
+    """Return the text of the error that a call raises."""
     try:
         fn(*args, **options)
     except (DtransError, RuntimeError) as e:
@@ -84,7 +86,7 @@ def refused(fn: Callable[..., Any], *args: Any, **options: Any) -> str:
 
 
 def numbers(folder: str) -> None:
-    """Train, in both ways, and try what is refused."""
+    """Train in both ways, and make calls that must raise an error."""
     role, said = dtrans.Role.from_env(), {}
     mine = {n: os.environ.pop(n) for n in role.environment()}
     said["nobody"] = refused(dtrans.connect, deadline=20)
@@ -171,7 +173,9 @@ def numbers(folder: str) -> None:
 
 
 def turned(trainers: int) -> dict[str, Any]:
-    """The results of the second step of a job whose batch has its rows along dimension 1 of `x`."""
+    """Return the results of the second step of a job whose batch has its rows along dimension 1 of
+    `x`.
+    """
     step = dtrans.make_train_step(
         lambda params, x, y: loss_fn(params, x.T, y), optimizer(), has_aux=True
     )
@@ -187,14 +191,17 @@ def turned(trainers: int) -> dict[str, Any]:
 
 
 def uneven_batches() -> list[tuple[np.ndarray, np.ndarray]]:
-    """Batches that trainers do not divide, the last of them of one row, and one that they do."""
+    """Return batches that the number of trainers does not divide, and one batch that it divides.
+
+    The last uneven batch has one row.
+    """
     return [
         (x[:rows], y[:rows]) for rows, (x, y) in zip((ROWS - 1, ROWS, 1), batches(), strict=False)
     ]
 
 
 def uneven(job: Any) -> tuple[Any, ...]:
-    """What steps on such batches make."""
+    """Return the results of steps on the batches of `uneven_batches`."""
     state, found = job.init(jax.random.key(0)), []
     for batch in uneven_batches():
         state, *results = job.step(state, *job.shard_batch(*batch))
@@ -203,8 +210,10 @@ def uneven(job: Any) -> tuple[Any, ...]:
 
 
 def counted_loss(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The mean over the rows that count, and how many do: trainers have different numbers of
-    them."""
+    """Return the mean over the rows with a nonzero weight, and the number of these rows.
+
+    Trainers have different numbers of these rows.
+    """
     mask = (x[:, 0] > 0) + 0.5
     out, _ = loss_fn(params, x, y)
     each = jnp.sum((jnp.tanh(x @ params["w1"] + params["b1"]) @ params["w2"] - y) ** 2, -1)
@@ -235,7 +244,7 @@ OF_DEVICES = OF_FOUR | {"plain": {}, "window, weight": OPTIONS["window, weight"]
 
 
 def planned(options: dict[str, Any], trainers: int) -> Any:
-    """The plan of a job with these options."""
+    """Return the plan of a job with these options."""
     (x, y), key = batches()[0], jax.random.key(0)
     step = dtrans.make_train_step(counted_loss, optimizer(), has_aux=True)
     main = dtrans.trace(step, *jax.eval_shape(init, key), x, y)
@@ -245,13 +254,13 @@ def planned(options: dict[str, Any], trainers: int) -> Any:
 
 
 def devices(folder: str) -> None:
-    """As `options`, for those of nodes, in processes of two devices."""
+    """Run the jobs of `options` with nodes, in processes of two devices."""
     jax.config.update("jax_num_cpu_devices", 2)
     options(folder, of=OF_DEVICES)
 
 
 def options(folder: str, of: dict[str, dict[str, Any]] | None = None) -> None:
-    """A job with each of the options, one after the other."""
+    """Run a job with each of the options, one after the other."""
     cluster = dtrans.connect(deadline=20)
     k, n = cluster.trainer_id, cluster.trainers
     plain = dtrans.nccl2(*programs(), trainers=jax.device_count()).on_cluster()
@@ -273,7 +282,7 @@ def options(folder: str, of: dict[str, dict[str, Any]] | None = None) -> None:
 
 
 def nodes_by_config(k: int) -> dict[str, np.ndarray]:
-    """Two nodes of two trainers, as Paddle's users write it."""
+    """Train on two nodes of two trainers, with Paddle's interface."""
     role = dtrans.Role.from_env()
     config = dtrans.DistributeTranspilerConfig(
         mode="nccl2", use_hierarchical_allreduce=True, trainers_per_node=2, chains=2
@@ -296,7 +305,7 @@ def nodes_by_config(k: int) -> dict[str, np.ndarray]:
 
 
 def programs_without_arrays(width: int = 2) -> tuple[Any, Any]:
-    """A step and its init, traced without making JAX look for devices."""
+    """Return a traced step and a traced init, without letting JAX create devices."""
     w = jax.ShapeDtypeStruct((width,), np.float32)
     step = lambda params, opt_state, x: (
         params - jax.grad(lambda p: jnp.mean((x @ p) ** 2))(params),
@@ -308,7 +317,7 @@ def programs_without_arrays(width: int = 2) -> tuple[Any, Any]:
 
 
 def endless(fate: str) -> None:
-    """Train until trainer 1, in its third step, meets its fate."""
+    """Train until trainer 1, in its third step, ends in the given way."""
     k = dtrans.connect(deadline={"idle": 5, "kill": 10, "raise": 300}.get(fate, 60)).trainer_id
     plan = dtrans.nccl2(*programs(), trainers=2)
     job = plan.on_cluster()
@@ -328,8 +337,12 @@ def endless(fate: str) -> None:
 
 
 def survive(folder: str, fates: str) -> None:
-    """Train on one's own rows while others meet their fates: `2@3:kill,1@5:raise` are trainers,
-    steps and ends."""
+    """Train on separate rows, while other trainers end.
+
+    Args:
+      folder: the folder of the results.
+      fates: trainers, steps and kinds of ends, such as `2@3:kill,1@5:raise`.
+    """
     cluster = dtrans.connect(deadline=10, on_trainer_loss="drop")
     k, n = cluster.trainer_id, cluster.trainers
     fate_of = {}
@@ -354,8 +367,10 @@ def survive(folder: str, fates: str) -> None:
 
 
 def alone() -> None:
-    """Trainer 0 goes back to parts of three rows, trainer 1 goes on with parts of two. Both have
-    compiled both."""
+    """Train alone: trainer 0 with parts of three rows, trainer 1 with parts of two rows.
+
+    Both trainers have compiled both sizes.
+    """
     k = dtrans.connect(deadline=5).trainer_id
     job = dtrans.nccl2(*programs(), trainers=2).on_cluster()
     state = job.init(jax.random.key(0))

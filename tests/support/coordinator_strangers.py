@@ -1,5 +1,4 @@
-"""Strangers at JAX's coordinator, the addresses where a process listens, and certificates of a
-test's own."""
+"""Strangers at JAX's coordinator, the addresses at which a process listens, and test certificates."""
 
 from __future__ import annotations
 
@@ -33,9 +32,10 @@ def listening() -> set[str]:
 
 
 def greets(host: str, port: int, shown: ssl.SSLContext | None = None) -> bool:
-    """Return True if a server of gRPC answers who connects.
+    """Return True if a gRPC server answers a connection.
 
     Args:
+      host, port: address of the server.
       shown: the certificates with which to connect; None to connect without TLS.
     """
     try:
@@ -49,7 +49,7 @@ def greets(host: str, port: int, shown: ssl.SSLContext | None = None) -> bool:
 
 
 def context(folder: Path, *, own: bool) -> ssl.SSLContext:
-    """Return what a client shows: the certificate of the job, or none."""
+    """Return the TLS context of a client, with the certificate of the job or without a certificate."""
     made = ssl.create_default_context(cafile=str(folder / "ca.pem"))
     made.set_alpn_protocols(["h2"])
     made.verify_flags &= ~ssl.VERIFY_X509_STRICT  # our authority is as short as openssl makes it

@@ -1,6 +1,8 @@
-"""Plans whose servers exchange partial results, written by hand: the update of momentum SGD, after
-the gradients were clipped by their global norm, and, in a second round, divided by one more than
-their largest magnitude."""
+"""Plans, written by hand, whose servers exchange partial results.
+
+The update is momentum SGD after a clip of the gradients by their global norm. A second round
+divides the gradients by one more than their largest magnitude.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def divided(grads: Any) -> Any:
 
 
 def reference(rounds: int) -> Any:
-    """What one device does."""
+    """Return the same optimizer for one device."""
     return optax.chain(*[optax.clip_by_global_norm(NORM), EASED][:rounds], SGD)
 
 
@@ -45,7 +47,7 @@ def clipping_plan(
     owners: Sequence[str] = (),
     loss: Any = mlp_loss,
 ) -> PServerPlan:
-    """A plan for batches like those of `mlp_batch`; see `with_exchanges`."""
+    """Return a plan for batches like those of `mlp_batch`; see `with_exchanges`."""
     batch = mlp_batch(8, dtype=jax.tree.leaves(params)[0].dtype)
     plan = dtrans.pserver(
         dtrans.trace(dtrans.make_train_step(loss, SGD), params, SGD.init(params), *batch),
@@ -63,10 +65,12 @@ def clip_factor(total: jax.Array) -> jax.Array:
 
 
 def with_exchanges(plan: PServerPlan, rounds: int, owners: Sequence[str] = ()) -> PServerPlan:
-    """A plan of `SGD` whose servers clip in as many rounds.
+    """Return a plan of `SGD` whose servers clip in `rounds` rounds.
 
     Args:
-      owners: the servers whose gradients the norm is taken of; by default all that have any.
+      plan: the plan without exchanges.
+      rounds: the number of rounds.
+      owners: the servers whose gradients enter the norm; by default all servers with gradients.
     """
     over = tuple(ep for ep, units in plan.placement.units.items() if units)
     servers = {}
@@ -79,7 +83,7 @@ def with_exchanges(plan: PServerPlan, rounds: int, owners: Sequence[str] = ()) -
 
 
 def with_blocks(main: Program, blocks: Sequence[OptimizeBlock]) -> Program:
-    """A pserver program that does something else."""
+    """Return a server's program with other optimize blocks."""
     inner = main.jaxpr.jaxpr
     (eqn,) = inner.eqns
     eqn = eqn.replace(params=eqn.params | {"optimize_blocks": tuple(blocks)})
@@ -97,7 +101,7 @@ def block(
     outputs: Sequence[str],
     grads: Sequence[BlockGradient] = (),
 ) -> OptimizeBlock:
-    """A block of a function on named values, whose types are given."""
+    """Return an optimize block that computes a function of named values."""
     jaxpr = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in inputs.values()))
     return OptimizeBlock(name, role, jaxpr, tuple(inputs), tuple(outputs), level, tuple(grads))
 

@@ -1,12 +1,11 @@
-"""What plans say, as lines of text: communication in order with shapes and bytes, blocks, owners,
-roles, and losses.
+"""Plans as lines of text: communication with shapes and bytes, blocks, owners, roles, and losses.
 
-`golden/fingerprints.json` has these lines as they were before the package was laid out anew. Names
-that changed since are in `golden/renames.json`, old to new; nothing else is normalised. What JAX
-writes differs by version, and the characters that are learnt are those of Python's own library:
-both versions are recorded beside the lines.
+`golden/fingerprints.json` has these lines from before the package got its present layout.
+`golden/renames.json` has names that have changed since: old name -> new name. No other difference
+is allowed. The text of a jaxpr depends on the version of JAX, and the data of the character model
+is Python's library. So the file also records both versions.
 
-    python tests/support/fingerprints.py tests/golden/fingerprints.json     writes the file anew
+    python tests/support/fingerprints.py tests/golden/fingerprints.json     writes the file again
 """
 
 from __future__ import annotations
@@ -51,8 +50,9 @@ STEPS = 20
 
 
 def lines_of(program: Program) -> Iterator[str]:
-    """A program: what communicates, equation by equation; of all else the roles, and how many
-    equations there are."""
+    """Yield the lines of a program: each equation that communicates, and counts of other equations
+    by role.
+    """
     yield "in " + " ".join(f"{n}:{short_type(t)}" for n, t in program.inputs.items())
     yield "out " + " ".join(
         f"{n}:{short_type(t)}" for n, t in program.outputs.items() if n not in program.inputs
@@ -75,10 +75,10 @@ def lines_of(program: Program) -> Iterator[str]:
 
 
 def moved(lines: list[str]) -> list[str]:
-    """The lines without what another JAX writes otherwise.
+    """Return the lines without the parts that depend on the version of JAX.
 
-    That is plain equations, the numbers of values without a name, and residuals: what a derivative
-    keeps of its forward pass.
+    These parts are equations without communication, the numbers of values without a name, and
+    residuals of derivatives.
     """
     kept = (line for line in lines if not line.lstrip().startswith("ops "))
     return [re.sub(r"%\d+", "%", re.sub(r" ?@residual/\S+", "", line)) for line in kept]
@@ -115,7 +115,7 @@ def _attributes(eqn: Any) -> str:
 
 
 def _nested(eqn: Any, depth: int) -> Iterator[str]:
-    """Communication in the bodies of loops and branches."""
+    """Yield lines for communication in the bodies of loops and branches."""
     for body in jaxprs_in_params(eqn.params):
         for e in opened(body).eqns:
             if is_communication(e):
@@ -151,7 +151,7 @@ def _blocks(eqn: Any) -> Iterator[str]:
 
 
 def of_servers(plan: Any, trainer_id: int = 0) -> list[str]:
-    """Blocks, owners, and the programs of a trainer and of each server."""
+    """Return lines for the blocks, the owners, and the programs of a trainer and of each server."""
     found = []
     for b in plan.placement.table:
         rows = "-" if b.span is None else f"{b.span.start}:{b.span.stop}"
@@ -173,7 +173,7 @@ f"{row.vtype}, "
 
 
 def of_ranks(plan: Any) -> list[str]:
-    """What ranks hold, and their program."""
+    """Return lines for the state of ranks, and for their program."""
     found = [
         f"cut {n} axis {s.axis} size {s.size} padded {s.padded} of {s.degree}"
         for n, s in plan.sliced.items()
@@ -183,7 +183,7 @@ def of_ranks(plan: Any) -> list[str]:
 
 
 def of_trainers(plan: Any) -> list[str]:
-    """Buckets, merges, and the program of each trainer."""
+    """Return lines for the buckets, the merges, and the program of each trainer."""
     found = [
         f"bucket {b.name} {' '.join(b.leaves)} {np.dtype(b.dtype).name} {b.nbytes}"
         for b in plan.buckets
@@ -193,7 +193,7 @@ def of_trainers(plan: Any) -> list[str]:
 
 
 def of_stages(plan: Any) -> list[str]:
-    """Stages, their programs, and the order of their tasks."""
+    """Return lines for the stages, their programs, and the order of their tasks."""
     found = [
         f"stage {s.index}: {' '.join(s.params)}; sends {s.sends}, holds {s.stores}, keeps {s.peak} "
         "micro-batches"
@@ -237,7 +237,7 @@ SCHEDULES = (
 
 
 def plans() -> Iterator[tuple[str, Callable[[], list[str]]]]:
-    """Name, and what makes its lines."""
+    """Yield pairs: the name of a plan, and a function that returns its lines."""
     for name in (*paddle_golden.CASES, paddle_golden.GEO):
         yield f"golden {name}", lambda name=name: _golden(name)  # type: ignore[misc]
     for name in OPTIMIZERS:
@@ -301,7 +301,7 @@ def _staged(schedule: str) -> list[str]:
 
 
 def losses() -> Iterator[tuple[str, Callable[[], list[float]]]]:
-    """Name, and what runs some steps of it."""
+    """Yield pairs: the name of a job, and a function that returns the losses of some steps."""
     yield "digits pserver", lambda: _digits(lambda main, startup: dtrans.pserver(
         main, startup, pservers="127.0.0.1:6174,127.0.0.1:6175", trainers=2))  # fmt: skip
     yield (
@@ -344,12 +344,12 @@ def _characters() -> list[float]:
 
 
 def renamed(line: str, renames: Mapping[str, str]) -> str:
-    """A line of before, with the names of today; a name is a whole word."""
+    """Return an old line with the present names; only full words are replaced."""
     return re.sub(r"[A-Za-z_]\w*", lambda m: renames.get(m[0], m[0]), line)
 
 
 def recorded() -> dict[str, Any]:
-    """What was recorded, with the names of today."""
+    """Return the recorded lines, with the present names."""
     old = json.loads((GOLDEN / "fingerprints.json").read_text())
     renames = json.loads((GOLDEN / "renames.json").read_text())
     old["plans"] = {
@@ -359,7 +359,7 @@ def recorded() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """What the lines depend on beside the package."""
+    """Return the versions on which the lines depend."""
     return {"jax": jax.__version__, "python": platform.python_version()}
 
 

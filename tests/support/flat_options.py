@@ -1,10 +1,10 @@
-"""Strategies whose options are one flat list: tables of tests name a field of a record by itself.
+"""Strategies with a flat list of options, so that tables of tests can name a field of a record.
 
-flat_options.nccl2(main, startup, trainers=2, bucket_MB=0)
-dtrans.nccl2(main, startup, trainers=2, reduce=dtrans.Reduce(bucket_MB=0))
+    flat_options.nccl2(main, startup, trainers=2, bucket_MB=0)
+    dtrans.nccl2(main, startup, trainers=2, reduce=dtrans.Reduce(bucket_MB=0))
 
-What only trainers with numbers of their own have (`reduce`, `example_count`, `merge`) says that
-they are such.
+Some options (`reduce`, `example_count`, `merge`) exist only for trainers that compute separate
+numbers. With one of these options, the default of `batch` is "local".
 """
 
 from __future__ import annotations

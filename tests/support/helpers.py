@@ -1,6 +1,8 @@
-"""What several test files share: small models, comparisons, the single-device reference, and
-parameter servers carried out by hand, one `OptimizeBlock` after the other, without any of
-`dtrans.run`."""
+"""Helpers of many test files: small models, comparisons, and a single-device reference.
+
+`serve` also runs parameter servers by hand: one `OptimizeBlock` after the other, without
+`dtrans.run`.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +37,17 @@ closes_remat = pytest.mark.skipif(
 
 
 def as_numpy(x: Any) -> np.ndarray:
-    """An array, random keys included."""
+    """Return an array as a NumPy array; also convert random keys."""
     return np.asarray(
         jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     )
 
 
 def distance(a: Any, b: Any) -> float:
-    """max|a - b| / max|b|, in float64; the absolute distance where b is zero, and 0 for exact
-    equality."""
+    """Return max|a - b| / max|b| in float64.
+
+    Return the absolute difference if b is zero, and 0 if both are equal.
+    """
     a, b = as_numpy(a), as_numpy(b)
     assert a.shape == b.shape, (a.shape, b.shape)
     assert a.dtype == b.dtype, (a.dtype, b.dtype)
@@ -58,8 +62,7 @@ def distance(a: Any, b: Any) -> float:
 
 
 def tree_close(a: Any, b: Any, rtol: float) -> None:
-    """Assert that two pytrees are of one structure and, leaf by leaf, max|a - b| <= rtol *
-    max|b|."""
+    """Assert that two pytrees have one structure and max|a - b| <= rtol * max|b| in each leaf."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for (path, x), y in zip(
         jax.tree_util.tree_flatten_with_path(a)[0], jax.tree.leaves(b), strict=True
@@ -69,7 +72,7 @@ def tree_close(a: Any, b: Any, rtol: float) -> None:
 
 
 def tree_equal(a: Any, b: Any) -> None:
-    """Assert that two pytrees are the same, bit for bit."""
+    """Assert that two pytrees are equal, bit for bit."""
     tree_close(a, b, 0.0)
 
 
@@ -84,7 +87,7 @@ def array(x: np.ndarray, dtype: Any) -> jax.Array:
 def mlp_params(
     sizes: Sequence[int] = (5, 6, 3), dtype: Any = jnp.float32, seed: int = 0
 ) -> dict[str, jax.Array]:
-    """`b1, b2, ..., w1, w2, ...` of a multi-layer perceptron."""
+    """Return `b1, b2, ..., w1, w2, ...`, the parameters of a multi-layer perceptron."""
     rng = np.random.default_rng(seed)
     params = {}
     for i, (n, m) in enumerate(itertools.pairwise(sizes), 1):
@@ -116,7 +119,7 @@ def mlp_batch(
 def plain_step(
     loss: Callable[..., Any], tx: Any, grad: Callable[..., Any] = jax.value_and_grad
 ) -> Callable[..., Any]:
-    """The training step as anybody writes it."""
+    """Return a training step written with JAX and optax alone."""
 
     def step(params: Any, opt_state: Any, *batch: Any) -> tuple[Any, Any, Any]:
         value, grads = grad(loss)(params, *batch)
@@ -129,7 +132,7 @@ def plain_step(
 def plain_run(
     step: Callable[..., Any], params: Any, opt_state: Any, batches: Sequence[tuple[Any, ...]]
 ) -> tuple[Any, Any, list[Any]]:
-    """The single-device reference: the step, jitted, on each batch in turn."""
+    """Run the jitted step on each batch in turn: the single-device reference."""
     jitted, losses = jax.jit(step), []
     for batch in batches:
         params, opt_state, loss, *_ = jitted(params, opt_state, *batch)
@@ -138,7 +141,7 @@ def plain_run(
 
 
 def init_of(tx: Any) -> Callable[[Any], tuple[Any, Any]]:
-    """`init(params) -> (params, opt_state)`."""
+    """Return the function `init(params) -> (params, opt_state)`."""
 
     def init(params: Any) -> tuple[Any, Any]:
         return params, tx.init(params)
@@ -154,26 +157,28 @@ def endpoints(count: int) -> tuple[str, ...]:
 
 
 def blocks_of(plan: PServerPlan, endpoint: str) -> tuple[OptimizeBlock, ...]:
-    """The optimize blocks of one server."""
+    """Return the optimize blocks of one server."""
     (eqn,) = plan.servers[endpoint].main.jaxpr.jaxpr.eqns
     return eqn.params["optimize_blocks"]
 
 
 def quick(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`jax.jit` that compiles fast, and rounds bfloat16 after each equation, as its types say."""
+    """Return `jax.jit` of a function, with fast compilation, and with a rounding after each
+    bfloat16 equation.
+    """
     plain = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
     return jax.jit(fn, compiler_options={**plain, **options})
 
 
 def evaluate(jaxpr: Any, *args: Any) -> list[Any]:
-    """A closed jaxpr, equation by equation."""
+    """Evaluate a closed jaxpr, equation by equation."""
     return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *args)
 
 
 def start_servers(
     plan: PServerPlan, *args: Any, evaluate: Callable[..., list[Any]] = evaluate
 ) -> dict[str, dict[str, Any]]:
-    """What each server's startup program makes."""
+    """Return the state that each server's startup program computes."""
     made = {}
     for endpoint, programs in plan.servers.items():
         start = programs.startup
@@ -190,11 +195,15 @@ def serve(
     evaluate: Callable[..., list[Any]] = evaluate,
     deaf: tuple[str, str] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """One round of every server, level by level. `grads`: for each trainer, leaf name to its whole
-    gradient.
+    """Run one update on every server, level by level; return the new states.
 
-    `deaf` is a server and an `all_reduce` of which it does not hear: it goes on with its own
-    operand.
+    Args:
+      plan: the plan.
+      held: the state of each server, by endpoint.
+      grads: for each trainer, a dict from leaves to full gradients.
+      evaluate: evaluates a jaxpr.
+      deaf: a server and the name of an `all_reduce` whose results this server does not receive. The
+        server continues with its operand.
     """
     values: dict[str, dict[str, Any]] = {}
     new = {endpoint: dict(held[endpoint]) for endpoint in plan.servers}
@@ -241,8 +250,11 @@ def exchange(
     combining: bool,
     deaf: tuple[str, str] | None = None,
 ) -> list[Any]:
-    """A block that communicates: notes this server's parts or, once those of all are there,
-    combines them."""
+    """Run a block that communicates.
+
+    The first call records this server's parts. When the parts of all servers are there, a second
+    call combines them.
+    """
     inner = block.jaxpr.jaxpr
     env = dict(zip(inner.invars, [values[n] for n in block.in_names], strict=True))
     env.update(zip(inner.constvars, block.jaxpr.consts, strict=True))
@@ -272,8 +284,7 @@ def exchange(
 def assemble(
     plan: PServerPlan, held: Mapping[str, Mapping[str, Any]], names: Sequence[str]
 ) -> dict[str, Any]:
-    """Whole leaves out of the servers' blocks. What several servers hold must be the same on
-    each."""
+    """Return full leaves, from the servers' blocks. Copies on several servers must be equal."""
     found = {}
     for name in names:
         copies = [h[name] for h in held.values() if name in h]
@@ -299,13 +310,12 @@ def assemble(
 
 
 def no_full_shapes(plan: PServerPlan) -> None:
-    """No equation of a cut leaf's block makes an array of the leaf's full shape out of rows, in
-    bodies neither.
+    """Assert that no equation of a sliced leaf computes an array of the leaf's full shape from
+    rows.
 
-    (A part of a reduction may have it: `a @ b.T @ a` with a shared `a` is a sum of such.)
-    Out of shared values it does only where that cannot be helped: it, or who reads it, is no
-    equation that could be carried out on some of the rows (random bits; a table that is sorted; an
-    array that a loop reads).
+    The check includes bodies. There are two exceptions. A part of a reduction may have this shape:
+    `a @ b.T @ a` with a shared `a` is a sum of such parts. And some equations of shared values
+    cannot run on some of the rows: random bits, a sort of a table, or a loop that reads the array.
     """
     by_rows = lambda e: (
         facts_of(e).elementwise or e.primitive.name in ("broadcast_in_dim", "iota", "slice")
@@ -354,8 +364,10 @@ def no_full_shapes(plan: PServerPlan) -> None:
 
 
 def reads_only_what_was_there_or_made_before(plan: PServerPlan) -> None:
-    """State is that of before the step, whoever makes the new one; other values are made once, by a
-    block before."""
+    """Assert that each block reads state from before the step, and values of earlier blocks.
+
+    Each value is computed by one block.
+    """
     for endpoint, programs in plan.servers.items():
         state = set(programs.main.in_names)
         units = plan.placement.units[endpoint]
@@ -381,7 +393,9 @@ def plan_of(
     min_block_size: int = 1,
     **options: Any,
 ) -> PServerPlan:
-    """The pserver plan of a step made by `make_train_step`; its startup takes the params."""
+    """Return the pserver plan of a step from `make_train_step`; its startup program takes the
+    params.
+    """
     step = dtrans.make_train_step(loss, tx)
     main = dtrans.trace(step, params, jax.eval_shape(tx.init, params), *batch)
     startup = dtrans.trace(init_of(tx), params)
@@ -396,12 +410,12 @@ def plan_of(
 
 
 def communication(program: Any) -> list[str]:
-    """The communication ops of a program, in order."""
+    """Return the communication ops of a program, in order."""
     return [op.type for op in program.ops if op.role in ("rpc", "dist")]
 
 
 def batch_statistics_step(params: Any, opt_state: Any, x: jax.Array, y: jax.Array) -> Any:
-    """A running mean of the batch, made in the forward pass, beside weights that are trained."""
+    """Return new weights, and a running mean of the batch that the forward pass computes."""
 
     def loss(w: jax.Array) -> jax.Array:
         return jnp.mean(((x - x.mean(0)) @ w - y) ** 2)

@@ -1,8 +1,8 @@
-"""Edits of jaxprs: equations are replaced by one of their operands, by an input, by zeros, or by
-their own body.
+"""Edits of jaxprs: an operand, an input, zeros or the equation's body replaces an equation.
 
-An edit names an equation by its place: its position, or the position of a loop, a branch or a call,
-the number of a body and a place in there. Places are those of the jaxpr without edits.
+An edit names an equation by its place: the equation's position; or the position of a loop, a branch
+or a call, the number of a body, and the place in this body. Places refer to the jaxpr without
+edits.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ BODY, ZEROS = -1, 99
 
 
 def without_dead_equations(fn: Callable[..., Any], types: Sequence[Any]) -> Any:
-    """Return the jaxpr of a function of arrays of these types, without equations that nothing
-    reads."""
+    """Return the jaxpr of a function, for arrays of these types, without unread equations."""
     made = small_jaxpr(fn, types)
     inner = opened(made)
     live, _ = live_part(inner, [True] * len(inner.outvars), [True] * len(inner.invars))
@@ -72,8 +71,9 @@ def run_with_edits(
 
 
 def _run_once(eqn: Any, edits: Mapping[Place, int], at: Place, ins: Sequence[Any]) -> list[Any]:
-    """Return the outputs of a call's body, of the first branch, or of a loop's first turn as those
-    of every turn."""
+    """Return the outputs of a call's body, of the first branch, or of a loop that repeats its first
+    turn.
+    """
     body, name = bodies(eqn)[0], eqn.primitive.name
     if name != SCAN:
         return run_with_edits(body, edits, (*at, 0), ins[1:] if name == COND else ins)
@@ -99,7 +99,7 @@ def _short_bodies(eqn: Any, edits: Mapping[Place, int], at: Place) -> Iterator[A
 
 
 def _replacement(aval: Any, values: Sequence[Any], edit: int) -> Any:
-    """Return the value of a type that has the number `edit`, or zeros if there are fewer."""
+    """Return value number `edit` of this type; return zeros if there are fewer values."""
     alike = [x for x in values if jnp.shape(x) == aval.shape and jnp.result_type(x) == aval.dtype]
     if edit < len(alike):
         return alike[edit]

@@ -1,5 +1,4 @@
-"""Faults in jaxprs: one equation of a traced program, in whatever body, is replaced by a
-function."""
+"""Faults in jaxprs: a function replaces one equation of a traced program, in any body."""
 
 from __future__ import annotations
 
@@ -15,15 +14,15 @@ from dtrans._jax import Literal, Var, bodies, closed, constants, opened, shard_m
 
 @dataclasses.dataclass
 class Surgery:
-    """A fault.
+    """Fault in one equation of a jaxpr.
 
     Attributes:
-      primitive: of the equation.
-      number: how many such equations stand before it, those in bodies included; negative from the
+      primitive: primitive of the equation.
+      number: number of equal primitives before the equation, including bodies; negative from the
         end.
-      fault: computes the outputs from the operands, from the outputs that are right as `right`, and
-        from those of an earlier equation as `earlier`.
-      where: chooses among equations by their first output's shape; all by default.
+      fault: computes the outputs from the operands, from the right outputs `right`, and from the
+        outputs `earlier` of an earlier equation.
+      where: chooses among equations by the shape of their first output; by default, all equations.
       earlier: the primitive and the number of the earlier equation.
     """
 
@@ -50,7 +49,7 @@ class Surgery:
         return found
 
     def _count(self, jaxpr: Any) -> int:
-        """Return how many equations there are to choose from."""
+        """Return the number of equations to choose from."""
         count = dataclasses.replace(self, number=1 << 30, done=False, seen=0)
         count._earlier, count._counts, count._with_fault = [], {}, {}
         count._rewritten(jaxpr, {})
@@ -113,8 +112,10 @@ class Surgery:
         return made
 
     def _replacement(self, eqn: Any, axes: Mapping[str, int], instead: dict[Var, Any]) -> list[Any]:
-        """Return equations of the fault, behind the equation if they read it; later ones read the
-        fault's outputs."""
+        """Return the equations of the fault; later equations read the outputs of the fault.
+
+        If the fault reads the right outputs, the old equation comes first.
+        """
         count, made_here = len(eqn.invars), len(eqn.outvars)
 
         def fn(*values: Any) -> Any:

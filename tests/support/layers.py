@@ -1,6 +1,6 @@
-"""Layers of tests, and the tests of each day.
+"""Layers of tests, and the choice of the tests that run each day.
 
-A layer follows from what a test uses, its fixtures and helpers included:
+The layer of a test follows from its code, its fixtures and its helpers:
 
 - `cluster`: it starts another system: Ray, Slurm, an SSH server, network namespaces.
 - `process`: it starts processes.
@@ -8,11 +8,11 @@ A layer follows from what a test uses, its fixtures and helpers included:
 - `plan`: it traces a step and plans it.
 - `unit`: it does none of these.
 
-By day all tests of units and plans run, and a part of the other tests, which changes with the date.
-A test with the mark `sampled` runs some of its cases. A test that notices a planted fault
-(`tests/faults.py`) runs each day. The remainder is `soak`, and runs by night. A run that names
-files has all of their tests, whatever the date, but samples cases. A run that names a test
-(`file.py::test`) has all of its cases.
+Each day, all tests of units and plans run. A part of the other tests runs, too, and changes with
+the date. A test with the mark `sampled` runs some of its cases. A test that notices a planted fault
+(`tests/faults.py`) runs each day. All remaining tests get the mark `soak`, and run at night. A run
+that names files has all tests of these files, whatever the date, but samples their cases. A run
+that names a test (`file.py::test`) has all cases of the test.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ T = TypeVar("T")
 
 
 def layer_of(item: pytest.Function) -> str:
-    """Return the layer of a test: the outermost that it or one of its fixtures uses.
+    """Return the layer of a test: the highest layer of the test and its fixtures.
 
-    A mark in the code goes first, for functions that are too indirect to be read.
+    A mark in the code has priority, for functions that are too indirect for this analysis.
     """
     for layer in LAYERS:
         if item.get_closest_marker(layer):
@@ -70,7 +70,7 @@ def layer_of(item: pytest.Function) -> str:
 
 
 def _layer(value: Any) -> int:
-    """Return the layer of a function, or of a parameter that has or names one."""
+    """Return the layer of a function, or of a parameter that is or names a function."""
     if isinstance(value, str):
         return LAYER_OF_NAME.get(value, 0)
     if isinstance(value, functools.partial):
@@ -82,7 +82,7 @@ def _layer(value: Any) -> int:
 
 @functools.cache
 def _function_layer(function: types.FunctionType) -> int:
-    """Return the layer of a function and of the tests' functions and classes that it reads."""
+    """Return the layer of a function, and of the functions and classes of the tests that it reads."""
     layer, todo, known = 0, [function], {function}
     while todo:
         own, found = _reads(todo.pop())
@@ -104,7 +104,7 @@ def _reads(function: types.FunctionType) -> tuple[int, set[types.FunctionType]]:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Yield the names and the short texts that code reads, those of inner functions included."""
+    """Yield the names and the short texts that code reads, also in inner functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -142,23 +142,23 @@ def _methods(kind: type) -> set[types.FunctionType]:
 
 
 def today() -> date:
-    """Return the date of the sample. Workers and inner runs get it from the first process."""
+    """Return the date of the sample. Workers and inner runs get this date from the first process."""
     text = os.environ.setdefault("SAMPLE_DATE", date.today().isoformat())
     return date.fromisoformat(text)
 
 
 def spread(cases: Sequence[T]) -> list[T]:
-    """Return the cases in an order whose parts are spread over all of them.
+    """Return the cases in an order in which each part of the list is spread over all cases.
 
-    The order is that of multiples of the golden ratio, without their whole part. So no part has
-    always the same factor of a product of parameters.
+    The order is that of the fractional parts of multiples of the golden ratio. So no part always
+    has the same factor of a product of parameters.
     """
     order = sorted(range(len(cases)), key=lambda i: (i + 1) * 0.6180339887 % 1)
     return [cases[i] for i in order]
 
 
 def sample(cases: Sequence[T], count: int, name: str, turn: int) -> list[T]:
-    """Return so many cases. Successive turns go through all of them."""
+    """Return `count` cases. Successive turns go through all cases."""
     # the name shifts the turns: not every test begins with its first case
     start = (zlib.crc32(name.encode()) + turn) * count
     order = spread(cases)
@@ -166,18 +166,18 @@ def sample(cases: Sequence[T], count: int, name: str, turn: int) -> list[T]:
 
 
 def of_today(tests: Sequence[T], days: int, name: str) -> list[T]:
-    """Return the tests whose turn it is, where each test's comes once in so many days."""
+    """Return the tests of this day; each test has its turn once in `days` days."""
     day = zlib.crc32(name.encode()) + today().toordinal()
     return [test for rank, test in enumerate(spread(tests)) if (rank + day) % days == 0]
 
 
 def is_sampled(config: pytest.Config) -> bool:
-    """Return True if a run names no test: a named one runs on any day."""
+    """Return True if a run names no test: a named test runs on any day."""
     return not any("::" in argument for argument in config.args)
 
 
 def is_of_today(config: pytest.Config) -> bool:
-    """Return True if a run names no test, file or folder: a part of its tests is for today."""
+    """Return True if a run names no test, file or folder, so that only a part of the tests runs."""
     if "PYTEST_XDIST_WORKER" not in os.environ:  # workers get all names from the first process
         named = config.args_source is pytest.Config.ArgsSource.ARGS
         os.environ["SAMPLE_IS_TAKEN"] = "0" if named else "1"
@@ -185,7 +185,7 @@ def is_of_today(config: pytest.Config) -> bool:
 
 
 def mark(items: Sequence[pytest.Item], config: pytest.Config) -> None:
-    """Mark each test's layer, and as `soak` the tests that run by night only."""
+    """Mark each test's layer, and mark as `soak` the tests that run at night only."""
     groups: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         layer = layer_of(item) if isinstance(item, pytest.Function) else "process"
@@ -199,15 +199,16 @@ def mark(items: Sequence[pytest.Item], config: pytest.Config) -> None:
 
 
 def _with_mark(metafunc: pytest.Metafunc, name: str) -> list[Any]:
-    """Return the cases of a test that have a mark of their own."""
+    """Return the cases of a test that have a separate mark."""
     return [call for call in metafunc._calls if any(mark.name == name for mark in call.marks)]
 
 
 def mark_cases(metafunc: pytest.Metafunc) -> None:
-    """Mark as `soak` the cases of a sampled test that run by night only.
+    """Mark as `soak` the cases of a sampled test that run at night only.
 
-    Cases with the mark `rotated` take turns with the others, so that as many run as have no mark.
-    A run by day gets no such cases: thousands of them would take most of the time of collecting.
+    If some cases have the mark `rotated`, all cases take turns: as many run each day as there are
+    cases without this mark. A run by day does not collect the soak cases, because thousands of
+    cases would take most of the time of collecting.
     """
     marker = metafunc.definition.get_closest_marker("sampled")
     marked = _with_mark(metafunc, "soak")
@@ -232,7 +233,7 @@ def mark_cases(metafunc: pytest.Metafunc) -> None:
 
 
 def of_other_nights(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
-    """Yield the soak tests of other nights, where so many nights share them."""
+    """Yield the soak tests of other nights, if several nights share the soak tests."""
     nights = int(os.environ.get("SAMPLE_NIGHTS", 1))
     for item in items if nights > 1 else ():
         # its name gives a test its night: numbers would change with the samples of days
@@ -242,9 +243,9 @@ def of_other_nights(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
 
 
 def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return the tests with those of the longest files first.
+    """Return the tests, with the tests of the longest files first.
 
-    Workers take a file at a time: a long one that begins last would keep a single worker.
+    A worker takes one file at a time. If a long file began last, a single worker would finish late.
     """
     files = by_key(items, lambda item: item.path)
 
@@ -258,13 +259,13 @@ def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 @functools.cache
 def noticing() -> frozenset[str]:
-    """Return the tests that notice planted faults: the same faults are noticed each day."""
+    """Return the tests that notice planted faults, which run each day."""
     faults = runpy.run_path(f"{TESTS}/faults.py")["FAULTS"]
     return frozenset(fault.noticed_by for fault in faults)
 
 
 def by_key(items: Sequence[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
-    """Return the items in groups of one key, each in its order."""
+    """Return the items in groups with equal keys; each group keeps the order of the items."""
     groups: dict[Any, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)

@@ -1,6 +1,6 @@
-"""The page that says which steps of other libraries go into which strategy: `docs/libraries.md`.
+"""Generator of `docs/libraries.md`: the strategies that can plan the steps of other libraries.
 
-python tests/support/library_table.py     writes it anew (`make docs`)
+python tests/support/library_table.py     writes the page again (`make docs`)
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ docs` writes this table.
 
 
 def planned(case: library_zoo.LibraryCase, mode: str) -> Any:
-    """The plan of a case; a pipeline is given `dtrans.value_and_grad`."""
+    """Return the plan of a case. A pipeline uses `dtrans.value_and_grad`."""
     key = jax.random.key(0)
     step = case.step(dtrans.value_and_grad if mode == "pipeline" else case.value_and_grad)
     main = dtrans.trace(step, *case.state(key), *case.batch(ROWS))
@@ -132,7 +132,7 @@ def planned(case: library_zoo.LibraryCase, mode: str) -> Any:
 
 
 def said(case: library_zoo.LibraryCase, mode: str) -> str:
-    """What a strategy makes of a case."""
+    """Return the entry of the table for a case and a strategy."""
     try:
         planned(case, mode)
     except DtransError as e:

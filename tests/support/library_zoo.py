@@ -1,9 +1,8 @@
-"""Training steps as the first pages of other libraries write them: one state, or several models and
-optimizers.
+"""Training steps in the style of other libraries' documentation: one state, or several models.
 
-Each case is a step for one device that knows nothing of dtrans. Its gradients are taken by
-`value_and_grad`, the library's own; a pipeline is given `dtrans.value_and_grad` in its place. All
-is in float64.
+Each case is a step for one device that does not use dtrans. The library's `value_and_grad` computes
+its gradients; in a pipeline, `dtrans.value_and_grad` replaces this function. All arrays are in
+float64.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ ADAM = optax.adam(1e-2)
 
 @dataclasses.dataclass(frozen=True)
 class LibraryCase:
-    """A step as a library's page writes it.
+    """Step in the style of a library's documentation.
 
     Attributes:
-      name: of the case.
-      what: is special about it.
-      init: of a key: the state, one pytree or (params, opt_state).
-      step: of a function that takes gradients: (state, *batch) -> (state, ...), or with params and
-        opt_state.
-      value_and_grad: the library's own.
-      batch: makes one, of a number of rows and a seed.
-      one: whether the state is one pytree.
+      name: name of the case.
+      what: description of the step's special property.
+      init: key -> state, one pytree or (params, opt_state).
+      step: takes a `value_and_grad` and returns the step: (state, *batch) -> (state, ...), or with
+        params and opt_state in place of state.
+      value_and_grad: the function of the library.
+      batch: (number of rows, seed) -> batch.
+      one: True if the state is one pytree.
     """
 
     name: str
@@ -54,7 +53,7 @@ class LibraryCase:
     one: bool
 
     def state(self, key: jax.Array) -> tuple[Any, ...]:
-        """The first arguments of the step."""
+        """Return the first arguments of the step."""
         made = self.init(key)
         return (made,) if self.one else tuple(made)
 
@@ -87,7 +86,7 @@ def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def in_float64(tree: Tree) -> Tree:
-    """Flax keeps running statistics in float32 unless told otherwise."""
+    """Convert a pytree to float64: Flax stores running statistics in float32."""
     return jax.tree.map(lambda a: a.astype(F64) if a.dtype == jnp.float32 else a, tree)
 
 

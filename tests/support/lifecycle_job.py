@@ -1,4 +1,4 @@
-"""The job of test_lifecycle.py, in its processes and in those that it starts."""
+"""Job of test_lifecycle.py, for the processes that the test starts."""
 
 from __future__ import annotations
 

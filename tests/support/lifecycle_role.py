@@ -1,8 +1,7 @@
 """One role of the jobs in test_lifecycle.py, test_failed_saves.py and test_sync_matrix.py.
 
-A process that says on its standard output how far it is, and goes on past a gate when it is told
-to. Its argument is
-JSON: what to do, and the rest for that.
+The process prints its progress, and waits at gates until the test lets it continue. Its argument is
+JSON: the name of a function of this module, and the function's arguments.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ def say(what: str) -> None:
 
 
 def gate(what: str) -> None:
-    """Wait until the test says go."""
+    """Wait until the test lets this process continue."""
     say(what)
     assert sys.stdin.readline() == "go\n"
 
 
 def flat(tree: Any) -> dict[str, np.ndarray]:
-    """A tree as arrays under their paths, which npz can hold."""
+    """Return the leaves of a pytree as arrays by path, for an npz file."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x)
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -37,7 +36,7 @@ def flat(tree: Any) -> dict[str, np.ndarray]:
 
 
 def pserver(job: dict[str, Any]) -> None:
-    """Serve so many jobs one after the other, each with the state that the one before left."""
+    """Serve several jobs one after the other, each with the final state of the previous job."""
     from lifecycle_job import params_of, plan_for
 
     import dtrans
@@ -53,8 +52,10 @@ def pserver(job: dict[str, Any]) -> None:
 
 
 def trainer(job: dict[str, Any]) -> None:
-    """Take the steps from `first` on, with a gate before the one that `gate` names, and before
-    closing with `stays`."""
+    """Take the steps from `first` on, with a gate before the step that `gate` names.
+
+    With `stays`, there is also a gate before the trainer closes its connections.
+    """
     from lifecycle_job import batch_of, params_of, plan_for, rows
 
     import dtrans
@@ -79,11 +80,12 @@ def saving(job: dict[str, Any]) -> None:
     """Take a role of a job that saves checkpoints after some of its steps.
 
     Args:
-      job: `role`, its environment; `start`, the checkpoint to go on from; `first` and `last`, the
-        steps; `data`, an offset that gives each run batches of its own; `saves`, the name of the
-        checkpoint that trainer 0 asks for after each of some steps; `held`, the checkpoint whose
-        writer waits in the middle of its piece until the process is killed; `refused`, the
-        checkpoints that may fail, and for some of them the system call that fails and its error.
+      job: a dict. `role` is the environment of the role, `start` the checkpoint to continue from,
+        `first` and `last` the steps. `data` is an offset by which each run gets different batches.
+        `saves` has the name of the checkpoint that trainer 0 requests after each of some steps. The
+        writer of the checkpoint `held` waits in the middle of its piece until the process is
+        killed. The checkpoints `refused` may fail; for some of them, the dict has the system call
+        that fails and its error.
     """
     from lifecycle_job import batch_of, params_of, plan_for
 
@@ -123,7 +125,7 @@ def saving(job: dict[str, Any]) -> None:
 
 
 def hold(checkpoint: Path) -> None:
-    """Let the writer of a piece wait when its files are written and it has no name yet."""
+    """Let the writer of a piece wait when its files are written, before it renames the folder."""
     from dtrans.checkpoint import orbax_io
 
     written = orbax_io._sync_tree

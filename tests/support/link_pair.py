@@ -1,4 +1,4 @@
-"""Two processes of a pipeline, as far as their links go, in one process."""
+"""The links between two processes of a pipeline, in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dtrans.run.pipeline_parallel.p2p import P2PChannels
 
 
 class Board:
-    """What `jax.distributed` has for all processes of a job."""
+    """Key-value store that all processes of a job share, as in `jax.distributed`."""
 
     def __init__(self) -> None:
         self._told: dict[str, str] = {}
@@ -37,7 +37,7 @@ class Board:
 
 @contextlib.contextmanager
 def two_links(encryption: str = "auto") -> Iterator[list[P2PChannels]]:
-    """The links of both, which have met."""
+    """Yield the connected links of both processes."""
     board, made = Board(), dict[int, P2PChannels]()
     endpoints = free_endpoints(2)
 

@@ -1,5 +1,4 @@
-"""Ways in which models come to their layers: stacks that loops take apart, pick from, cut up, cast,
-or read twice."""
+"""Models that read stacked parameters in different ways: scans, indices, slices, casts, two reads."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ Params = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A model.
+    """Model with stacked parameters.
 
     Attributes:
-      loss: of parameters and rows of the width of the model.
-      leaves: for a number of layers (a multiple of 8) and a width, the shape of each leaf.
-      axis: the dimension along which leaves are to be cut over four ranks.
-      low: whether it computes in 16 bits.
+      loss: (parameters, rows of the model's width) -> loss.
+      leaves: (number of layers, a multiple of 8; width) -> shape of each leaf.
+      axis: the dimension along which leaves should be sliced over four ranks.
+      low: True if the model computes in 16 bits.
     """
 
     loss: Callable[[Params, jax.Array], jax.Array]
@@ -32,7 +31,7 @@ class Shape:
     low: bool = False
 
     def params(self, layers: int, width: int, dtype: Any = jnp.float32) -> Params:
-        """Random parameters."""
+        """Return random parameters."""
         shapes = self.leaves(layers, width)
         keys = jax.random.split(jax.random.key(0), len(shapes))
         return {

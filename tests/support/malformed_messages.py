@@ -1,4 +1,4 @@
-"""Messages that nobody of a job would send."""
+"""Messages that no process of a job sends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VALUES: list[Any] = [
 def malformed(
     r: random.Random, proper: Sequence[list[bytes]], values: Sequence[Any] = VALUES
 ) -> list[bytes]:
-    """Return noise, a header with any values, or a proper message with other bits."""
+    """Return noise, a header with arbitrary values, or a valid message with changed bits."""
     kind = r.randrange(3)
     if kind == 0:
         return [r.randbytes(r.randrange(60)) for _ in range(r.randrange(4))]

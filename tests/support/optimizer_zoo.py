@@ -1,10 +1,8 @@
-"""Every optimizer there is, as cases of one test (`test_optimizer_zoo.py`) and rows of one table
-(docs/optimizers.md).
+"""All optimizers, as cases of `test_optimizer_zoo.py` and rows of docs/optimizers.md.
 
-A `Case` is an optimizer, and what is particular about it. A `Refusal` is one that needs what no
-server has; it must be refused, by name. `table()` writes docs/optimizers.md from the plans of the
-cases, nothing in it by hand: `make docs`, or `python tests/support/optimizer_zoo.py
-docs/optimizers.md`.
+A `Case` is an optimizer with its special properties. A `Refusal` is an optimizer that needs a value
+that no server has. dtrans must refuse it by name. `table()` writes docs/optimizers.md from the
+plans of the cases: `make docs`, or `python tests/support/optimizer_zoo.py docs/optimizers.md`.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ WHY: Mapping[str, str] = {
 
 
 def leaves(dtype: Any, without: Collection[str] = (), complex_leaf: bool = False) -> dict[str, Any]:
-    """The parameters of the model."""
+    """Return the parameters of the model."""
     rng = np.random.default_rng(0)
     params = {
         n: jnp.asarray(rng.normal(size=s), jnp.bfloat16 if n == "half" else dtype)
@@ -71,21 +69,21 @@ def leaves(dtype: Any, without: Collection[str] = (), complex_leaf: bool = False
 
 
 def loss(params: Any, x: jax.Array) -> jax.Array:
-    """Something that has a gradient by every leaf. Its value is of no interest: gradients are given
-    (`gradients`)."""
+    """Return a number that has a gradient for every leaf. Tests replace the gradients
+    (`gradients`).
+    """
     return jnp.mean(x) * sum(
         jnp.sum(jnp.abs(p).astype(x.dtype) ** 2) for p in jax.tree.leaves(params)
     )
 
 
 def gradients(params: Any, step: int, trainer: int) -> Any:
-    """Numbers to be gradients.
+    """Return numbers that tests use as gradients.
 
-    Trainers agree about signs, and no number is near zero, nor is the mean: where it is, rounding
-    would decide about the sign of an update (sign_sgd, lion, rprop), and the limits would have to
-    be wider than they are. The seed is one whose sums over all leaves (of gradients times past
-    gradients, in dadapt_adamw) do not happen to cancel, which would leave of float32 what rounding
-    left of it.
+    Trainers agree on signs, and neither a number nor a mean is near zero. Otherwise rounding would
+    decide the sign of an update (sign_sgd, lion, rprop), and the tolerances would have to be wider.
+    The seed was chosen so that sums over all leaves (of gradients times past gradients, in
+    dadapt_adamw) do not cancel. After a cancellation in float32, only rounding errors would remain.
     """
     signs, rng = np.random.default_rng(130 + step), np.random.default_rng((step, trainer))
 
@@ -103,15 +101,16 @@ def gradients(params: Any, step: int, trainer: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An optimizer.
+    """Optimizer of the zoo.
 
     Attributes:
-      make: makes it.
-      without: the leaves that optax itself cannot train with it on one device, and why.
-      pair: whether its parameters are a pair, `optax.LookaheadParams`, of which gradients are by
-        the first.
-      complex_leaf: whether the model gets a leaf of complex numbers.
-      still: the leaves that it leaves as they are.
+      make: returns the optimizer.
+      without: the leaves that optax itself cannot train with this optimizer on one device, with the
+        reason.
+      pair: True if the parameters are an `optax.LookaheadParams`, whose gradients are those of the
+        first element.
+      complex_leaf: True if the model has a leaf of complex numbers.
+      still: the leaves that the optimizer does not change.
     """
 
     make: Callable[[], Any]
@@ -121,16 +120,16 @@ class Case:
     still: Collection[str] = ()
 
     def params(self, dtype: Any) -> Any:
-        """What it trains."""
+        """Return the parameters that the optimizer trains."""
         params = leaves(dtype, self.without, self.complex_leaf)
         return optax.LookaheadParams.init_synced(params) if self.pair else params
 
     def trained(self, params: Any) -> Any:
-        """The part of them by which gradients are taken."""
+        """Return the part of the parameters with respect to which gradients are taken."""
         return params.fast if self.pair else params
 
     def step(self, loss: Callable[..., Any] = loss) -> Callable[..., Any]:
-        """The training step, of a loss."""
+        """Return the training step for a loss."""
         tx = self.make()
         if not self.pair:
             return dtrans.make_train_step(loss, tx)
@@ -145,14 +144,15 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """An optimizer that must be refused.
+    """Optimizer that dtrans must refuse.
 
     Attributes:
-      make: makes it.
-      needs: what it needs, and no server has.
-      instead: what to do.
-      match: what the error says: its name, or that of the part of it that asks, and what for.
-      error: its type.
+      make: returns the optimizer.
+      needs: the value that the optimizer needs and that no server has.
+      instead: the remedy.
+      match: pattern of the error: the name of the optimizer, or of its part that needs the value,
+        and the value.
+      error: type of the error.
     """
 
     make: Callable[[], Any]
@@ -163,7 +163,7 @@ class Refusal:
 
 
 def plan_of(case: Case, dtype: Any = jnp.float32, **options: Any) -> PServerPlan:
-    """The plan of a case. Its startup program takes the parameters."""
+    """Return the plan of a case. Its startup program takes the parameters."""
     params, tx, x = case.params(dtype), case.make(), jax.ShapeDtypeStruct((2,), dtype)
     main = dtrans.trace(case.step(), params, jax.eval_shape(tx.init, params), x)
     startup = dtrans.trace(lambda params: (params, tx.init(params)), params)
@@ -174,19 +174,19 @@ def plan_of(case: Case, dtype: Any = jnp.float32, **options: Any) -> PServerPlan
 
 
 def then_sgd(*transforms: Any) -> Any:
-    """Transformations of the gradient, then plain gradient descent."""
+    """Return transformations of the gradient, followed by gradient descent."""
     return optax.chain(*transforms, optax.sgd(0.1))
 
 
 def deprecated(make: Callable[..., Any], *args: Any) -> Any:
-    """What optax advises against, and still has."""
+    """Return an optimizer that optax has deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return make(*args)
 
 
 def by_leaf(params: Any) -> Any:
-    """Matrices and above are one kind, the rest another."""
+    """Return labels of leaves: one label for matrices and larger arrays, another for the rest."""
     return jax.tree.map(lambda p: p.ndim > 1, params)
 
 
@@ -213,8 +213,9 @@ def slow_in_state(tx: Any) -> Any:
 
 
 def squared_gradients() -> Any:
-    """Gauss and Newton's guess at the diagonal of a Hessian, for sophia: it needs no loss
-    function."""
+    """Return the Gauss-Newton estimate of a Hessian's diagonal for sophia; it needs no loss
+    function.
+    """
     return optax.stateless(lambda updates, params: jax.tree.map(jnp.square, updates))
 
 
@@ -542,8 +543,7 @@ REFUSED: Mapping[str, Refusal] = {
 
 
 def exported() -> Iterator[str]:
-    """The names of the optimizers that optax exports, and of all functions of optax.contrib and of
-    Paddle's module."""
+    """Yield the names of the optimizers of optax, of optax.contrib and of Paddle's module."""
     for name, made in vars(optax).items():
         fn = getattr(made, "func", made)  # nadam is a partial of adam
         if inspect.isfunction(fn) and fn.__module__ == "optax._src.alias":
@@ -563,7 +563,7 @@ def exported() -> Iterator[str]:
 
 
 def exported_schedules() -> Iterator[str]:
-    """The name of every schedule that optax exports."""
+    """Yield the names of all schedules of optax."""
     for name, fn in vars(optax).items():
         if inspect.isfunction(fn) and inspect.signature(fn).return_annotation in (
             optax.Schedule,
@@ -634,7 +634,7 @@ of one device.
 
 
 def row(name: str, plan: PServerPlan) -> str:
-    """The row of one optimizer."""
+    """Return the row of one optimizer."""
     case = CASES[name]
     with_rows = [n for n in plan.placement.blocks if plan.main.inputs[n].shape]
     sliced = [n for n in with_rows if n not in plan.placement.unsliced]
@@ -660,7 +660,7 @@ def row(name: str, plan: PServerPlan) -> str:
 
 
 def document() -> str:
-    """All of docs/optimizers.md."""
+    """Return the text of docs/optimizers.md."""
     model = "\n".join(
         f"- `{n}`, {p.dtype.name}{list(p.shape)}: {WHY[n]}" for n, p in leaves(jnp.float32).items()
     )

@@ -1,8 +1,8 @@
-"""Hosts of a test's own: network namespaces on one switch, that share nothing but the file system.
+"""Hosts for one test: network namespaces on one switch, which share only the file system.
 
-Each has a name, and resolves that and localhost, but no other host. Each has a folder of its own
-for temporary files, in one place for all: so the path of a Unix socket on one host is no socket on
-another.
+Each host has a name. It resolves this name and localhost, but no other host. Each host has a
+separate folder for temporary files, at one path for all hosts. So the path of a Unix socket on one
+host is no socket on another host.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ exec ip netns exec "$name" unshare --mount --uts \\
 
 @dataclasses.dataclass(frozen=True)
 class Namespaces:
-    """Hosts that are up.
+    """Running hosts.
 
     Attributes:
-      names: of the namespaces.
-      switch: the namespace that connects them.
-      rsh: the command that runs another one on a host.
+      names: names of the namespaces.
+      switch: the namespace that connects the hosts.
+      rsh: the command that runs another command on a host.
     """
 
     names: tuple[str, ...]
@@ -48,12 +48,17 @@ class Namespaces:
         return f"{NET}.{10 + i}"
 
     def enter(self, i: int) -> tuple[str, ...]:
-        """Return what runs a command in the network of a host, with the file system of this one."""
+        """Return the command prefix that runs a command in a host's network, with this host's
+        files.
+        """
         return ("nsenter", f"--net=/run/netns/{self.names[i]}")
 
     def name_addresses(self, addresses: Mapping[str, str]) -> Path:
-        """Give the first host more addresses, and names that it alone resolves; return its
-        /etc/hosts."""
+        """Give the first host more addresses, and names that only this host resolves.
+
+        Returns:
+          The host's file /etc/hosts.
+        """
         name = self.names[0]
         for address in set(addresses.values()) - {self.address(0)}:
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", "e")
@@ -63,26 +68,26 @@ class Namespaces:
         return path
 
     def cut(self, i: int) -> None:
-        """Let nothing through to a host any more, and nothing from it. Nobody is told."""
+        """Drop all packets to and from a host. No process is notified."""
         _ip("-n", self.switch, "link", "set", "dev", f"p{i}", "nomaster")
 
     def mend(self, i: int) -> None:
-        """Let everything through again."""
+        """Let all packets pass again."""
         _ip("-n", self.switch, "link", "set", "dev", f"p{i}", "master", "sw0")
         self._flood(i, "on")
 
     def deafen(self, i: int) -> None:
-        """Let nothing through to a host any more. The others still receive what it sends."""
+        """Drop all packets to a host. Other hosts still receive the packets that the host sends."""
         self._flood(i, "off")
         # the switch forgets the host's address, so that it would flood packets for the host
         _ip("-n", self.switch, "link", "set", "dev", f"p{i}", "type", "bridge_slave", "fdb_flush")
 
     def part(self, i: int) -> None:
-        """Move a host to another switch, where it reaches only the hosts that are there."""
+        """Move a host to another switch, where it reaches only the hosts on this switch."""
         _ip("-n", self.switch, "link", "set", "dev", f"p{i}", "master", "sw1")
 
     def slow(self, i: int, rate: str) -> None:
-        """Limit what a host sends and receives to a rate, such as `20mbit`."""
+        """Limit the rate of a host's packets, in both directions, such as `20mbit`."""
         for name, device in ((self.names[i], "e"), (self.switch, f"p{i}")):
             shape = ("root", "tbf", "rate", rate, "burst", "64kb", "latency", "200ms")
             command = ["tc", "-n", name, "qdisc", "add", "dev", device, *shape]
@@ -94,7 +99,7 @@ class Namespaces:
         _ip("-n", self.switch, "link", "set", "dev", f"p{i}", "type", "bridge_slave", *options)
 
     def processes(self) -> list[str]:
-        """Return the command lines of processes on these hosts. One that has ended has none."""
+        """Return the command lines of processes on these hosts. A zombie has no command line."""
         pids = [pid for name in self.names for pid in _ip("netns", "pids", name).split()]
         found = []
         for pid in pids:
@@ -106,7 +111,7 @@ class Namespaces:
 
 
 def why_not() -> str:
-    """Return why no namespaces can be made here; empty where they can."""
+    """Return the reason why namespaces cannot be created here; empty if they can."""
     if shutil.which("ip") is None:
         return "there is no ip (Debian: iproute2)"
     made = subprocess.run(
@@ -119,7 +124,7 @@ def why_not() -> str:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """Remove a folder that may have files of other tests, which run at the same time."""
+    """Remove a folder, unless it has files of other tests, which run at the same time."""
     try:
         folder.rmdir()
     except OSError as e:

@@ -1,5 +1,4 @@
-"""An ssh server of a test's own, on a port that the system chooses, with keys that nobody else
-has."""
+"""SSH server for one test, on a port that the system chooses, with new keys."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ PATIENCE = 30.0
 
 
 def why_not() -> str:
-    """Return why no server can be started here; empty where it can."""
+    """Return the reason why no server can be started here; empty if one can be started."""
     missing = [program for program in ("ssh", "ssh-keygen") if shutil.which(program) is None]
     if missing or sshd() is None:
         return f"there is no {missing[0] if missing else 'sshd'} (Debian: openssh-server)"
@@ -29,20 +28,20 @@ def why_not() -> str:
 
 
 def sshd() -> str | None:
-    """Return the path of sshd, which insists on an absolute one."""
+    """Return the absolute path of sshd, which sshd needs to start."""
     return shutil.which("sshd", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"]))
 
 
 @contextlib.contextmanager
 def own_sshd(folder: Path, host: str = "127.0.0.1", wrap: Sequence[str] = ()) -> Iterator[str]:
-    """Run a server, and give the command that reaches it, as `--rsh` takes it.
+    """Run a server, and yield the command that reaches it, as an argument of `--rsh`.
 
     The server knows the key `user`, and not the key `stranger`.
 
     Args:
-      folder: for its keys and its log.
-      host: the address that it binds.
-      wrap: a command that runs it, `ip netns exec NAME` for instance.
+      folder: folder for the keys and the log.
+      host: the address that the server binds.
+      wrap: prefix of the server's command, such as `ip netns exec NAME`.
     """
     folder.mkdir(exist_ok=True)
     for key in ("host", "user", "stranger"):

@@ -1,6 +1,6 @@
-"""The programs that were recorded of Paddle's DistributeTranspiler, and the same models here.
+"""Recorded programs of Paddle's DistributeTranspiler, and the same models for dtrans.
 
-`golden/transpiled.json` has what paddlepaddle 1.8.5 did.
+`golden/transpiled.json` has the results of paddlepaddle 1.8.5.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ KEY = jax.random.key(0)
 
 
 class WeightFirst(NamedTuple):
-    """The parameters of `fc` in another order than that of their names."""
+    """Parameters of `fc` in another order than the order of their names."""
 
     fc_w: Any
     fc_b: Any
 
 
 def fc(params: Any, x: Any, y: Any) -> Any:
-    """One layer and the mean squared error."""
+    """Return the mean squared error of one layer."""
     p = params._asdict() if isinstance(params, WeightFirst) else params
     return jnp.mean((x @ p["fc_w"] + p["fc_b"] - y) ** 2)
 
@@ -45,7 +45,7 @@ def fc_params(key: Any) -> dict[str, Any]:
 
 
 def mlp(params: Any, x: Any, label: Any) -> Any:
-    """Two layers and the cross entropy."""
+    """Return the cross entropy of two layers."""
     hidden = jax.nn.relu(x @ params["w1"] + params["b1"])
     return optax.softmax_cross_entropy_with_integer_labels(
         hidden @ params["w2"] + params["b2"], label
@@ -59,7 +59,7 @@ def mlp_params(key: Any) -> dict[str, Any]:
 
 
 def embedding(params: Any, label: Any, *ids: Any) -> Any:
-    """One table looked up for each of `ids`, pooled, and one layer."""
+    """Return the loss of one layer on pooled rows of a table, with a lookup for each of `ids`."""
     pooled = [params["shared_w"][i].mean(1) for i in ids]
     logits = jnp.concatenate(pooled, 1) @ params["fc_w"] + params["fc_b"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, label).mean()
@@ -90,7 +90,7 @@ NETS: dict[str, tuple[Any, Any, tuple[Any, ...]]] = {
 
 
 def decays(params: Any) -> Any:
-    """L2 decay is for the weight alone."""
+    """Return True for the weight: L2 decay applies only to the weight."""
     return (
         WeightFirst(True, False)
         if isinstance(params, WeightFirst)
@@ -151,7 +151,7 @@ WITHOUT_CLIP: dict[str, str] = {
 
 
 def programs(name: str) -> tuple[dtrans.Program, dtrans.Program]:
-    """The step and the init of a case, traced."""
+    """Return the traced step and the traced init of a case."""
     net, tx = (CASES | DISTRIBUTED)[name]
     loss, make, batch = NETS[net]
 
@@ -166,7 +166,7 @@ def programs(name: str) -> tuple[dtrans.Program, dtrans.Program]:
 def transpiled(
     recorded: dict[str, Any], main: Any, startup: Any, table: Embedding | None = None
 ) -> DistributeTranspiler:
-    """As it was called when this was recorded; with what the layers said of the table."""
+    """Return the transpiler, called as in the recording, with the layers' options of the table."""
     sparse = None if table is None else {"params/shared_w": table}
     t = DistributeTranspiler(DistributeTranspilerConfig(**recorded["config"], sparse=sparse))
     t.transpile(

@@ -1,4 +1,4 @@
-"""Where things of the repository are."""
+"""Paths of files in the repository."""
 
 from __future__ import annotations
 

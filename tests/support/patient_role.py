@@ -1,7 +1,7 @@
-"""One role of the jobs in test_interruptions.py: a script that `dtrans.Role` tells who it is.
+"""One role of the jobs in test_interruptions.py, which `dtrans.Role` reads from the environment.
 
-Its arguments are the strategy and a folder. Trainers take one step after the other at a pace, print
-each, and write the parameters that they end with to `trainer-K.npz` in the folder.
+The arguments are the strategy and a folder. Trainers take one step after the other at a fixed pace,
+and print each step. They write the final parameters to `trainer-K.npz` in the folder.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def step() -> Any:
 
 
 def alone() -> dict[str, np.ndarray]:
-    """Return the parameters that one device ends with."""
+    """Return the final parameters of one device."""
     state, one = init(jax.random.key(0)), jax.jit(step())
     for i in range(STEPS):
         *state, _ = one(*state, *batch_of(i))

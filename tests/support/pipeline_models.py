@@ -1,5 +1,6 @@
-"""Models that pipelines are tested with: an MLP, a residual convnet, a transformer that reads its
-embedding twice."""
+"""Models for tests of pipelines: an MLP, a residual convnet, and a transformer with a tied
+embedding.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +19,7 @@ import dtrans
 
 @contextlib.contextmanager
 def compiled_quickly() -> Iterator[None]:
-    """Programs within are compiled fast rather than to run fast: models are small here, and there
-    are many."""
+    """Compile programs in this context fast, because the models are small and many."""
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", True)
     try:
@@ -30,7 +30,7 @@ def compiled_quickly() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A training job on one device."""
+    """Training job on one device."""
 
     loss: Callable[..., Any]
     params: Callable[[jax.Array], Any]
@@ -39,8 +39,14 @@ class Model:
     def job(
         self, rows: int, tx: Any = None, *, has_aux: bool = False, gradients: bool = False
     ) -> Job:
-        """The step, the init and a batch. `gradients`: the step returns them too, and their
-        norm."""
+        """Return the step, the init and a batch.
+
+        Args:
+          rows: number of rows of the batch.
+          tx: the optimizer.
+          has_aux: True if the loss returns auxiliary values.
+          gradients: True if the step also returns the gradients and their norm.
+        """
         tx = tx or optax.adam(1e-2)
 
         def with_gradients(params: Any, opt_state: Any, *batch: Any) -> Any:
@@ -66,7 +72,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is planned, and what one device makes of it."""
+    """Step, init and batch to plan, and the results of one device."""
 
     step: Callable[..., Any]
     init: Callable[..., Any]
@@ -79,7 +85,7 @@ class Job:
         )
 
     def on_one_device(self, steps: int = 3) -> Any:
-        """Parameters, optimizer state and results after some steps on the same batch."""
+        """Return parameters, optimizer state and results after some steps on the same batch."""
         state = self.init(jax.random.key(0))
         rest: tuple[Any, ...] = ()
         step = jax.jit(self.step)
@@ -89,7 +95,7 @@ class Job:
         return (*state, *rest)
 
     def of(self, job: Any, steps: int = 3) -> Any:
-        """The same, of a job that runs a plan."""
+        """Return the same values for a job that runs a plan."""
         state = job.init(jax.random.key(0))
         rest: tuple[Any, ...] = ()
         for _ in range(steps):
@@ -98,7 +104,7 @@ class Job:
 
 
 def _normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """As good as random, and much sooner compiled."""
+    """Return pseudo-random numbers that need less compilation than `jax.random.normal`."""
     number = jax.random.key_data(key).astype(float).sum() % 1000.0
     x = np.arange(np.prod(shape)).reshape(shape) * 12.9898
     return jnp.sin((jnp.sin(x + number) * 4375.8) % 100.0) * 2**0.5
@@ -163,8 +169,10 @@ def transformer(
     *,
     stacked: bool = False,
 ) -> Model:
-    """A causal transformer; its embedding is also its last layer. `stacked`: layers are one stack,
-    and a scan."""
+    """Return a causal transformer with a tied embedding.
+
+    With `stacked`, the layers' parameters are stacked, and a scan reads them.
+    """
 
     def block(key: jax.Array) -> Any:
         k = jax.random.split(key, 4)

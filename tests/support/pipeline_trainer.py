@@ -1,6 +1,8 @@
-"""One process of the jobs in test_cluster.py: a script that `dtrans.Role` tells who it is. Its
-arguments are what it does, a folder, and options. What it finds goes to `trainer-K.npz` in the
-folder."""
+"""One process of the jobs in test_cluster.py, whose role `dtrans.Role` reads from the environment.
+
+The arguments are the name of a function of this module, a folder, and options. The process writes
+its results to `trainer-K.npz` in the folder.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ STEPS, ROWS = 3, 8
 
 
 def main(folder: Path, given: dict[str, Any]) -> None:
-    """Train, and say what was found."""
+    """Train, and write the results."""
     cluster = connected(given.pop("devices"), given.pop("deadline", 30))
     clipped = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
     one = MODELS[given.pop("model")].job(ROWS, clipped)
@@ -46,8 +48,7 @@ def main(folder: Path, given: dict[str, Any]) -> None:
 
 
 def parts(folder: Path, given: dict[str, Any]) -> None:
-    """Train a model that tells rows apart, on arrays of every kind, in a buffer that is used
-    again."""
+    """Train a model that distinguishes rows, on arrays of every kind, in a reused buffer."""
     k = connected(1, 60).trainer_id
     one = noisy()
     job = planned_noisy(one).on_cluster(donate=False)
@@ -70,7 +71,7 @@ def parts(folder: Path, given: dict[str, Any]) -> None:
 
 
 def given(folder: Path, given: dict[str, Any]) -> None:
-    """Train a model whose loss and update read what no stage has by itself."""
+    """Train a model whose loss and update read values that no single stage has."""
     k = connected(1, 60).trainer_id
     one = masked()
     job = planned_masked(one).on_cluster()
@@ -87,10 +88,10 @@ def given(folder: Path, given: dict[str, Any]) -> None:
 
 
 def masked() -> Job:
-    """A masked mean after a dropout, weighted by a count of the optimizer's; a rate that comes with
-    the batch.
+    """Return a job with a masked mean after a dropout, and a learning rate in the batch.
 
-    The update counts rows, and reads their number.
+    A count in the optimizer's state weights the mean. The update counts rows, and reads their
+    number.
     """
 
     def init(key: jax.Array) -> Any:
@@ -125,8 +126,7 @@ def planned_masked(one: Job) -> dtrans.PipelinePlan:
 
 
 def noisy() -> Job:
-    """Results by row, noise that depends on where a row is, and an input that every micro-batch
-    gets whole."""
+    """Return a job with results for each row, noise that depends on the row, and an unsplit input."""
 
     def params(key: jax.Array) -> Any:
         return [jax.random.normal(k, (4, 4)) for k in jax.random.split(key, 4)]
@@ -147,7 +147,9 @@ def noisy() -> Job:
 
 
 def planned_noisy(one: Job) -> dtrans.PipelinePlan:
-    """In two stages, of which the second reads what is whole and the labels."""
+    """Return the plan of `noisy` in two stages; the second stage reads the unsplit input and the
+    labels.
+    """
     name = (
         dtrans.trace(one.step, *jax.eval_shape(one.init, jax.random.key(0)), *one.batch)
         .args[4]
@@ -163,14 +165,14 @@ def planned_noisy(one: Job) -> dtrans.PipelinePlan:
 
 
 def connected(devices: int, deadline: float) -> Any:
-    """The job, with devices of this process's own."""
+    """Return the job, on devices of this process."""
     jax.config.update("jax_num_cpu_devices", devices)
     jax.config.update("jax_enable_x64", True)
     return dtrans.connect(deadline=deadline)
 
 
 def part(batch: Any) -> list[Any]:
-    """This process's rows of each array."""
+    """Return this process's rows of each array."""
     k, n = jax.process_index(), jax.process_count()
     return [x[k * len(x) // n : (k + 1) * len(x) // n] for x in batch]
 

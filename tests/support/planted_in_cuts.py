@@ -1,4 +1,6 @@
-"""Faults planted in jobs with cuts, which the simulator must find."""
+"""Faults planted in jobs with cuts (snapshots of the servers' state), which the simulator must
+find.
+"""
 
 from __future__ import annotations
 

@@ -79,10 +79,10 @@ def emitted_jobsets() -> list[Any]:
 
 
 def prune(schema: Mapping[str, Any], values: Sequence[Any], path: str = "") -> dict[str, Any]:
-    """Return a schema with the properties that values have, and no others.
+    """Return a schema with only the properties that occur in `values`.
 
     Args:
-      schema: of OpenAPI 3, as in a CRD.
+      schema: a schema of OpenAPI 3, as in a CRD.
       values: all values at this place.
       path: this place, for `STRICTER` and for errors.
 

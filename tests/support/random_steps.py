@@ -1,9 +1,8 @@
-"""Random training steps: a forward pass of drawn instructions, a gradient, an optimizer, and
-updates that read values.
+"""Random training steps: a forward pass, a gradient, an optimizer, and updates that read values.
 
-An instruction takes its operands by number, modulo how many there are of a kind. So every list of
-instructions is a step, and a failure shrinks to a short one. `draw_steps()` is the strategy of
-hypothesis, `RandomStep` what it draws.
+The forward pass is a list of random instructions. An instruction takes its operands by number,
+modulo the number of values of a kind. So every list of instructions is a step, and a failure
+shrinks to a short list. `draw_steps()` is the hypothesis strategy that draws a `RandomStep`.
 
     rows     (B, D)    vector   (B,)     pairs   (B, B)
     columns  (D,)      matrix   (D, D)   scalar  ()
@@ -40,8 +39,9 @@ Instruction = tuple[str, int, int, int]
 
 
 def make_batch(rows: int) -> tuple[Any, ...]:
-    """Return the types of a batch: inputs, targets, labels, a mask of 0 and 1 and a weight of each
-    row."""
+    """Return the types of a batch: inputs, targets, labels, a mask of 0 and 1, and a weight of each
+    row.
+    """
     real = jnp.result_type(float)
     matrix, vector = jax.ShapeDtypeStruct((rows, WIDTH), real), jax.ShapeDtypeStruct((rows,), real)
     labels = jax.ShapeDtypeStruct((rows,), jnp.int32)
@@ -59,12 +59,12 @@ def make_params(leaves: tuple[str, ...]) -> dict[str, jax.Array]:
 
 
 class Writer:
-    """Pools of values by kind, and the instructions that add to them.
+    """Pools of values by kind, and the instructions that add values to these pools.
 
     Attributes:
-      params: of the step.
+      params: parameters of the step.
       batch: arrays of `make_batch`.
-      pools: the values of each kind, the newest last.
+      pools: the values of each kind, the newest value last.
     """
 
     def __init__(self, params: dict[str, jax.Array], batch: tuple[jax.Array, ...]) -> None:
@@ -94,7 +94,7 @@ class Writer:
         return pool[-1 - number % len(pool)]
 
     def run(self, instruction: Instruction) -> None:
-        """Carry out an instruction, and keep what it makes."""
+        """Run an instruction, and add its result to the pools."""
         name, i, j, k = instruction
         kind, value = OPERATIONS[name](self, i, j, k)
         self.pools[kind].append(value)
@@ -134,7 +134,7 @@ UNARY: list[Callable[[jax.Array], jax.Array]] = [
 
 @operation
 def apply(w: Writer, i: int, j: int, k: int) -> tuple[str, jax.Array]:
-    """An elementwise function of one value."""
+    """Return an elementwise function of one value."""
     kind = KINDS[j % len(KINDS)]
     return kind, UNARY[k % len(UNARY)](w.pick(kind, i))
 
@@ -152,7 +152,7 @@ BINARY: list[Callable[[jax.Array, jax.Array], jax.Array]] = [
 
 @operation
 def combine(w: Writer, i: int, j: int, k: int) -> tuple[str, jax.Array]:
-    """Two values, the second broadcast to the first."""
+    """Combine two values; the second is broadcast to the first."""
     first = ("rows", "rows", "rows", "rows", "vector", "vector", "columns", "matrix", "pairs")[
         k % 9
     ]
@@ -201,14 +201,14 @@ REDUCTIONS: list[tuple[str, tuple[int, ...], str]] = [
 
 @operation
 def reduce(w: Writer, i: int, j: int, k: int) -> tuple[str, jax.Array]:
-    """A statistic over some axes."""
+    """Return a statistic over some axes."""
     kind, axes, left = REDUCTIONS[j % len(REDUCTIONS)]
     return left, REDUCED[k % len(REDUCED)](w.pick(kind, i), axis=axes)
 
 
 @operation
 def multiply(w: Writer, i: int, j: int, k: int) -> tuple[str, jax.Array]:
-    """A product of matrices and vectors."""
+    """Return a product of matrices and vectors."""
     rows, other = w.pick("rows", i), w.pick("rows", j)
     products: list[tuple[str, Callable[[], jax.Array]]] = [
         ("rows", lambda: rows @ w.pick("matrix", j)),
@@ -228,7 +228,7 @@ def multiply(w: Writer, i: int, j: int, k: int) -> tuple[str, jax.Array]:
 
 @operation
 def mask(w: Writer, i: int, j: int, k: int) -> tuple[str, jax.Array]:
-    """Rows that a mask, labels or weights choose."""
+    """Return the rows that a mask, labels or weights select."""
     rows, vector = w.pick("rows", i), w.pick("vector", j)
     kept = [w.mask, w.labels > 1, vector > 0.3][j % 3]
     some = kept.astype(rows.dtype)
@@ -250,7 +250,7 @@ def mask(w: Writer, i: int, j: int, k: int) -> tuple[str, jax.Array]:
 
 @operation
 def normalise(w: Writer, i: int, j: int, k: int) -> tuple[str, jax.Array]:
-    """Rows less a statistic, over another."""
+    """Subtract a statistic from rows, and divide by another statistic."""
     rows, vector = w.pick("rows", i), w.pick("vector", j)
     still = lax.stop_gradient
     norms: list[tuple[str, Callable[[], jax.Array]]] = [
@@ -271,7 +271,7 @@ def normalise(w: Writer, i: int, j: int, k: int) -> tuple[str, jax.Array]:
 
 @operation
 def move(w: Writer, i: int, j: int, k: int) -> tuple[str, jax.Array]:
-    """Rows that go elsewhere: gathers, scatters, sorts, shifts, changes of shape."""
+    """Return rows in other places: gathers, scatters, sorts, shifts, reshapes."""
     rows, vector, count = w.pick("rows", i), w.pick("vector", j), w.count
     table = w.params.get("table", jnp.tile(w.params["w"], (2, 1))[:CLASSES])
     labels = w.labels % CLASSES
@@ -307,7 +307,7 @@ def move(w: Writer, i: int, j: int, k: int) -> tuple[str, jax.Array]:
 
 @operation
 def loop(w: Writer, i: int, j: int, k: int) -> tuple[str, jax.Array]:
-    """Scans, while loops, branches."""
+    """Return results of scans, while loops and branches."""
     rows, vector, scalar = w.pick("rows", i), w.pick("vector", i), w.pick("scalar", j)
     layers = w.params.get("layers", w.params["w"][None])
     counted = lambda h: lax.fori_loop(0, 2, lambda t, z: jnp.tanh(z) * (1 + t), h)
@@ -354,8 +354,7 @@ def loop(w: Writer, i: int, j: int, k: int) -> tuple[str, jax.Array]:
 
 
 def _custom(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with a backward rule of its own, which gets the operands and the
-    cotangent."""
+    """Return a function with a custom backward rule, which gets the operands and the cotangent."""
     fn = jax.custom_vjp(forward)
     fn.defvjp(lambda *xs: (forward(*xs), xs), lambda xs, g: backward(xs, g))
     return fn
@@ -387,7 +386,7 @@ def _soft_rule(primals: Any, tangents: Any) -> Any:
 
 @operation
 def custom(w: Writer, i: int, j: int, k: int) -> tuple[str, jax.Array]:
-    """Functions with derivatives of their own."""
+    """Return results of functions with custom derivatives."""
     rows = w.pick("rows", i)
     customs: list[tuple[str, Callable[[], jax.Array]]] = [
         ("rows", lambda: _scaled_back(rows)),
@@ -409,7 +408,7 @@ def custom(w: Writer, i: int, j: int, k: int) -> tuple[str, jax.Array]:
 
 @operation
 def noise(w: Writer, i: int, j: int, k: int) -> tuple[str, jax.Array]:
-    """Random numbers of a constant key."""
+    """Return random numbers from a constant key."""
     rows, key = w.pick("rows", i), jax.random.key(j)
     noises: list[tuple[str, Callable[[], jax.Array]]] = [
         ("rows", lambda: jnp.where(jax.random.bernoulli(key, 0.7, rows.shape), rows / 0.7, 0.0)),
@@ -478,13 +477,13 @@ USES = ("rate", "gate", "parameter", "outer", "mean", "least", "result", "each")
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """A value of forward, of gradients or of the batch that enters the new state or the results.
+    """Value of forward, of gradients or of the batch that enters the new state or the results.
 
     Attributes:
-      source: of `SOURCES`.
-      number: which of the values of its kind.
-      statistic: which of `REDUCED` makes a number of it.
-      use: of `USES`.
+      source: one of `SOURCES`.
+      number: index among the values of this kind.
+      statistic: index in `REDUCED` of the function that reduces the value to a number.
+      use: one of `USES`.
     """
 
     source: str
@@ -495,20 +494,21 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True)
 class RandomStep:
-    """A training step.
+    """Training step.
 
     Attributes:
-      leaves: parameters beside `w`.
-      instructions: forward, of `OPERATIONS`.
-      loss: of `LOSSES`, and which value it takes.
-      optimizer: of `OPTIMIZERS`.
-      readings: what the update reads beside gradients.
-      gradient: how it is taken: `marked` (by `dtrans.value_and_grad`), `plain` (by JAX's), `twice`
-        (at parameters that a first one moved), `by row` (a mean of gradients of rows, clipped).
-      one_state: parameters and state are one pytree.
-      anchored: every parameter enters the loss; else a step may be refused, since it has no
-        gradient.
-      edits: of the jaxpr of forward, by which a failure is reduced.
+      leaves: parameters in addition to `w`.
+      instructions: the forward pass, from `OPERATIONS`.
+      loss: one of `LOSSES`, and the index of the value that it takes.
+      optimizer: one of `OPTIMIZERS`.
+      readings: values that the update reads in addition to gradients.
+      gradient: `marked` (by `dtrans.value_and_grad`), `plain` (by JAX's function), `twice` (at
+        parameters that a first gradient has changed), or `by row` (a mean of clipped gradients of
+        rows).
+      one_state: True if parameters and state are one pytree.
+      anchored: True if every parameter enters the loss. Otherwise a step may be refused, because it
+        has no gradient.
+      edits: edits of the jaxpr of forward, which reduce a failing step.
     """
 
     leaves: tuple[str, ...]
@@ -552,7 +552,7 @@ class RandomStep:
         return jax.make_jaxpr(dataclasses.replace(self, edits=()).forward, return_shape=True)(*args)
 
     def editable(self, rows: int) -> tuple[Any, int]:
-        """Return the jaxpr that edits are of, and how many outputs they may replace."""
+        """Return the jaxpr that edits change, and the number of outputs that they may replace."""
         first = jax.eval_shape(self.init)
         return self._whole_forward(
             first["params"] if self.one_state else first[0], *make_batch(rows)
@@ -578,7 +578,7 @@ class RandomStep:
     def values(
         self, loss: Any, read: list[Any], grads: Any, batch: tuple[jax.Array, ...]
     ) -> list[jax.Array]:
-        """Return the value of each reading: an array, which its use makes a number of."""
+        """Return the array of each reading."""
         x, y, labels, *_ = batch
         others: dict[str, Callable[[], jax.Array]] = {
             "loss": lambda: loss,
@@ -590,7 +590,7 @@ class RandomStep:
         return [next(forward) if r.source in KINDS else others[r.source]() for r in self.readings]
 
     def update(self, params: Any, state: Any, *batch: jax.Array) -> tuple[Any, Any, Any]:
-        """Carry out the step, as a user would write it."""
+        """Run the step, as a user would write it."""
         (loss, read), grads = self.take_gradient(params, *batch)
         updates, inner = OPTIMIZERS[self.optimizer]().update(grads, state["inner"], params)
         new, kept, results = (
@@ -644,7 +644,7 @@ class RandomStep:
         return jax.make_jaxpr(self.step())(*self.arguments(rows))
 
     def length(self, rows: int) -> int:
-        """Return the number of equations of the step, those in bodies included."""
+        """Return the number of equations of the step, including bodies."""
         return len(list(equations(self.short(rows))))
 
 

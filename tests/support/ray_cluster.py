@@ -1,7 +1,8 @@
-"""A Ray cluster on this machine, in a process of its own: Ray forks, which JAX does not like.
+"""Ray cluster on this machine, in a separate process, because Ray forks and JAX does not support
+forks.
 
-As a script it starts nodes, prints the address and waits for lines: the id of a node removes that
-node, and the end of standard input ends all.
+As a script, this file starts nodes, prints the address and waits for lines. The id of a node
+removes this node, and the end of standard input ends the cluster.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ NODES, CPUS = 3, 2  # nodes of a cluster, and processors of each
 
 
 class RayCluster:
-    """The cluster, for a test. A context manager.
+    """Cluster for a test, as a context manager.
 
     Args:
       nodes: number of nodes.
-      cpus: processors of each, as Ray counts them.
+      cpus: processors of each node, for Ray.
 
     Attributes:
-      address: address of the cluster, as `ray.init` takes it.
+      address: address of the cluster, for `ray.init`.
     """
 
     def __init__(self, nodes: int = NODES, cpus: int = CPUS) -> None:

@@ -10,10 +10,10 @@ from role_threads import HANG
 
 
 class _Connection:
-    """A connection through the relay.
+    """Connection through the relay.
 
     Attributes:
-      loss: set with the first loss of data; None while no data are lost.
+      loss: set when the first data are lost; None while no data are lost.
     """
 
     def __init__(self, *ends: socket.socket) -> None:
@@ -28,10 +28,10 @@ class _Connection:
 
 
 class Relay:
-    """A network in front of an endpoint, which a test can hold, and whose connections it can break.
+    """Network in front of an endpoint; a test can hold the network, and break its connections.
 
     Attributes:
-      connections: how many were made.
+      connections: number of connections so far.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -80,7 +80,7 @@ class Relay:
                 s.shutdown(socket.SHUT_RDWR)
 
     def hold(self, seconds: float) -> None:
-        """Let nothing through for a while, and return at once."""
+        """Stop all data for some seconds, and return at once."""
         self._flows.clear()
         threading.Timer(seconds, self._flows.set).start()
 
@@ -98,7 +98,7 @@ class Relay:
             connection.close()
 
     def refuse(self) -> None:
-        """Let no connection be made any more."""
+        """Refuse all new connections."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 

@@ -1,4 +1,4 @@
-"""Roles as real processes, each of which runs `lifecycle_role.py`."""
+"""Roles as processes, each of which runs `lifecycle_role.py`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ PATIENCE = 4 * HANG  # seconds: processes start slowly on a busy machine
 
 
 def memory_of(pid: int) -> float:
-    """What a process has of the machine's memory, in MiB."""
+    """Return the memory of a process, in MiB."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
 
 class Process:
-    """A role that was started; see `lifecycle_role.py` for what it does with its arguments.
+    """Started role; `lifecycle_role.py` describes its arguments.
 
     Args:
-      wrap: a command that starts the role's.
+      wrap: prefix of the role's command.
     """
 
     def __init__(self, do: str, out: Path, wrap: Sequence[str] = (), **job: Any) -> None:
@@ -51,7 +51,7 @@ class Process:
         )
 
     def until(self, said: str) -> None:
-        """Wait until it says that it is so far."""
+        """Wait until the role prints a text."""
         assert self._popen.stdout is not None
         for line in self._popen.stdout:
             if line == f"{said}\n":
@@ -60,24 +60,24 @@ class Process:
 
     @property
     def memory(self) -> float:
-        """As `memory_of`."""
+        """Return the memory of the role, in MiB."""
         return memory_of(self._popen.pid)
 
     def go(self) -> None:
-        """Let it pass the gate."""
+        """Let the role pass the gate."""
         assert self._popen.stdin is not None
         self._popen.stdin.write("go\n")
         self._popen.stdin.flush()
 
     def end(self) -> dict[str, np.ndarray]:
-        """What it found, once it has ended well."""
+        """Return the role's results after its end without an error."""
         _, errors = self._popen.communicate(timeout=PATIENCE)
         assert self._popen.returncode == 0, errors
         with np.load(self.out) as found:
             return dict(found)
 
     def fail(self) -> str:
-        """Return its error, once it has ended with one."""
+        """Return the role's error after its end with an error."""
         _, errors = self._popen.communicate(timeout=PATIENCE)
         assert self._popen.returncode, "it ended well"
         return errors
@@ -88,7 +88,7 @@ class Process:
 
 
 class Roles:
-    """The roles of a test, by name; each of its own process."""
+    """Roles of a test, by name; each is a process."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -102,7 +102,7 @@ class Roles:
         return self._by_name[name]
 
     def end(self) -> dict[str, dict[str, np.ndarray]]:
-        """What each found."""
+        """Return the results of each role."""
         return {name: process.end() for name, process in self._by_name.items()}
 
     def kill(self) -> None:
@@ -112,7 +112,7 @@ class Roles:
 
 @contextlib.contextmanager
 def roles(folder: Path) -> Iterator[Roles]:
-    """Roles that have ended when the block has."""
+    """Yield the roles of a test; end all of them with the block."""
     made = Roles(folder)
     try:
         yield made

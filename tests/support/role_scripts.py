@@ -1,5 +1,7 @@
-"""Scripts of roles that do not import dtrans, and so start in milliseconds; how a test sees that
-they have ended."""
+"""Scripts of roles that do not import dtrans, so that they start in milliseconds.
+
+The module also has functions by which a test notices their end.
+"""
 
 from __future__ import annotations
 

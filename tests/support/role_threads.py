@@ -1,5 +1,4 @@
-"""What the tests of the endpoints share: the roles of a job in threads of this process, ports, and
-a peer that says whatever it is told to."""
+"""Roles of a job in threads of this process, ports, and a peer that sends arbitrary messages."""
 
 from __future__ import annotations
 
@@ -44,8 +43,10 @@ SERVED: dict[str, PServerPlan] = {}  # the plan of each server that was started,
 
 
 class RoleThreads:
-    """Functions that run in threads; what each returned or raised, by name. Never waits for
-    ever."""
+    """Functions that run in threads, and their results or errors, by name.
+
+    No method waits without a limit.
+    """
 
     def __init__(self) -> None:
         self._threads: dict[str, threading.Thread] = {}
@@ -69,14 +70,14 @@ class RoleThreads:
         self._threads[name].start()
 
     def end(self, name: str) -> Any:
-        """What one returned, or the exception it raised."""
+        """Return the result of a thread, or the exception that it raised."""
         # it may find only after HANG that another does not come, and has yet to end
         self._threads[name].join(2 * HANG)
         assert not self._threads[name].is_alive(), f"{name} hangs"
         return self._ended[name]
 
     def all(self) -> dict[str, Any]:
-        """What each returned; raises what the first of them raised."""
+        """Return the result of each thread; raise the first exception of a thread."""
         ended = {name: self.end(name) for name in self._threads}
         for what in ended.values():
             if isinstance(what, BaseException):
@@ -84,7 +85,7 @@ class RoleThreads:
         return ended
 
     def forget(self) -> None:
-        """Begin anew: those that have ended are not asked for again."""
+        """Forget the threads that have ended."""
         self.join()
         self._threads.clear()
 
@@ -94,7 +95,7 @@ class RoleThreads:
 
 
 def serve(plan: PServerPlan, endpoint: str, *args: Any, **options: Any) -> dict[str, jax.Array]:
-    """One pserver, as its process would run it."""
+    """Run one pserver, as its process would run it."""
     with dtrans.Executor(**{"deadline": HANG, **options}) as exe:
         role = plan.servers[endpoint]
         return exe.run(role.main, exe.run(role.startup, *args))
@@ -108,10 +109,15 @@ def train(
     before: Any = None,
     **options: Any,
 ) -> tuple[Any, list[Any]]:
-    """One trainer, as its process would run it, on its rows of each batch.
+    """Run one trainer on its rows of each batch, as its process would run it.
 
     Args:
-      before: called with the number of the step before each of them.
+      plan: the plan.
+      k: id of the trainer.
+      batches: the global batches.
+      *args: arguments of init.
+      before: called with the number of a step before this step.
+      **options: options of the executor.
     """
     with dtrans.Executor(**{"deadline": HANG, **options}) as exe:
         params = exe.run(plan.trainer_startup_program(k), *args)
@@ -126,8 +132,7 @@ def train(
 
 
 class StepOrder:
-    """Lets trainers step in a given order, from when all of them are there: all begin with the same
-    parameters."""
+    """Order in which trainers step, after all of them have the same parameters."""
 
     def __init__(self, order: Sequence[int]) -> None:
         self._order = list(order)
@@ -156,7 +161,7 @@ class StepOrder:
 
 
 def joined(plan: PServerPlan, states: Sequence[dict[str, Any]], name: str) -> Any:
-    """A value put together from its blocks on the servers."""
+    """Return a value, assembled from its blocks on the servers."""
     held = {n: x for state in states for n, x in state.items()}
     if name in held:
         return held[name]
@@ -176,10 +181,10 @@ def check_state(
 
 
 class Peer:
-    """A ZeroMQ peer of a pserver that may say anything.
+    """ZeroMQ peer of a pserver that may send any message.
 
     Args:
-      encryption: as the `transport_encryption` of a process; by default that of the environment.
+      encryption: `transport_encryption` of the peer; by default the value of the environment.
     """
 
     def __init__(self, endpoint: str, user: str = ROLE_USER, encryption: str | None = None) -> None:
@@ -202,11 +207,11 @@ class Peer:
         self._context.destroy(linger=0)
 
     def end(self) -> None:
-        """Be gone when all that was said has been sent."""
+        """Close the socket when all messages have been sent."""
         self._context.destroy(linger=int(HANG * 1000))
 
     def leave(self) -> None:
-        """Leave as a trainer that has done, and be gone."""
+        """Leave like a trainer after its last step, and close the socket."""
         self.tell("complete")
         assert self.hear().op == "goodbye"
         self.tell("goodbye")
@@ -219,7 +224,7 @@ class Peer:
         self.say(wire.header(op, **fields), *frames)
 
     def hear(self) -> wire.Message:
-        """The next message."""
+        """Return the next message."""
         assert self._socket.poll(HANG * 1000), "no answer"
         return wire.parse(self._socket.recv_multipart())
 
@@ -242,7 +247,7 @@ class Peer:
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:
-    """The first true value of `condition`; fails when there is none for long."""
+    """Return the first true value of `condition`; fail after a long time without one."""
     end = time.monotonic() + HANG
     while not (found := condition()):
         assert time.monotonic() < end, f"waited in vain for {what}"
@@ -251,7 +256,7 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 
 
 class FakeServer:
-    """What listens where a pserver should, and answers whatever it is told to."""
+    """Listener in place of a pserver, which sends arbitrary answers."""
 
     def __init__(self, endpoint: str) -> None:
         self._context = zmq.Context()
@@ -268,11 +273,11 @@ class FakeServer:
         self.close()
 
     def close(self) -> None:
-        """Be gone."""
+        """Close the socket."""
         self._end(0)
 
     def end(self) -> None:
-        """Be gone when all that was said has been sent."""
+        """Close the socket when all messages have been sent."""
         self._end(int(HANG * 1000))
 
     def _end(self, linger: int) -> None:
@@ -281,7 +286,7 @@ class FakeServer:
         self._context.destroy(linger=linger)
 
     def hear(self) -> wire.Message:
-        """The next message."""
+        """Return the next message."""
         assert self._socket.poll(HANG * 1000), "nobody spoke"
         self._last, *parts = self._socket.recv_multipart()
         if parts == [b""]:  # a connection is made
@@ -292,7 +297,7 @@ class FakeServer:
         return message
 
     def say(self, *frames: bytes) -> None:
-        """To who spoke last."""
+        """Send a message to the last sender."""
         self._socket.send_multipart([self._last, *frames])
 
     def tell(self, op: str, **fields: Any) -> None:

@@ -1,5 +1,8 @@
-"""One rank of the jobs in test_scatters.py. Its first argument is what to do, the second a folder,
-in which it leaves what it found as `trainer-K.npz`."""
+"""One rank of the jobs in test_scatters.py.
+
+The first argument is the name of a function of this module, the second a folder. The rank writes
+its results to `trainer-K.npz` in this folder.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,7 @@ STEPS = 25  # of training
 
 
 def scatters(folder: Path) -> None:
-    """How many reduce-scatters of each size are not the sum, bit for bit; and whether XLA is asked
-    for any."""
+    """Count the reduce-scatters of each size that differ from the sum, and check if XLA runs any."""
     cluster = dtrans.connect(deadline=60)
     k = cluster.trainer_id
     mesh = Mesh(np.array(trainer_devices()), ("ranks",))
@@ -63,7 +65,7 @@ def scatters(folder: Path) -> None:
 
 
 def training(folder: Path) -> None:
-    """The losses of a perceptron of 25 million parameters, in stage 2, twice."""
+    """Train a perceptron of 25 million parameters in stage 2, twice; write the losses."""
     cluster = dtrans.connect(deadline=60)
     k, sizes, rows = cluster.trainer_id, (1024, 4096, 4096, 1024), 64
     tx = optax.adam(1e-3)

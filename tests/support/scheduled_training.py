@@ -1,7 +1,7 @@
-"""A whole training of a tiny model as one role of a job that a scheduler started.
+"""Complete training of a tiny model as one role of a job that a scheduler started.
 
-`DTRANS_*` variables say the role, and with it the mode. Trainer 0 saves the parameters that it ends
-with; `plain` gives those of one device.
+`DTRANS_*` variables determine the role and the mode. Trainer 0 saves the final parameters; `plain`
+returns the final parameters of one device.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Programs of shards that are run on one device, or on several, and compared with the function that
-they are of."""
+"""Programs of shards, on one device or on several devices, compared with the original function."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ AXIS = "shard"
 
 
 def quick(fn):
-    """Compiled in less time than usual."""
+    """Compile a function in less time than usual."""
     return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
 
 
@@ -34,7 +33,7 @@ RULES = {**OVER_AXIS, all_to_all_p: _exchanged}
 
 
 def one_shard(program):
-    """The program of a shard as a function of flat arrays."""
+    """Return the program of a shard as a function of flat arrays."""
     inner, consts = program.jaxpr.jaxpr, program.jaxpr.consts
 
     def run(*args):
@@ -48,8 +47,7 @@ def one_shard(program):
 
 
 def pieces_of(x, axis, shards):
-    """The pieces of an array, padded with zeros, on a new first dimension: what `jax.vmap` gives
-    shards."""
+    """Return the pieces of an array, padded with zeros, on a new first dimension for `jax.vmap`."""
     local = Shards(shards, ()).local(x.shape[axis], sharded_along(axis))
     behind = [(0, local * shards - n if d == axis else 0) for d, n in enumerate(x.shape)]
     np_ = np if isinstance(x, np.ndarray) else jnp
@@ -58,14 +56,14 @@ def pieces_of(x, axis, shards):
 
 
 def whole_of(pieces, axis, size):
-    """The array that stacked pieces are of: `size` entries along `axis`, without their padding."""
+    """Return the array that stacked pieces form: `size` entries along `axis`, without padding."""
     back = (np if isinstance(pieces, np.ndarray) else jnp).moveaxis(pieces, 0, axis)
     wide = back.reshape(*back.shape[:axis], -1, *back.shape[axis + 2 :])
     return wide[(slice(None),) * axis + (slice(size),)]
 
 
 def on_shards(program, types, args, noise=False):
-    """Run all shards on one device; the whole outputs."""
+    """Run all shards on one device; return the full outputs."""
     if program.shards == 1:
         return one_shard(program)(*args)
     parts = [
@@ -97,7 +95,7 @@ def on_shards(program, types, args, noise=False):
 
 
 def _with_noise(pieces, axis, size):
-    """Pieces with NaN, or the largest integers, in the place of padding."""
+    """Return pieces with NaN, or the largest integers, in place of padding."""
     local = pieces.shape[axis + 1]
     rows = np.arange(pieces.shape[0])[:, None] * local + np.arange(local)
     where = np.expand_dims(rows >= size, tuple(d for d in range(1, pieces.ndim) if d != axis + 1))
@@ -106,7 +104,7 @@ def _with_noise(pieces, axis, size):
 
 
 def deep(program):
-    """All equations, of bodies too."""
+    """Return all equations, also in bodies."""
     return list(equations(program.jaxpr))
 
 
@@ -115,7 +113,7 @@ def loops(program):
 
 
 def on_mesh(program, types, args):
-    """The same on devices of this process."""
+    """Run all shards on devices of this process; return the full outputs."""
     spec = lambda cuts: tuple(P() if d is None else P(*(None,) * d, AXIS) for d in cuts)
     wide = [
         x
@@ -140,12 +138,12 @@ def on_mesh(program, types, args):
 
 
 def traced(fn):
-    """`jax.make_jaxpr` of what dtrans sees: lowered, as JAX's future flags need it."""
+    """Return the lowered jaxpr of a function, like `dtrans.trace` with JAX's future flags."""
     return lambda *args: lowered_jaxpr(fn, *args)
 
 
 def checked(fn, args, cuts, shards, *, outs=None, mesh=False, noise=True, trace=None):
-    """Split a function of flat arrays; its results are those of one device."""
+    """Split a function of flat arrays, and check that the results equal the results of one device."""
     jaxpr = (trace or traced)(fn)(*args)
     program = split(jaxpr, cuts, shards, AXIS, outs=outs)
     types = [v.aval for v in jaxpr.jaxpr.outvars]

@@ -1,5 +1,6 @@
-"""Models that tests of sharding train, each with what is hard about it, and how a plan of them is
-run and compared."""
+"""Models for tests of sharding, each with a special difficulty, and functions that run and compare
+plans.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +27,17 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model.
+    """Model with a special difficulty.
 
     Attributes:
-      params: makes parameters of a type.
-      loss: of parameters and a batch.
-      batch: makes one, of a seed and a type.
-      around: what is put around an optimizer.
-      exact: whether all is computed in the type that was asked for, so that a sum over ranks is
-        that of one device.
-      rounded: leaves whose gradients a loop returns in 16 bits. From stage 2 on the loop sums them
-        over ranks, and rounds the sum.
+      params: dtype -> parameters.
+      loss: (parameters, batch) -> loss.
+      batch: (seed, dtype) -> batch.
+      around: wraps an optimizer.
+      exact: True if all values have the requested dtype, so that a sum over ranks equals the sum of
+        one device.
+      rounded: leaves whose gradients a loop returns in 16 bits. From stage 2 on, the loop sums
+        these gradients over ranks, and rounds the sum.
     """
 
     params: Callable[[Any], Tree]
@@ -58,8 +59,11 @@ def _drawn(dtype: Any, **shapes: tuple[int, ...]) -> dict[str, jax.Array]:
 
 
 def uneven_params(dtype: Any) -> Tree:
-    """Rows that no degree divides, one row, no dimension, a leaf that nobody trains, and one that
-    nobody reads."""
+    """Return leaves with a number of rows that no degree divides, with one row, and without
+    dimensions.
+
+    One more leaf is frozen, and the loss does not read another.
+    """
     return _drawn(
         dtype,
         w1=(5, 7),
@@ -94,7 +98,9 @@ def not_frozen(params: Tree) -> Tree:
 
 
 def freezing(tx: Any) -> Any:
-    """The optimizer for all leaves but the frozen one, which has no state and never changes."""
+    """Return the optimizer for all leaves except the frozen leaf, which has no state and never
+    changes.
+    """
     labels = lambda params: {n: "zero" if n == "frozen" else "train" for n in params}
     return optax.multi_transform({"train": tx, "zero": optax.set_to_zero()}, labels)
 
@@ -247,7 +253,7 @@ SMALL: dict[str, Model] = {}
 
 
 def _small(**shapes: tuple[int, ...]) -> Callable[[Any], Any]:
-    """The rest of a model between its first and last leaf; with what leaves."""
+    """Return a function that creates the leaves between the first and the last leaf of a model."""
 
     def add(rest: Callable[[Tree, jax.Array, jax.Array], Any]) -> Any:
         def loss(p: Tree, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -402,14 +408,14 @@ def plan_of(
 
 
 def plan_of_step(step: Any, init: Any, params: Tree, *batch: Any, **options: Any) -> ShardingPlan:
-    """A plan in which every leaf is cut that can be, unless the options say otherwise."""
+    """Return a plan in which every possible leaf is sliced, unless the options say otherwise."""
     main = dtrans.trace(step, *jax.eval_shape(init, params), *batch)
     options = {"min_slice_size": 0, **options}
     return flat_options.sharding(main, dtrans.trace(init, params), **options)
 
 
 def job_of(plan: ShardingPlan, way: str = "simulate", fast: bool = True) -> Any:
-    """A job; compiled fast rather than to run fast, and rounding where its types say."""
+    """Return a job; compile it fast, with a rounding wherever a type requires one."""
     job = plan.simulate() if way == "simulate" else plan.on_mesh()
     if fast:
         job._jitted = quick(job._traced)
@@ -419,7 +425,7 @@ def job_of(plan: ShardingPlan, way: str = "simulate", fast: bool = True) -> Any:
 def trained(
     plan: ShardingPlan, way: str, params: Tree, batches: Sequence[Any], fast: bool = True
 ) -> Any:
-    """(parameters, optimizer state, results of each step)."""
+    """Return (parameters, optimizer state, results of each step)."""
     job, results = job_of(plan, way, fast), []
     state = job.init(params)
     for batch in batches:
@@ -430,8 +436,10 @@ def trained(
 
 
 def ranks_agree(job: Any, state: Any) -> None:
-    """What several ranks of a mesh hold of the same is the same, bit for bit. (`simulate` compiles
-    nothing else.)"""
+    """Assert that copies on several ranks of a mesh are equal, bit for bit.
+
+    For `simulate`, this holds by construction.
+    """
     for n, x in {**state.params, **state.opt_state}.items():
         seen: dict[Any, np.ndarray] = {}
         for shard in x.addressable_shards:
@@ -441,7 +449,7 @@ def ranks_agree(job: Any, state: Any) -> None:
 
 
 def alone(step: Any, init: Any, params: Tree, batches: Sequence[Any]) -> Any:
-    """The same on one device."""
+    """Return the same values from one device."""
     (params, opt_state), results = init(params), []
     run = quick(step)
     for batch in batches:
@@ -451,7 +459,7 @@ def alone(step: Any, init: Any, params: Tree, batches: Sequence[Any]) -> Any:
 
 
 def on_host(tree: Tree) -> Tree:
-    """Arrays as NumPy's, random keys included."""
+    """Return arrays as NumPy arrays; also convert random keys."""
     return jax.tree.map(as_numpy, tree)
 
 
@@ -484,7 +492,10 @@ def mean_of_parts(
 
 
 def given_gradients(case: Any, params: Any, degree: int, steps: int = 3) -> list[Any]:
-    """Batches of a row for each rank, which is its gradient; those of 16 bits add up exactly."""
+    """Return batches with one row for each rank, which is the rank's gradient.
+
+    Gradients of 16 bits add up exactly.
+    """
     exact = lambda x: jnp.round(x * 16) / 16 if x.dtype == jnp.bfloat16 else x
     rows = lambda *xs: jnp.stack([exact(x) for x in xs])
     of = lambda step, k: optimizer_zoo.gradients(case.trained(params), step, k)
@@ -492,15 +503,14 @@ def given_gradients(case: Any, params: Any, degree: int, steps: int = 3) -> list
 
 
 def inner_product(params: Any, grads: Any) -> jax.Array:
-    """A loss whose gradient by the parameters is the mean of the rows of a batch."""
+    """Return a loss whose gradient with respect to the parameters is the mean of the batch's rows."""
     of = lambda p, g: jnp.mean(jnp.sum((p * g).real.reshape(g.shape[0], -1), 1))
     products = [of(p, g) for p, g in zip(*map(jax.tree.leaves, (params, grads)), strict=True)]
     return sum(x.astype(jnp.float32) for x in products)  # type: ignore[return-value]
 
 
 def zoo_step(case: Any, ranks: int | None) -> Any:
-    """The step of a case, on gradients that are given; on one device, of the mean of those of all
-    ranks."""
+    """Return the step of a case, with given gradients; on one device, with the mean over all ranks."""
     tx = case.make()
 
     def step(params: Any, opt_state: Any, grads: Any) -> Any:

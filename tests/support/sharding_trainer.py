@@ -1,6 +1,8 @@
-"""One rank of the jobs in test_sharding_cluster.py: a script that `dtrans.Role` tells who it is.
-Its first argument is what to do, the others are for that. What it finds goes to `trainer-K.npz` in
-a folder."""
+"""One rank of the jobs in test_sharding_cluster.py, whose role `dtrans.Role` reads.
+
+The first argument is the name of a function of this module, and the other arguments belong to it.
+The rank writes its results to `trainer-K.npz` in a folder.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,10 @@ def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, dict[st
 
 
 def init_from(mean: np.ndarray) -> Any:
-    """An init with a constant, and a state of which no rank makes the whole. Rows are odd: slices
-    have padding."""
+    """Return an init with a constant, and with state that no rank computes in full.
+
+    The number of rows is odd, so slices have padding.
+    """
 
     def init(key: jax.Array) -> Any:
         k1, k2 = jax.random.split(key)
@@ -60,15 +64,16 @@ def step() -> Any:
 
 
 def planned(k: int = 0, rows: int = ROWS, **options: Any) -> Any:
-    """The plan of rank k, whose init has other constants than those of others."""
+    """Return the plan of rank k, whose init has other constants than the plans of other ranks."""
     (x, y), init, key = batches()[0], init_from(mean_of(k)), jax.random.key(0)
     main = dtrans.trace(step(), *jax.eval_shape(init, key), x[:rows], y[:rows])
     return flat_options.sharding(main, dtrans.trace(init, key), min_slice_size=0, **options)
 
 
 def train(folder: Path, options: str) -> None:
-    """Train in every stage; save the last state of each, and go on from one that was saved by
-    another job."""
+    """Train in every stage; save the last state of each stage, and continue from another job's
+    state.
+    """
     given: dict[str, Any] = json.loads(options)
     cluster = dtrans.connect(deadline=30)
     k, n = cluster.trainer_id, cluster.trainers
@@ -118,7 +123,7 @@ def train(folder: Path, options: str) -> None:
 
 
 def drop(folder: Path) -> None:
-    """Ask for a job that outlives its ranks."""
+    """Request a job that continues without failed ranks."""
     cluster = dtrans.connect(deadline=30, on_trainer_loss="drop")
     said = {"drop": refused(planned(degree=cluster.trainers).on_cluster)}
     np.savez(folder / f"trainer-{cluster.trainer_id}.npz", said=np.array(list(said.items())))

@@ -1,11 +1,11 @@
-"""Short steps: a random step that shows a fault, reduced for as long as it still shows it.
+"""Short steps: a random step that shows a fault, reduced while it still shows the fault.
 
     record     fewer instructions, SGD, no readings, a linear loss              `_simpler`
-    forward    edits of the jaxpr of the loss, which is differentiated then     `RandomStep.edits`
-    step       edits of the jaxpr of the whole step                             `ShortStep`
+    forward    edits of the jaxpr of the loss, which is then differentiated     `RandomStep.edits`
+    step       edits of the jaxpr of the full step                              `ShortStep`
 
-Hypothesis shrinks draws: one number can be an instruction of forty equations, and the simplest step
-has eleven. So the other halves work on jaxprs. `shrink` is the function to call.
+Hypothesis shrinks random choices. But one choice can be an instruction of forty equations, and the
+simplest step has eleven. So the second and third rows reduce jaxprs. Call `shrink`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ OUT = -1  # the position of what is no equation: a leaf of the new state, or a r
 
 @dataclasses.dataclass(frozen=True)
 class ShortStep:
-    """A random step without some of its equations.
+    """Random step without some of its equations.
 
     Attributes:
       whole: the step.
       edits: pairs of a place and an edit. `(OUT, n)` is a leaf of the new state, which stays
-        unchanged, or a result, which is dropped.
+        unchanged; or it is a result, which is dropped.
     """
 
     whole: RandomStep
@@ -51,7 +51,7 @@ class ShortStep:
         return dtrans.trace(self, *self.arguments(rows)), dtrans.trace(self.init)
 
     def __call__(self, *args: Any) -> Any:
-        """Carry out the step."""
+        """Run the step."""
         jaxpr, dropped, tree = self.jaxpr(*args)
         made = iter(evaluate(jaxpr, *jax.tree.leaves(args)))
         return jax.tree.unflatten(
@@ -59,8 +59,9 @@ class ShortStep:
         )
 
     def jaxpr(self, *args: Any) -> tuple[Any, set[int], Any]:
-        """Return the equations that are left, the numbers of results that are dropped, and the
-        structure of outputs."""
+        """Return the remaining equations, the numbers of dropped results, and the outputs'
+        structure.
+        """
         whole, out = jax.make_jaxpr(self.whole.step(), return_shape=True)(*args)
         edits = dict(self.edits)
         states = len(jax.tree.leaves(jax.eval_shape(self.init)))
@@ -77,16 +78,16 @@ class ShortStep:
         return left, dropped, jax.tree.structure(out)
 
     def editable(self, rows: int) -> tuple[Any, int]:
-        """Return the jaxpr that edits are of, and how many outputs they may replace."""
+        """Return the jaxpr that edits change, and the number of outputs that they may replace."""
         whole = jax.make_jaxpr(self.whole.step())(*self.arguments(rows))
         return whole, len(opened(whole).outvars)
 
     def short(self, rows: int) -> Any:
-        """Return the jaxpr that is left."""
+        """Return the remaining jaxpr."""
         return self.jaxpr(*self.arguments(rows))[0]
 
     def length(self, rows: int) -> int:
-        """Return the number of equations, those in bodies included."""
+        """Return the number of equations, including bodies."""
         return len(list(equations(self.short(rows))))
 
 
@@ -94,12 +95,13 @@ class ShortStep:
 
 
 def shrink(case: Any, fails: Callable[[Any], bool], *, whole: bool) -> Any:
-    """Return a case that still fails, whose step has as few equations as were found.
+    """Return a failing case whose step has as few equations as the search finds.
 
     Args:
       case: a dataclass with a random step `step`, and the numbers `rows` and `given` of rows.
       fails: returns True if a case shows the fault.
-      whole: edit the step behind its gradient too, which a strategy must not take anew.
+      whole: True to also edit the equations after the gradient; a strategy must then not retrace
+        it.
     """
     case = _reduced(_reduced(case, fails, _simpler), fails, _shorter)
     short = dataclasses.replace(case, step=ShortStep(case.step))
@@ -109,7 +111,9 @@ def shrink(case: Any, fails: Callable[[Any], bool], *, whole: bool) -> Any:
 def _reduced(
     case: Any, fails: Callable[[Any], bool], candidates: Callable[[Any], Iterator[Any]]
 ) -> Any:
-    """Take candidates that fail until none does. Each search begins where the last one ended."""
+    """Take failing candidates until no candidate fails. Each search begins where the last one
+    ended.
+    """
     start = 0
     while True:
         for number, other in enumerate(candidates(case)):
@@ -135,7 +139,7 @@ SIMPLEST: dict[str, Any] = {
 
 
 def _simpler(case: Any) -> Iterator[Any]:
-    """Yield cases whose step has one thing less."""
+    """Yield cases whose step has one part less."""
     step = case.step
     with_step = lambda **changes: dataclasses.replace(
         case, step=dataclasses.replace(step, **changes)
@@ -159,7 +163,7 @@ def _simpler(case: Any) -> Iterator[Any]:
 
 
 def _shorter(case: Any) -> Iterator[Any]:
-    """Yield cases whose step has one edit more, and fewer equations."""
+    """Yield cases whose step has one more edit, and fewer equations."""
     step, edits = case.step, dict(case.step.edits)
     whole, outputs = step.editable(case.rows)
     length = step.length(case.rows)

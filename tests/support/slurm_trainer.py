@@ -1,5 +1,7 @@
-"""One process of a pipeline that Slurm started, by its variables, as if each were on a host of its
-own: an address of loopback of its own. Its argument is a folder, where it says what it found."""
+"""One process of a pipeline that Slurm started, with a separate loopback address.
+
+So each process seems to be on a separate host. The argument is a folder for the results.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ ROWS = 8
 
 
 def listening(port: str) -> list[str]:
-    """The addresses, as Linux writes them, at which a process of this host listens at a port."""
+    """Return the addresses at which a process of this host listens at a port, in Linux's notation."""
     rows = [
         line.split()
         for name in ("tcp", "tcp6")

@@ -1,5 +1,4 @@
-"""What somebody does to a socket who wants to harm it: recorded connections with other bits, many
-connections, and a peer that never reads what it is told."""
+"""Attacks on a socket: connections with changed bits, many connections, a peer that never reads."""
 
 from __future__ import annotations
 
@@ -13,16 +12,16 @@ from role_threads import HANG
 
 
 def address(endpoint: str) -> tuple[str, int]:
-    """Of an endpoint, or of an address of ZeroMQ."""
+    """Return the host and port of an endpoint, or of a ZeroMQ address."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     return host, int(port)
 
 
 class Tap:
-    """Stands between a client and a server, and records what the client sends.
+    """Proxy between a client and a server, which records the client's bytes.
 
     Attributes:
-      endpoint: where the client is to connect to.
+      endpoint: the endpoint to which the client connects.
       recorded: the bytes so far.
     """
 
@@ -63,7 +62,7 @@ class Tap:
 
 
 def replay(endpoint: str, stream: bytes) -> None:
-    """Say the bytes of a connection, and be gone."""
+    """Send the recorded bytes of a connection, and close the connection."""
     with (
         contextlib.suppress(ConnectionError),
         socket.create_connection(address(endpoint), timeout=HANG) as line,
@@ -76,8 +75,10 @@ def replay(endpoint: str, stream: bytes) -> None:
 
 
 def flipped(stream: bytes, r: random.Random, count: int) -> bytes:
-    """The same with so many other bits: early ones end the handshake, so that most are behind
-    it."""
+    """Return the bytes with `count` changed bits.
+
+    Early changes end the handshake, so most changes are after the handshake.
+    """
     made = bytearray(stream)
     early = r.random() < 0.2
     for _ in range(count):
@@ -86,7 +87,7 @@ def flipped(stream: bytes, r: random.Random, count: int) -> bytes:
 
 
 def flips(endpoint: str, stream: bytes, seed: int, connections: int, each: int) -> None:
-    """Replay a connection many times, each with other bits."""
+    """Replay a connection many times, each time with other changed bits."""
     r = random.Random(seed)
     for _ in range(connections):
         replay(endpoint, flipped(stream, r, each))
@@ -94,8 +95,10 @@ def flips(endpoint: str, stream: bytes, seed: int, connections: int, each: int) 
 
 @contextlib.contextmanager
 def many_connections(endpoint: str, count: int, open_at_once: int) -> Iterator[Callable[[], None]]:
-    """Gives what opens so many connections, one after the other; the last ones stay open until the
-    block ends."""
+    """Yield a function that opens `count` connections, one after the other.
+
+    The last `open_at_once` connections stay open until the block ends.
+    """
     held: list[socket.socket] = []
 
     def open_all() -> None:

@@ -1,7 +1,7 @@
-"""Hosts that all are this machine: a small script takes the place of ssh.
+"""Hosts that are all this machine: a small script replaces ssh.
 
-It forgets the name of the host, and runs the command. A host called `down` cannot be reached. The
-host `apart` has the folder `apart` of the test as its working directory.
+The script ignores the name of the host, and runs the command. A host called `down` cannot be
+reached. The host `apart` has the folder `apart` of the test as its working directory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def write_rsh(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def find_without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take hosts for what they are, without importing JAX in each."""
+    """Skip the checks of hosts, which import JAX on each host."""
 
     def check_hosts(
         hosts: Any, rsh: str, python: str, *, script: str, ports: int, cuts: Any

@@ -1,8 +1,7 @@
-"""Training steps for one device, each with another way in which rows of a batch meet: means,
-statistics, keys, pairs.
+"""Training steps for one device; in each, rows of a batch interact in another way.
 
-A loss or a step below is a case by its decorator: its name and its docstring are those of the case.
-All is in float64.
+Examples are means, statistics, keys and pairs. A decorator turns a loss or a step into a case, with
+the function's name and docstring. All arrays are in float64.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ LAMB = optax.lamb(1e-2)
 
 @dataclasses.dataclass(frozen=True)
 class StepCase:
-    """A training step for one device.
+    """Training step for one device.
 
     Attributes:
-      name: of the case.
-      init: of a key: the params and the optimizer state.
+      name: name of the case.
+      init: key -> (params, optimizer state).
       step: (params, opt_state, *batch) -> (params, opt_state, loss[, aux]).
-      batch: makes one, of a number of rows and a seed.
-      batch_axes: for each array of a batch the axis that has the rows, or None if all rows share
-        it. None for all: axis 0, and arrays without axes are shared.
-      what: is special about it.
-      params: makes the params of a key, where a loss is trained.
-      loss: that is trained, of params and a batch; None for a step that is written by hand, or has
-        further results.
+      batch: (number of rows, seed) -> batch.
+      batch_axes: for each array of a batch, the axis of the rows, or None if all rows share the
+        array. None for all: axis 0, and arrays without axes are shared.
+      what: description of the case.
+      params: key -> params, if a loss is trained.
+      loss: (params, batch) -> loss; None for a step that is written by hand, or has further
+        results.
     """
 
     name: str
@@ -66,7 +65,7 @@ _CASES: list[StepCase] = []
 def _stepped(
     init: Any, batch: Any, batch_axes: tuple[int | None, ...] | None = None
 ) -> Callable[[Any], Any]:
-    """Of a step that is written by hand, a case."""
+    """Return a decorator that turns a step into a case."""
 
     def add(step: Any) -> Any:
         _CASES.append(
@@ -85,7 +84,7 @@ def _trained(
     has_aux: bool = False,
     batch_axes: tuple[int | None, ...] | None = None,
 ) -> Callable[[Any], Any]:
-    """Of a loss, the case that trains it with an optimizer."""
+    """Return a decorator that turns a loss into a case, which an optimizer trains."""
 
     def init(key: jax.Array) -> tuple[Tree, Tree]:
         made = params(key)
@@ -107,7 +106,7 @@ def _trained(
 def _beside(
     params: Any, tx: Any, which: str = "params"
 ) -> Callable[[jax.Array], tuple[Tree, Tree]]:
-    """The init of params of which only one part is trained."""
+    """Return the init of params if only one part of them is trained."""
 
     def init(key: jax.Array) -> tuple[Tree, Tree]:
         made = params(key)
@@ -126,8 +125,7 @@ def _update(tx: Any, grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, 
 
 
 def _drawn(key: jax.Array, **shapes: tuple[int, ...]) -> dict[str, jax.Array]:
-    """Normal matrices, of a scale that keeps that of what they are multiplied with; vectors are
-    zero."""
+    """Return normal matrices whose products keep the scale of an input, and vectors of zeros."""
     keys = jax.random.split(key, len(shapes))
     return {
         n: jax.random.normal(k, s, jnp.float64) / np.sqrt(s[-2])
@@ -142,7 +140,10 @@ def _mlp(key: jax.Array, features: int = FEATURES, out: int = CLASSES) -> Tree:
 
 
 def _without_last_bias(key: jax.Array, out: int = CLASSES) -> Tree:
-    """For losses that a bias of all rows does not change: its gradient would be rounding errors."""
+    """Return params for losses that a bias of all rows does not change.
+
+    The gradient of this bias would consist of rounding errors.
+    """
     return {n: leaf for n, leaf in _mlp(key, out=out).items() if n != "b2"}
 
 
@@ -323,8 +324,7 @@ def _of_flax(
 def _flax_step(
     model: nn.Module, tx: Any, params: Tree, opt_state: Tree, x: Any, y: Any
 ) -> tuple[Any, ...]:
-    """As on Flax's page of batch norm: new statistics come beside the loss, and replace the old
-    ones."""
+    """Run a step as in Flax's documentation of batch norm: new statistics replace the old ones."""
 
     def loss_fn(trained: Tree) -> tuple[jax.Array, Tree]:
         logits, new = model.apply({**params, "params": trained}, x, mutable=["batch_stats"])
@@ -446,7 +446,7 @@ def group_norm(params: Tree, x: Any, y: Any) -> jax.Array:
 
 
 def _dropped(p: Tree, key: jax.Array, x: Any) -> jax.Array:
-    """The logits, with dropout of the hidden layer."""
+    """Return the logits, with dropout of the hidden layer."""
     h = _hidden(p, x)
     kept = jax.random.bernoulli(key, 0.8, h.shape)
     return jnp.where(kept, h / 0.8, 0.0) @ p["w2"] + p["b2"]
@@ -616,7 +616,7 @@ def contrastive(params: Tree, image: Any, text: Any) -> jax.Array:
 
 
 def _of_three_classes(rows: int, seed: int = 0) -> tuple[Any, ...]:
-    """Each class has rows, whatever the number of rows is."""
+    """Return a batch in which each class has rows, for any number of rows."""
     rng = np.random.default_rng(seed)
     return rng.normal(size=(rows, FEATURES)), rng.permutation(np.arange(rows) % 3).astype(np.int32)
 
@@ -672,7 +672,7 @@ def moe_top1(params: Tree, x: Any, y: Any) -> jax.Array:
 
 
 def _speech(rows: int, seed: int = 0) -> tuple[Any, ...]:
-    """Frames, which of them are padding, labels and which of those are; blank is 0."""
+    """Return frames, their padding, labels and the padding of labels; the blank label is 0."""
     rng = np.random.default_rng(seed)
     frames, labels = rng.integers(6, 9, rows), rng.integers(1, 4, rows)
     return (
@@ -690,7 +690,7 @@ def ctc(params: Tree, x: Any, x_padding: Any, y: Any, y_padding: Any) -> jax.Arr
 
 
 def _attended(p: Tree, h: jax.Array, allowed: Any, heads: int = 2) -> jax.Array:
-    """A transformer's layer: attention and an MLP, each after a norm and added to what goes in."""
+    """Apply a transformer layer: attention and an MLP, each after a norm, added to the input."""
     normed = jax.nn.standardize(h, axis=-1, epsilon=1e-5)
     q, k, v = (a.reshape(*a.shape[:-1], heads, -1) for a in jnp.split(normed @ p["qkv"], 3, -1))
     scores = jnp.einsum("bqnd,bknd->bnqk", q, k) / np.sqrt(q.shape[-1])
@@ -726,7 +726,7 @@ def transformer_scan(params: Tree, tokens: Any) -> jax.Array:
 
 
 def _packed(rows: int, seed: int = 0) -> tuple[Any, ...]:
-    """Two sequences in each row, numbered 1 and 2, then padding of number 0."""
+    """Return rows with two sequences, numbered 1 and 2, followed by padding with number 0."""
     rng = np.random.default_rng(seed)
     first, second = rng.integers(2, 5, rows)[:, None], rng.integers(2, 5, rows)[:, None]
     place = np.arange(LENGTH)
@@ -974,13 +974,13 @@ def by_name(name: str) -> StepCase:
 
 
 def numbers(tree: Any) -> list[np.ndarray]:
-    """The leaves of a tree; of keys their data."""
+    """Return the leaves of a tree; for random keys, return their data."""
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(tree)]
 
 
 def compare(found: Any, wanted: Any) -> None:
-    """Check that two trees are the same up to 1e-12 of what they are, or of one."""
+    """Check that two trees are equal, up to a relative or absolute difference of 1e-12."""
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for a, b in zip(numbers(found), numbers(wanted), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)

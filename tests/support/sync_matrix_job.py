@@ -1,5 +1,4 @@
-"""The jobs of test_sync_server.py, in its processes and in those that it starts: a batch norm and a
-frozen layer."""
+"""Jobs of test_sync_server.py, with a batch norm and a frozen layer, for the processes of the test."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def dtype() -> Any:
 
 
 def loss_fn(net: Any, frozen: Any, stats: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Any]:
-    """The mean over the rows, and the new running statistics."""
+    """Return the mean over the rows, and the new running statistics."""
     h = jnp.tanh(x @ frozen["w0"]) @ net["w1"]
     seen = {"mean": jnp.mean(h, 0), "var": jnp.var(h, 0)}
     h = (h - seen["mean"]) / jnp.sqrt(seen["var"] + 1e-3) * net["scale"] + net["shift"]
@@ -50,7 +49,7 @@ def loss_fn(net: Any, frozen: Any, stats: Any, x: jax.Array, y: jax.Array) -> tu
 
 
 def step_of(name: str, loss: Any = loss_fn, grad: Any = dtrans.value_and_grad) -> Any:
-    """The step as anybody writes it: what is frozen is not updated."""
+    """Return the step, which does not update frozen leaves."""
 
     def step(params: Any, opt_state: Any, x: jax.Array, y: jax.Array) -> Any:
         net, frozen = params["net"], params["frozen"]
@@ -66,7 +65,7 @@ def step_of(name: str, loss: Any = loss_fn, grad: Any = dtrans.value_and_grad) -
 
 
 def init_of(name: str) -> tuple[Any, tuple[Any, ...]]:
-    """The init of a job, and its arguments."""
+    """Return the init of a job, and its arguments."""
 
     def init(params: Any) -> Any:
         return params, OPTIMIZERS[name].init(params["net"])

@@ -1,5 +1,4 @@
-"""What the tests of tables share: a step that looks up rows, its plans, and jobs of them in
-threads."""
+"""Helpers of tests of tables: a step that looks up rows, its plans, and jobs in threads."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def init(tx: Any, key: jax.Array) -> Any:
 
 
 def loss(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
-    """Two features on one table: the one by index, the other by `jnp.take`."""
+    """Return the loss of two features from one table: one by index, the other by `jnp.take`."""
     x = jnp.concatenate([params["emb"][ids[:, 0]], jnp.take(params["emb"], ids[:, 1], axis=0)], 1)
     return jnp.mean((jnp.tanh(x) @ params["w"] - y) ** 2)
 
@@ -81,8 +80,10 @@ def trained(plan: Any, k: int, given: Sequence[Any]) -> Any:
 
 
 def outcome(role_threads: RoleThreads, plan: Any, given: Sequence[Any]) -> Any:
-    """The parameters and losses of trainer 0; others have the same. And what servers hold at the
-    end."""
+    """Return the parameters and losses of trainer 0, and the final state of the servers.
+
+    Other trainers must have the same parameters.
+    """
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, jax.random.key(0))
     for k in range(plan.trainers):
@@ -124,7 +125,7 @@ OPTIMIZERS = {
 
 
 def only(params: Any, ids: jax.Array) -> jax.Array:
-    """A loss whose gradient is one in each entry of the rows that are looked up."""
+    """Return a loss whose gradient is one in each entry of the looked-up rows."""
     return jnp.sum(params["emb"][ids])
 
 

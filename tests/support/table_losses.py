@@ -1,5 +1,4 @@
-"""Losses that look up rows of tables: by index, in loops, in branches, and where they are computed
-again."""
+"""Losses that look up rows of tables: by index, in loops, in branches, and in recomputations."""
 
 from __future__ import annotations
 
@@ -36,14 +35,14 @@ READ = {
 
 
 def turns(p: Any, ids: jax.Array, f: Any) -> jax.Array:
-    """A recurrence over rows that each turn looks up."""
+    """Return the result of a recurrence in which each turn looks up rows."""
     return jax.lax.scan(lambda h, i: (jnp.tanh(h @ p["w"] + f(p, i)), None), jnp.zeros(D), ids)[
         0
     ].sum()
 
 
 def drawn(p: Any, ids: jax.Array) -> jax.Array:
-    """Rows that keys choose, which the loop carries; of two tables."""
+    """Return the loss for rows of two tables whose ids come from random keys that a loop carries."""
 
     def turn(carry: Any, i: jax.Array) -> Any:
         key, h = carry

@@ -1,5 +1,4 @@
-"""The servers of a plan with a table, without a protocol: updates, and what goes from one to the
-other."""
+"""Servers of a plan with a table, without a protocol: updates, and exchanges between servers."""
 
 from __future__ import annotations
 
@@ -20,10 +19,10 @@ Gradients = Mapping[str, np.ndarray]  # of a trainer: by the last part of a leaf
 
 
 class TableServers:
-    """All servers of a plan with one table, begun as its init says.
+    """All servers of a plan with one table, with the initial state of the plan's init.
 
     Args:
-      lookups: for each step, the rows that each trainer looks up, increasing.
+      lookups: for each step, the increasing ids of the rows that each trainer looks up.
     """
 
     def __init__(self, plan: PServerPlan, lookups: Sequence[Sequence[Sequence[int]]]) -> None:
@@ -35,7 +34,7 @@ class TableServers:
             }
 
     def step(self, at: int, grads: Sequence[Gradients]) -> None:
-        """Make one, with as many exchanges as it takes."""
+        """Run a step, with all its exchanges."""
         present = frozenset(range(self.plan.trainers))
         sent = {
             ep: server.begin(self._received(ep, grads, at), present, at)
@@ -50,7 +49,7 @@ class TableServers:
             sent |= {ep: self.of[ep].go_on(arrived[ep]) for ep in here}
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
-        """Rows of the table, as a trainer that looks them up is sent them."""
+        """Return rows of the table, as a server sends them to a trainer that looks them up."""
         ((leaf, table),) = self.plan.tables.of.items()
         blocks = self.plan.placement.blocks[leaf]
         found = np.zeros((table.lookups.rows, *blocks[0].shape[1:]), blocks[0].dtype)
@@ -60,7 +59,7 @@ class TableServers:
         return found[ids]
 
     def held(self) -> dict[str, dict[str, Any]]:
-        """What they have, after all rows have caught up."""
+        """Return the state of the servers, after all rows have caught up."""
         made = {ep: {n: np.asarray(x) for n, x in s.tables().items()} for ep, s in self.of.items()}
         return {ep: {**s.state, **made[ep]} for ep, s in self.of.items()}
 

@@ -1,4 +1,4 @@
-"""Trainers as real processes, and what each of them found."""
+"""Trainers as processes, and their results."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ COMPILING = (
 
 
 def environment(role: Role) -> dict[str, str]:
-    """That of a trainer, and nothing of ours but its role."""
+    """Return the environment of a trainer, with only the variables of its role."""
     return plain_environment() | role.environment()
 
 
 def plain_environment() -> dict[str, str]:
-    """That of a process that is told nothing, but how tests compile."""
+    """Return the environment of a process without a role; it only sets how tests compile."""
     env = {
         k: v
         for k, v in os.environ.items()
@@ -39,7 +39,7 @@ def plain_environment() -> dict[str, str]:
 
 
 def slurm_environment(k: int, tasks: int, port: int) -> dict[str, str]:
-    """That of a task of a job under Slurm, as JAX reads it; the coordinator is on loopback."""
+    """Return the environment of a Slurm task, as JAX reads it; the coordinator is on loopback."""
     return plain_environment() | {
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_NODELIST": "127.0.0.1",
@@ -53,8 +53,12 @@ def slurm_environment(k: int, tasks: int, port: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def started(roles: int | Sequence[Role], *command: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """The processes of a job, whose roles are given or are so many trainers. None outlives the
-    block."""
+    """Yield the processes of a job; end all of them with the block.
+
+    Args:
+      roles: the roles, or the number of trainers.
+      *command: the command of each process.
+    """
     with contextlib.ExitStack() as stack:
         processes = []
         for role in trainer_roles(free_endpoints(roles)) if isinstance(roles, int) else roles:
@@ -73,7 +77,7 @@ def started(roles: int | Sequence[Role], *command: str) -> Iterator[list[subproc
 def outcome(
     trainers: int, folder: Path, patience: float, command: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """What each trainer of a job wrote into the folder."""
+    """Return the results that each trainer of a job wrote into the folder."""
     with started(trainers, *command) as processes:
         said = [p.communicate(timeout=patience)[0] for p in processes]
     assert [p.returncode for p in processes] == [0] * trainers, "\n".join(said)

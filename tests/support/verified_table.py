@@ -1,7 +1,6 @@
-"""Plans of the steps and optimizers of the zoos, verified, and the page that says what is found:
-`docs/verified.md`.
+"""Generator of `docs/verified.md`: verified plans of the steps and optimizers of the zoos.
 
-python tests/support/verified_table.py     writes it anew (`make docs`)
+python tests/support/verified_table.py     writes the page again (`make docs`)
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class Outcome:
     """Outcome of a plan.
 
     Attributes:
-      report: of the plan; None where the step is refused.
+      report: report of the plan; None if the step is refused.
       refusal: the error.
     """
 
@@ -166,7 +165,7 @@ def verify_table(optimizer: optimizer_zoo.Case, column: str) -> Outcome:
 
 
 def _lookup_loss(params: Any, ids: jax.Array) -> jax.Array:
-    """Two features on one table: the one by index, the other by `jnp.take`."""
+    """Return the loss of two features from one table: one by index, the other by `jnp.take`."""
     x = jnp.concatenate([params["emb"][ids[:, 0]], jnp.take(params["emb"], ids[:, 1], axis=0)], 1)
     return jnp.mean((jnp.tanh(x) @ params["w"] - 1) ** 2)
 
