@@ -100,7 +100,7 @@ def launch_command(
     on_trainer_loss: Annotated[
         str,
         typer.Option(
-            help="`restart` starts a lost trainer again, as often as --restarts allows. `abort` "
+            help="`restart` starts a failed trainer again, as often as --restarts allows. `abort` "
             "ends the job. `drop` continues without the trainer (synchronous jobs with cuts, "
             "asynchronous jobs without cuts, and nccl2)."
         ),
@@ -118,17 +118,17 @@ def launch_command(
         typer.Option(
             min=0,
             help="Largest number of restarts. The launcher restarts roles after a signal, or the "
-            "loss of a host, has ended a role. In a job with cuts, only the role that a signal "
-            "ended starts again, and the job continues from the newest cut. Else all roles start "
-            "again, and SCRIPT continues from its newest checkpoint.",
+            "failure of a host, has ended a role. In a job with cuts, only the role that a signal "
+            "ended starts again, and the job continues from the newest cut. Otherwise all roles "
+            "start again, and SCRIPT continues from its newest checkpoint.",
         ),
     ] = 0,
     cuts: Annotated[
         Path | None,
         typer.Option(
-            help="With --restarts: folder for the cuts of parameter servers. With --hosts, all "
-            "hosts must share it. If the launcher is killed, `--resume DIR` continues the job "
-            "from the newest cut.",
+            help="With --restarts: folder for cuts, which are snapshots of the state of parameter "
+            "servers. With --hosts, all hosts must share the folder. If the launcher is killed, "
+            "`--resume DIR` continues the job from the newest cut.",
             metavar="DIR",
             show_default="a temporary folder; with --hosts no cuts",
         ),

@@ -120,7 +120,7 @@ class ReservedEndpoints:
     To reserve a port, this object binds a socket that does not listen: the system then assigns the
     port to no other process. On Linux a server can still bind the port if both sockets have
     SO_REUSEADDR, as the sockets of ZeroMQ, gRPC and `socket.create_server` have. On other systems
-    such a server would fail, so the ports are released at once.
+    the server could not bind the port, so the ports are released at once.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 class UnknownPrimitiveWarning(UserWarning):
     """Warning: a step has a primitive that dtrans does not know.
 
-    dtrans assumes that each entry of its outputs depends on all entries of its operands.
+    dtrans assumes that each entry of the outputs depends on all entries of the operands.
     """
 
 
@@ -109,12 +109,12 @@ class PeerError(DtransError, RuntimeError):
 
 
 class LostPeerError(PeerError):
-    """Error: the connection to another role ended, or its process did.
+    """Error: the connection to another role has ended, or the process of this role has ended.
 
-    In a job with cuts (`job.serve(state, cuts=10)`) the launcher starts the role again.
+    In a job with cuts (`job.serve(state, cuts=10)`) the launcher starts the other role again.
 
     Attributes:
-      role: the lost role: "trainer 1", or "pserver " and its endpoint.
+      role: the other role: "trainer 1", or "pserver " and its endpoint.
     """
 
     def __init__(self, message: str, role: str = "") -> None:
@@ -134,18 +134,18 @@ class CheckpointError(PeerError):
 
 
 class Rewound(DtransError):
-    """Signal: after the loss of a process, the job continues from an earlier state.
+    """Signal: after the failure of a process, the job continues from an earlier state.
 
-    In a synchronous job, all roles went back to a cut. In an asynchronous job, the trainer has
-    received the newest parameters.
+    In a synchronous job, all roles went back to a cut, which is a snapshot of the job's state. In
+    an asynchronous job, the trainer has received the newest parameters.
 
-    `job.steps` handles the signal, and repeats the steps after `step`. A loop that calls `job.step`
-    catches it and continues from `state`.
+    `job.steps` handles the signal, and repeats the steps after `step`. If you call `job.step` in a
+    loop, catch the signal and continue from its `state`.
 
     Attributes:
       step: the number of steps after which the trainer continues.
       state: the trainer's state after these steps.
-      epoch: number of the job's epoch: 1 after the first loss of a process.
+      epoch: number of the job's epoch: 1 after the first failure of a process.
     """
 
     def __init__(self, step: int, state: Any, epoch: int) -> None:

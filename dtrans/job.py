@@ -45,7 +45,7 @@ class SeekableBatches(Protocol):
 
 @runtime_checkable
 class CountedBatches(Protocol):
-    """Batches whose position counts finished steps only, such as those of `dtrans.feed`."""
+    """Batches whose position counts finished steps only, such as the result of `dtrans.feed`."""
 
     def read_ahead(self) -> Iterator[Sequence[Any]]:
         """Yield the batches of the next steps without counting them."""
@@ -63,8 +63,8 @@ def _numbered_steps(
 ) -> Iterator[tuple[Any, ...]]:
     """Run the steps `start` to `stop - 1`, with `numbers = (start, stop)`.
 
-    If a process is lost, the job goes back to an earlier state, and this function repeats the
-    steps after that state.
+    If a process fails, the job goes back to an earlier state, and this function repeats the steps
+    after this state.
     """
     start, stop = numbers
     offset = max(start, job.first_step) - job.first_step
@@ -297,7 +297,7 @@ class Job(StateFunctions):
 
     @abc.abstractmethod
     def init(self, *args: Any) -> Any:
-        """Return the initial state; the arguments are those of the user's `init`."""
+        """Return the initial state; pass the arguments of your `init` function."""
 
     @abc.abstractmethod
     def step(self, state: Any, *batch: Any) -> tuple[Any, ...]:
@@ -336,10 +336,10 @@ class Job(StateFunctions):
     ) -> Iterator[tuple[Any, ...]]:
         """Run a step for each batch, and pass each batch to `prefetch` some steps earlier.
 
-        If servers write cuts (`job.serve(state, cuts=10)`), pass a function of the step number, or
-        an iterable with a method `seek(step)`. `dtrans.feed` gives loaders this method. After the
-        loss of a process, this method repeats the steps since the cut, and yields their results
-        again, bit for bit the same.
+        Servers may write cuts, which are snapshots of the job's state (`job.serve(state,
+        cuts=10)`). Then pass a function of the step number, or an iterable with a method
+        `seek(step)`. `dtrans.feed` gives loaders this method. After the failure of a process, this
+        method repeats the steps since the newest cut, and yields the same results again.
 
         Args:
           state: the state before the first step.
@@ -357,7 +357,7 @@ class Job(StateFunctions):
         Raises:
           ConfigError: `ahead` is not a positive integer; or `stop` is missing for a function, or
             set for an iterable without `seek`.
-          Rewound: a process was lost, and the steps have no numbers.
+          Rewound: a process failed, and the steps have no numbers, so they cannot be repeated.
 
         Example:
           >>> import jax.numpy as jnp, optax, dtrans

@@ -205,7 +205,7 @@ class Plan(abc.ABC):
         parameter servers, a process reads its role from the environment (`dtrans.Role.from_env`).
 
         Args:
-          donate: as in `on_mesh`. Servers always donate; jobs that continue after the loss of a
+          donate: as in `on_mesh`. Servers always donate; jobs that continue without a failed
             trainer never do.
           **options: `on_nonfinite`, as in `on_mesh`. With parameter servers, also options of
             `dtrans.Executor`: `deadline`, `patience`, `wait_port`, `allow_remote`,
@@ -224,8 +224,8 @@ class Plan(abc.ABC):
     def on_ray(self, batches: Any = None, **options: Any) -> Job:
         """Run the job as actors of a Ray cluster, with this process as the driver.
 
-        This needs the extra `ray`. Each role is an actor in a placement group, which repeats the
-        plan's recipe and calls `on_cluster`. The traced functions must be picklable. The driver
+        The extra `ray` must be installed. Each role is an actor in a placement group, which repeats
+        the plan's recipe and calls `on_cluster`. The traced functions must be picklable. The driver
         calls `init`, `step` and the other methods of the job; its state is a handle to the states
         of the actors.
 

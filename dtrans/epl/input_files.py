@@ -2,8 +2,8 @@
 
 A worker reads files in proportion to its replicas, so that all replicas run out of data at the same
 time. The *share* of a worker is its number of replicas, divided by the greatest common divisor of
-all these numbers. Files are assigned in rounds. In each round every worker in turn gets as many
-files as its share.
+all workers' numbers of replicas. Files are assigned in rounds. In each round every worker in turn
+gets as many files as its share.
 
 If the files do not fill the last round, EPL's rule applies: every worker reads all files, and
 repeats them as many times as its share. Two options replace this rule. EPL also shuffles the files
