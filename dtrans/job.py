@@ -458,6 +458,7 @@ class Job(StateFunctions):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.meter.add_note(error)
         self.close()
 
     def __repr__(self) -> str:

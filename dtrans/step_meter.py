@@ -84,6 +84,8 @@ class StepMeter:
     Attributes:
       steps, first, seconds, in_step: as in `JobReport`.
       waited: seconds in which feeders waited for batches, after the first step.
+      saved: the newest checkpoint that the job has saved, and the number of steps before it; None
+        without a checkpoint.
       is_traced: True while JAX's profiler traces the job.
     """
 
@@ -91,7 +93,22 @@ class StepMeter:
         self.steps = 0
         self.first = self.seconds = self.in_step = self.waited = 0.0
         self.is_traced = False
+        self.saved: tuple[str, int] | None = None
         self._since = 0.0
+
+    def note_saved(self, checkpoint: object) -> None:
+        """Record that the job has saved a checkpoint, for the note of an interrupt."""
+        self.saved = str(checkpoint), self.steps
+
+    def add_note(self, error: BaseException | None) -> None:
+        """Add to a KeyboardInterrupt where the job has stopped, and what it has saved."""
+        if not isinstance(error, KeyboardInterrupt) or hasattr(error, "__notes__"):
+            return
+        saved = "it has saved no checkpoint"
+        if self.saved is not None:
+            path, steps = self.saved
+            saved = f"its newest checkpoint is {path}, after {_counted(steps)}"
+        error.add_note(f"dtrans: the job has completed {_counted(self.steps)}; {saved}")
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -134,7 +151,15 @@ def metered(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(step)
     def timed(self: Any, state: Any, *batch: Any) -> Any:
-        with self.meter.step():
-            return step(self, state, *batch)
+        try:
+            with self.meter.step():
+                return step(self, state, *batch)
+        except KeyboardInterrupt as e:
+            self.meter.add_note(e)
+            raise
 
     return timed
+
+
+def _counted(steps: int) -> str:
+    return "1 step" if steps == 1 else f"{steps} steps"

@@ -230,6 +230,7 @@ def _save_job(path: Folder, job: Any, state: Any, tag: str | None) -> None:
     mark = _mark_of_job(job, layout, here, tag)
     for who, values in _values(job, state, here):
         write(path, layout, who, values, mark)
+    job.meter.note_saved(path)
 
 
 def _mark_of_job(job: Any, layout: PieceLayout, here: Iterable[str], tag: str | None) -> Mark:

@@ -57,6 +57,11 @@ def batch_arrays(
 
 def _check_type(name: str, x: Any, traced: Any) -> None:
     """Raise BatchError if the rank or dtype of an array differs from the traced step."""
+    if not hasattr(x, "ndim") or not hasattr(x, "dtype"):
+        raise BatchError(
+            f"{name} is a {type(x).__name__}, but the step was traced with {traced.str_short()}; "
+            "pass an array, such as np.asarray(...)"
+        )
     if x.ndim != traced.ndim:
         raise BatchError(
             f"{name} has shape {tuple(x.shape)}, but the step was traced with "

@@ -46,6 +46,7 @@ class RoleJob(Job):
         self._executor.close()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.meter.add_note(error)
         super().close()
         self._executor.__exit__(kind, error, trace)  # sends the error to the servers
 

@@ -245,6 +245,8 @@ class TrainerJob(RoleJob):
         self._check_open()
         check_saved_by_servers(self.plan)
         self._requests.save(name, wait=wait)
+        if wait:
+            self.meter.note_saved(name)
 
     def close(self) -> None:
         with self:

@@ -223,6 +223,39 @@ def test_a_step_that_fails_is_not_counted() -> None:
     assert job.report().steps == 0 and "0 steps" in str(job.report())
 
 
+class Interrupted:
+    """A batch that is not there yet when the user presses Ctrl-C."""
+
+    @property
+    def ndim(self) -> int:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_says_where_the_job_has_stopped(tmp_path: Path) -> None:
+    job = job_of()
+    with pytest.raises(KeyboardInterrupt) as found:
+        job.step(job.init(), Interrupted())
+    note = "dtrans: the job has completed 0 steps; it has saved no checkpoint"
+    assert found.value.__notes__ == [note]
+
+    with pytest.raises(KeyboardInterrupt) as found, job_of() as job:
+        state, _ = job.step(job.init(), rows(1)[0])
+        dtrans.checkpoint.save(tmp_path / "1", job, state)
+        state, _ = job.step(state, rows(1)[0])
+        raise KeyboardInterrupt
+    said = f"2 steps; its newest checkpoint is {tmp_path / '1'}, after 1 step"
+    assert found.value.__notes__ == [f"dtrans: the job has completed {said}"]
+
+
+@pytest.mark.parametrize("wrong", ["text", object()], ids=["text", "object"])
+def test_a_batch_without_an_array_is_named(wrong: Any) -> None:
+    job = job_of()
+    with pytest.raises(
+        BatchError, match=r"^x is a .*, but the step was traced with float32\[2,4\]"
+    ):
+        job.step(job.init(), wrong)
+
+
 def test_a_trace_has_the_steps(tmp_path: Path) -> None:
     job = job_of(way="simulate")
     state, _ = job.step(job.init(), rows(1)[0])
