@@ -420,6 +420,27 @@ FAULTS = (
         BATCHES,
         "batch/test_step_zoo.py::test_a_plan_computes_the_step[contrastive-stage 1-2-12]",
     ),
+    Fault(  # a process that the launcher has replaced takes the place of the new one
+        "protocol/server/trainer_registry.py",
+        "< self._incarnations.get(k, 0):",
+        "< 0:",
+        ("protocol/test_epochs.py",),
+        "test_a_process_that_was_replaced_is_refused",
+    ),
+    Fault(  # a trainer that reconnects late never receives `goodbye`
+        "protocol/server/trainer_registry.py",
+        "            if t.failed:\n                t.messages.clear()",
+        "            if t.parted or t.failed:\n                t.messages.clear()",
+        ("protocol/test_trainer_registry.py",),
+        "test_a_trainer_that_returns_late_receives_the_goodbye_again",
+    ),
+    Fault(  # the launcher goes back to a cut of steps that it has undone
+        "run/net/role_marks.py",
+        "        if mark.epoch < epoch:",
+        "        if False:",
+        ("protocol/test_exhaustive.py",),
+        "test_a_cut_of_undone_steps_does_not_count",
+    ),
     Fault(  # parts are added up as they come
         "protocol/server/trainer_rounds.py",
         "order = sorted(trainers)",

@@ -49,6 +49,8 @@ class Epoch:
         states after their newest steps.
       dropped: ids of the lost trainers that do not start again, increasing.
       lost: names of the lost servers of an ending epoch. Other servers write their replicas.
+      incarnations: for each trainer, the number of the epoch in which its current process was
+        started; empty without this information.
     """
 
     number: int = 0
@@ -56,6 +58,8 @@ class Epoch:
     is_ending: bool = False
     dropped: tuple[int, ...] = ()
     lost: tuple[str, ...] = ()
+    # not compared, because the launcher writes them to the folder without its epoch
+    incarnations: tuple[int, ...] = dataclasses.field(default=(), compare=False)
 
     def is_cut_due(self, step: int, first: int, every: int) -> bool:
         """Return True if roles write a cut after a step of a synchronous job.
@@ -129,7 +133,13 @@ class ReplacedError(StateError):
 
 
 class Epochs(Protocol):
-    """Epochs of a job, as one role sees them. `dtrans.run.net.role_folder` implements it."""
+    """Epochs of a job, as one role sees them. `dtrans.run.net.role_folder` implements it.
+
+    Attributes:
+      incarnation: number of the epoch in which the role's process was started.
+    """
+
+    incarnation: int
 
     def current(self) -> Epoch:
         """Return the epoch that the launcher has granted last."""

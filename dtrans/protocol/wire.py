@@ -8,8 +8,8 @@ ones are in brackets):
     hello          trainer, trainers, session, order   welcome   step, local
                    [, sync_mode, plan, nonce,                    [, proof, heard, epoch,
                    heard, connection,                            cut, every, count]
-                   back, local, epoch]
-                                                       rewind    epoch
+                   back, local, epoch,                 rewind    epoch
+                   incarnation]
     send           step, pieces + frames[, steps]      blocks    step, pieces + frames
     send_barrier   step                                waiting   reason
     recv           step[, blocks, changed, count]      refuse    reason[, last]
@@ -69,11 +69,13 @@ and `heard`. With these fields a new connection resumes a broken one
 
 Epochs (`dtrans.protocol.epochs`): `epoch` in a greeting is the smallest epoch that its sender takes
 part in. A server stores a greeting of a later epoch until it is in that epoch. It answers a trainer
-of an earlier epoch with `rewind`. When a server begins an epoch, it also sends `rewind` to the
-trainers of the previous epoch. In a `welcome`, `epoch` is the server's epoch, and `cut` the step of
-the cut with which it begins, if there is one. `every` is the number of steps between two cuts. An
-asynchronous server adds `count`, the number of the trainer's steps that it has received. A `recv`
-with `blocks` contains the largest `count` of all servers.
+of an earlier epoch with `rewind`. `incarnation` is the number of the epoch in which the trainer's
+process was started. A server refuses a process that the launcher has replaced. When a server begins
+an epoch, it also sends `rewind` to the trainers of the previous epoch. In a `welcome`, `epoch` is
+the server's epoch, and `cut` the step of the cut with which it begins, if there is one. `every` is
+the number of steps between two cuts. An asynchronous server adds `count`, the number of the
+trainer's steps that it has received. A `recv` with `blocks` contains the largest `count` of all
+servers.
 
 End of a job: a trainer sends `complete`, receives `goodbye`, and answers with its own `goodbye`. A
 server ends when it has received this answer. It also ends if the trainer's connection broke and the
@@ -206,6 +208,7 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "hello": {
         **{"sync_mode": bool, "plan": dict, "nonce": str},
         **{"back": bool, "local": bool, "connection": int, "epoch": int},
+        **{"incarnation": int},
     },
     "send": {"steps": int, "blocks": list, "count": int},
     "send_barrier": {"blocks": list},

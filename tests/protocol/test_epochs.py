@@ -57,6 +57,8 @@ SERVER = PLAIN.endpoints[0]
 class Epochs:
     """A launcher that the test plays."""
 
+    incarnation = 0
+
     def __init__(self, epoch: Epoch | None = None) -> None:
         self.epoch = epoch or Epoch()
         self.entered: list[Epoch] = []
@@ -194,24 +196,18 @@ def test_a_trainer_without_a_launcher_or_cuts_is_in_no_epoch(
     assert epochs is None or (epochs.entered, epochs.left, epochs.lost) == ([], 0, [])
 
 
-def test_a_greeting_of_a_later_epoch_takes_the_place_of_the_earlier() -> None:
-    """Of the same trainer process, and of a new one."""
-    trainers = TrainerRegistry(served(PLAIN, SERVER), deadline=10.0)
-    for epoch, address, session in ((1, b"1", "a"), (2, b"2", "a"), (3, b"3", "b")):
-        assert trainers.hello(address, hello(epoch=epoch, session=session), None) == ""
-        assert trainers.by_address == {address: 0}
-        known = trainers.known[0]
-        assert (known.session, known.address, known.epoch) == (session, address, epoch)
-        assert known.messages.received == 0
-
-
-def test_a_greeting_of_an_ended_process_does_not_keep_the_place() -> None:
+def test_a_process_that_was_replaced_is_refused() -> None:
     """It greeted for the next epoch, and died before this epoch began with a new process."""
-    trainers = TrainerRegistry(served(PLAIN, SERVER), deadline=10.0)
-    trainers.hello(b"old", hello(epoch=1, session="old"), None)
-    trainers.lose(b"old", 1.0)
-    trainers.hello(b"new", hello(epoch=1, session="new"), None)
-    assert trainers.by_address == {b"new": 0} and trainers.known[0].session == "new"
+    epoch = Epoch(2, incarnations=(0, 2))
+    trainers = TrainerRegistry(served(PLAIN, SERVER), deadline=10.0, epoch=epoch)
+    error = "^the launcher has started another process of trainer 1$"
+    for incarnation in ({}, {"incarnation": 0}, {"incarnation": 1}):
+        with pytest.raises(WireError, match=error):
+            trainers.hello(b"old", hello(1, epoch=2, session="old", **incarnation), None)
+    assert not trainers.known
+    trainers.hello(b"new", hello(1, epoch=2, session="new", incarnation=2), None)
+    trainers.hello(b"0", hello(epoch=2, incarnation=0), None)
+    assert trainers.by_address == {b"new": 1, b"0": 0}
 
 
 def test_an_ended_process_without_cuts_keeps_its_place() -> None:
@@ -232,7 +228,7 @@ def test_a_greeting_of_an_earlier_epoch_cannot_take_the_place_back(epoch: int) -
 
 
 def test_a_dropped_trainer_is_not_awaited_and_refused() -> None:
-    trainers = TrainerRegistry(served(PLAIN, SERVER), deadline=10.0, dropped=[1])
+    trainers = TrainerRegistry(served(PLAIN, SERVER), deadline=10.0, epoch=Epoch(2, dropped=(1,)))
     assert trainers.unseen == [0]
     with pytest.raises(WireError, match="^trainer 1 was lost, and the job continues without it$"):
         trainers.hello(b"1", hello(1, epoch=2), None)

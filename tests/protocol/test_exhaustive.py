@@ -6,12 +6,13 @@ import re
 
 import layers
 import pytest
-from planted_in_cuts import PLANTED_IN_CUTS, PLANTED_RESTARTS
+from planted_in_cuts import PLANTED_IN_BREAKS, PLANTED_IN_CUTS, PLANTED_RESTARTS
 from typer.testing import CliRunner
 
 from tools.simulate.__main__ import app
 from tools.simulate.choices import Choice, ChosenJob, without_times
 from tools.simulate.explore import Explorer, small_case
+from tools.simulate.launcher import CUT
 
 
 ROLES = ("trainer 0", "trainer 1", "pserver 127.0.0.1:1")
@@ -84,6 +85,17 @@ def test_a_planted_fault_is_found_without_a_seed(
     assert any(x.startswith("kill of ") for x in found.events)
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("what", PLANTED_IN_BREAKS)
+def test_a_planted_fault_is_found_by_a_death_and_a_break(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PLANTED_IN_BREAKS[what](monkeypatch)
+    found = Explorer(small_case(steps=1), breaks=1).run()
+    assert any(x.startswith("break of ") for x in found.events)
+
+
 def test_a_run_is_a_function_of_its_events() -> None:
     states = []
     with without_times():
@@ -94,6 +106,22 @@ def test_a_run_is_a_function_of_its_events() -> None:
             states.append((job.events, job.parts()))
             assert not job.faults()
     assert states[0] == states[1]
+
+
+def test_a_cut_of_undone_steps_does_not_count() -> None:
+    """A server reports it after the launcher has dropped a trainer at an earlier cut."""
+    with without_times():
+        job = ChosenJob(small_case(quorum=1))
+        writes = "pserver 127.0.0.1:1", 0, CUT
+        job.do(Choice("event", writes))
+        while writes not in job.clock.channels:  # until the server begins to write the next cut
+            job.do(Choice("event", min(job.clock.channels, key=str)))
+        for name in ("trainer 1", "pserver 127.0.0.1:1"):
+            job.do(Choice("kill", name))
+            job.do(Choice("event", ("launcher", 0, ("_on_end", (name, 0)))))
+            if writes in job.clock.channels:
+                job.do(Choice("event", writes))
+    assert [record.cut for record in job.launcher.records] == [None, 0, 0]
 
 
 def test_an_effect_outside_of_its_footprint_ends_the_search(

@@ -356,6 +356,20 @@ def test_a_unix_socket_stores_no_messages() -> None:
     assert job.trainers.known[0].messages.stored == []
 
 
+def test_a_trainer_that_returns_late_receives_the_goodbye_again() -> None:
+    """The server has given the trainer up, but the trainer has not."""
+    job = Job(2)
+    for k in range(2):
+        job.hello(k)
+    job.trainers.known[0].done = True
+    assert ops_to(job, 0, "goodbye") == [("goodbye", 1)]
+    job.trainers.lose(b"0", 4.0)
+    job.trainers.look(20.0)
+    assert job.trainers.known[0].parted
+    job.hello(0, heard=0, back=True)
+    assert ops_to(job, 0, "welcome", step=0, local="") == [("welcome", 0), ("goodbye", 1)]
+
+
 def test_messages_to_a_trainer_that_is_lost_are_released() -> None:
     job = Job(2)
     for k in range(2):

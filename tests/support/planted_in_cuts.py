@@ -77,7 +77,7 @@ def _copies_a_step_later(self: Any, step: int) -> None:
 
 def _begins_cuts_without_waiting(real: Any) -> Any:
     def write_cut(self: Any, step: int) -> None:
-        self._written_at = 0.0
+        self.written_at = 0.0
         real(self, step)
 
     return write_cut
@@ -181,8 +181,8 @@ def _waits_for_leaves_of_dropped_trainers(real: Any) -> Any:
 
 
 def _logs_all_trainers(real: Any) -> Any:
-    def grant(self: Any, restarts: str, dropped: tuple[int, ...]) -> None:
-        real(self, restarts, dropped)
+    def grant(self: Any, *args: Any) -> None:
+        real(self, *args)
         members = tuple(range(self._case.trainers))
         self.records[-1] = dataclasses.replace(self.records[-1], members=members)
 
@@ -375,5 +375,34 @@ PLANTED_IN_REPLICAS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 PLANTED_RESTARTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "greetings of an earlier epoch are admitted": _wrapped(
         EpochGate, "admits", _admits_earlier_greetings
+    ),
+}
+
+
+def _admits_replaced_processes(real: Any) -> Any:
+    def hello(self: Any, *args: Any) -> str:
+        self._incarnations.clear()
+        return str(real(self, *args))
+
+    return hello
+
+
+def _forgets_goodbyes(real: Any) -> Any:
+    def look(self: Any, now: float) -> None:
+        real(self, now)
+        for trainer in self.known.values():
+            if trainer.parted:
+                trainer.messages.clear()
+
+    return look
+
+
+# Faults that a death and the break of a connection show
+PLANTED_IN_BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a server admits a process that the launcher has replaced": _wrapped(
+        TrainerRegistry, "hello", _admits_replaced_processes
+    ),
+    "a server forgets the goodbye of a trainer that is late": _wrapped(
+        TrainerRegistry, "look", _forgets_goodbyes
     ),
 }

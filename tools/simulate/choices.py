@@ -84,7 +84,9 @@ class WatchedLauncher(SimulatedLauncher):
 
     def enter(self, name: str, epoch: int) -> None:
         """Extend `SimulatedLauncher.enter`."""
-        self.written.add(("entered", name))
+        cuts = "cuts", name.removeprefix("pserver ")
+        self.read.add(cuts)
+        self.written |= {("entered", name), cuts}
         super().enter(name, epoch)
 
     def leave(self, name: str) -> None:
@@ -111,8 +113,10 @@ class WatchedLauncher(SimulatedLauncher):
             found["entered", name] = self._entered.get(name)
             found["left", name] = name in self._left or None
             found["starts", name] = name in self._starting or None
+            found["incarnation", name] = self.incarnation(name)
         for endpoint, cuts in self._cuts.items():
-            found["cuts", endpoint] = tuple((n, digest_of(cuts[n], 0.0)) for n in sorted(cuts))
+            pieces = tuple((n, digest_of(cuts[n], 0.0)) for n in sorted(cuts))
+            found["cuts", endpoint] = self._cut_epochs[endpoint], pieces
         return {part: x for part, x in found.items() if x is not None}
 
 

@@ -387,13 +387,13 @@ def _used(parts: Parts, choice: Choice, changed: dict[Part, Any]) -> set[Part]:
         return set()
     _, _, channel = choice.of
     if channel == CUT:
-        endpoint = choice.of[0].partition(" ")[2]
-        return {("role", choice.of[0]), EPOCH, ("cuts", endpoint)}
+        cuts = {part for part in parts if part[0] == "cuts"}
+        return {("role", choice.of[0]), ("incarnation", choice.of[0]), EPOCH, *cuts}
     action, *terms = channel
     if action == "_start":
         return {("role", terms[0]), EPOCH, LISTENERS}
     if action == "_end_reported" and not changed:
-        return {("role", terms[1]), ("entered", terms[1]), EPOCH}
+        return {("role", terms[0]), ("left", terms[0]), ("role", terms[2]), EPOCH}
     if action == "_look_at_left" and not changed:
         return {("left", terms[0]), ("entered", terms[0]), EPOCH}
     return {ALL}

@@ -10,7 +10,7 @@ from tools.simulate.case import COMMUNICATING, Case, Event, Guest
 from tools.simulate.clock import Clock
 from tools.simulate.geo_trainer import GeoSgdTrainer
 from tools.simulate.launcher import SimulatedLauncher
-from tools.simulate.network import Network, drawn_delay
+from tools.simulate.network import SLOWEST, Network, drawn_delay
 from tools.simulate.noise_maker import NoiseMaker
 from tools.simulate.process import Process
 from tools.simulate.server_role import SimulatedServer
@@ -39,7 +39,7 @@ class SimulatedJob:
 
     def __init__(self, case: Case) -> None:
         self.case, self.random, self.clock = case, Random(case.seed), Clock()
-        delay = drawn_delay(self.random, case.delay)
+        delay = drawn_delay(self.random, case.delay, SLOWEST)
         self.network = Network(self.clock, delay, case.patience)
         self.launcher: SimulatedLauncher | None = None
         if case.cuts:

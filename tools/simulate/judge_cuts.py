@@ -15,7 +15,8 @@ a role to the next.
 - With `at_loss`, the failure of trainers repeats no step that a trainer has completed, and at most
   one update of a server. The results of the cut's step were sent to trainers. With replicas, the
   same holds for the failure of one server, or of all servers on one of several hosts. Only the
-  results may be missing. Servers write these cuts in time, unless their processes are stopped.
+  results may be missing. Servers begin to write these cuts in time, unless their processes are
+  stopped, or a slow disk still writes their previous cut.
 - At the end, servers have the state of one device.
 """
 

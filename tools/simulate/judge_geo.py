@@ -86,6 +86,10 @@ def faults_of_geo_cuts(case: Case, launcher: SimulatedLauncher) -> Iterator[str]
             yield from _faults_of_lag(case, process)
     for endpoint in case.endpoints:
         servers = _processes_of(launcher, endpoint)
+        for server in servers:
+            if server.loaded is not None and server.loaded.server is server.blocks:
+                yield f"{server.name} was not lost, but went back to its own cut"
+                return
         for block in case.blocks:
             if not block.startswith(f"{endpoint}/"):
                 continue

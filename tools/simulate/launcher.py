@@ -6,14 +6,15 @@ starts all roles again. In the first case, a job with a quorum drops a failed tr
 enough trainers are left.
 
 Functions of `dtrans.run.net.role_marks` decide for this launcher and for the real launcher: which
-cuts are complete, whether roles can go back to a cut, and which servers write cuts after a failure.
+cuts are complete, whether roles can go back to a cut, which servers write cuts after a failure, and
+which reports of failures count.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from random import Random
 from typing import Any
 
@@ -28,7 +29,10 @@ from dtrans.run.net.role_marks import (
     can_go_back,
     complete_cuts,
     find_writers,
+    is_waiting,
     newest_alone,
+    old_cut,
+    without_undone,
 )
 from tools.simulate.case import Case
 from tools.simulate.clock import Clock, Slot
@@ -41,6 +45,8 @@ NOTICE = 0.05  # typical seconds until the launcher notices an end or reads a re
 WRITE = 0.1  # typical seconds in which a server writes a cut
 END = "end"  # channel of a server's answer to the end of an epoch
 CUT = "cut"  # channel of a server's written cuts
+# Seconds in which a server notices the end of its epoch, after it has waited for its disk
+DISK_TOLERANCE = 1.0
 START = 0.5  # typical seconds until a process that was started begins to connect
 
 
@@ -80,7 +86,8 @@ class SimulatedLauncher:
       restarts: for each of these epochs, the started roles: "in place" or "all"; or "none" after a
         trainer was dropped.
       ends: ends of epochs whose newest states all live servers have written.
-      late: names of the live servers that did not begin to write them in time.
+      late: names of the live servers that did not begin to write them in time, although their
+        disks were not busy.
     """
 
     def __init__(
@@ -110,6 +117,10 @@ class SimulatedLauncher:
         if case.has_means:
             writers += [f"trainer {k}" for k in range(case.trainers)]
         self._cuts: dict[str, dict[int, SimulatedCut]] = {who: {} for who in writers}
+        # epoch that each writer of cuts has entered last
+        self._cut_epochs = dict.fromkeys(writers, 0)
+        # number of the epoch in which each role's current process was started
+        self._incarnations: dict[str, int] = {}
         self._geo_cuts: dict[str, GeoCut] = {}
         self._write_time = drawn_delay(random, WRITE)
         self._due = 0  # number of scheduled actions
@@ -135,6 +146,14 @@ class SimulatedLauncher:
     def enter(self, name: str, epoch: int) -> None:
         """Note that a role takes part in an epoch."""
         self._entered[name] = epoch
+        who = name.removeprefix("pserver ")
+        if self._case.sync_mode and who in self._cuts:
+            self._cut_epochs[who] = epoch
+            self._forget_cuts(who, self.records[epoch].cut)
+
+    def incarnation(self, name: str) -> int:
+        """Return the number of the epoch in which a role's current process was started."""
+        return self._incarnations.get(name, 0)
 
     def leave(self, name: str) -> None:
         """Note that a role has left after its last step."""
@@ -142,9 +161,9 @@ class SimulatedLauncher:
         if self._entered[name] < self.epoch.number:
             self._later(self._look_at_left, name)
 
-    def report_lost(self, epoch: int, name: str) -> None:
+    def report_lost(self, reporter: str, epoch: int, name: str) -> None:
         """End a role, because another role has reported it as lost in the current epoch."""
-        self._later(self._end_reported, epoch, name)
+        self._later(self._end_reported, reporter, epoch, name)
 
     def note_step(self, epoch: int, step: int) -> None:
         """Note the number of updates of a server in the current epoch."""
@@ -186,8 +205,21 @@ class SimulatedLauncher:
         """Note a written piece, as `RoleFolder.note_cut` and `note_cut_alone` do."""
         if not self._case.sync_mode:
             self._cuts[who] = {step: cut}
-        elif epoch == self.epoch.number:
+        elif epoch == self._cut_epochs[who] and not self._is_replaced_after(epoch, who):
             self._cuts[who][step] = cut
+            if epoch == self.epoch.number:
+                self._remove_old_cuts(who)
+
+    def _remove_old_cuts(self, who: str) -> None:
+        """Remove old cuts of a role, as `RoleFolder.remove_old_cuts` does."""
+        before = old_cut(self._complete_cuts(self.epoch.dropped))
+        for step in [x for x in self._cuts[who] if x < before and x != self.epoch.cut]:
+            del self._cuts[who][step]
+
+    def _is_replaced_after(self, epoch: int, who: str) -> bool:
+        """Return True if a writer of cuts has started again after an epoch."""
+        name = who if who.startswith("trainer") else f"pserver {who}"
+        return self.incarnation(name) > epoch
 
     def write_geo_cut(self, writer: Process, name: str, cut: GeoCut) -> float:
         """Write a cut of a trainer of GEO-SGD; return the time at which it is written."""
@@ -228,11 +260,11 @@ class SimulatedLauncher:
         if is_old and self._lost is None:
             self._start_all()
 
-    def _end_reported(self, epoch: int, name: str) -> None:
-        if self._lost is not None:
+    def _end_reported(self, reporter: str, epoch: int, name: str) -> None:
+        """End a reported role, as `Restarts._look` does."""
+        if self._lost is not None or epoch != self.epoch.number:
             return
-        # A process that is still starting has not entered an epoch. See `LostReports.current`.
-        if epoch == self.epoch.number and name in self._entered and not self.roles[name].over:
+        if is_waiting(reporter, self._marks(), self._running()):
             self.roles[name].kill()
 
     def _note_end(self, role: Process) -> None:
@@ -293,8 +325,17 @@ class SimulatedLauncher:
                 self._later(self._look_at_writers, writers, limit)
                 return
         if is_late:
-            self.late += sorted(late - gone - self._writing)
+            is_busy = {name for name in late - gone if self._is_busy(self.roles[name], limit)}
+            self.late += sorted(late - gone - is_busy - self._writing)
         self._end_wait(is_exact=not late and self._can_lose_dead_servers())
+
+    def _is_busy(self, server: Any, limit: float) -> bool:
+        """Return True if the server has waited for its slow disk until shortly before a time.
+
+        Before it writes a cut, a server waits until its previous cut is written. Meanwhile it reads
+        no messages.
+        """
+        return bool(server.written_at > limit - DISK_TOLERANCE)
 
     def _end_wait(self, *, is_exact: bool) -> None:
         """Restart the lost role.
@@ -378,13 +419,13 @@ class SimulatedLauncher:
         if self._drops(name):
             dropped = self.epoch.dropped_with(name)
             if goes_back and self._newest_cut(dropped) is not None:
-                self._grant("none", dropped)
+                self._grant("none", dropped, [name])
                 self._entered.pop(name, None)
                 return
         if not goes_back or not self._has_cut:
             self._start_all()
             return
-        self._grant("in place", self.epoch.dropped)
+        self._grant("in place", self.epoch.dropped, [name])
         self._entered.pop(name, None)
         self._left.discard(name)
         self._start_later(name)
@@ -415,10 +456,11 @@ class SimulatedLauncher:
 
     def _start_all(self) -> None:
         """End all roles, and start all of them in a new epoch."""
-        if not self._case.sync_mode and not self._has_cut:
-            self._forget_cuts(None)
+        if not self._has_cut:
+            for who in self._cuts:
+                self._forget_cuts(who, None)
             self._geo_cuts.clear()
-        self._grant("all", self.epoch.dropped)
+        self._grant("all", self.epoch.dropped, self.roles)
         for name, role in list(self.roles.items()):
             if not self.epoch.has_role(name):
                 continue
@@ -436,9 +478,12 @@ class SimulatedLauncher:
 
     def _newest_cut(self, dropped: Collection[int] = ()) -> int | None:
         """Return the newest cut that all roles except dropped trainers have written."""
+        return max(self._complete_cuts(dropped), default=None)
+
+    def _complete_cuts(self, dropped: Collection[int]) -> set[int]:
         epoch = Epoch(dropped=tuple(dropped))
         writers = [who for who in self._cuts if epoch.has_role(who)]
-        return max(complete_cuts(self._cut_marks(), writers), default=None)
+        return complete_cuts(self._cut_marks(), writers)
 
     @property
     def _has_cut(self) -> bool:
@@ -448,27 +493,39 @@ class SimulatedLauncher:
 
     def _cut_marks(self) -> dict[str, RoleMark]:
         """Return the reports of cuts, by the endpoint of the server or the name of the trainer."""
-        is_alone = not self._case.sync_mode
-        return {who: RoleMark(cuts=(*x,), is_alone=is_alone) for who, x in self._cuts.items()}
+        marks, is_alone = {}, not self._case.sync_mode
+        for who, cuts in self._cuts.items():
+            marks[who] = RoleMark(self._cut_epochs[who], (*sorted(cuts),), is_alone=is_alone)
+        return marks if is_alone else without_undone(marks, self.epoch.number, self.epoch.cut)
 
-    def _grant(self, restarts: str, dropped: tuple[int, ...]) -> None:
+    def _grant(self, restarts: str, dropped: tuple[int, ...], started: Iterable[str]) -> None:
+        """Grant the next epoch.
+
+        Args:
+          restarts: the kind of the restart (`restarts`).
+          dropped: ids of the dropped trainers.
+          started: names of the roles that start again or are dropped.
+        """
         self.restarts.append(restarts)
         cut = None
         if self._case.sync_mode:
             cut = self._newest_cut(dropped)
             self.rewinds.append((self._newest, cut or 0))
             self._newest = cut or 0
-            self._forget_cuts(cut)
-        self.epoch = Epoch(self.epoch.number + 1, cut, dropped=dropped)
+        number = self.epoch.number + 1
+        self._incarnations |= dict.fromkeys(started, number)
+        trainers = [f"trainer {k}" for k in range(self._case.trainers)]
+        incarnations = tuple(map(self.incarnation, trainers))
+        self.epoch = Epoch(number, cut, dropped=dropped, incarnations=incarnations)
         self._is_in_place = restarts != "all"
         members = self.epoch.members(self._case.trainers)
         self.records.append(EpochRecord(self.epoch.number, cut, members))
 
-    def _forget_cuts(self, after: int | None) -> None:
-        """Forget the cuts after a step, as `RoleFolder.enter` does; all cuts for None."""
-        for cuts in self._cuts.values():
-            for step in [x for x in cuts if after is None or x > after]:
-                del cuts[step]
+    def _forget_cuts(self, who: str, after: int | None) -> None:
+        """Forget a role's cuts after a step, as `RoleFolder.enter` does; all cuts for None."""
+        cuts = self._cuts[who]
+        for step in [x for x in cuts if after is None or x > after]:
+            del cuts[step]
 
     def _start(self, name: str) -> None:
         self._starting.discard(name)
@@ -498,6 +555,7 @@ class SimulatedEpochs:
 
     def __init__(self, launcher: SimulatedLauncher, name: str) -> None:
         self._launcher, self._name = launcher, name
+        self.incarnation = launcher.incarnation(name)
 
     def current(self) -> Epoch:
         """Implement `Epochs.current`."""
@@ -513,4 +571,4 @@ class SimulatedEpochs:
 
     def report_lost(self, epoch: int, role: str, reason: str) -> None:
         """Implement `Epochs.report_lost`."""
-        self._launcher.report_lost(epoch, role)
+        self._launcher.report_lost(self._name, epoch, role)

@@ -12,6 +12,7 @@ connection is restored after some time if the listener is open.
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from typing import Any
@@ -23,6 +24,9 @@ from tools.simulate.clock import Clock, Slot
 from tools.simulate.process import Process
 
 
+# Longest delay of a message or connection in seconds. A connection, a greeting and its answer then
+# take less than the shortest deadline of a case. Only an event of the case (`Event`) is slower.
+SLOWEST = 1.0
 RETRY = 0.1  # seconds between two attempts to connect to an endpoint without a listener
 
 
@@ -367,6 +371,17 @@ def _size(frame: Any) -> int:
     return len(frame) if isinstance(frame, bytes) else int(frame.nbytes)
 
 
-def drawn_delay(random: Random, typical: float) -> Callable[[], float]:
-    """Return a function that returns random delays: 98 % near `typical`, 2 % much longer."""
-    return lambda: random.expovariate(1.0) * typical * (20.0 if random.random() < 0.02 else 1.0)
+def drawn_delay(random: Random, typical: float, longest: float = math.inf) -> Callable[[], float]:
+    """Return a function that returns random delays: 98 % near `typical`, 2 % much longer.
+
+    Args:
+      random: source of random numbers.
+      typical: the typical delay in seconds.
+      longest: the longest possible delay in seconds.
+    """
+
+    def delay() -> float:
+        drawn = random.expovariate(1.0) * typical * (20.0 if random.random() < 0.02 else 1.0)
+        return min(drawn, longest)
+
+    return delay

@@ -43,6 +43,7 @@ class SimulatedServer(Process):
     Attributes:
       endpoint: endpoint of the server.
       blocks: computation of an asynchronous server; None for a synchronous one.
+      written_at: time at which the last cut of the process is written.
       loaded: cut that the process of an asynchronous server started from; None without one.
     """
 
@@ -63,7 +64,7 @@ class SimulatedServer(Process):
         self._transport = SimulatedTransport(network, self)
         self._listener: SimulatedListener | None = None
         self._written: list[str] = []  # checkpoints whose writes have ended
-        self._written_at = 0.0  # time at which the last cut is written
+        self.written_at = 0.0
         self._noted = 0  # the last step that the launcher has noted in this epoch
         self._newest_cut: int | None = None  # step of the last cut that was begun or loaded
         self._has_entered = False
@@ -80,7 +81,7 @@ class SimulatedServer(Process):
         blocks = served(case, endpoint)
         work: Callable[[], None] = lambda: self.spend(random.expovariate(1.0) * 0.01)
         trainers = TrainerRegistry(
-            blocks, deadline=case.deadline, plan={"init": "one"}, dropped=epoch.dropped
+            blocks, deadline=case.deadline, plan={"init": "one"}, epoch=epoch
         )
         launcher = self._launcher
         self._loop = ServerLoop(
@@ -196,7 +197,7 @@ class SimulatedServer(Process):
         """Begin to write a cut after the previous one, as `StateWriter.begin_cut` does."""
         assert self._launcher is not None and self.machine.gate is not None
         self._newest_cut, kind = step, self.machine.kind
-        self.spend(max(0.0, self._written_at - self.now))
+        self.spend(max(0.0, self.written_at - self.now))
         if isinstance(kind, AsyncServer):
             assert self.blocks is not None
             cut = self.blocks.cut(kind.counts.by_trainer)
@@ -204,7 +205,7 @@ class SimulatedServer(Process):
             assert isinstance(self.update, SimulatedUpdate)
             cut = self.update.cut()
         terms = self.machine.gate.number, self.endpoint, step, cut
-        self._written_at = self._launcher.write_cut(self, *terms)
+        self.written_at = self._launcher.write_cut(self, *terms)
 
     def _write_newest(self, lost: tuple[str, ...]) -> None:
         """Write the newest states, as `ServerSaves.write_newest` does."""
@@ -216,8 +217,8 @@ class SimulatedServer(Process):
         for endpoint, step, state in kind.newest.states(self._endpoints_of(lost)):
             if not launcher.has_written(endpoint, step):
                 terms = self._epoch.number, endpoint, step, SimulatedCut(dict(state), {})
-                self._written_at = launcher.write_cut(self, *terms, begin=self._written_at)
-        end = max(self.now, self._written_at)
+                self.written_at = launcher.write_cut(self, *terms, begin=self.written_at)
+        end = max(self.now, self.written_at)
         launcher.note_end(self, self._epoch.number, lost, end)
 
     def _endpoints_of(self, names: Sequence[str]) -> list[str]:

@@ -133,7 +133,7 @@ class SimulatedTrainer(Process):
         self._least_epoch = epoch
         # As in a real job, another process or epoch has another session. A process that is started
         # in an epoch takes the place of one that has not seen this epoch.
-        self._session = f"session {epoch} of {self.name}"
+        self._session = f"session {epoch} of {self.name} ({self.number})"
         self._steps = TrainerSteps(lambda ep: self._links[ep].line)
         self._steps.sync_mode = self.case.sync_mode
         self.between = BetweenSteps(self.case, self.k, self._steps)
@@ -286,6 +286,7 @@ class SimulatedTrainer(Process):
                 secret=self._origin.token,
                 deadline=self.case.deadline,
                 epoch=self._least_epoch,
+                incarnation=self._member.incarnation,
             )
             yield link.greet()
             self._member.enter(link.line.epoch)

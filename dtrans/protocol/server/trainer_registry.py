@@ -14,6 +14,7 @@ from typing import Any
 
 from dtrans.errors import DeadlineError, WireError
 from dtrans.protocol import wire
+from dtrans.protocol.epochs import Epoch
 from dtrans.protocol.server.admission import check_connection, check_job, check_plan
 from dtrans.protocol.server.lost_trainers import LostTrainers
 from dtrans.protocol.server.trainer_state import Trainer
@@ -41,12 +42,13 @@ class TrainerRegistry:
       busy: ids of trainers that were connected in the previous epoch. The deadline does not apply
         to these trainers: each may first finish its user's code between two steps, and then greet
         the server.
-      dropped: ids of the trainers that take no part in this epoch (`Epoch.dropped`).
+      epoch: the epoch; None in a job without cuts. It names the trainers that take no part, and the
+        current processes of the others.
 
     Attributes:
       endpoint: endpoint of the server.
       plan: the argument `plan`.
-      dropped: the argument `dropped`.
+      dropped: ids of the trainers that take no part in this epoch.
       count: number of trainers of the job.
       deadline: the argument `deadline`.
       started: time at which the server began to wait for trainers.
@@ -65,9 +67,11 @@ class TrainerRegistry:
         secret: str = "",
         retry: float = RETRY,
         busy: Collection[int] = (),
-        dropped: Collection[int] = (),
+        epoch: Epoch | None = None,
     ) -> None:
-        self._busy, self.dropped = frozenset(busy), frozenset(dropped)
+        epoch = epoch or Epoch()
+        self._busy, self.dropped = frozenset(busy), frozenset(epoch.dropped)
+        self._incarnations = dict(enumerate(epoch.incarnations))
         self.endpoint, self.count = served.endpoint, served.trainers
         self.plan, self.deadline = plan, deadline
         self.secret = secret
@@ -151,9 +155,9 @@ class TrainerRegistry:
         check_job(self._served, message)
         if k in self.dropped:
             raise WireError(f"trainer {k} was lost, and the job continues without it")
-        if k in self.known and self.known[k].is_replaced_by(message):
-            # The trainer has left its earlier connection, on which it has only sent `hello`.
-            self.by_address.pop(self.known.pop(k).address, None)
+        if message.fields.get("incarnation", 0) < self._incarnations.get(k, 0):
+            # The sender has greeted for the next epoch, and was lost before that epoch began.
+            raise WireError(f"the launcher has started another process of trainer {k}")
         known = self.known.get(k)
         is_same = known is not None and known.session == message["session"]
         if known is not None and known.done and (known.failed or not is_same):
@@ -271,7 +275,8 @@ class TrainerRegistry:
         """
         for k, t in self.known.items():
             t.parted = t.parted or (t.done and self._losses.is_gone(k, now))
-            if t.parted or t.failed:
+            # A trainer that has not failed may still reconnect, and receive `goodbye`.
+            if t.failed:
                 t.messages.clear()
 
     def begin(self, now: float) -> None:

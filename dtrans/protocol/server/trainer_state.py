@@ -21,7 +21,6 @@ class Trainer:
       lost: time at which its connection ended; None while it is connected.
       local: True if it is connected by a Unix socket.
       connection: number of its connection, from its last `hello`.
-      epoch: smallest epoch in which it takes part, from its `hello`.
       messages: numbers of the messages to and from it, and stored messages to it.
       heard_at: time of its last message.
       received: number of bytes from it.
@@ -37,7 +36,6 @@ class Trainer:
     lost: float | None = None
     local: bool = False
     connection: int = 0
-    epoch: int = 0
     messages: NumberedMessages = dataclasses.field(default_factory=NumberedMessages)
     heard_at: float = 0.0
     received: int = 0
@@ -54,7 +52,6 @@ class Trainer:
             address,
             local=message.fields.get("local", False),
             connection=message.fields.get("connection", 0),
-            epoch=message.fields.get("epoch", 0),
         )
 
     def move(self, address: bytes, message: wire.Message) -> None:
@@ -71,19 +68,6 @@ class Trainer:
         self.address, self.lost = address, None
         self.local = message.fields.get("local", False)
         self.connection = message.fields.get("connection", 0)
-
-    def is_replaced_by(self, message: wire.Message) -> bool:
-        """Return True if a `hello` takes the place of this trainer's earlier `hello`.
-
-        A process may greet for the next epoch and die before this epoch begins. Its stored greeting
-        then has the epoch of the process that is started in its place.
-        """
-        epoch = message.fields.get("epoch", 0)
-        if epoch != self.epoch:
-            return bool(epoch > self.epoch)
-        is_another = self.session != message["session"]
-        has_sent_nothing = self.lost is not None and not self.messages.received
-        return bool(epoch) and is_another and has_sent_nothing
 
     def framed(
         self, op: str, blocks: Sequence[tuple[str, Any]], fields: Mapping[str, Any]

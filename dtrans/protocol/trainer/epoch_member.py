@@ -20,6 +20,11 @@ class EpochMember:
         self.epoch: Epoch | None = None
         self._epochs = epochs
 
+    @property
+    def incarnation(self) -> int:
+        """Number of the epoch in which the trainer's process was started."""
+        return 0 if self._epochs is None else self._epochs.incarnation
+
     def enter(self, epoch: Epoch | None) -> None:
         """Take part in the epoch of a server that has welcomed this trainer.
 

@@ -44,6 +44,7 @@ class ServerConnection:
       say: function that sends the frames of one message.
       retry: seconds that the trainer waits for a reconnection.
       epoch: smallest number of the epoch in which the trainer takes part.
+      incarnation: number of the epoch in which the trainer's process was started.
 
     Attributes:
       epoch: the server's epoch, after its welcome; None if the job has no cuts.
@@ -69,6 +70,7 @@ class ServerConnection:
         say: Callable[[list[Any]], None],
         retry: float = RETRY,
         epoch: int = 0,
+        incarnation: int = 0,
     ) -> None:
         self.epoch: Epoch | None = None
         self.every = self.count = 0
@@ -97,6 +99,7 @@ class ServerConnection:
             "plan": {**plan},
             "nonce": token.new_token(),
             "epoch": epoch,
+            "incarnation": incarnation,
         }
 
     # -- the connection --------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from dtrans.run.net.role_marks import (
     complete_cuts,
     mark_of,
     newest_alone,
+    old_cut,
     without_undone,
 )
 from dtrans.run.net.shared_files import read_all_json, read_json
@@ -131,13 +132,8 @@ class EpochFolder:
         return max(self._complete_cuts(servers, dropped), default=None)
 
     def old_cut(self, servers: Collection[str]) -> int:
-        """Return the step of the second newest complete cut; 0 if there is none.
-
-        Roles may remove older cuts: the launcher chooses the newest one, and the second newest one
-        covers a choice that is made while roles write.
-        """
-        common = sorted(self._complete_cuts(servers))
-        return common[-2] if len(common) > 1 else 0
+        """Return the step of the second newest complete cut; 0 if there is none."""
+        return old_cut(self._complete_cuts(servers))
 
     def cuts_alone(self, servers: Collection[str]) -> tuple[int, ...]:
         """Return the step of each server's newest cut, if all are asynchronous and have one; else
@@ -173,5 +169,7 @@ class EpochFolder:
 def epoch_of(fields: Mapping[str, Any]) -> Epoch:
     """Return an epoch from the contents of its file."""
     dropped, is_ending = tuple(fields.get("dropped", ())), fields.get("is_ending", False)
-    lost = tuple(fields.get("lost", ()))
-    return Epoch(fields["number"], fields["cut"], is_ending, dropped, lost)
+    lost, started = tuple(fields.get("lost", ())), fields.get("started", {})
+    trainers = range(fields.get("trainers", 0))
+    incarnations = tuple(started.get(f"trainer {k}", 0) for k in trainers)
+    return Epoch(fields["number"], fields["cut"], is_ending, dropped, lost, incarnations)

@@ -29,12 +29,15 @@ class RoleFolder(EpochFolder):
       role: name of this process's role.
       started: number of the epoch in which this process was started.
 
+    Attributes:
+      incarnation: the argument `started`.
+
     Example: see `dtrans.run.net.launcher_folder.LauncherFolder`.
     """
 
     def __init__(self, path: str | os.PathLike[str], role: str, started: int = 0) -> None:
         super().__init__(path)
-        self._role, self._started = role, started
+        self._role, self.incarnation = role, started
         self._mark = RoleMark()
         self._lock = threading.Lock()  # a server writes cuts in another thread
 
@@ -55,7 +58,7 @@ class RoleFolder(EpochFolder):
         """
         fields = self._granted()
         epoch = epoch_of(fields)
-        if fields.get("started", {}).get(self._role, 0) > self._started:
+        if fields.get("started", {}).get(self._role, 0) > self.incarnation:
             what = "has started another one"
             if not epoch.has_role(self._role):
                 what = "the job continues without it"

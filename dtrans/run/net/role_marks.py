@@ -94,6 +94,19 @@ def complete_cuts(marks: Mapping[str, RoleMark], roles: Collection[str]) -> set[
     return set.intersection(*cuts) if cuts else set()
 
 
+def old_cut(complete: Collection[int]) -> int:
+    """Return the step of the second newest complete cut; 0 if there is none.
+
+    Roles may remove older cuts: the launcher chooses the newest one, and the second newest one
+    covers a choice that is made while roles write.
+
+    Args:
+      complete: steps of the complete cuts.
+    """
+    common = sorted(complete)
+    return common[-2] if len(common) > 1 else 0
+
+
 def without_undone(
     marks: Mapping[str, RoleMark], epoch: int, cut: int | None
 ) -> dict[str, RoleMark]:
@@ -168,6 +181,19 @@ def can_go_back(
         if mark is not None and mark.left:
             return False
     return True
+
+
+def is_waiting(reporter: str, marks: Mapping[str, RoleMark], running: Collection[str]) -> bool:
+    """Return True if a role that has lost another role waits for a new epoch.
+
+    A role that has left the job waits for no other role.
+
+    Args:
+      reporter: name of the role that has reported the loss.
+      marks: the report of each role's current process, by name.
+      running: names of the running roles.
+    """
+    return reporter in running and not (reporter in marks and marks[reporter].left)
 
 
 def find_writers(

@@ -147,7 +147,7 @@ class Server:
             secret=self._keys.secret,
             retry=self._retry,
             busy=() if before is None or served.sync_mode else before.trainers.present,
-            dropped=epoch.dropped,
+            epoch=epoch,
         )
 
     def _new_kind(

@@ -129,6 +129,7 @@ class ServerConnections:
             deadline=self._deadline,
             retry=min(RETRY, self._patience),
             epoch=self._least_epoch,
+            incarnation=self._member.incarnation,
         )
         try:
             self.run(link.greet())

@@ -67,16 +67,14 @@ def test_all_have_entered_until_one_leaves_or_starts_again(job: Job) -> None:
     assert not job.epochs.have_all_entered
 
 
-def test_a_report_about_a_process_that_is_starting_is_ignored(job: Job) -> None:
-    """It is about the process before: its greeting was stored, and read in the next epoch."""
+def test_an_epoch_names_the_current_processes_of_the_trainers(job: Job) -> None:
+    """So servers refuse a process that was lost before it could take part in the epoch."""
     job.epochs.go_back("trainer 1")
-    job.enter("pserver 0", "trainer 0")
-    job.folders["pserver 0"].report_lost(1, "trainer 1", "it went away")
-    assert job.epochs.reports(RUNNING) == []
-    job.enter("trainer 1")
-    assert job.epochs.reports(RUNNING) == []
-    job.folders["pserver 0"].report_lost(1, "trainer 1", "it went away again")
-    assert [x.reason for x in job.epochs.reports(RUNNING)] == ["it went away again"]
+    assert job.folders["pserver 0"].current().incarnations == (0, 1)
+    job.epochs.go_back("pserver 0")
+    assert job.folders["trainer 0"].current().incarnations == (0, 1)
+    job.epochs.start_again()
+    assert job.folders["trainer 0"].current().incarnations == (3, 3)
 
 
 def test_all_servers_begin_anew_if_one_has_no_cut(tmp_path: Path) -> None:

@@ -258,11 +258,7 @@ class JobEpochs:
         Args:
           running: names of the running roles.
         """
-        marks, number = self._current_marks(), self.epoch.number
-        starting = set[str]()
-        if number > 0:
-            starting = {n for n in self._names if n not in marks and self._started[n] == number}
-        return self._reports.current(number, marks, running, starting)
+        return self._reports.current(self.epoch.number, self._current_marks(), running)
 
     def reported_role(self, report: LostReport) -> str:
         """Return the name of the lost role in a report, which names servers by their endpoints."""

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dtrans.run.distributed.child_process import Child
 from dtrans.run.distributed.role import Role
 from dtrans.run.net.launcher_folder import LauncherFolder
-from dtrans.run.net.role_marks import LostReport, RoleMark
+from dtrans.run.net.role_marks import LostReport, RoleMark, is_waiting
 
 
 # Seconds from a report that a role is lost until the launcher kills the role. A role that fails
@@ -30,36 +30,18 @@ class LostReports:
         for role in roles:
             if role.is_pserver:
                 self._by_endpoint[f"pserver {role.current_endpoint}"] = role.name
-        self._ignored: set[LostReport] = set()
 
     def current(
-        self,
-        epoch: int,
-        marks: Mapping[str, RoleMark],
-        running: Collection[str],
-        starting: Collection[str],
+        self, epoch: int, marks: Mapping[str, RoleMark], running: Collection[str]
     ) -> list[LostReport]:
-        """Return the reports of lost roles that running roles wrote in an epoch.
-
-        Reports about a process that is still starting are left out. They are about the role's
-        previous process: a server has read its first message after its failure.
+        """Return the reports of lost roles that waiting roles wrote in an epoch.
 
         Args:
           epoch: number of the epoch.
           marks: the report of each role's current process, by name.
           running: names of the running roles.
-          starting: names of the roles whose process was started in this epoch, and has not entered
-            the epoch yet.
         """
-        # a role that has left the job does not wait for another role
-        waiting = set(running) - {name for name, mark in marks.items() if mark.left}
-        found = []
-        for report in self._folder.lost(epoch):
-            if self.name_of(report) in starting:
-                self._ignored.add(report)
-            if report.reporter in waiting and report not in self._ignored:
-                found.append(report)
-        return found
+        return [x for x in self._folder.lost(epoch) if is_waiting(x.reporter, marks, running)]
 
     def name_of(self, report: LostReport) -> str:
         """Return the name of the lost role in a report, which names servers by their endpoints."""
