@@ -1,5 +1,4 @@
-"""Faults that the tests must notice: one or two in each file that matters, and five ways to cut a
-batch wrongly.
+"""Faults that the tests must notice: one or two in each important file, and five wrong batch splits.
 
     python tests/faults.py                 plants each in a copy of the project
     python tests/faults.py rules writer    some of them

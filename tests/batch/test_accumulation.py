@@ -194,8 +194,7 @@ def test_forward_runs_once(grad: str, form: str) -> None:
 
 @pytest.mark.parametrize("mode", ["nccl2", "stage 3", "pserver"])
 def test_parts_of_micro_batches_exchange_counts_and_no_rows(mode: str) -> None:
-    """Micro-batches that come first in the arrays of the batch are cut over the trainers: each has
-    rows of all."""
+    """Split each micro-batch over trainers if dimension 0 of the batch counts micro-batches."""
 
     def step(params: Tree, opt_state: Tree, t: jax.Array, m: jax.Array) -> tuple[Any, ...]:
         def body(carry: Any, rows: Any) -> tuple[Any, None]:

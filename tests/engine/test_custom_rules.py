@@ -80,7 +80,7 @@ LOSSES = {
 
 
 def term_of(loss, w, x, shards):
-    """Return a shard's term of a loss whose rows are cut, with calls that have rules."""
+    """Return a shard's term of a loss with sharded rows; calls with custom rules stay calls."""
     flat = inline_calls(jax.make_jaxpr(loss)(w, x), rules=True)
     inner = opened(flat)
 

@@ -1,5 +1,8 @@
-"""Entries that move along the dimension that is cut: they stay with their shards where a sum is all
-that is made of them, and values are those of one device, whether shards divide them or not."""
+"""Test operations that move entries along a sharded dimension.
+
+If a program only sums the moved entries, they stay on their shards. Results equal one device,
+whether or not the number of shards divides the dimension.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +99,7 @@ def test_layouts_have_one_name():
     assert shards.plain(gap, 3) == gap and shards.pads(3, gap) and shards.local(3, gap) == 2
 
 
-# -- loops along the dimension that is cut
+# -- loops along the sharded dimension
 # -----------------------------------------------------------
 
 

@@ -1,9 +1,9 @@
-"""Tensor parallelism: programs of shards give the numbers of one device, move what they should, and
-gather little.
+"""Test tensor parallelism: results of shards, their collectives, and arrays that are gathered.
 
-Numbers are compared in 64 bits, under `jax.vmap` with a named axis; some also on the virtual
-devices of this process. A result that is whole comes out of `vmap` with `out_axes=None`, which
-refuses what is not the same on all shards."""
+The programs of shards run under `jax.vmap` with a named axis, and some also on the virtual devices
+of this process. Results are compared with one device in 64 bits. For a result that is not sharded,
+`vmap` has `out_axes=None`, which raises an error if the result differs between shards.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def soak(*values):
     return pytest.param(*values, marks=pytest.mark.rotated)
 
 
-# -- cross entropy over classes that are cut -------------------------------------------------------
+# -- cross entropy over sharded classes ------------------------------------------------------------
 
 
 def ce_logsumexp(w, b, x, y):
@@ -345,8 +345,7 @@ def test_heads_of_attention(x64, shards):
 
 
 def test_a_layer_of_a_transformer_takes_four_sums():
-    """Two forward, two backward, each of the size of its input: as in Megatron, with cuts that
-    nobody gave."""
+    """Two sums forward and two backward, of the size of the input, as in Megatron: default axes."""
 
     def loss(params, x, y):
         for wq, wk, wv, wo, w1, b1, w2, b2 in params[:-1]:
@@ -414,8 +413,7 @@ def test_recomputed_layers_stay_cut(x64, shards):
 
 @pytest.mark.parametrize("shards", [2, soak(3)])
 def test_bodies_of_loops_are_cut(x64, shards):
-    """A recurrent network over time: the batch is cut, and gradients of weights are summed once,
-    behind the loop."""
+    """Shard the batch of a recurrent network: gradients of weights are summed once, after the loop."""
 
     def loss(w, u, x):
         def cell(h, xt):
@@ -651,10 +649,10 @@ def test_what_experts_move():
     assert program.moved == {"all_to_all": 2 * 4 * (8 * 4 * 3 * 6) // 4}
 
 
-# -- which parameters are cut ----------------------------------------------------------------------
+# -- which parameters are sharded ------------------------------------------------------------------
 
 
-def test_default_cuts_of_a_model():
+def test_default_axes_of_a_model():
     def model(table, w, b, head, ids):
         h = jax.nn.relu(table[ids] @ w.astype("float32") + b)
         return h @ head.T + (h @ w.T[:, :8].T).sum()
@@ -666,7 +664,7 @@ def test_default_cuts_of_a_model():
     assert default_axes(jaxpr, range(4), 2, axes={1: 0}) == {0: 0, 1: 0, 3: 0}
 
 
-def test_default_cuts_are_of_the_scope():
+def test_default_axes_are_of_the_scope():
     def model(w1, w2, x):
         h = x @ w1
         with jax.named_scope("head"):
@@ -678,7 +676,7 @@ def test_default_cuts_are_of_the_scope():
     assert default_axes(jaxpr, [0, 1], 2) == {0: 1, 1: 0}
 
 
-def test_default_cuts_of_gradients_are_those_of_the_forward_pass():
+def test_gradients_have_the_default_axes_of_the_forward_pass():
     args = [jnp.ones(s) for s in MLP]
     grads = traced(jax.grad(lambda *a: mlp(*a).sum(), range(4)))(*args)
     assert default_axes(grads, range(4), 2) == {0: 1, 1: 0, 2: 0}
@@ -696,7 +694,7 @@ def test_tied_embeddings_are_cut_over_the_vocabulary(x64):
     assert not program.gathers and program.out_axes == (None, 0, None)
 
 
-# -- errors, and what cannot be cut ----------------------------------------------------------------
+# -- errors, and values that cannot be sharded -----------------------------------------------------
 
 
 @pytest.mark.parametrize(

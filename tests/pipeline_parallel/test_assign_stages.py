@@ -1,5 +1,8 @@
-"""Which equations run on which stage: what equations cost, exact cuts against brute force, repeated
-blocks, what is made long before it is read, and the scopes of the user."""
+"""Test the assignment of equations to stages.
+
+Covers: costs of equations; optimal divisions against brute force; repeated blocks; values that are
+computed long before they are read; scopes of the user.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +138,7 @@ def test_nbytes():
 
 
 def by_brute_force(costs, crossing, parts):
-    """The best of all cuts: the slowest part, what crosses in all, the squares of the work."""
+    """Return the best quality of all divisions of the equations into `parts` stages."""
     n = len(costs)
     best = (math.inf, math.inf, math.inf)
     for cuts in itertools.combinations(range(1, n), parts - 1):
@@ -334,7 +337,7 @@ def slowest(jaxpr, stages, flops_per_byte):
 
 
 def best_in_program_order(jaxpr, count, flops_per_byte):
-    """The best of all cuts between equations, each stage with something that costs."""
+    """Return the time of the slowest stage in the best division whose stages all have work."""
     eqns = jaxpr.jaxpr.eqns
     dear = [flops(e) > 0 for e in eqns]
     best = math.inf
@@ -469,7 +472,7 @@ def test_layers_that_shrink_are_a_stage_each(widths, act):
 
 
 def test_bytes_move_a_cut_within_the_slack_alone():
-    """A narrow value near the middle is where the cut is; a narrower one at the end is not."""
+    """Divide the model at a small value near the middle, not at a smaller value at the end."""
 
     def fn(x, small, narrow, wide):
         for _ in range(8):

@@ -1,5 +1,4 @@
-"""Planning a pipeline: each step that the plan needs is traced and cut once, and is kept for the
-next plan."""
+"""Test that planning a pipeline traces and divides each step once, and keeps it for the next plan."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import optax
 import pytest
 
 import dtrans
-from dtrans.step import cut as cut_module, trace as trace_module
+from dtrans.step import halves as halves_module, trace as trace_module
 from dtrans.step.capture import captures
 
 
@@ -43,52 +42,51 @@ def traced(loss: Any, *batch: jax.Array) -> tuple[dtrans.Program, dtrans.Program
 
 
 class Calls:
-    """Calls of JAX's tracing of steps, by the rows of the batch and the mode, and of the cut, by
-    the program."""
+    """Record the steps that JAX traces (batch shape and mode), and the programs that are divided."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.traces: list[Any] = []
-        self.cuts: list[str] = []
-        trace, open_step = trace_module.lowered_jaxpr, cut_module.open_step
+        self.divided: list[str] = []
+        trace, open_step = trace_module.lowered_jaxpr, halves_module.open_step
 
         def counted_trace(fn: Any, *args: Any) -> Any:
             self.traces.append((args[-1].shape, captures()))
             return trace(fn, *args)
 
-        def counted_cut(program: dtrans.Program) -> Any:
-            self.cuts.append(str(program.jaxpr))
+        def counted_open_step(program: dtrans.Program) -> Any:
+            self.divided.append(str(program.jaxpr))
             return open_step(program)
 
         monkeypatch.setattr(trace_module, "lowered_jaxpr", counted_trace)
-        monkeypatch.setattr(cut_module, "open_step", counted_cut)
+        monkeypatch.setattr(halves_module, "open_step", counted_open_step)
 
 
-def test_a_plan_traces_and_cuts_each_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step of a micro-batch as it is, and the whole with its loss as one equation."""
+def test_a_plan_traces_and_divides_each_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trace the step of a micro-batch as it is, and the full step with its loss as one equation."""
     given, calls = traced(mean_loss, X), Calls(monkeypatch)
     dtrans.pipeline(*given, num_stages=2, num_micro_batch=4)
     assert sorted(calls.traces) == [((2, 4), False), ((8, 4), True)]
-    # of the whole in both ways, of a micro-batch as it is and as it is written, and of the update
-    assert len(calls.cuts) == len(set(calls.cuts)) == 5
+    # the full step in both modes, the step of a micro-batch before and after its rewrite, and the
+    # update
+    assert len(calls.divided) == len(set(calls.divided)) == 5
 
 
 def test_a_plan_with_values_of_the_whole_batch_does_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The captured whole step makes the count, and the parts that are given it are written from
-    it."""
+    """Compute the count in the captured full step; its micro-batches receive the count."""
     given, calls = traced(masked_mean, X, MASK), Calls(monkeypatch)
     plan = dtrans.pipeline(*given, num_stages=2, num_micro_batch=4)
     assert plan.values is not None
     assert sorted(calls.traces) == [((2,), False), ((8,), True)]
-    # of the whole and of a micro-batch as they are, both with the count as an argument, and of the
-    # update
-    assert len(calls.cuts) == len(set(calls.cuts)) == 5
+    # the full step and the step of a micro-batch, each as traced and with the count as an argument,
+    # and the update
+    assert len(calls.divided) == len(set(calls.divided)) == 5
 
 
 def test_another_plan_of_a_step_traces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     given = traced(mean_loss, X)
     first, calls = dtrans.pipeline(*given, num_stages=2, num_micro_batch=4), Calls(monkeypatch)
     again = dtrans.pipeline(*given, num_stages=2, num_micro_batch=4)
-    assert (calls.traces, len(calls.cuts)) == ([], 1)  # the update of each plan is its own
+    assert (calls.traces, len(calls.divided)) == ([], 1)  # the update of each plan is its own
     assert {n: p.fingerprint for n, p in again.programs.items()} == {
         n: p.fingerprint for n, p in first.programs.items()
     }

@@ -102,7 +102,7 @@ def test_products_are_in_16_bits_and_all_else_is_not():
         jnp.dtype(jnp.float32)
     }
     assert "matrix products in bf16" in plan.notes
-    # stages are cut as without, and keep less
+    # the model is divided as without `precision`, and stages save fewer bytes
     without = planned(PLAIN, None, schedule="ZeroBubble")
     assert plan.model.stage_of == without.model.stage_of
     assert sum(s.saves for s in plan.stages) < sum(s.saves for s in without.stages)

@@ -808,8 +808,7 @@ def test_rules_of_derivatives_are_used():
 
 
 def test_jit_and_checkpoint_and_loops_in_the_loss():
-    """A layer that is remembered as its input, one that is jitted, and a scan over layers, cut
-    behind and before."""
+    """Divide a model before and after a checkpointed layer, a jitted layer and a scan over layers."""
 
     def loss(params, x, y):
         h = jax.checkpoint(lambda w, x: jnp.tanh(jnp.sin(x @ w)))(params["w0"], x)
@@ -864,8 +863,10 @@ LOOPS = [
     [pytest.param(*of, marks=[pytest.mark.rotated] * (k % 2)) for k, of in enumerate(LOOPS)],
 )
 def test_a_scan_over_layers_is_cut(optimizer, way, options):
-    """Stages have their rows of the stack; where the optimizer does not let it be cut, one stage
-    holds it all."""
+    """Each stage stores its layers of a stacked parameter, if the optimizer can update them alone.
+
+    Otherwise one stage stores the stacked parameter.
+    """
     of = job_of(looped, LAYERS, rows(), OPTIMIZERS[optimizer]())
     plan = check(
         of, way, rtol=1e-11 if optimizer == "muon" else 1e-12, flops_per_byte=0.0, **options

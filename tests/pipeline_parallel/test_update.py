@@ -1,5 +1,7 @@
-"""Programs whose inputs live in several places, cut into pieces: by hand, drawn, and the updates of
-optimizers."""
+"""Test the division of a program whose inputs are stored on several stages.
+
+The programs are written by hand, drawn at random, or are the updates of optimizers.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Row analysis: layouts of the values of an optimize half, leaves that may be cut or must stay
-together, the reasons, and the values that cross between servers. `test_server_update` and
-`test_any_update` show by numbers that such cuts are right."""
+"""Test the row analysis of optimize halves.
+
+Covers: layouts of values; which leaves may be sliced, and the reasons why others may not; values
+that servers exchange. `test_server_update` and `test_any_update` test the results of sliced updates.
+"""
 
 from __future__ import annotations
 

@@ -309,7 +309,7 @@ def test_a_product_is_made_of_the_rows_of_one_operand():
 
 
 def test_reductions_over_rows_need_the_whole():
-    """Of which the parts are then cut."""
+    """Compute the full array if an init reduces over rows, and then slice the blocks from it."""
     found = in_blocks(lambda key: (w := draw(key, *SHAPE)) / jnp.max(jnp.abs(w)))
     for got, want in zip(found.blocks, found.whole, strict=True):
         assert np.allclose(got, want, rtol=1e-6)

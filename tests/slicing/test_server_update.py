@@ -1,8 +1,10 @@
-"""The slicing of optimizers, shown by numbers: for each optimizer a plan with three servers and
-blocks as small as they get is carried out by hand, one optimize block after the other, and what the
-servers hold is put together and compared with `tx.update` on whole arrays, over three steps in
-float64. The structure is tested beside it: which leaves are cut, and that no server makes an array
-of a cut leaf's full shape."""
+"""Test the results of sliced optimizers.
+
+For each optimizer, a test runs the optimize blocks of a plan with three servers and the smallest
+possible blocks, one after the other. After each of three steps, the blocks of the servers are
+joined and compared with `tx.update` on full arrays, in float64. Other tests check which leaves are
+sliced, and that no server creates an array of the full shape of a sliced leaf.
+"""
 
 from __future__ import annotations
 

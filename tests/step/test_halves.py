@@ -1,6 +1,10 @@
-"""The cut of a training step at its gradients: that steps written with `jax.grad` are cut where the
-marks of `dtrans.value_and_grad` would be, that the halves put together are the step, that roles are
-exact, and what is refused and in which words."""
+"""Test the division of a training step into two halves at its gradients.
+
+- A step with `jax.grad` is divided at the same values as with `dtrans.value_and_grad`.
+- The two halves together compute the step.
+- Each input and output has the right role.
+- Steps that cannot be divided raise errors with the expected texts.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +140,7 @@ def computed(jaxpr, *args):
 
 
 def gradients_of(done, params, state, batch):
-    """The values at the cut, computed from the program's inputs."""
+    """Return the values at which the step is divided, computed from the program's inputs."""
     program = done.program
     builder = Builder(program.jaxpr)
     builder.invars += program.jaxpr.jaxpr.invars
@@ -524,8 +528,7 @@ def test_state_that_changes_its_type_is_refused():
 
 
 def test_a_second_gradient_in_the_update_is_refused():
-    """A penalty differentiated apart from the loss would be added after the cut, on the trainers'
-    parameters only."""
+    """Refuse a penalty with its own gradient, which the optimize half would not receive."""
 
     def step(params, opt_state, x, y):
         loss, grads = dtrans.value_and_grad(mlp_loss)(params, x, y)
