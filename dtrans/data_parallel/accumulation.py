@@ -1,4 +1,4 @@
-"""Micro-steps: a scan in which a trainer processes its part of the batch piece by piece.
+"""Micro-steps: a scan in which a trainer processes its part of the batch by micro-batches.
 
     accumulate    scan: forward, backward, add up         --> one gradient, results
     local steps   scan: forward, backward, optimize       --> parameters, optimizer state, results

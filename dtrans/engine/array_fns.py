@@ -1,7 +1,8 @@
 """Small array functions that programs of shards call.
 
-Factories are cached, so that `Builder.call` traces each function once for each type. `start` is
-the index of the first entry of a shard's piece in the full dimension.
+Factories are cached, so that `Builder.call` traces each function once for each type. A *piece* is
+the part of a sharded array that a shard has. `start` is the index of the first entry of a piece in
+the full dimension.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Pieces of values that depend only on counters and fills: a shard computes its piece alone.
+"""Values that depend only on counters and fills: each shard computes its part of them alone.
 
 Positions (`iota`), masks (`iota < n`), constants that were broadcast, and random bits are *counted*
-values. A shard computes its piece directly, without a gather and without the full value.
+values. A shard's part of a value is its *piece*. Each shard computes its piece of a counted value
+directly, without a gather and without the full value.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@
     RowAxis(.., order)        sharded; `order` lists the runs of each shard (after concatenations)
     PARTIAL                   partial sum: the value is the sum of one term on each shard
 
-All pieces have ceil(runs / shards) runs, so the last pieces may end with padding. Padding may have
-any value: before an operation mixes entries, the engine replaces padding by a neutral number.
+The part of a sharded value that a shard has is its *piece*. All pieces have ceil(runs / shards)
+runs, so the last pieces may end with padding. Padding may have any value: before an operation mixes
+entries, the engine replaces padding by a neutral number.
 
 `RowAxis` and `SHARED` come from the row analysis (`dtrans.rows.layout`), because the engine uses
 the rules of this analysis. In the engine, the leaf of a `RowAxis` is the empty string.

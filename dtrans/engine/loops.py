@@ -132,9 +132,9 @@ def plan_loop(
 
 
 def _sharded_before(eqn: JaxprEqn, plan: LoopPlan) -> dict[int, RowAxis]:
-    """Return the layouts of replicated operands that the body reads only as pieces, by index.
+    """Return layouts of replicated operands if each shard's body reads only a part, by index.
 
-    The caller takes the piece of each such operand once before the loop, not in each iteration.
+    The caller slices these operands once before the loop, not in each iteration.
     """
     wires = wiring(eqn)
     found: dict[int, RowAxis] = {}

@@ -1,6 +1,7 @@
 """Pieces of one shard: their offsets, and tables with a row for each shard.
 
-All shards run the same program, in which `trainer_index` returns the index of the shard.
+A piece is the part of a sharded value that a shard has. All shards run the same program, in which
+`trainer_index` returns the index of the shard.
 """
 
 from __future__ import annotations

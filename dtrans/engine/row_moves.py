@@ -1,9 +1,10 @@
 """Rules for concatenations, slices, padding and reversals along the sharded dimension.
 
 No entry moves to another shard. Instead the result gets a layout with an order
-(`dtrans.rows.layout.RowOrder`). The piece of the result has *slots*, and each shard selects entries
-of its old pieces into the slots. If a value with a suitable order exists already, the result gets
-the order of this value. Then equations that read both values need no further move.
+(`dtrans.rows.layout.RowOrder`). The part of a value that a shard has is its *piece*. The positions
+of entries in a piece are its *slots*. For each slot of the result, a shard selects an entry of its
+pieces of the operands. If a value with a suitable order exists already, the result gets the order
+of this value. Then equations that read both values need no further move.
 
 If a later equation gathers the result, it may cost less to gather the operands instead.
 `dtrans.engine.writer.written` writes both programs and compares them.
@@ -28,11 +29,11 @@ Ins = Sequence[Shared | RowAxis]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Move:
-    """Selection of entries of an old piece for the slots of a new piece.
+    """Selection of a shard's entries of an operand for the positions (slots) of the result.
 
     Attributes:
       axis: the axis along which entries are selected.
-      slots: array [shards, slots]; each slot gets the entry of the old piece with this index.
+      slots: array [shards, slots]; each slot gets the entry with this index in the shard's operand.
       filled: array [shards, slots], True for slots that get the padding value of a `pad` equation;
         None if no slot does.
     """
@@ -84,7 +85,7 @@ def moves_of(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) 
 
 
 class _NoEntriesError(Exception):
-    """Error: a shard must pad with real entries, but its piece has only padding."""
+    """Error: a shard must pad with copies of real entries, but has only padding."""
 
 
 @dataclasses.dataclass(frozen=True)

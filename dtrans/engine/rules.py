@@ -179,7 +179,7 @@ def _as_rows(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
 
 
 def _reshape(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
-    """Reshape pieces. If no piece has padding, treat each piece as one run of entries."""
+    """Reshape a sharded value. If no shard has padding, each shard's entries form one run."""
     (row,) = ins[:1]
     if not isinstance(row, RowAxis) or not isinstance(eqn.invars[0].aval.dtype, np.dtype):
         return None

@@ -1,4 +1,4 @@
-"""Scans along the sharded dimension: each shard runs the iterations of its piece.
+"""Scans along the sharded dimension: each shard runs the iterations over its part of the dimension.
 
 The iterations must be independent, as in `jax.lax.map` over rows, or in a scan over micro-batches
 that adds up gradients. A carried value may be constant, or a sum to which each iteration adds a

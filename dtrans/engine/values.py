@@ -3,11 +3,13 @@
 A value is stored in the layout in which it was computed. For an equation that reads another layout,
 the value is converted, and the converted value is stored as well:
 
-    replicated -> sharded   a slice; the piece of a counter or fill is computed directly
+    replicated -> sharded   a slice; of a counter or fill, the shard computes its piece directly
     sharded -> replicated   all_gather, which is listed in `gathers`
     sharded -> sharded      all_to_all, if the dimension changes
     partial -> replicated   all_reduce
     partial -> sharded      reduce_scatter, if nothing else reads the sum
+
+The part of a sharded value that a shard has is its *piece*.
 
 Inside `dtrans.local`, each shard reduces over its own piece only, without communication. A local
 sum is multiplied by the number of shards, so that it estimates the global sum. Results of such

@@ -2,8 +2,8 @@
 
 Each equation is written in order, by the strategy that `dtrans.engine.rules` chooses. Linear
 equations may run on terms of partial sums (`dtrans.engine.open_sums`). `dtrans.engine.values`
-stores the values and converts them between layouts. `BodyWriter` writes the bodies of remat, loops
-and branches in the same way.
+stores the values and converts them between layouts. `BodyWriter` applies the same rules to the
+bodies of remat, loops and branches.
 """
 
 from __future__ import annotations

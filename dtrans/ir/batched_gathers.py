@@ -4,7 +4,7 @@
 looks up (row, column) pairs in all of `x`. This pass proves that the row numbers are 0, 1, 2 and so
 on, as in `arange`. Then it turns the rows of `x` and of the indices into batch dimensions of the
 gather. So the row analysis (`dtrans.rows`) sees that row i of the output depends only on row i of
-`x`. The pass rewrites scatters, the derivatives of these gathers, in the same way.
+`x`. The derivative of the gather is a scatter; the pass gives the scatter batch dimensions as well.
 
     gather x[8,10] by [(0, y0), (1, y1), ...]       ->  gather each row of x by [(y0), (y1), ...]
 

@@ -1,7 +1,7 @@
 """Communication primitives: JAX can trace them, but raises an error if it runs them.
 
-Collectives among trainers also have a lowering over named axes of JAX. A runner that maps a
-program over such axes uses the lowering.
+Collectives among trainers also have a lowering to collectives over named axes of JAX. A runner that
+maps a program over named axes (with `jax.vmap` or `jax.shard_map`) uses the lowering.
 
 Data defines the order of equations: an equation outputs a *token*, an empty boolean array, which is
 an operand of all equations that must run later. (Without tokens XLA would reorder host callbacks,

@@ -1,4 +1,4 @@
-"""Reduce-scatter: the sum of the trainers' parts on the axes `over`; each trainer gets a piece.
+"""Reduce-scatter: sum of the trainers' arrays over the axes `over`; each trainer gets a slice.
 
     x... = reduce_scatter x...   [name, over, size, axis]
 
@@ -24,9 +24,7 @@ def _type_of(x: Any, size: int, axis: int) -> Any:
 
 
 def _over_axis(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence[Any]:
-    """Reduce and scatter. On CPUs before JAX 0.12, where Gloo has a bug, all-reduce and slice
-    instead.
-    """
+    """Reduce and scatter; on CPUs before JAX 0.12, all-reduce and slice, because Gloo has a bug."""
     scatter = partial(jax.lax.psum_scatter, axis_name=over, scatter_dimension=axis, tiled=True)
     if not gloo_scatters_wrongly():
         return [scatter(x) for x in xs]
@@ -35,7 +33,7 @@ def _over_axis(*xs: Any, over: tuple[str, ...], axis: int, **_: Any) -> Sequence
 
 
 def _reduce_and_slice(x: jax.Array, *, over: tuple[str, ...], axis: int) -> jax.Array:
-    """All-reduce; return this trainer's piece of the sum."""
+    """All-reduce; return this trainer's slice of the sum."""
     part = x.shape[axis] // jax.lax.axis_size(over)
     start = jax.lax.axis_index(over) * part
     piece: jax.Array = jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, over), start, part, axis)

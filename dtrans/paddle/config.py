@@ -152,7 +152,7 @@ class DistributeTranspilerConfig:
       enable_dc_asgd: with sync_mode=False, True corrects gradients for their delay.
       dc_asgd_lambda, dc_asgd_decay: an extension: the fields of `dtrans.DelayCompensation`.
       on_trainer_exit: an extension: the effect on synchronous updates if a trainer closes before
-        the others: "drop", "paddle" or "error", as in `dtrans.pserver`.
+        the other trainers: "drop", "paddle" or "error", as in `dtrans.pserver`.
       runtime_split_send_recv: with sync_mode=False, True if a communicator in each trainer sends
         and receives in the background, so that steps do not wait.
       communicator: a `dtrans.CommunicatorConfig`, in place of Paddle's environment variables.

@@ -91,7 +91,7 @@ class PipelinePlan(Plan):
       update: the update, which computes new parameters from sums of gradients.
       shared: the exact step of a micro-batch; None with `batch="micro"`.
       values: the program that computes precomputed values from the full batch; None if
-        micro-batches read no such values.
+        micro-batches read no precomputed values.
       axes: maps an array of the batch to the dimension of its rows, if this is not 0.
       shown: the summaries and collections of the step.
       callers: a note for each host callback of the step, which names the stage that calls it.

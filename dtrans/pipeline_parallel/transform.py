@@ -264,8 +264,8 @@ def plan_pipeline(
     try:
         traced = micro_batch_of(main, o, _types(main))
     except DtransError:
-        # A step that itself loops over micro-batches cannot be traced for fewer rows. For such a
-        # loop, `captured` raises a clearer error.
+        # A step that itself loops over micro-batches cannot be traced for fewer rows. For a step
+        # with its own loop, `captured` raises a clearer error.
         captured(main)
         raise
     # This step is not captured, because `_merges` needs the equations of the loss.

@@ -1,6 +1,7 @@
-"""The update, divided by stage: each piece of the program runs on one stage.
+"""The update, divided by stage.
 
-A *place* is a stage of the pipeline. Each input of the update is in one place, or in every place.
+A *piece* of the update is a group of equations that one stage runs without communication. A *place*
+is a stage of the pipeline. Each input of the update is in one place, or in every place.
 *Shared* values depend only on inputs that every place has, such as a step count. The *hub* is the
 last place. It computes values that depend on several places, such as a global norm. The operands of
 an equation determine its place:
@@ -93,10 +94,10 @@ def place(
 
 
 def grouped(placed: PlacedUpdate, group: Mapping[str, int]) -> PlacedUpdate:
-    """Split pieces so that each piece computes the outputs of one group. The last group runs first.
+    """Split the pieces of an update by groups of its outputs. The last group runs first.
 
     Args:
-      placed: the program in pieces.
+      placed: the update, whose pieces may compute outputs of several groups.
       group: maps each output to its group. Values without a group, and values that several groups
         need, are computed before all groups.
     """
@@ -117,7 +118,7 @@ def grouped(placed: PlacedUpdate, group: Mapping[str, int]) -> PlacedUpdate:
 def _split_piece(
     piece: StagePart, group_of: Mapping[Var, int], groups: Sequence[int]
 ) -> list[StagePart]:
-    """Split a piece in several: equations that several groups need, and a piece for each group."""
+    """Split a piece: one for equations that several groups need, then one for each group."""
     eqns = piece.inner.eqns
     outs: dict[int | None, list[Var]] = {g: [] for g in (*groups, None)}
     for v in piece.makes:
@@ -148,7 +149,7 @@ def _split_piece(
 
 
 def _part(jaxpr: ClosedJaxpr, at: int, which: Sequence[int], makes: Sequence[Var]) -> StagePart:
-    """Return a piece that has the equations `which` of a jaxpr, and returns `makes`."""
+    """Return a piece with the equations of a jaxpr at the indices `which`; it outputs `makes`."""
     inner = opened(jaxpr)
     eqns = values_at(inner.eqns, which)
     reads = exclude(free_variables(eqns), inner.constvars)

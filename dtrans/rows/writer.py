@@ -4,8 +4,8 @@ An equation on full leaves becomes the same equation on the rows of a block. If 
 combines rows with a shared operand, the program computes only the same rows of that operand
 (`dtrans.rows.parts`): the slice moves up through the equations that compute the operand, to
 scalars, counters and keys. So the program contains no array of the full shape. If this is
-impossible, it computes the full operand and slices that. Bodies of loops and branches are written
-in the same way.
+impossible, the program computes the full operand and slices it. Equations in the bodies of loops
+and branches are restricted to the rows of the block as well.
 
 A `BlockRows` object, such as `RowRange`, describes the rows of a block.
 `dtrans.parameter_server.tables.trainer_rows` has a `BlockRows` for rows of several leaves by ids.

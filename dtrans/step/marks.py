@@ -5,8 +5,8 @@ The primitive `mark_p` is an identity on a gradient. Its second operand is the p
 separate equation: one mark over the full pytree would make every leaf depend on every other leaf.
 
 `dtrans.value_and_grad` writes marks, and `make_train_step` calls `dtrans.value_and_grad`. jit,
-vmap, scan, remat and differentiation of the step keep marks; lowering removes them. alpa wraps
-`grad` in the same way (alpa/api.py, `alpa.grad`).
+vmap, scan, remat and differentiation of the step keep marks; lowering removes them. alpa also marks
+gradients, in a wrapper of `jax.grad` (alpa/api.py, `alpa.grad`).
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def refuse_observers(
       remedy: advice to the user.
 
     Raises:
-      GradientError: a callback reads such an operand.
+      GradientError: a callback has an operand of one of the kinds `reads`.
     """
     for x in observers:
         if x.calls and x.reads in reads:

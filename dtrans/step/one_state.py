@@ -60,11 +60,11 @@ FOLLOWER, OPTIMIZER = "follower", "optimizer"
 def is_train_state_step(program: Program, startup: Program | None) -> bool:
     """Return True if a step is a function of (state, *batch), not of (params, opt_state, *batch).
 
-    Such a step returns a new first argument. If no result is like the second argument, the second
-    argument is a batch array. If a result is like the second argument, this argument may still be a
-    batch array: an autoencoder returns a value like its input. Then two conditions must hold:
-    `startup` returns only the first argument, and the loss reads all leaves of the second argument
-    that the step changes.
+    A step of (state, *batch) returns a new state. If no result is like the second argument, the
+    second argument is a batch array. If a result is like the second argument, the second argument
+    may still be a batch array: an autoencoder returns a value like its input. Then two conditions
+    must hold: `startup` returns only the first argument, and the loss reads all leaves of the
+    second argument that the step changes.
     """
     outs = set(program.out_names)
     if not program.args or not program.args[0].names:

@@ -149,7 +149,7 @@ def from_limbs(sums: Sequence[Array], bits: int = LIMB) -> Array:
     found: Array = np.zeros(np.shape(sums[0]), np.uint64)
     for k, s in enumerate(sums):
         # 2**61 is 1 modulo P, so a product with a power of two rotates the 61 bits. The sum of
-        # seven such numbers is below 2**64.
+        # seven numbers of 61 bits is below 2**64.
         shift = np.uint64(bits * k % 61)
         x = np.rint(s).astype(np.uint64)
         found += ((x << shift) & _P) | (x >> (_61 - shift))

@@ -167,7 +167,7 @@ class StepValues:
         """Return the step value that contains all rows of an array in any order, else None.
 
         Rows of constants are unused slots, which are not compared. A row that equals the last row
-        and repeats one number may also be an unused slot: a second search ignores such rows.
+        and repeats one number may also be an unused slot: a second search ignores these rows.
         """
         rows = x.reshape(len(x), -1)
         is_slot = (rows == rows[-1]).all(1) & (rows == rows[:, :1]).all(1)

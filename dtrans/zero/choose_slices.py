@@ -302,7 +302,7 @@ def _choose_axis(shape: tuple[int, ...], degree: int, first: int = 0) -> int | N
 def _find_replicated_gradients(step: DividedStep) -> set[str]:
     """Return the leaves whose gradients are equal on all ranks without a reduction.
 
-    Such a gradient does not depend on the batch or on the index of the rank.
+    A gradient is equal on all ranks if it depends neither on the batch nor on the rank's index.
     """
     batch = values_at(step.program.invars, step.batch)
     local = local_values(step.program.inner.eqns, batch)

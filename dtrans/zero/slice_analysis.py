@@ -237,8 +237,8 @@ class SliceAnalysis(SplitWriter):
             self.reads[i] = [a for k, a in enumerate(eqn.invars) if k not in on_slices]
             self.read_full(self.reads[i])
 
-        # If a leaf is gathered anyway, a reduction of the full leaf needs no collective. Such a
-        # reduction may need more full leaves, so repeat until nothing changes.
+        # If a leaf is gathered anyway, a reduction of the full leaf needs no collective. But the
+        # reduction may then need other leaves in full, so repeat until nothing changes.
         while needless := [i for i, way in self.ways.items() if self._reduces_full(i, way)]:
             for i in needless:
                 del self.ways[i]
