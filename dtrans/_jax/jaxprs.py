@@ -167,8 +167,8 @@ def lowered_jaxpr(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     """Trace `fn` to a jaxpr without opaque `call_hi_primitive` equations.
 
     With the flags `jax_remat3` and `jax_custom_vjp3`, JAX creates equations of the primitive
-    `call_hi_primitive`, which would hide gradients and marks. `Traced.lojax` lowers them to other
-    primitives. JAX does not document `lojax`, but its name has no underscore (0.10.2, 0.11.0, head).
+    `call_hi_primitive`, which would hide gradients and marks. `Traced.lojax` lowers them. JAX
+    does not document `lojax`, but its name has no underscore (0.10.2, 0.11.0, head).
     """
     return jax.jit(fn).trace(*args).lojax.jaxpr
 

@@ -102,8 +102,8 @@ def _over_axis(*xs: Any, op: str, over: tuple[str, ...], **_: Any) -> Sequence[A
         reduced: Sequence[Any] = _REDUCE[op](xs, over)
         return reduced
     # Not every backend of XLA has a collective for products and bitwise reductions. So the arrays
-    # of all trainers are gathered and reduced locally, which is cheap for small arrays. Each axis is
-    # gathered separately, because vmap does not support a gather over several axes.
+    # of all trainers are gathered and reduced locally, which is cheap for small arrays. Each axis
+    # is gathered separately, because vmap does not support a gather over several axes.
     parts: Sequence[Any] = xs
     for name in reversed(over):
         parts = [combine(op, list(jax.lax.all_gather(x, name))) for x in parts]
