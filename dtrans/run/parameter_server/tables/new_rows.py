@@ -7,22 +7,39 @@ rows that are used.
 
 PRNG keys are computed separately. So tables of equal shapes share the compiled program that
 initializes rows.
+
+XLA chooses the order of a sum by the shape of an array. If the init sums numbers of a row, as a
+norm does, all calls initialize the same number of rows. So the bits of a row do not depend on the
+number of rows that are initialized together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans._jax import ClosedJaxpr, JaxprEqn, Literal, Var, evaluate, jaxpr_as_fun, opened
+from dtrans._jax import (
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    equations,
+    evaluate,
+    facts_of,
+    jaxpr_as_fun,
+    opened,
+)
 from dtrans.checkpoint.saved_rows import ArrayLike
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import variables
 from dtrans.parameter_server.tables.touched_rows import rooms
 from dtrans.run.base.lowered import jitted_once
+
+
+TOGETHER = 64  # rows of each call of an init that sums numbers of a row
 
 
 class RowMaker:
@@ -41,12 +58,16 @@ class RowMaker:
         self.types, self._write = eqn.params["types"], eqn.params["write"]
         # number of rows -> (compiled function, its arguments after the ids)
         self._fns: dict[int, tuple[Callable[..., Sequence[Any]], list[Any]]] = {}
+        self._sums = any(map(_sums, equations(self._write(TOGETHER).jaxpr)))
 
     def __call__(self, ids: np.ndarray) -> list[np.ndarray]:
         """Return initial rows of the block, followed by those of each array of its state."""
         if not len(ids):
             return [np.empty((0, *t.shape[1:]), t.dtype) for t in self.types]
-        parts = [self._initialize(ids[start:stop], size) for start, stop, size in rooms(len(ids))]
+        calls = rooms(len(ids))
+        if self._sums:
+            calls = _equal_calls(len(ids))
+        parts = [self._initialize(ids[start:stop], size) for start, stop, size in calls]
         return list(map(np.concatenate, zip(*parts, strict=True)))
 
     def _initialize(self, ids: np.ndarray, size: int) -> list[np.ndarray]:
@@ -58,6 +79,19 @@ class RowMaker:
             self._fns[size] = jitted_once(jaxpr_as_fun(rows), padded, *operands), operands
         fn, operands = self._fns[size]
         return [np.asarray(x)[: len(ids)] for x in fn(padded, *operands)]
+
+
+def _sums(eqn: JaxprEqn) -> bool:
+    """Return True if an equation adds or multiplies several numbers of an array."""
+    facts = facts_of(eqn)
+    combines = facts.axes or facts.flops in ("product", "window") or facts.last_axes(eqn)
+    return bool(combines) and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
+
+
+def _equal_calls(count: int) -> Iterator[tuple[int, int, int]]:
+    """Yield calls as `rooms` does, all for `TOGETHER` rows."""
+    for start in range(0, count, TOGETHER):
+        yield start, min(start + TOGETHER, count), TOGETHER
 
 
 def split_keys(jaxpr: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
