@@ -68,7 +68,7 @@ class RayJob(Job):
     for its part of the batch. The driver averages floating-point scalars over trainers, and stacks
     all other results along a new leading axis.
 
-    An error of an actor ends the job and all actors. The loss of a role or node raises a
+    An error of an actor ends the job and all actors. The failure of a role or node raises a
     `PeerError` that names both.
 
     Args:

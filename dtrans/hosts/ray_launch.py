@@ -228,7 +228,7 @@ class RayChild(Child):
         except RayTaskError as e:
             self._lost = str(e.cause)
         except RayError as e:
-            self._lost = f"the loss of its actor; Ray says: {one_line(e)}"
+            self._lost = f"the end of its actor; Ray says: {one_line(e)}"
         self._events.put(self)
 
     @property

@@ -381,7 +381,7 @@ def test_a_node_that_goes_ends_the_launch(cluster, tmp_path, role):
     thread.start()
     with pytest.raises(
         LaunchError,
-        match=rf"on node .* \({node[:8]}\) failed with the loss of its actor; Ray says: ",
+        match=rf"on node .* \({node[:8]}\) failed with the end of its actor; Ray says: ",
     ):
         launch_on_ray(
             [sys.executable, str(role), str(tmp_path), "none"], trainers=3, deadline=PATIENCE

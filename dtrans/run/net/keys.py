@@ -253,7 +253,7 @@ class Keys:
             f"{ENCRYPTION}, in all processes"
         )
 
-    def other_keys(self, address: str) -> str:
+    def other_keys(self) -> str:
         """Return the cause of a refused connection and its remedy, as a part of an error.
 
         The process at the other end has refused the key or the password of this process.

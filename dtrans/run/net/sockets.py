@@ -302,7 +302,7 @@ class Handshakes:
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and found["value"] == _OTHER_MECHANISM:
             return event, self._keys.other_mechanism(self._address)
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            return event, self._keys.other_keys(self._address)
+            return event, self._keys.other_keys()
         # If this process has a wrong public key of the server, the CURVE server closes the
         # connection without a reason. A tunnel to a server that has not started also closes the
         # connection, but sends no greeting. `offers_curve` distinguishes the two cases.
@@ -311,7 +311,7 @@ class Handshakes:
             if self._broken == BROKEN:
                 self._broken = 0
                 if offers_curve(self._address):
-                    return event, self._keys.other_keys(self._address)
+                    return event, self._keys.other_keys()
         return event, ""
 
     def close(self) -> None:
