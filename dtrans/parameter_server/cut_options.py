@@ -6,7 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from dtrans.checks import check_flag, check_int, check_one_of
+from dtrans.parameter_server.overview import VarsDistributed
 from dtrans.parameter_server.replica_placement import backups_of
+from dtrans.parameter_server.server_balance import bytes_by_server
 
 
 if TYPE_CHECKING:
@@ -24,9 +26,10 @@ class Cuts:
       every: number of steps between two cuts. An asynchronous server counts the steps of all
         trainers.
       at_loss: True to also write a cut when a process is lost. Each server then stores the states
-        after its two newest steps, which takes the memory of one more state. After the failure of a
-        trainer, the job repeats only the incomplete step. Requires synchronous servers without
-        tables, and trainers that compute no leaves.
+        after its two newest steps, which takes the memory of one more state. Of a table, it stores
+        only old values of the rows that a step has changed. After the failure of a trainer, the job
+        repeats only the incomplete step. Requires synchronous servers, and trainers that compute
+        no leaves.
       replicas: 1 to store a copy of each server's state on another server, on another host if the
         servers have several. The failure of one server then repeats only the incomplete step, too.
         Implies `at_loss`. Requires several servers, with a trained parameter and `extra_bytes` of
@@ -58,7 +61,8 @@ class Cuts:
         With `at_loss`, a server stores the state before the newest one. With `replicas`, it also
         stores its merged gradients of two steps, until its backup has received them. For each
         copy of another server's state, it stores two states and at most four sets of gradients.
-        Buffers of connections are not counted.
+        Tables have one copy, with the rows that exist; the result counts all rows. It does not
+        count buffers of connections, and old values and gradients of the table rows of a step.
 
         Args:
           plan: the plan.
@@ -79,8 +83,9 @@ class Cuts:
           >>> list(dtrans.Cuts(every=100, replicas=1).extra_bytes(plan).values())
           [30012, 30012]
         """
-        by_kind = plan.server_bytes
+        by_kind = bytes_by_server(_without_tables(plan), plan.servers)
         sizes = {ep: sum(found.values()) for ep, found in by_kind.items()}
+        tables = {ep: sum(x.values()) - sizes[ep] for ep, x in plan.server_bytes.items()}
         extra = dict(sizes) if self.at_loss else dict.fromkeys(sizes, 0)
         if self.replicas:
             for primary, backup in backups_of(list(sizes)).items():
@@ -89,5 +94,17 @@ class Cuts:
                 extra[primary] += 2 * gradients
                 # Gradients of even and odd steps have separate buffers. Each has a second buffer,
                 # for gradients that arrive while an update still reads the first one.
-                extra[backup] += 2 * sizes[primary] + 4 * gradients
+                extra[backup] += 2 * sizes[primary] + 4 * gradients + tables[primary]
         return extra
+
+
+def _without_tables(plan: PServerPlan) -> VarsDistributed:
+    """Return a plan's overview without tables whose updates change only some rows."""
+    names = set[str]()
+    for programs in plan.servers.values():
+        for eqn in programs.main.eqns:
+            tables = eqn.params.get("tables")
+            for block in () if tables is None else tables.blocks.values():
+                if not block.updates_all:
+                    names.update(block.arrays)
+    return VarsDistributed(tuple(row for row in plan.overview if row.slice_name not in names))

@@ -19,7 +19,9 @@ the last of its steps that a server has received.
 Synchronous servers can also write a *cut at a failure*. The launcher then announces that the epoch
 ends. Each live server stops, and writes its states after its newest steps. A trainer begins a step
 only after all servers have completed the step before. So servers differ by at most one step, and
-the two newest states of each server contain a common step.
+the two newest states of each server contain a common step. In a job with tables, trainers may evict
+rows after a step. Such a cut then counts only if a server knows that a trainer has begun the next
+step.
 
 A synchronous update is a function of the state and the gradients, so repeated steps have the same
 bits. Messages of an older epoch are never processed in a newer one: each greeting contains the

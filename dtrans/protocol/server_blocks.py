@@ -104,8 +104,20 @@ class StepUpdate(Protocol):
     def old(self) -> dict[str, Any] | None:
         """Arrays of the state before the newest one, by name; None if they are not stored."""
 
-    def state_blocks(self) -> list[tuple[str, np.ndarray]]:
-        """Return the name and the values of each array of the state, to be sent to a backup."""
+    def newest(self) -> dict[str, Any]:
+        """Return the arrays of the state, by name. Tables are snapshots."""
+
+    def evict(self, name: str, unused_for: int) -> object:
+        """Evict rows of a table's block between two updates, in a copy of another server's state.
+
+        The arguments are those of `dtrans.protocol.tables.stored_tables.StoredTables.evict`.
+        """
+
+    def state_blocks(self) -> tuple[list[tuple[str, np.ndarray]], dict[str, int]]:
+        """Return the name and the values of each array of the state, to be sent to a backup.
+
+        The second result has the number of rows of each array of `Primary.varying`, by name.
+        """
 
     def merge(
         self, grads: Mapping[str, Any], present: frozenset[int], step: int

@@ -42,7 +42,9 @@ ones are in brackets):
                    [, on_trainer_exit, plan, nonce,
                    back, epoch]
     partials       step, level, pieces + frames        refuse
-    replica        step, is_state, pieces + frames     replicated step; refuse
+    replica        step, is_state, pieces + frames     replicated count; refuse
+                   [, rows]
+    replica_evict  step, table, unused_for             replicated count; refuse
 
     trainer 0 to trainer (nccl2 mode)                  and back
     meet           trainer, endpoints[, nonce]         here[, proof]; refuse
@@ -168,7 +170,8 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "peer": {"endpoint": str, "order": str, "layout": str},
     "partials": {"step": int, "level": int, "pieces": list},
     "replica": {"step": int, "is_state": bool, "pieces": list},
-    "replicated": {"step": int},
+    "replica_evict": {"step": int, "table": str, "unused_for": int},
+    "replicated": {"count": int},
     "welcome": {"step": int, "local": str},
     "rewind": {"epoch": int},
     "blocks": {"step": int, "pieces": list},
@@ -228,6 +231,7 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "peer": {"on_trainer_exit": str, "plan": dict, "nonce": str, "back": bool, "epoch": int},
     "welcome": {"proof": str, "epoch": int, "cut": int, "every": int, "count": int},
     "refuse": {"last": bool, "late": bool, "proof": str},
+    "replica": {"rows": dict},
     "meet": {"nonce": str},
     "doing": {"steps": int},
     "here": {"proof": str},

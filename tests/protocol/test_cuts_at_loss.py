@@ -322,14 +322,21 @@ def test_plans_without_a_common_newest_state_are_refused() -> None:
     with pytest.raises(ConfigError, match="cuts: at_loss=True needs .* pass mode=dtrans.Sync"):
         check_cuts(planned(mode=dtrans.Async()), AT_LOSS)
     tables = table_jobs.planned(optax.sgd(0.5), table_jobs.LAZY, 2, 1)
-    check_cuts(tables, dtrans.Cuts(10))
-    with pytest.raises(ConfigError, match="params/emb is a table, .*; leave this option out"):
-        check_cuts(tables, AT_LOSS)
+    check_cuts(tables, AT_LOSS)
+    # of the table, a server stores only old values of the rows that a step changes
+    assert [*AT_LOSS.extra_bytes(tables).values()] == [2 * table_jobs.D * 4]
 
 
 def test_replicas_need_a_trained_parameter_on_each_server() -> None:
     """A server without gradients has no inputs of a step that its backup could acknowledge."""
     replicas = dtrans.Cuts(10, replicas=1)
+    tables = table_jobs.planned(optax.sgd(0.5), table_jobs.LAZY, 2, 2)
+    check_cuts(tables, replicas)
+    # a backup stores the table once, and dense parameters in two states and six gradients
+    sizes = [sum(found.values()) for found in tables.server_bytes.values()]
+    table = table_jobs.V // 2 * table_jobs.D * 4
+    extra = [9 * (size - table) + table for size in sizes]
+    assert [*replicas.extra_bytes(tables).values()] == extra
     more = ",".join(f"127.0.0.1:{6174 + k}" for k in range(9))
     empty = planned(pservers=more)
     without = next(ep for ep, sizes in empty.server_bytes.items() if not sum(sizes.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +11,9 @@ import pytest
 
 from dtrans.errors import WireError
 from dtrans.protocol import wire
-from dtrans.protocol.server.replication import Primary, StoredReplicas
+from dtrans.protocol.server.replication import StoredReplicas
 from tools.simulate.case import Case
-from tools.simulate.updates import SimulatedUpdate, gradient_name, served
+from tools.simulate.updates import SimulatedUpdate, cut_of, gradient_name, primary_of, served
 
 
 CASE = Case(seed=0, mode="sync", steps=(9, 9), servers=((3,), (2,)), cuts=20, at_loss=True)
@@ -20,23 +21,22 @@ PRIMARY = CASE.endpoints[0]
 BLOCK = f"{PRIMARY}/w0"
 
 
-def backup(updates: list[SimulatedUpdate] | None = None) -> StoredReplicas:
+def backup(updates: list[SimulatedUpdate] | None = None, case: Case = CASE) -> StoredReplicas:
     """Return the copies of a backup, before the first message of its primary.
 
     Args:
       updates: gets the update of each copy.
+      case: the job.
     """
 
     def new_replica(endpoint: str, state: Mapping[str, np.ndarray], step: int) -> SimulatedUpdate:
-        update = SimulatedUpdate(served(CASE, endpoint), lambda: None, keeps_old=True, merges=True)
-        update.state = {n: x.copy() for n, x in state.items()}
+        update = SimulatedUpdate(served(case, endpoint), lambda: None, keeps_old=True, merges=True)
+        update.go_back(cut_of({n: x.copy() for n, x in state.items()}))
         if updates is not None:
             updates.append(update)
         return update
 
-    params = served(CASE, PRIMARY).params
-    gradients = {gradient_name(n, 0): t for n, t in params.items()}
-    return StoredReplicas({PRIMARY: Primary(gradients, params)}, new_replica)
+    return StoredReplicas({PRIMARY: primary_of(served(case, PRIMARY))}, new_replica)
 
 
 def replica(step: int, name: str, x: Any, *, is_state: bool = False) -> wire.Message:
@@ -54,7 +54,7 @@ def begun(step: int, updates: list[SimulatedUpdate] | None = None) -> StoredRepl
     """Return the copies of a backup that has the state after a step."""
     copies = backup(updates)
     assert copies.take(PRIMARY, replica(step, BLOCK, [0, 0, 0], is_state=True)) is None
-    assert copies.due(PRIMARY) == step
+    assert copies.received(PRIMARY) == step
     return copies
 
 
@@ -85,7 +85,7 @@ def test_inputs_are_applied_up_to_a_step() -> None:
 
 def test_a_backup_without_a_copy_has_no_states() -> None:
     assert backup().newest(PRIMARY) == {} == backup().newest("another:1")
-    assert backup().due(PRIMARY) is backup().due("another:1") is None
+    assert backup().received(PRIMARY) is backup().received("another:1") is None
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,31 @@ def test_unexpected_messages_are_refused_and_change_nothing(
     with pytest.raises(WireError, match=text):
         copies.take(PRIMARY, message)
     assert copies.take(PRIMARY, inputs(4)) == 5
+
+
+@pytest.mark.parametrize("count", [-1, 5, True, None])
+def test_a_number_of_rows_out_of_range_is_refused(count: Any) -> None:
+    case = dataclasses.replace(CASE, table=4)
+    blocks = served(case, PRIMARY)
+    (name,) = blocks.tables
+    copies = backup(case=case)
+    update = SimulatedUpdate(blocks, lambda: None)
+    for frames in wire.framed("replica", *update.state_blocks()[:1], step=0, is_state=True):
+        copies.take(PRIMARY, wire.parse(frames))
+    grad = gradient_name(name, 0)
+    ids = np.zeros(1, np.int32)
+    rows = {f"ids {grad}": count, grad: 1}
+    (frames,) = wire.framed("replica", [(f"ids {grad}", ids)], step=0, is_state=False, rows=rows)
+    with pytest.raises(WireError, match=r"rows of ids .*, expected 0 to 4"):
+        copies.take(PRIMARY, wire.parse(frames))
+
+
+def test_an_eviction_of_another_step_is_refused() -> None:
+    message = wire.Message("replica_evict", {"step": 5, "table": "t", "unused_for": 1})
+    with pytest.raises(WireError, match="`replica_evict` message of step 5, expected step 4"):
+        begun(4).take(PRIMARY, message)
+    with pytest.raises(WireError, match="expected step None"):
+        backup().take(PRIMARY, message)
 
 
 def test_the_state_comes_first_and_from_the_primary_alone() -> None:

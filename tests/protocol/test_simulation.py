@@ -15,7 +15,12 @@ import layers
 import numpy as np
 import pytest
 from paths import ROOT
-from planted_in_cuts import PLANTED_AT_LOSS, PLANTED_IN_CUTS, PLANTED_IN_REPLICAS
+from planted_in_cuts import (
+    PLANTED_AT_LOSS,
+    PLANTED_IN_CUTS,
+    PLANTED_IN_REPLICAS,
+    answer_evictions_early,
+)
 from typer.testing import CliRunner
 
 from dtrans.ops import CommunicatorConfig
@@ -717,12 +722,35 @@ def test_a_planted_fault_in_replicas_is_found(what: str, monkeypatch: pytest.Mon
     assert smaller(found).faults
 
 
+def test_the_answer_to_an_eviction_waits_for_the_backup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backup has the eviction, too, when the primary fails and trainers have its answer."""
+    case = Case(
+        seed=1,
+        mode="sync",
+        steps=(6, 6),
+        servers=((3,), (2,)),
+        table=4,
+        cuts=20,
+        at_loss=True,
+        replicas=1,
+        pace=0.05,
+        requests=(Request("evict", 3, (0, 1)),),
+    )
+    primary, backup = case.endpoints
+    hold = Event("hold", 0.54, f"pserver {primary} pserver {backup}", 5.0)
+    case = dataclasses.replace(case, events=(hold, Event("crash", 0.64, f"pserver {primary}")))
+    assert not simulated(case).faults
+    answer_evictions_early(monkeypatch)
+    assert simulated(case).faults
+
+
 def test_cases_with_replicas_are_of_all_kinds() -> None:
     """Servers are lost alone, and together with their host."""
     cases = [drawn_with_replicas(seed) for seed in range(200)]
     assert {c.mode for c in cases} == {"sync", "exchange"}
     assert {len(c.servers) for c in cases} == {2, 3}
     assert {c.hosts for c in cases} == {0, 2}
+    assert {c.table for c in cases} == {0, 1, 4} and any(c.requests for c in cases)
     kinds = [e.kind + " " * (e.kind == "crash") + e.who.split()[0] for c in cases for e in c.events]
     assert {"crash trainer", "crash pserver"} <= set(kinds)
     assert any(kind.startswith("host") for kind in kinds)

@@ -29,6 +29,7 @@ from tools.simulate.launcher import SimulatedEpochs, SimulatedLauncher
 from tools.simulate.server_role import SimulatedServer
 from tools.simulate.trainer_mean import TrainerMean
 from tools.simulate.trainer_role import SimulatedTrainer
+from tools.simulate.updates import SimulatedUpdate
 
 
 def _wrapped(
@@ -293,6 +294,22 @@ def _writes_the_state_before(real: Any) -> Any:
     return write_newest
 
 
+def _forgets_tables(real: Any) -> Any:
+    def init(self: Any, *args: Any, has_tables: bool) -> None:
+        real(self, *args, has_tables=False)
+
+    return init
+
+
+def _changes_rows_in_place(real: Any) -> Any:
+    def finish(self: Any, norm: Any) -> None:
+        real(self, norm)
+        if self.old is not None:
+            self.old |= {name: self.state[name] for name in self._rows}
+
+    return finish
+
+
 def _never_closes(self: Any) -> bool:
     return False
 
@@ -316,6 +333,12 @@ PLANTED_AT_LOSS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     ),
     "a server forgets that a trainer has begun the next step": lambda m: m.setattr(
         NewestStates, "has_begun_step", True
+    ),
+    "a state counts that lacks the evictions after its step": _wrapped(
+        NewestStates, "__init__", _forgets_tables
+    ),
+    "a server forgets the old values of rows": _wrapped(
+        SimulatedUpdate, "_finish", _changes_rows_in_place
     ),
 }
 
@@ -345,7 +368,19 @@ def _writes_without_pending_inputs(real: Any) -> Any:
 
 
 def _forgets_to_acknowledge_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StoredReplicas, "due", lambda self, source: None)
+    monkeypatch.setattr(StoredReplicas, "received", lambda self, source: None)
+
+
+def answer_evictions_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant a fault: trainers get the answer to an eviction before the backup evicts."""
+    real = JointUpdate.replicate_eviction
+
+    def replicate_eviction(self: Any, table: str, unused_for: int) -> bool:
+        real(self, table, unused_for)
+        self.waits_for_backup = False
+        return True
+
+    monkeypatch.setattr(JointUpdate, "replicate_eviction", replicate_eviction)
 
 
 # Faults of replicas
@@ -365,6 +400,7 @@ PLANTED_IN_REPLICAS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "trainers get their answers before the backup has the inputs": lambda m: m.setattr(
         JointUpdate, "is_replicated", True
     ),
+    "a replica lacks evictions": lambda m: m.setattr(SimulatedUpdate, "evict", _do_nothing),
     "a backup does not acknowledge again after a break": _forgets_to_acknowledge_again,
     "a backup does not write the replica of a lost server": lambda m: m.setattr(
         SimulatedServer, "_endpoints_of", lambda self, names: []

@@ -474,16 +474,16 @@ def drawn_at_loss(seed: int) -> Case:
     r, case = Random(f"at loss {seed}"), drawn_with_cuts(seed)
     breaks = any(event.kind == "cut" for event in case.events)
     mode = r.choice(["sync", "exchange"]) if len(case.servers) > 1 else "sync"
+    case = dataclasses.replace(case, mode=mode, table=0, ahead=0, moves_rows=False)
+    if mode == "sync" and r.random() < 0.6:
+        ahead, moves = r.choice([0, 1, 2]), r.random() < 0.3
+        case = dataclasses.replace(case, table=r.choice([1, 4]), ahead=ahead, moves_rows=moves)
     return dataclasses.replace(
         case,
-        mode=mode,
         rounds=case.rounds if mode == "sync" else 0,
         every=1,
         waits=False,
-        table=0,
-        ahead=0,
-        moves_rows=False,
-        requests=(),
+        requests=_eviction(r, case),
         has_means=False,
         # A trainer that waits for a server does not notice the end of another local connection.
         moves=case.moves and not breaks,

@@ -56,7 +56,8 @@ class EpochEnd:
 
     Attributes:
       newest: step of the newest server.
-      received: newest step whose parameters a trainer has received from all servers.
+      received: newest step whose parameters a trainer has received from all servers. In a job with
+        tables, a live server must also know that a trainer has begun the next step.
       cut: step of the cut at the start of the next epoch.
       has_results: False if no trainer was sent the results of this step, although the server that
         merges results lives.
@@ -121,6 +122,7 @@ class SimulatedLauncher:
         self._cut_epochs = dict.fromkeys(writers, 0)
         # number of the epoch in which each role's current process was started
         self._incarnations: dict[str, int] = {}
+        self._early = set[tuple[str, int]]()  # writer and step of each early piece
         self._geo_cuts: dict[str, GeoCut] = {}
         self._write_time = drawn_delay(random, WRITE)
         self._due = 0  # number of scheduled actions
@@ -179,6 +181,7 @@ class SimulatedLauncher:
         cut: SimulatedCut,
         *,
         begin: float = 0.0,
+        is_early: bool = False,
     ) -> float:
         """Write a role's piece of a cut, which takes some time.
 
@@ -188,6 +191,7 @@ class SimulatedLauncher:
           who, step, cut: endpoint of the server or name of the trainer, and the step and the state
             of the cut.
           begin: time at which the earlier pieces of the process are written.
+          is_early: as for `dtrans.run.net.role_folder.RoleFolder.note_cut`.
 
         Returns:
           The time at which the piece is written.
@@ -195,6 +199,8 @@ class SimulatedLauncher:
 
         def end() -> None:
             if not writer.killed:
+                if is_early and epoch == self._cut_epochs[who]:
+                    self._early.add((who, step))
                 self._note_cut(epoch, who, step, cut)
 
         time = max(writer.now, begin) + self._write_time()
@@ -379,8 +385,15 @@ class SimulatedLauncher:
         return [f"pserver {ep}" for ep in self._case.endpoints]
 
     def _newest_received(self) -> int:
-        """Return the newest step whose parameters a trainer has received from all servers."""
+        """Return the newest step that must not be lost. See `EpochEnd.received`."""
         newest = 0
+        if self._case.tables:
+            for name in self._servers:
+                role = self.roles[name]
+                if not role.over and self._entered.get(name) == self.epoch.number:
+                    kind = role.machine.kind
+                    newest = max(newest, kind.step - (not kind.newest.has_begun_step))
+            return newest
         for k in range(self._case.trainers):
             name = f"trainer {k}"
             if self._entered.get(name) == self.epoch.number and name not in self._starting:
@@ -495,7 +508,9 @@ class SimulatedLauncher:
         """Return the reports of cuts, by the endpoint of the server or the name of the trainer."""
         marks, is_alone = {}, not self._case.sync_mode
         for who, cuts in self._cuts.items():
-            marks[who] = RoleMark(self._cut_epochs[who], (*sorted(cuts),), is_alone=is_alone)
+            early = {step for step in cuts if (who, step) in self._early}
+            rest = tuple(sorted({*cuts} - early))
+            marks[who] = RoleMark(self._cut_epochs[who], rest, (*early,), is_alone=is_alone)
         return marks if is_alone else without_undone(marks, self.epoch.number, self.epoch.cut)
 
     def _grant(self, restarts: str, dropped: tuple[int, ...], started: Iterable[str]) -> None:
@@ -523,6 +538,7 @@ class SimulatedLauncher:
 
     def _forget_cuts(self, who: str, after: int | None) -> None:
         """Forget a role's cuts after a step, as `RoleFolder.enter` does; all cuts for None."""
+        self._early = {piece for piece in self._early if piece[0] != who}
         cuts = self._cuts[who]
         for step in [x for x in cuts if after is None or x > after]:
             del cuts[step]

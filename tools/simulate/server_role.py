@@ -27,6 +27,7 @@ from tools.simulate.updates import (
     SimulatedBlocks,
     SimulatedCut,
     SimulatedUpdate,
+    cut_of,
     replication,
     served,
 )
@@ -106,6 +107,7 @@ class SimulatedServer(Process):
                 epoch=epoch.number,
                 replication=replication(case, endpoint),
                 new_replica=functools.partial(self._new_replica, work),
+                job_has_tables=case.at_loss and bool(case.tables),
             )
         else:
             if self.blocks is None:
@@ -132,7 +134,7 @@ class SimulatedServer(Process):
     ) -> SimulatedUpdate:
         """Return the update of another server, of whose state this server stores a copy."""
         update = SimulatedUpdate(served(self._case, endpoint), work, keeps_old=True, merges=True)
-        update.state = {n: x.copy() for n, x in state.items()}
+        update.go_back(cut_of({n: x.copy() for n, x in state.items()}))
         return update
 
     def start(self) -> None:
@@ -214,10 +216,13 @@ class SimulatedServer(Process):
         if not self._case.at_loss:
             return
         assert isinstance(kind, SyncServer)
-        for endpoint, step, state in kind.newest.states(self._endpoints_of(lost)):
+        states = kind.newest.states(self._endpoints_of(lost))
+        for endpoint, step, state, is_early in states:
             if not launcher.has_written(endpoint, step):
-                terms = self._epoch.number, endpoint, step, SimulatedCut(dict(state), {})
-                self.written_at = launcher.write_cut(self, *terms, begin=self.written_at)
+                terms = self._epoch.number, endpoint, step, cut_of(state)
+                self.written_at = launcher.write_cut(
+                    self, *terms, begin=self.written_at, is_early=is_early
+                )
         end = max(self.now, self.written_at)
         launcher.note_end(self, self._epoch.number, lost, end)
 

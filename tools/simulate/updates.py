@@ -24,12 +24,15 @@ from dtrans.protocol.tables.stored_tables import TableReport
 from tools.simulate.case import Case
 
 
+RECORD = "@RECORD"  # end of the names of arrays with the record of a table's changes
+
+
 class ArrayType:
     """Shape and dtype of a simulated block."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, dtype: Any = np.float32) -> None:
         self.shape = (size,)
-        self.dtype = np.dtype(np.float32)
+        self.dtype = np.dtype(dtype)
         self.ndim = 1
 
 
@@ -140,12 +143,18 @@ def decayed(x: np.ndarray, g: np.ndarray) -> np.ndarray:
 
 def with_rows(x: np.ndarray, grads: Sequence[RowGradient]) -> np.ndarray:
     """Return the new value of a table's block after a mean of gradients of rows."""
-    ids = np.unique(np.concatenate([g.ids for g in grads]))
-    if not len(ids):
+    merged = merged_rows(grads, len(x))
+    if not len(merged.ids):
         return x
     new = x.copy()
-    new[ids] = decayed(x[ids], mean([spread(g, len(x))[ids] for g in grads]))
+    new[merged.ids] = decayed(x[merged.ids], merged.rows)
     return new
+
+
+def merged_rows(grads: Sequence[RowGradient], rows: int) -> RowGradient:
+    """Return the mean of gradients of rows, summed in the order of the list."""
+    ids = np.unique(np.concatenate([g.ids for g in grads])).astype(np.int32)
+    return RowGradient(ids, mean([spread(g, rows)[ids] for g in grads]))
 
 
 def spread(gradient: RowGradient, rows: int) -> np.ndarray:
@@ -237,10 +246,18 @@ def replication(case: Case, endpoint: str) -> Replication | None:
     backups, primaries = backups_of(case.endpoints), {}
     for primary, backup in backups.items():
         if backup == endpoint:
-            blocks = served(case, primary)
-            gradients = {gradient_name(n, 0): t for n, t in blocks.params.items()}
-            primaries[primary] = Primary(gradients, blocks.params, blocks.exchanges)
+            primaries[primary] = primary_of(served(case, primary))
     return Replication(backups[endpoint], primaries)
+
+
+def primary_of(blocks: ServerBlocks) -> Primary:
+    """Return the arrays that a simulated server sends to its backup."""
+    state = {n: ArrayType(size) for n, size in _sizes(blocks).items()}
+    gradients = {gradient_name(n, 0): t for n, t in state.items()}
+    for n, rows in _rows(blocks).items():
+        state[n + RECORD] = ArrayType(rows + 2, np.int64)
+    of_rows = frozenset(gradient_name(n, 0) for n in blocks.tables)
+    return Primary(gradients, state, blocks.exchanges, of_rows)
 
 
 def _exchange(case: Case, endpoint: str) -> Exchange:
@@ -300,6 +317,13 @@ class SimulatedTables:
         for n, (at, steps, evicted) in record.items():
             self.changed_at[n], self.steps[n], self._evicted[n] = at.copy(), steps, evicted
 
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return `record` as arrays: `changed_at`, and then the other two numbers, by name."""
+        found = {}
+        for n, (at, *numbers) in self.record().items():
+            found[n + RECORD] = np.concatenate([at, numbers])
+        return found
+
     def touch(self, name: str, parts: Sequence[np.ndarray]) -> None:
         """Record an update.
 
@@ -357,6 +381,17 @@ class SimulatedCut:
     begun: int = 0
 
 
+def cut_of(arrays: Mapping[str, np.ndarray]) -> SimulatedCut:
+    """Return a cut from a state with the arrays of `SimulatedTables.arrays`."""
+    state, tables = {}, {}
+    for n, x in arrays.items():
+        if n.endswith(RECORD):
+            tables[n.removesuffix(RECORD)] = x[:-2], int(x[-2]), int(x[-1])
+        else:
+            state[n] = x
+    return SimulatedCut(state, tables)
+
+
 class SimulatedUpdate:
     """Update of a synchronous server (`dtrans.protocol.server_blocks.StepUpdate`).
 
@@ -366,7 +401,8 @@ class SimulatedUpdate:
       keeps_old, merges: as for `dtrans.run.parameter_server.sync_update.SyncUpdate`.
 
     Attributes:
-      old: as for `SyncUpdate`.
+      state: arrays, by name.
+      old: as for `SyncUpdate`; with the arrays of `SimulatedTables.arrays`.
     """
 
     def __init__(
@@ -380,6 +416,7 @@ class SimulatedUpdate:
         self.state: dict[str, Any] = {n: initial(n, size) for n, size in _sizes(blocks).items()}
         self.old: dict[str, Any] | None = None
         self._keeps_old, self._merges = keeps_old, merges
+        self._old_tables: dict[str, np.ndarray] = {}
         self.exchange: Exchange | None = None
         self._blocks, self._work = blocks, work
         self._means: dict[str, np.ndarray] = {}
@@ -395,6 +432,10 @@ class SimulatedUpdate:
         self.state = dict(cut.state)
         self.tables.restore(cut.tables)
 
+    def newest(self) -> dict[str, Any]:
+        """Implement `StepUpdate.newest`."""
+        return {**self.state, **self.tables.arrays()}
+
     @property
     def values(self) -> Mapping[str, Any]:
         """Implement `StepUpdate.values`."""
@@ -403,9 +444,10 @@ class SimulatedUpdate:
     def begin(self, grads: Mapping[str, Any], present: frozenset[int], step: int) -> Vectors | None:
         """Implement `StepUpdate.begin`."""
         self._work()
-        self.old = None
+        self.old, self._old_tables = None, self.tables.arrays()
         if self._merges:
             self._means = {n: grads[gradient_name(n, 0)].copy() for n in self._blocks.params}
+            self._rows = {n: [grads[gradient_name(n, 0)]] for n in self._blocks.tables}
         else:
             received = self._received(grads, present)
             self._means = {n: mean(received[n]) for n in self._blocks.params}
@@ -428,11 +470,20 @@ class SimulatedUpdate:
     ) -> Mapping[str, Any]:
         """Implement `StepUpdate.merge`."""
         received = self._received(grads, present)
-        return {gradient_name(n, 0): mean(received[n]) for n in self._blocks.params}
+        merged: dict[str, Any] = {}
+        for n in self._blocks.params:
+            merged[gradient_name(n, 0)] = mean(received[n])
+        for n, table in self._blocks.tables.items():
+            merged[gradient_name(n, 0)] = merged_rows(received[n], table.rows)
+        return merged
 
-    def state_blocks(self) -> list[tuple[str, np.ndarray]]:
+    def evict(self, name: str, unused_for: int) -> None:
+        """Implement `StepUpdate.evict`."""
+        self.tables.evict(name, unused_for, np.empty(0, np.int32))
+
+    def state_blocks(self) -> tuple[list[tuple[str, np.ndarray]], dict[str, int]]:
         """Implement `StepUpdate.state_blocks`."""
-        return list(self.state.items())
+        return list(self.newest().items()), {}
 
     def go_on(self, arrived: Vectors | None) -> Vectors | None:
         """Implement `StepUpdate.go_on`."""
@@ -450,7 +501,7 @@ class SimulatedUpdate:
 
     def _finish(self, norm: np.float32) -> None:
         if self._keeps_old:
-            self.old = self.state
+            self.old = {**self.state, **self._old_tables}
         new = {n: applied(self.state[n], g, norm) for n, g in self._means.items()}
         self.state = new | {n: with_rows(self.state[n], g) for n, g in self._rows.items()}
         for name, gradients in self._rows.items():

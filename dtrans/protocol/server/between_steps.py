@@ -7,11 +7,13 @@ the middle of a step, where it may need the rows.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 
 from dtrans.errors import PeerError, WireError
 from dtrans.protocol import wire
+from dtrans.protocol.server.joint_update import JointUpdate
 from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry
 from dtrans.protocol.server_blocks import ServerBlocks
 from dtrans.protocol.tables.stored_tables import StoredTables, check_eviction, evict
@@ -23,6 +25,7 @@ class BetweenSteps:
     Args:
       served: the server's blocks.
       trainers: the server's trainers.
+      joint: the server's update, whose backup also evicts rows.
       say: function that sends a message.
 
     Attributes:
@@ -30,10 +33,13 @@ class BetweenSteps:
         request.
     """
 
-    def __init__(self, served: ServerBlocks, trainers: TrainerRegistry, say: Say) -> None:
-        self._served, self._trainers, self._say = served, trainers, say
+    def __init__(
+        self, served: ServerBlocks, trainers: TrainerRegistry, joint: JointUpdate, say: Say
+    ) -> None:
+        self._served, self._trainers, self._joint, self._say = served, trainers, joint, say
         self.evicting: dict[int, tuple[str, int]] = {}
         self._requests: dict[int, dict[str, int]] = {}  # trainer id -> `wire.Message.request`
+        self._answer: dict[str, Any] = {}  # fields of the `evicted` messages
 
     def evict(self, k: int, message: wire.Message, step: int, in_step: Collection[int]) -> None:
         """Record trainer k's request to evict rows.
@@ -82,11 +88,19 @@ class BetweenSteps:
             )
 
     def carry_out(self, stored: StoredTables | None) -> str:
-        """Evict the requested rows, and answer all trainers; return the name of the table."""
+        """Evict the requested rows; return the name of the table.
+
+        Without a backup, also answer all trainers.
+        """
         (name, unused_for), *_ = self.evicting.values()
-        fields = evict(stored, name, unused_for, np.empty(0, np.int32))
+        self._answer = evict(stored, name, unused_for, np.empty(0, np.int32))
+        if self._answer["error"] or self._joint.replicate_eviction(name, unused_for):
+            self.answer()
+        return name
+
+    def answer(self) -> None:
+        """Answer all trainers. A backup has evicted the rows, too."""
         for k in sorted(self.evicting):
             address = self._trainers.known[k].address
-            self._say(address, "evicted", **fields, **self._requests.pop(k))
+            self._say(address, "evicted", **self._answer, **self._requests.pop(k))
         self.evicting.clear()
-        return name

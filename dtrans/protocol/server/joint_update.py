@@ -26,6 +26,7 @@ from dtrans.protocol.server.replication import (
     NewReplica,
     Replication,
     StoredReplicas,
+    gradient_blocks,
     vector_blocks,
 )
 from dtrans.protocol.server.server_peers import ServerPeers
@@ -48,8 +49,8 @@ class JointUpdate:
     Attributes:
       peers: the other servers.
       step: number of complete updates.
-      waits_for_backup: True if the newest update is complete, but the backup lacks some of its
-        inputs. The server then answers no trainer.
+      waits_for_backup: True if the newest update or eviction is complete, but the backup lacks it.
+        The server then answers no trainer.
       replicas: copies of other servers' states.
     """
 
@@ -70,6 +71,7 @@ class JointUpdate:
         self.replicas = StoredReplicas(primaries, new_replica)
         self._backup = None if replication is None else replication.backup
         self._first = step
+        self._evictions = 0  # number of evictions that were sent to the backup
         self._update, self._trainers, self._say = update, trainers, say
 
     @property
@@ -91,22 +93,45 @@ class JointUpdate:
     @property
     def is_replicated(self) -> bool:
         """True if the backup has the inputs of all complete updates, or if there is no backup."""
-        if self._backup is None or self.step == self._first:
+        if self._backup is None or self.step + self._evictions == self._first:
             return True
-        return self.peers.known[self._backup].replicated >= self.step
+        return self.peers.known[self._backup].replicated >= self.step + self._evictions
 
     def replicate_state(self) -> None:
         """Send the state at the beginning of an epoch to the backup."""
         if self._backup is not None:
-            blocks = self._update.state_blocks()
-            self._say(self._backup, "replica", blocks, step=self.step, is_state=True)
+            blocks, rows = self._update.state_blocks()
+            fields = {"rows": rows} if rows else {}
+            self._say(self._backup, "replica", blocks, step=self.step, is_state=True, **fields)
 
-    def _replicate(self, inputs: Iterable[tuple[str, Any]]) -> None:
-        """Send inputs of the current step to the backup."""
+    def replicate_eviction(self, table: str, unused_for: int) -> bool:
+        """Send an eviction of table rows to the backup, and begin to wait for the backup.
+
+        Args:
+          table, unused_for: as for `StoredTables.evict`.
+
+        Returns:
+          True if there is no backup, so that the server may answer its trainers now.
+        """
+        if self._backup is not None:
+            self._evictions += 1
+            fields = {"table": table, "unused_for": unused_for}
+            self._say(self._backup, "replica_evict", step=self.step, **fields)
+            self.waits_for_backup = True
+        return not self.waits_for_backup
+
+    def _replicate(self, inputs: Iterable[tuple[str, Any]], rows: Mapping[str, int] = {}) -> None:
+        """Send inputs of the current step to the backup.
+
+        Args:
+          inputs: the arrays, by name.
+          rows: number of rows of gradients of tables, by name.
+        """
         if self._backup is not None:
             blocks = [(n, np.asarray(x)) for n, x in inputs]
+            fields = {"rows": {**rows}} if rows else {}
             if blocks:
-                self._say(self._backup, "replica", blocks, step=self.step, is_state=False)
+                self._say(self._backup, "replica", blocks, step=self.step, is_state=False, **fields)
 
     @property
     def can_go_on(self) -> bool:
@@ -123,7 +148,7 @@ class JointUpdate:
         present = frozenset(trainers)
         if self._backup is not None:
             grads = self._update.merge(grads, present, self.step)
-            self._replicate(grads.items())
+            self._replicate(*gradient_blocks(grads))
             present = MERGED
         return self._exchange(self._update.begin(grads, present, self.step))
 
@@ -183,24 +208,27 @@ class JointUpdate:
             self._welcome(address, message)
         elif sender is None:
             return False
-        elif message.op == "replica":
+        elif message.op in ("replica", "replica_evict"):
             self._take_replica(address, sender, message)
         elif message.op != "partials":
             raise WireError(
                 f"a `{message.op}` message from pserver {sender}; servers send each other only "
-                "`peer`, `partials` and `replica`"
+                "`peer`, `partials`, `replica` and `replica_evict`"
             )
         else:
             self.peers.take(address, message, self.step)
         return True
 
     def _take_replica(self, address: bytes, sender: str, message: wire.Message) -> None:
-        """Store update inputs of a server that this one copies; acknowledge each complete step."""
+        """Store update inputs of a server that this one copies, or evict rows of the copy.
+
+        Acknowledge each complete step, and each eviction.
+        """
         if not self.peers.known[sender].messages.take(message):
             return
-        step = self.replicas.take(sender, message)
-        if step is not None:
-            self._say(address, "replicated", step=step)
+        count = self.replicas.take(sender, message)
+        if count is not None:
+            self._say(address, "replicated", count=count)
 
     def _welcome(self, address: bytes, message: wire.Message) -> None:
         """Answer the greeting of another server."""
@@ -212,9 +240,9 @@ class JointUpdate:
             self._say(
                 address, "welcome", **welcome(self._trainers.secret, message, self.step, heard)
             )
-            step = self.replicas.due(message["endpoint"])
-            if step is not None:  # a broken connection may have lost the last acknowledgement
-                self._say(address, "replicated", step=step)
+            count = self.replicas.received(message["endpoint"])
+            if count is not None:  # a broken connection may have lost the last acknowledgement
+                self._say(address, "replicated", count=count)
             return
         reason = f"the end of another job in which pserver {message['endpoint']} takes part"
         self._say(address, "waiting", reason=reason)

@@ -4,6 +4,10 @@ Each state is the server's piece of a snapshot (cut) of the job after a step. Se
 step at different times: when a process fails, two servers may differ by one step. So each server
 writes the states after its two newest steps. The job continues from the newest step whose states
 all servers have written.
+
+Trainers may evict rows of tables after a step. A state is *early* if it may lack these evictions:
+its server does not know that a trainer has begun the next step. The job continues from such states
+only if another server knows.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ class NewestStates:
       joint: the progress of the update, and the replicas of other servers.
       turns: progress of the trainers in the current step.
       rounds: exchanges between trainers, which may also merge the results of each step.
+      has_tables: True if the job has tables, whose rows trainers may evict between steps.
     """
 
     def __init__(
@@ -35,12 +40,16 @@ class NewestStates:
         joint: JointUpdate,
         turns: TrainerTurns,
         rounds: TrainerRounds,
+        *,
+        has_tables: bool = False,
     ) -> None:
         self._endpoint, self._update, self._joint = endpoint, update, joint
         self._turns, self._rounds = turns, rounds
-        self._first = joint.step
+        self._first, self._has_tables = joint.step, has_tables
 
-    def states(self, lost: Collection[str] = ()) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
+    def states(
+        self, lost: Collection[str] = ()
+    ) -> Iterator[tuple[str, int, Mapping[str, Any], bool]]:
         """Yield the newest states of this server, and of its replicas of lost servers.
 
         If a trainer has begun the next step, it has received parameters from all servers. So all
@@ -50,11 +59,12 @@ class NewestStates:
           lost: endpoints of the lost servers.
 
         Yields:
-          The endpoint of the server, the step, and the arrays by name.
+          The endpoint of the server, the step, the arrays by name, and True for an early state.
         """
         newest = self._joint.step
-        least = newest if self.has_begun_step else newest - 1
-        states: dict[int, Mapping[str, Any]] = {newest: self._update.state}
+        begun = newest if self.has_begun_step else newest - 1
+        least = begun
+        states: dict[int, Mapping[str, Any]] = {newest: self._update.newest()}
         if self._update.old is not None:
             states[newest - 1] = self._update.old
             if self.lacks_results:
@@ -65,8 +75,10 @@ class NewestStates:
             by_endpoint[endpoint] = self._joint.replicas.newest(endpoint)
         for endpoint, found in by_endpoint.items():
             for step, state in found.items():
+                # A server makes the next update only after all trainers have begun that step.
+                is_early = self._has_tables and step == max(found) and step > begun
                 if step >= least:
-                    yield endpoint, step, state
+                    yield endpoint, step, state, is_early
 
     @property
     def has_begun_step(self) -> bool:

@@ -134,7 +134,7 @@ class PeerLine:
             peer.welcomed, self._lost = True, False
             self._send_missing(message.fields.get("heard", 0))
         if message.op == "replicated":
-            peer.replicated = max(peer.replicated, message["step"])
+            peer.replicated = max(peer.replicated, message["count"])
 
     def _send_missing(self, heard: int) -> None:
         """Send the messages after the first `heard` ones, which the other server has received."""

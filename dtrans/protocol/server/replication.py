@@ -7,12 +7,13 @@ one.
     primary to backup    replica       once in an epoch: the state at its beginning
                          replica...    in every step: the inputs of the update, which are the merged
                                        gradients, and partial results of other servers
-    backup to primary    replicated    when the inputs of a step have arrived
+                         replica_evict between steps: an eviction of table rows
+    backup to primary    replicated    when the inputs of a step, or an eviction, have arrived
 
 A primary answers trainers after a step only when its backup has the inputs of the step. So the
-backup can compute every step that a trainer completes. It applies the update to its copy after it
-has answered its trainers. The primary and the backup run the same compiled update on the same
-inputs, so the copy has the same bits.
+backup can compute every step that a trainer completes. The same holds for evictions. The backup
+applies the update to its copy after it has answered its trainers. The primary and the backup run
+the same compiled update on the same inputs, so the copy has the same bits.
 
 Source: replication after aggregation (Li et al., Scaling Distributed Machine Learning with the
 Parameter Server, OSDI 2014, section 4.3).
@@ -31,7 +32,7 @@ from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.server.exchange import Exchange, vector_types
-from dtrans.protocol.server_blocks import StepUpdate, Vectors
+from dtrans.protocol.server_blocks import RowGradient, StepUpdate, Vectors
 
 
 MERGED = frozenset({0})  # senders of merged gradients, which count as those of one trainer
@@ -46,16 +47,53 @@ class Primary:
       gradients: shape and dtype of each merged gradient, by name.
       state: shape and dtype of each array of the state, by name.
       exchanges: exchanges of the primary in each step.
+      row_gradients: names of the gradients of tables. The primary sends rows, and their ids.
+      varying: names of arrays of the state that have at most the rows of their type.
+      optional: names in `varying` that the primary may leave out.
     """
 
     gradients: Mapping[str, Any]
     state: Mapping[str, Any]
     exchanges: Sequence[Exchange] = ()
+    row_gradients: frozenset[str] = frozenset()
+    varying: frozenset[str] = frozenset()
+    optional: frozenset[str] = frozenset()
 
-    def inputs(self) -> Iterator[tuple[str, tuple[int, ...], Any]]:
-        """Yield name, shape and dtype of each input of the update of one step."""
-        for name, t in self.gradients.items():
+    def arrays(
+        self, rows: Mapping[str, Any], *, is_state: bool
+    ) -> Iterator[tuple[str, tuple[int, ...], Any]]:
+        """Yield name, shape and dtype of each array of the state, or of the inputs of one step.
+
+        Args:
+          rows: number of rows of each varying array, by name.
+          is_state: True for the state.
+
+        Raises:
+          WireError: a number of rows is missing, or is out of range.
+        """
+        ids = map(_ids_of, self.row_gradients)
+        varying = self.varying if is_state else {*self.row_gradients, *ids}
+        for name, shape, dtype in self.largest(is_state=is_state):
+            if name in self.optional and name not in rows:
+                continue
+            if name in varying:
+                count = rows.get(name)
+                if type(count) is not int or not 0 <= count <= shape[0]:
+                    raise WireError(
+                        f"a `replica` message with {wire.brief(count)} rows of {name}, expected 0 "
+                        f"to {shape[0]}"
+                    )
+                shape = (count, *shape[1:])
+            yield name, shape, dtype
+
+    def largest(self, *, is_state: bool) -> Iterator[tuple[str, tuple[int, ...], Any]]:
+        """Yield name, largest shape and dtype of each array. See `arrays`."""
+        for name, t in self.state.items() if is_state else self.gradients.items():
             yield name, t.shape, t.dtype
+        if is_state:
+            return
+        for name in self.row_gradients:
+            yield _ids_of(name), self.gradients[name].shape[:1], np.dtype(np.int32)
         for exchange in self.exchanges:
             for source, parcel in exchange.sources.items():
                 for dtype, size in vector_types(parcel):
@@ -80,6 +118,22 @@ class Replication:
         return tuple(dict.fromkeys((self.backup, *self.primaries)))
 
 
+def _ids_of(gradient: str) -> str:
+    return f"ids {gradient}"
+
+
+def gradient_blocks(grads: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], dict[str, int]]:
+    """Return the name and the array of each merged gradient, and numbers of rows by name."""
+    blocks, rows = list[tuple[str, Any]](), dict[str, int]()
+    for name, x in grads.items():
+        if isinstance(x, RowGradient):
+            blocks += [(_ids_of(name), x.ids), (name, x.rows)]
+            rows |= dict.fromkeys((_ids_of(name), name), len(x.ids))
+        else:
+            blocks.append((name, x))
+    return blocks, rows
+
+
 def _vector_name(level: int, source: str, dtype: str) -> str:
     return f"partials {level} {source} {dtype}"
 
@@ -102,16 +156,23 @@ class Replica:
 
     Attributes:
       due: number of the step whose inputs arrive next; None before the state has arrived.
+      evictions: number of received evictions.
     """
 
     def __init__(self, endpoint: str, primary: Primary, new_replica: NewReplica) -> None:
         self.due: int | None = None
+        self.evictions = 0
         self._endpoint, self._primary, self._new_replica = endpoint, primary, new_replica
         self._pool = BufferPool()
-        self._state = self._inbox((n, t.shape, t.dtype) for n, t in primary.state.items())
+        self._state: Inbox | None = None
         self._inputs: dict[int, Inbox] = {}
         self._update: StepUpdate
         self._step = 0  # number of updates in the copy
+
+    @property
+    def received(self) -> int | None:
+        """Number of updates whose inputs have arrived, and of evictions; None without a state."""
+        return None if self.due is None else self.due + self.evictions
 
     def take(self, message: wire.Message) -> bool:
         """Store a part of the state, or of the inputs of a step. Return True for the last part.
@@ -131,23 +192,42 @@ class Replica:
         inbox = self._inputs.get(step)
         if inbox is None:
             # The inputs of the previous step may still wait in their memory.
-            names = ((f"{step % 2} {n}", n, shape, dtype) for n, shape, dtype in self._inputs_of())
-            inbox = self._inputs[step] = self._inbox_in_pool(names)
+            arrays = self._primary.arrays(message.fields.get("rows", {}), is_state=False)
+            names = ((f"{step % 2} {n}", n, shape, dtype) for n, shape, dtype in arrays)
+            inbox = self._inbox_in_pool(names)
         inbox.take(message)
+        self._inputs[step] = inbox
         if inbox.missing():
             return False
         self.due = step + 1
         return True
 
-    def _inputs_of(self) -> Iterator[tuple[str, tuple[int, ...], Any]]:
-        return self._primary.inputs()
-
     def _take_state(self, step: int, message: wire.Message) -> None:
-        self._state.take(message)
-        if not self._state.missing():
-            self._update = self._new_replica(self._endpoint, self._state.memory, step)
+        inbox = self._state
+        if inbox is None:
+            rows = message.fields.get("rows", {})
+            inbox = self._inbox(self._primary.arrays(rows, is_state=True))
+        inbox.take(message)
+        self._state = inbox
+        if not inbox.missing():
+            self._update = self._new_replica(self._endpoint, inbox.memory, step)
             self._step = self.due = step
-            self._state = self._inbox(())
+            self._state = None
+
+    def evict(self, message: wire.Message) -> None:
+        """Evict rows of the copy, after all updates before the eviction.
+
+        Raises:
+          WireError: the message is not expected. No row has been evicted.
+        """
+        if self.due is None or message["step"] != self.due:
+            raise WireError(
+                f"pserver {self._endpoint} sent a `replica_evict` message of step "
+                f"{message['step']}, expected step {self.due}"
+            )
+        self.apply(self.due)
+        self._update.evict(message["table"], message["unused_for"])
+        self.evictions += 1
 
     def apply(self, end: int) -> None:
         """Update the copy, up to step `end` or to the first step with missing inputs."""
@@ -156,7 +236,9 @@ class Replica:
 
     def _apply_next(self, inputs: Mapping[str, np.ndarray]) -> None:
         update = self._update
-        grads = {n: inputs[n] for n in self._primary.gradients}
+        grads: dict[str, Any] = {n: inputs[n] for n in self._primary.gradients}
+        for n in self._primary.row_gradients:
+            grads[n] = RowGradient(inputs[_ids_of(n)], inputs[n])
         outgoing = update.begin(grads, MERGED, self._step)
         while outgoing is not None:
             exchange = update.exchange
@@ -174,7 +256,7 @@ class Replica:
         if self.due is None:
             return {}
         self.apply(self.due)
-        states: dict[int, Mapping[str, Any]] = {self._step: self._update.state}
+        states: dict[int, Mapping[str, Any]] = {self._step: self._update.newest()}
         if self._update.old is not None:
             states[self._step - 1] = self._update.old
         return states
@@ -217,26 +299,30 @@ class StoredReplicas:
 
         Args:
           source: endpoint of the primary.
-          message: a `replica` message.
+          message: a `replica` or `replica_evict` message.
 
         Returns:
-          The number of updates that the copy can contain now, if the inputs of a step are complete.
+          `Replica.received`, if an eviction or the inputs of a step are complete.
 
         Raises:
           WireError: the message is not expected. Nothing has been stored.
         """
         if source not in self._of:
             raise WireError(
-                f"pserver {source} sent `replica`, but its backup is another server; every role "
-                "must plan the same step with the same options"
+                f"pserver {source} sent `{message.op}`, but its backup is another server; every "
+                "role must plan the same step with the same options"
             )
         replica = self._of[source]
-        return replica.due if replica.take(message) else None
+        if message.op == "replica_evict":
+            replica.evict(message)
+        elif not replica.take(message):
+            return None
+        return replica.received
 
-    def due(self, source: str) -> int | None:
-        """Return the number of updates that a server's copy can contain; None without a copy."""
+    def received(self, source: str) -> int | None:
+        """Return `Replica.received` of a server's copy; None without a copy."""
         replica = self._of.get(source)
-        return None if replica is None else replica.due
+        return None if replica is None else replica.received
 
     def apply(self, end: int) -> None:
         """Update all copies, each up to step `end` or to the first step with missing inputs."""

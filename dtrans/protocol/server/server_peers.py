@@ -42,7 +42,8 @@ class ServerPeer:
       gone: True if the peer has ended, or did not reconnect in time.
       messages: messages to and from the peer.
       nonce: random word that identifies the peer's process, from its greeting.
-      replicated: number of this server's updates that a backup can compute; -1 before the first.
+      replicated: number of this server's updates and evictions that a backup can compute; -1 before
+        the first.
     """
 
     endpoint: str

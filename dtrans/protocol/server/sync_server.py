@@ -68,11 +68,11 @@ class SyncServer:
       epoch: number of the server's epoch.
       replication: replicas of this server; None without replicas.
       new_replica: as for `Replica`.
+      job_has_tables: True if trainers may evict rows of tables, on any server of the job.
 
     Attributes:
-      between_steps: called after each update with the number of updates. A server with tables calls
-        it when a trainer begins the next step, since trainers may evict rows until then. A server
-        that merges results does so, too, since a cut should follow the results of its step.
+      between_steps: called after each update with the number of updates. If trainers may evict
+        rows, or the server merges results, it is called when a trainer begins the next step.
       endpoint: endpoint of the server.
       on_trainer_exit: rule for trainers that leave before other trainers do (`TrainerExits`).
       tables: the server's blocks of tables; None if it has none.
@@ -94,20 +94,18 @@ class SyncServer:
         epoch: int = 0,
         replication: Replication | None = None,
         new_replica: NewReplica | None = None,
+        job_has_tables: bool = False,
     ) -> None:
         self.between_steps: Callable[[int], object] | None = None
         self.endpoint, self.on_trainer_exit = served.endpoint, served.on_trainer_exit
         self.tables: StoredTables | None = None
-        self._served, self._update = served, update
-        self._trainers, self._say = trainers, say
-        self._first = step
+        self._served, self._update, self._trainers, self._say = served, update, trainers, say
+        self._first, self._job_has_tables = step, job_has_tables
         self._is_between_steps = self.has_tables
         self._rows = RowAnswers(served, update, trainers, say)
         self._exits = TrainerExits(self.on_trainer_exit, trainers)
         self._turns = TrainerTurns(served, update, trainers, self._rows, self._exits, say)
         self.rounds = TrainerRounds(trainers.count)
-        self._between = BetweenSteps(served, trainers, say)
-
         self.peers = ServerPeers(
             served.endpoint,
             served.exchanges,
@@ -118,7 +116,9 @@ class SyncServer:
         )
         terms = update, self.peers, trainers, say, step
         self._joint = JointUpdate(*terms, replication, new_replica)
-        self.newest = NewestStates(served.endpoint, update, self._joint, self._turns, self.rounds)
+        self._between = BetweenSteps(served, trainers, self._joint, say)
+        parts = served.endpoint, update, self._joint, self._turns, self.rounds
+        self.newest = NewestStates(*parts, has_tables=self.has_tables)
         waits = (self._joint, self._turns, self.rounds, self._between.evicting)
         self._waits = StepWaits(trainers, *waits, say)
 
@@ -136,8 +136,8 @@ class SyncServer:
 
     @property
     def has_tables(self) -> bool:
-        """True if the server has blocks of tables, whose rows trainers may evict between steps."""
-        return bool(self._served.tables)
+        """True if trainers may evict rows of tables between steps."""
+        return self._job_has_tables or bool(self._served.tables)
 
     def step_count(self) -> int:
         """Return the number of complete updates; raise StateError during an update."""
@@ -292,7 +292,8 @@ class SyncServer:
 
     def _evict_if_all_said(self) -> None:
         """Evict rows if all trainers have requested the eviction."""
-        if self._trainers.all_said(self._between.evicting):
+        all_said = self._trainers.all_said(self._between.evicting)
+        if all_said and not self._joint.waits_for_backup:
             self._waits.restart()
             self._rows.forget_table(self._between.carry_out(self.tables))
 
@@ -318,9 +319,9 @@ class SyncServer:
         self._joint.replicate_state()
 
     def heard_backup(self) -> None:
-        """Answer the trainers if the update waited only for the backup's acknowledgement."""
+        """Answer the trainers if they waited only for the backup's acknowledgement."""
         if self._joint.end_wait_for_backup():
-            self._finish()
+            (self._between.answer if self._between.evicting else self._finish)()
 
     def _continue(self, complete: bool) -> None:
         """End the step if the server may answer its trainers; otherwise wait for other servers."""

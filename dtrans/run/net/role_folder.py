@@ -122,17 +122,21 @@ class RoleFolder(EpochFolder):
         """Step of the newest cut that this process knows to be written; None without one."""
         return max(self._mark.cuts, default=None)
 
-    def note_cut(self, epoch: int, step: int) -> None:
+    def note_cut(self, epoch: int, step: int, *, is_early: bool = False) -> None:
         """Tell the launcher that this role has written its part of a cut.
 
         Args:
           epoch: number of the epoch in which the cut was taken. Cuts of older epochs are ignored.
           step: the step of the cut.
+          is_early: True if the part may lack evictions of table rows after the step.
         """
         with self._lock:
-            if epoch == self._mark.epoch:
-                cuts = sorted({*self._mark.cuts, step})
-                self._write_mark(dataclasses.replace(self._mark, cuts=tuple(cuts)))
+            if epoch != self._mark.epoch:
+                return
+            cuts, early = {*self._mark.cuts}, {*self._mark.early}
+            (early if is_early else cuts).add(step)
+            steps = tuple(sorted(cuts)), tuple(sorted(early))
+            self._write_mark(dataclasses.replace(self._mark, cuts=steps[0], early=steps[1]))
 
     def of_lost(self, role: str, epoch: int) -> RoleFolder:
         """Return the folder as the lost role sees it, to write the lost role's part of a cut.
@@ -149,7 +153,7 @@ class RoleFolder(EpochFolder):
 
     def has_written(self, step: int) -> bool:
         """Return True if this role has written its part of the cut of a step."""
-        return step in self._mark.cuts
+        return step in self._mark.cuts or step in self._mark.early
 
     def remove_part(self, step: int) -> None:
         """Remove this role's part of the cut of a step, which the role has not reported.

@@ -18,6 +18,8 @@ class RoleMark:
     Attributes:
       epoch: number of the epoch in which the role takes part.
       cuts: steps of the cuts that the role has written, increasing.
+      early: steps of written cuts that may lack evictions of table rows after their step. They
+        count when another role has written a cut of the step with these evictions.
       left: True if the role has left the job after its last step.
       with_trainers: in a server's report, True if trainers write parts of its cuts, too.
       is_alone: True for an asynchronous server, which goes back to a cut without other servers.
@@ -30,6 +32,7 @@ class RoleMark:
 
     epoch: int = 0
     cuts: tuple[int, ...] = ()
+    early: tuple[int, ...] = ()
     left: bool = False
     with_trainers: bool = False
     is_alone: bool = False
@@ -50,7 +53,8 @@ class RoleMark:
 
     def cuts_until(self, cut: int | None) -> tuple[int, ...]:
         """Return the steps of the written cuts up to step `cut`; () if `cut` is None."""
-        return () if cut is None else tuple(step for step in self.cuts if step <= cut)
+        written = sorted({*self.cuts, *self.early})
+        return () if cut is None else tuple(step for step in written if step <= cut)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +77,20 @@ class LostReport:
 def mark_of(fields: Mapping[str, Any]) -> RoleMark:
     """Return a report from the contents of its file, in which tuples are lists."""
     mark = RoleMark(**fields)
-    cuts, counts, ended_for = tuple(mark.cuts), tuple(mark.counts), tuple(mark.ended_for)
-    return dataclasses.replace(mark, cuts=cuts, counts=counts, ended_for=ended_for)
+    return dataclasses.replace(
+        mark,
+        cuts=tuple(mark.cuts),
+        early=tuple(mark.early),
+        counts=tuple(mark.counts),
+        ended_for=tuple(mark.ended_for),
+    )
 
 
 def complete_cuts(marks: Mapping[str, RoleMark], roles: Collection[str]) -> set[int]:
     """Return the steps of the cuts that all roles have written.
+
+    A trainer begins a step after all servers have made the evictions before it. So if one server
+    knows that the next step has begun, the early cuts of other servers have these evictions, too.
 
     Args:
       marks: the report of each role, by name.
@@ -90,8 +102,12 @@ def complete_cuts(marks: Mapping[str, RoleMark], roles: Collection[str]) -> set[
       >>> complete_cuts(marks, ["pserver 0", "pserver 1"])
       {10}
     """
-    cuts = [set(marks[name].cuts) if name in marks else set() for name in roles]
-    return set.intersection(*cuts) if cuts else set()
+    written, with_evictions = [], set[int]()
+    for name in roles:
+        mark = marks.get(name, RoleMark())
+        written.append({*mark.cuts, *mark.early})
+        with_evictions.update(mark.cuts)
+    return set.intersection(with_evictions, *written)
 
 
 def old_cut(complete: Collection[int]) -> int:
@@ -129,7 +145,7 @@ def without_undone(
     found = {}
     for name, mark in marks.items():
         if mark.epoch < epoch:
-            mark = dataclasses.replace(mark, cuts=mark.cuts_until(cut))
+            mark = dataclasses.replace(mark, cuts=mark.cuts_until(cut), early=())
         found[name] = mark
     return found
 

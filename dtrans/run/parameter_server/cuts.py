@@ -179,7 +179,13 @@ class ServerCuts:
         return restore(self._path(step), self.plan, self.endpoint)
 
     def write(
-        self, epoch: int, counts: Mapping[int, int], state: Mapping[str, Any], mark: Mark
+        self,
+        epoch: int,
+        counts: Mapping[int, int],
+        state: Mapping[str, Any],
+        mark: Mark,
+        *,
+        is_early: bool = False,
     ) -> None:
         """Write this server's piece of a cut, and remove its pieces of old cuts.
 
@@ -191,6 +197,7 @@ class ServerCuts:
           counts: for an asynchronous server, the number of steps of each trainer in the state.
           state: the server's arrays, by name.
           mark: the run and the step.
+          is_early: as for `RoleFolder.note_cut`.
         """
         assert mark.step is not None
         path = self._path(mark.step)
@@ -229,7 +236,7 @@ class ServerCuts:
             for step in self.epochs.note_cut_alone(mark.step, by_trainer):
                 shutil.rmtree(self._path(step), ignore_errors=True)
         else:
-            self.epochs.note_cut(epoch, mark.step)
+            self.epochs.note_cut(epoch, mark.step, is_early=is_early)
             self.epochs.remove_old_cuts(epoch, server_names(self.plan))
 
     def note_end(self, epoch: int, lost: Sequence[str] = ()) -> None:
@@ -346,12 +353,6 @@ def _check_at_loss(plan: PServerPlan, option: str) -> None:
         raise ConfigError(
             f"cuts: {option} needs a common step of all servers, but asynchronous servers have "
             "none; pass mode=dtrans.Sync(), or leave this option out"
-        )
-    if plan.tables.of:
-        (name, *_) = plan.tables.of
-        raise ConfigError(
-            f"cuts: with {option} a server stores its two newest states, but {name} is a table, "
-            "whose rows an update changes in place; leave this option out"
         )
     computed = computed_leaves(plan)
     if computed:

@@ -169,9 +169,10 @@ class Server:
         assert not isinstance(like, BlockUpdates)
         steps = start.step - self._first_step
         state, replicas = self._copied(start.state), self._replicas
+        at_loss = self._cuts is not None and self._cuts.at_loss
         self._update = SyncUpdate(
             *(update, state, served.trainers, like, steps),
-            keeps_old=self._cuts is not None and self._cuts.at_loss,
+            keeps_old=at_loss,
             merges=replicas is not None,
         )
         return SyncServer(
@@ -180,6 +181,7 @@ class Server:
             epoch=start.epoch.number,
             replication=None if replicas is None else replicas.replication,
             new_replica=None if replicas is None else replicas.new_replica,
+            job_has_tables=at_loss and self._cuts is not None and bool(self._cuts.plan.tables.of),
         )
 
     def _dense(self, state: Mapping[str, Any]) -> dict[str, Any]:

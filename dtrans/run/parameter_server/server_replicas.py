@@ -7,16 +7,21 @@ describes the messages.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from dtrans.checkpoint.assemble import as_jax
 from dtrans.ir.array_fns import words_type
+from dtrans.ir.program import Program
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.replica_placement import backups_of
 from dtrans.protocol.server.replication import Primary, Replication
 from dtrans.run.parameter_server.sync_update import SyncUpdate
+from dtrans.run.parameter_server.tables.sent_tables import received_tables, sent_types
 from dtrans.run.parameter_server.update import ServerUpdate
 
 
@@ -37,20 +42,25 @@ class ServerReplicas:
     def __init__(self, plan: PServerPlan, endpoint: str) -> None:
         backups = backups_of(list(plan.servers))
         self._updates: dict[str, ServerUpdate] = {}
+        self._startups: dict[str, Program] = {}
         # the copies of the last epoch, whose compiled functions are used again
         self._copies: dict[str, SyncUpdate] = {}
         primaries = {}
         for primary, backup in backups.items():
             if backup == endpoint:
-                update = ServerUpdate.from_program(plan.servers[primary].main)
-                self._updates[primary] = update
-                primaries[primary] = _primary_of(update)
+                programs = plan.servers[primary]
+                update = ServerUpdate.from_program(programs.main)
+                self._updates[primary], self._startups[primary] = update, programs.startup
+                primaries[primary] = _primary_of(update, programs.startup)
         self.replication = Replication(backups[endpoint], primaries)
 
     def new_replica(self, endpoint: str, state: Mapping[str, np.ndarray], step: int) -> SyncUpdate:
         """Return the copy of another server. See `dtrans.protocol.server.replication.Replica`."""
         update, like = self._updates[endpoint], self._copies.get(endpoint)
-        arrays = {n: as_jax(x, update.types[n].dtype) for n, x in state.items()}
+        arrays: dict[str, Any] = dict(received_tables(update, self._startups[endpoint], state))
+        for n, t in update.types.items():
+            if n not in arrays:
+                arrays[n] = as_jax(state[n], t.dtype)
         copy = SyncUpdate(update, arrays, 1, like, keeps_old=True, merges=True)
         self._copies[endpoint] = copy
         return copy
@@ -59,13 +69,26 @@ class ServerReplicas:
         """Return the bytes of each array that other servers send, by name."""
         found = {}
         for primary in self.replication.primaries.values():
-            arrays = [(n, t.shape, t.dtype) for n, t in primary.state.items()]
-            for name, shape, dtype in (*arrays, *primary.inputs()):
-                found[name] = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            arrays = itertools.chain(
+                primary.largest(is_state=True), primary.largest(is_state=False)
+            )
+            for name, shape, dtype in arrays:
+                found[name] = math.prod(shape) * np.dtype(dtype).itemsize
         return found
 
 
-def _primary_of(update: ServerUpdate) -> Primary:
+def _primary_of(update: ServerUpdate, startup: Program) -> Primary:
     """Return the arrays that a server sends to its backup."""
-    state = {n: words_type(t) for n, t in update.types.items()}
-    return Primary(update.merged().grad_types, state, update.exchanges)
+    tables, optional = sent_types(update, startup)
+    dense = {n: words_type(t) for n, t in update.types.items() if n not in tables}
+    gradients, of_tables = update.merged().grad_types, set[str]()
+    for table in update.tables.values():
+        of_tables.update(table.gradients.values())
+    return Primary(
+        gradients,
+        {**dense, **tables},
+        update.exchanges,
+        row_gradients=frozenset(gradients) & of_tables,
+        varying=frozenset(n for n in tables if not n.startswith("counts ")),
+        optional=optional,
+    )

@@ -12,6 +12,7 @@ import numpy as np
 
 from dtrans.checkpoint.assemble import copy_array
 from dtrans.checkpoint.runs import Mark
+from dtrans.checkpoint.saved_rows import ArrayLike
 from dtrans.ir.array_fns import is_key
 from dtrans.ir.selection import omit
 from dtrans.protocol.epochs import Epoch, is_cut_due_alone
@@ -200,17 +201,22 @@ class ServerSaves:
         self._writer.begin_cut(self._cut_writer(counts), state, self._mark(step), spent)
 
     def _cut_writer(
-        self, counts: Mapping[int, int] = {}, cuts: ServerCuts | None = None
+        self,
+        counts: Mapping[int, int] = {},
+        cuts: ServerCuts | None = None,
+        *,
+        is_early: bool = False,
     ) -> Callable[[Mapping[str, Any], Mark], None]:
         """Return the function that writes a cut of the current epoch.
 
         Args:
           counts: as for `ServerCuts.write`.
           cuts: writer of the cut; None for the writer of this server's cuts.
+          is_early: as for `ServerCuts.write`.
         """
         cuts = self._cuts if cuts is None else cuts
         assert cuts is not None
-        return functools.partial(cuts.write, self._epoch.number, counts)
+        return functools.partial(cuts.write, self._epoch.number, counts, is_early=is_early)
 
     def write_newest(self, lost: Sequence[str]) -> None:
         """Start to write the states after the newest steps as cuts, when the epoch is ending.
@@ -232,13 +238,12 @@ class ServerSaves:
         writers = {ep: mine.of_lost(ep, number) for ep in endpoints}
         writers[kind.endpoint] = mine
         begun, self._begun = self._begun, {*self._begun, *writers}
-        for endpoint, step, state in kind.newest.states(endpoints):
+        for endpoint, step, state, is_early in kind.newest.states(endpoints):
             cuts = writers[endpoint]
             if endpoint not in begun and not cuts.epochs.has_written(step):
                 arrays = {n: _current(x) for n, x in state.items()}
-                self._writer.begin_cut(
-                    self._cut_writer(cuts=cuts), arrays, self._mark(step), waits=False
-                )
+                write = self._cut_writer(cuts=cuts, is_early=is_early)
+                self._writer.begin_cut(write, arrays, self._mark(step), waits=False)
         end = functools.partial(mine.note_end, number, lost)
         self._writer.begin_cut(lambda *_: end(), {}, self._mark(kind.step), waits=False)
 
@@ -281,7 +286,12 @@ class ServerSaves:
 
 
 def _current(x: Any) -> Any:
-    """Return the current values of an array; on CPU, a NumPy view of the array's memory."""
+    """Return the current values of an array; on CPU, a NumPy view of the array's memory.
+
+    A table's array is a snapshot already, and stays one.
+    """
+    if isinstance(x, ArrayLike):
+        return x
     if is_key(x.dtype):
         return copy_array(x)
     return np.asarray(x)

@@ -25,6 +25,7 @@ from dtrans.protocol.server.exchange import Exchange
 from dtrans.protocol.server.trainer_registry import log, named
 from dtrans.protocol.server_blocks import Vectors
 from dtrans.run.parameter_server.tables.row_updates import RowUpdates
+from dtrans.run.parameter_server.tables.sent_tables import sent_arrays
 from dtrans.run.parameter_server.tables.server_tables import ServerTables
 from dtrans.run.parameter_server.tables.table_memory import (
     final_arrays,
@@ -59,7 +60,8 @@ class SyncUpdate:
       spent: names of the state arrays whose memory an update reuses.
       before: function that is called before each update.
       old: the state before the newest one; None before the first update, during an update, and
-        without `keeps_old`.
+        without `keeps_old`. Its tables are snapshots, which have the old values of rows that have
+        changed.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class SyncUpdate:
         watched = itertools.chain.from_iterable(table.reads for table in self._tables.values())
         self._with_all = dataclasses.replace(update, watched=frozenset(watched))
         self._update = self._with_all.merged() if merges else self._with_all
+        self._grad_names: dict[frozenset[int], frozenset[str]] = {}
         self._merges, self._trainers = merges, frozenset(range(trainers))
         # (ids of the trainers whose gradients are used, numbers of table rows) -> compiled update
         self._compiled: dict[tuple[frozenset[int], tuple[int, ...]], CompiledUpdate] = {}
@@ -104,8 +107,11 @@ class SyncUpdate:
         self._keeps_old = keeps_old
         # arrays whose memory the next update reuses, with `keeps_old`
         self._unused: dict[str, Any] = {}
+        by_rows = itertools.chain.from_iterable(t.table.arrays for t in self._tables.values())
+        self._dense_spent = self.spent.difference(by_rows)
+        self._old_tables: dict[str, Any] = {}
         if keeps_old:
-            self._unused = copy_state(subset(state, self.spent))
+            self._unused = copy_state(subset(state, self._dense_spent))
         self.state = dict(state)
         for table in self._tables.values():
             self.state |= table.arrays
@@ -126,6 +132,8 @@ class SyncUpdate:
         compiled = lambda sizes: self._compile(present, step, sizes)
         self._watched = {}
         unused, self._unused, self.old = self._unused, {}, None
+        if self._keeps_old:
+            self._remember_tables()
         self._run = self._by_rows.run(compiled, grads, present, self.state, self._watched, unused)
         return self.go_on(None)
 
@@ -148,7 +156,8 @@ class SyncUpdate:
             self._run = self.exchange = None
             self._steps += 1
             if self._keeps_old:
-                self.old, self._unused = self.state, subset(self.state, self.spent)
+                self.old = {**self.state, **self._old_tables}
+                self._unused = subset(self.state, self._dense_spent)
             self.state = end.value
             if self._update.exchanges:
                 # Later messages overwrite the memory of gradients and received vectors. So this
@@ -171,8 +180,10 @@ class SyncUpdate:
         key = present, tuple(sizes.values())
         if key in self._compiled:
             return self._compiled[key]
-        update = self._update.sized(sizes) if sizes else self._update
-        if not self._merges and present < self._trainers:
+        update = self._with_all.sized(sizes) if sizes else self._with_all
+        if self._merges:
+            update = update.merged()
+        elif present < self._trainers:
             if not any(trainers == present for trainers, _ in self._compiled):
                 self._say_gone(present, step)
             update = update.sent_by(present)
@@ -187,9 +198,12 @@ class SyncUpdate:
             if present < self._trainers:
                 self._say_gone(present, step)
             self._merging[present] = compile_merge(self._with_all, present)
-        merged = self._merging[present](dict(grads))
+        if present not in self._grad_names:
+            self._grad_names[present] = frozenset(self._with_all.sent_by(present).grad_types)
+        merge, names = self._merging[present], self._grad_names[present]
+        merged = self._by_rows.merge(merge, names, grads, present)
         # Later messages overwrite the memory of the gradients.
-        jax.block_until_ready(merged)
+        jax.block_until_ready([x for x in merged.values() if isinstance(x, jax.Array)])
         return merged
 
     def _say_gone(self, present: frozenset[int], step: int) -> None:
@@ -202,9 +216,24 @@ class SyncUpdate:
             named(sorted(present)),
         )
 
-    def state_blocks(self) -> list[tuple[str, np.ndarray]]:
-        """Return the name and the values of each array of the state."""
-        return [(n, np.asarray(words(x))) for n, x in self.state.items()]
+    def newest(self) -> dict[str, Any]:
+        """Return the state. Its tables are snapshots."""
+        return {**self.state, **snapshot_arrays(self._tables)}
+
+    def evict(self, name: str, unused_for: int) -> None:
+        """Evict rows of a block in a copy of another server's state."""
+        self.server_tables.evict(name, unused_for, np.empty(0, np.int32))
+
+    def state_blocks(self) -> tuple[list[tuple[str, np.ndarray]], dict[str, int]]:
+        """Return the name and the values of each array of the state. See `StepUpdate`.
+
+        `dtrans.run.parameter_server.tables.sent_tables` describes the arrays of tables.
+        """
+        blocks, rows = sent_arrays(self._tables)
+        for n, x in self.state.items():
+            if n not in rows:
+                blocks.append((n, np.asarray(words(x))))
+        return blocks, rows
 
     def _publish(self) -> None:
         """Wait until the new parameters are computed, and store them in `values`."""
@@ -239,6 +268,12 @@ class SyncUpdate:
     def tables(self) -> dict[str, Any]:
         """Return the blocks of tables, and their optimizer state, after the last step."""
         return final_arrays(self._tables)
+
+    def _remember_tables(self) -> None:
+        """Begin to record old values of changed rows, and drop those of the step before."""
+        for x in self._old_tables.values():
+            x.table.close()
+        self._old_tables = snapshot_arrays(self._tables)
 
     def snapshot(self, patience: float) -> dict[str, Any]:
         """Return snapshots of the current tables. Another thread can read them during updates.

@@ -404,6 +404,7 @@ class CompiledUpdate:
           state: the state before the step.
           watched: a dict to which the values that the update watches are added.
           unused: with `keeps_old`, arrays whose memory the new optimizer state reuses, by name.
+            Arrays of tables are left out.
         """
         new, values = dict(state), dict[str, Any]()
         seen = {} if watched is None else watched
@@ -453,7 +454,7 @@ class CompiledUpdate:
             spent,
             takes,
             arrived,
-            subset(unused, phase.spent) if self._keeps_old else {},
+            {n: unused[n] for n in phase.spent if n in unused} if self._keeps_old else {},
         )
 
     def _compile(self, phase: Phase, donate: bool) -> Callable[..., Any]:

@@ -57,6 +57,14 @@ def exchange_or_die(*args):
 
 job._executor.exchange = exchange_or_die
 """
+# a process fails before trainer 1 evicts rows after step 25, while trainer 0 may already wait for it
+KILL_BEFORE_EVICTION = """
+                import os, signal
+                victim = "{victim}"
+                if role.trainer_id == 1 and job.step_count == 25 and not os.listdir("kills"):
+                    open("kills/0", "w")
+                    os.kill(int(open(f"pid {{victim}}").read()), signal.SIGKILL)
+"""
 # two tables: updates of `all` change all rows that were looked up, rows of `lazy` are evicted
 TABLES = """
 import jax, jax.numpy as jnp, optax
@@ -463,6 +471,45 @@ def test_tables_have_the_bits_of_a_job_without_losses(
     assert len(first) == FINAL // 5
     for step, sums in first.items():
         assert again[step][-1] == sums[-1]
+
+
+@pytest.mark.parametrize(
+    ("victim", "cuts"),
+    [
+        ("trainer 1", "dtrans.Cuts(100, at_loss=True)"),
+        ("pserver 1", "dtrans.Cuts(100, replicas=1)"),
+    ],
+)
+def test_a_loss_repeats_only_the_incomplete_step_of_a_job_with_tables(
+    victim: str,
+    cuts: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The first loss is in a step, and the second one between a step and the eviction after it.
+
+    Calls between two steps belong to the step before, so the job repeats this step.
+    """
+    evict = '                job.tables.evict("params/lazy", unused_for=2)\n'
+    kill = KILL_BEFORE_EVICTION.format(victim=victim).removeprefix("\n")
+    assert TRAIN.count(evict) == 1
+    killing = TRAIN.replace(evict, kill + evict)
+    kills = [(1, 44, victim.replace("1", "0"))]
+    run_job(tmp_path / "killed", kills * 2, monkeypatch, (TABLES, killing), cuts=cuts)
+    killed = arrays_of(tmp_path / "killed")
+    output = capsys.readouterr()
+    assert "all roles start again" not in output.err
+    back = re.findall(r"all roles go back to step (\d+)", output.err)
+    assert back[0] == "24" and back[1] in ("42", "43", "44") and len(back) == 2
+
+    run_job(tmp_path / "undisturbed", [], monkeypatch, (TABLES, TRAIN), cuts=cuts)
+    for x, y in zip(killed, arrays_of(tmp_path / "undisturbed"), strict=True):
+        assert x.tobytes() == y.tobytes()
+    first, again = sums_of(capsys.readouterr().out), sums_of(output.out)
+    assert {step: sums[-1] for step, sums in again.items()} == {
+        step: sums[-1] for step, sums in first.items()
+    }
 
 
 @pytest.mark.parametrize(

@@ -10,5 +10,6 @@ traced_geo     local rows of GEO-SGD trainers in a traced step
 row_lookups    lookups of a trainer's steps
 batch_rows     ids that a batch looks up, computed before its step
 job_tables     `job.tables`: lookup, export, report, changed rows and eviction
+sent_tables    tables in the messages to a backup
 server_tables  reports, changed rows and eviction on a server
 """

@@ -4,11 +4,15 @@ The reader reads the rows in increasing order, in segments. Before the server ch
 reader has not read, the server saves a copy of the row. The memory for saved rows is bounded: when
 it is full, the server waits for the reader. If the reader makes no progress for some time, the
 server continues, and the reader gets an error.
+
+A server with cuts at failures takes a snapshot before each update. Nobody reads most of them, so
+such a snapshot is a record of the old values of the rows that the update changes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Protocol
@@ -88,14 +92,15 @@ class RowSnapshot(TableRows):
       memory: the block.
       is_live: True if updates continue. Then an update saves rows before it changes them, and
         `segments` can be read only once.
-      patience: seconds that the server waits for a reader that makes no progress.
+      patience: seconds that the server waits for a reader that makes no progress. None to save
+        any number of rows without a wait.
 
     Attributes:
       most: the largest number of bytes that saved rows have had so far.
     """
 
     def __init__(
-        self, memory: SharedRows, *, is_live: bool = False, patience: float = 10.0
+        self, memory: SharedRows, *, is_live: bool = False, patience: float | None = 10.0
     ) -> None:
         self._memory, self._is_live, self._patience = memory, is_live, patience
         self.names, self.step, self.evicted = memory.table.arrays, memory.step, memory.evicted
@@ -106,8 +111,11 @@ class RowSnapshot(TableRows):
             self._missed = memory.missed.until_now()
         self.rows = memory.table.rows
         self._row_bytes = sum(x[:1].nbytes for x in memory.arrays.values())
-        self._room = max(ROOM, memory.nbytes // 12)
+        self._room: float = max(ROOM, memory.nbytes // 12)
         self._group = max(LEAST, -(-self.rows // GROUPS))
+        if patience is None:
+            # Groups make reads during many updates fast, but each group costs time in an update.
+            self._room, self._group = math.inf, max(1, self.rows)
         self._at = 0  # id of the first row that the reader has not read
         self._is_saved = np.zeros(self.rows, bool)
         self._saved: dict[int, list[_SavedRows]] = {}  # index of a group -> its saved rows
@@ -129,6 +137,7 @@ class RowSnapshot(TableRows):
                 due = ids[(ids >= self._at) & ~self._is_saved[ids]]
                 if self._nbytes + len(due) * self._row_bytes <= self._room or not len(due):
                     break
+                assert self._patience is not None
                 if not self._progress.wait(self._patience):
                     self._end(
                         f"the checkpoint of {self.names[0]} is written too slowly: no rows were "

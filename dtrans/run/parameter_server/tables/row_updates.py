@@ -70,8 +70,7 @@ class RowUpdates:
           watched: a dict to which the values that the update watches are added.
           unused: as for `CompiledUpdate.run`.
         """
-        ids = {n: all_ids(t, grads, present) for n, t in self._by_rows.items()}
-        sizes = self._room_for(ids)
+        ids, sizes = self._sizes(grads, present)
         update = compiled(sizes)
         gradients = retain(grads, update.update.grad_types)
         for n, t in self._tables.items():
@@ -85,6 +84,42 @@ class RowUpdates:
         for n, t in self._by_rows.items():
             new |= self._put(t, ids[n], new, state)
         return new
+
+    def merge(
+        self,
+        merge: Callable[[Rows], Rows],
+        names: Collection[str],
+        grads: Rows,
+        present: Collection[int],
+    ) -> dict[str, Any]:
+        """Return gradients that are reduced over trainers; those of tables are `RowGradient`s.
+
+        Args:
+          merge: compiled function that reduces arrays.
+          names: names of the gradients that `merge` reads.
+          grads: gradients by name.
+          present: ids of the trainers whose gradients are reduced.
+        """
+        _, sizes = self._sizes(grads, present)
+        arrays, ids = retain(grads, names), dict[str, np.ndarray]()
+        for n, t in self._tables.items():
+            rows = all_ids(t, grads, present)
+            for name in filter(set(t.gradients.values()).__contains__, arrays):
+                arrays[name] = scatter_rows(rows, sizes.get(n) or room_for(len(rows)), grads[name])
+            ids |= dict.fromkeys(t.gradients.values(), rows)
+        merged: dict[str, Any] = {}
+        for name, x in merge(arrays).items():
+            if name in ids:
+                x = RowGradient(ids[name], np.asarray(x)[: len(ids[name])])
+            merged[name] = x
+        return merged
+
+    def _sizes(
+        self, grads: Rows, present: Collection[int]
+    ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+        """Return the ids of the rows to update, and the result of `_room_for`, by block."""
+        ids = {n: all_ids(t, grads, present) for n, t in self._by_rows.items()}
+        return ids, self._room_for(ids)
 
     def _room_for(self, ids: Mapping[str, np.ndarray]) -> dict[str, int]:
         """Return the number of rows of each block in the compiled update.

@@ -226,11 +226,11 @@ class TableMemory:
         table = RowSnapshot(self)
         return {n: _FinalArray(self, n, table) for n in self.arrays}
 
-    def snapshot(self, patience: float) -> dict[str, ArrayLike]:
+    def snapshot(self, patience: float | None = None) -> dict[str, ArrayLike]:
         """Return a snapshot of the block and of its state, to be read by a thread during updates.
 
         Args:
-          patience: seconds that updates wait for a reader that makes no progress.
+          patience: as for `RowSnapshot`.
         """
         table = RowSnapshot(self, is_live=True, patience=patience)
         self._snapshots.append(table)
@@ -353,12 +353,14 @@ def final_arrays(memory: Mapping[str, TableMemory]) -> dict[str, Any]:
     return found
 
 
-def snapshot_arrays(memory: Mapping[str, TableMemory], patience: float) -> dict[str, Any]:
+def snapshot_arrays(
+    memory: Mapping[str, TableMemory], patience: float | None = None
+) -> dict[str, Any]:
     """Return snapshots of blocks and of their state, by name. A thread reads them during updates.
 
     Args:
       memory: the blocks, by name.
-      patience: seconds that updates wait for a reader that makes no progress.
+      patience: as for `RowSnapshot`.
     """
     found: dict[str, Any] = {}
     for table in memory.values():
