@@ -102,15 +102,17 @@ def launch_command(
         typer.Option(
             help="`restart` starts a failed trainer again, as often as --restarts allows. `abort` "
             "ends the job. `drop` continues without the trainer (synchronous jobs with cuts, "
-            "asynchronous jobs without cuts, and nccl2)."
+            "asynchronous jobs without cuts, and nccl2). `replace` does the same in synchronous "
+            "jobs with cuts. It also starts the trainer again, as often as --restarts allows, and "
+            "the trainer joins the job when it is ready."
         ),
     ] = "restart",
     quorum: Annotated[
         int,
         typer.Option(
             min=1,
-            help="With `--on-trainer-loss drop`: the smallest number of trainers with which a job "
-            "of parameter servers continues.",
+            help="With `--on-trainer-loss drop` or `replace`: the smallest number of trainers with "
+            "which a job of parameter servers continues.",
         ),
     ] = 1,
     restarts: Annotated[

@@ -134,7 +134,7 @@ class CheckpointError(PeerError):
 
 
 class Rewound(DtransError):
-    """Signal: after the failure of a process, the job continues from an earlier state.
+    """Signal: the job goes back, because a process has failed or a trainer joins again.
 
     In a synchronous job, all roles went back to a cut, which is a snapshot of the job's state. In
     an asynchronous job, the trainer has received the newest parameters.
@@ -145,14 +145,15 @@ class Rewound(DtransError):
     Attributes:
       step: the number of steps after which the trainer continues.
       state: the trainer's state after these steps.
-      epoch: number of the job's epoch: 1 after the first failure of a process.
+      epoch: number of the job's epoch. The failure of a process begins an epoch, and so does a
+        trainer that joins the job again. The job starts with epoch 0.
     """
 
     def __init__(self, step: int, state: Any, epoch: int) -> None:
         super().__init__(
-            f"a process was lost, and the job continues after step {step}; use "
-            "job.steps(state, batch_of_step, stop=steps), which repeats the steps, or catch "
-            "dtrans.errors.Rewound and continue from its state"
+            f"a process was lost, or a trainer joined again, and the job continues after step "
+            f"{step}; use job.steps(state, batch_of_step, stop=steps), which repeats the steps, or "
+            "catch dtrans.errors.Rewound and continue from its state"
         )
         self.step, self.state, self.epoch = step, state, epoch
 

@@ -11,6 +11,8 @@ trainers connect again and repeat the steps after the cut. Only the lost process
 
 The launcher may also drop a lost trainer (`dtrans launch --on-trainer-loss drop`). The set of
 trainers is a part of the epoch. So all servers use the gradients of the same trainers in a step.
+With `--on-trainer-loss replace`, the dropped trainer starts again while the others continue. When
+it is ready, the launcher grants an epoch in which the trainer takes part again.
 
 Asynchronous trainers share no step, so each asynchronous server writes separate cuts. A server that
 lives keeps its state, and a lost server continues from its newest cut. Each trainer continues after
@@ -39,6 +41,12 @@ from typing import Protocol
 from dtrans.errors import StateError
 
 
+# Values of `on_trainer_loss` with which a job continues without a lost trainer. With REPLACE, the
+# trainer joins the job again later.
+REPLACE = "replace"
+DROPS = ("drop", REPLACE)
+
+
 @dataclasses.dataclass(frozen=True)
 class Epoch:
     """Part of a job between two failures of processes.
@@ -49,10 +57,11 @@ class Epoch:
         with the cuts of asynchronous servers.
       is_ending: True if a role was lost, and the launcher waits until servers have written the
         states after their newest steps.
-      dropped: ids of the lost trainers that do not start again, increasing.
+      dropped: ids of the lost trainers that take no part in the epoch, increasing.
       lost: names of the lost servers of an ending epoch. Other servers write their replicas.
       incarnations: for each trainer, the number of the epoch in which its current process was
         started; empty without this information.
+      members_since: number of the first epoch since the set of trainers changed last.
     """
 
     number: int = 0
@@ -62,6 +71,24 @@ class Epoch:
     lost: tuple[str, ...] = ()
     # not compared, because the launcher writes them to the folder without its epoch
     incarnations: tuple[int, ...] = dataclasses.field(default=(), compare=False)
+    members_since: int = 0
+
+    def next(self, cut: int | None, dropped: tuple[int, ...]) -> Epoch:
+        """Return the epoch after this one.
+
+        Args:
+          cut: step of the cut at its start; None as for `cut`.
+          dropped: ids of the trainers that take no part in it, increasing.
+
+        Example:
+          >>> from dtrans.protocol.epochs import Epoch
+          >>> Epoch(3).next(20, (1,))
+          Epoch(number=4, cut=20, is_ending=False, dropped=(1,), lost=(), incarnations=(), members_since=4)
+        """
+        number, since = self.number + 1, self.members_since
+        if dropped != self.dropped:
+            since = number
+        return Epoch(number, cut, dropped=dropped, members_since=since)
 
     def is_cut_due(self, step: int, first: int, every: int) -> bool:
         """Return True if roles write a cut after a step of a synchronous job.

@@ -45,6 +45,14 @@ def test_all_runs_in_which_a_trainer_is_dropped_hold() -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
+def test_all_runs_in_which_a_trainer_joins_again_hold() -> None:
+    found = Explorer(small_case(steps=1, quorum=1, replaces=True), roles=["trainer 1"]).run()
+    assert not found.faults, str(found)
+    assert found.states > 50_000
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("quorum", [0, 1], ids=["restarts", "drops trainers"])
 @pytest.mark.parametrize("role", ROLES)
 def test_all_runs_of_two_steps_hold(role: str, quorum: int) -> None:

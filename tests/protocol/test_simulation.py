@@ -179,7 +179,7 @@ def test_cases_with_cuts_are_of_all_kinds() -> None:
     assert any(e.kind == "stop" and e.seconds > c.patience for e, c in events)
     assert any(e.kind == "cut" and e.seconds > RETRY for e, c in events)
     assert any(len(c.events) > 4 for c in cases)  # many short breaks
-    assert {way for v in found for way in v.restarts} == {"in place", "all", "none"}
+    assert {way for v in found for way in v.restarts} == {"in place", "all", "none", "join"}
     assert {c.quorum for c in cases} == {0, 1, 2, 3}
     assert {len(v.restarts) for v in found} >= {0, 1, 2, 3}
 

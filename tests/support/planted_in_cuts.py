@@ -190,6 +190,25 @@ def _logs_all_trainers(real: Any) -> Any:
     return grant
 
 
+def _logs_no_joins(real: Any) -> Any:
+    def grant(self: Any, restarts: str, *args: Any) -> None:
+        members = self.records[-1].members
+        real(self, restarts, *args)
+        if restarts == "join":
+            self.records[-1] = dataclasses.replace(self.records[-1], members=members)
+
+    return grant
+
+
+def _keeps_dropped_trainers(real: Any) -> Any:
+    def begin_epoch(self: Any, epoch: Any) -> None:
+        before = self._epoch.dropped if hasattr(self, "_epoch") else ()
+        dropped = tuple(sorted({*before, *epoch.dropped}))
+        real(self, dataclasses.replace(epoch, dropped=dropped))
+
+    return begin_epoch
+
+
 def _keeps_cuts_of_undone_steps(real: Any) -> Any:
     def note_cut(self: Any, epoch: int, who: str, step: int, cut: Any) -> None:
         files = self.__dict__.setdefault("files", {})
@@ -273,6 +292,10 @@ PLANTED_IN_CUTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a cut keeps the state of an undone step": _wrapped(
         SimulatedLauncher, "_note_cut", _keeps_cuts_of_undone_steps
     ),
+    "a server keeps out a trainer that joins": _wrapped(
+        SimulatedServer, "_begin_epoch", _keeps_dropped_trainers
+    ),
+    "the log lacks a trainer that joins": _wrapped(SimulatedLauncher, "_grant", _logs_no_joins),
     "the log has a dropped trainer": _wrapped(SimulatedLauncher, "_grant", _logs_all_trainers),
 }
 

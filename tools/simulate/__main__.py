@@ -34,6 +34,9 @@ def simulate(
     drop: Annotated[
         bool, typer.Option("--drop", help="Continue the small job without a lost trainer.")
     ] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="With --drop, let the trainer join again.")
+    ] = False,
 ) -> None:
     """Run jobs of parameter servers over a simulated network with faults.
 
@@ -45,7 +48,7 @@ def simulate(
     which any process may die at any moment.
     """
     if exhaustive:
-        case = small_case(steps=steps, servers=servers, quorum=int(drop))
+        case = small_case(steps=steps, servers=servers, quorum=int(drop), replaces=replace)
         explored = Explorer(case, deaths=deaths, breaks=breaks).run()
         print(explored)
         raise typer.Exit(bool(explored.faults))

@@ -178,6 +178,7 @@ class Case:
       has_results: True if the first server merges results of trainers after each update.
       quorum: smallest number of trainers with which a job with cuts continues after a trainer has
         failed; 0 if a failed trainer starts again.
+      replaces: with `quorum`, True if a dropped trainer joins the job again later.
       replicas: with `at_loss`, number of copies of each server's state on other servers, 0 or 1.
       hosts: number of hosts of the servers; 0 if all roles are on one host.
     """
@@ -212,6 +213,7 @@ class Case:
     quorum: int = 0
     replicas: int = 0
     hosts: int = 0
+    replaces: bool = False
 
     @property
     def sync_mode(self) -> bool:
@@ -323,6 +325,7 @@ class Case:
             text += ", and cuts at losses" * self.at_loss
             text += ", with merged results" * self.has_results
             text += f", lost trainers are dropped, quorum {self.quorum}" * bool(self.quorum)
+            text += ", and join again" * self.replaces
             text += ", with replicas" * self.replicas
             text += f", servers on {self.hosts} hosts" if self.hosts else ""
         return text + "\n  the same job again on the same endpoints" * self.is_followed
@@ -460,7 +463,9 @@ def drawn_with_cuts(seed: int) -> Case:
         death = Event("crash", r.random() * _span(case), f"trainer {r.randrange(case.trainers)}")
         events = (*events, death)
     # a step with exchanges between trainers needs all trainers
-    return dataclasses.replace(case, quorum=r.randint(1, case.trainers), rounds=0, events=events)
+    case = dataclasses.replace(case, quorum=r.randint(1, case.trainers), rounds=0, events=events)
+    # a trainer that joins lacks the running mean of the steps without it
+    return dataclasses.replace(case, replaces=r.random() < 0.7 and not has_means)
 
 
 def drawn_at_loss(seed: int) -> Case:

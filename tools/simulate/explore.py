@@ -53,7 +53,9 @@ FAULTS: Part = ("faults", "")  # the part of the state with the faults that are 
 ALL: Part = ("all", "")  # all parts that the launcher uses, together
 
 
-def small_case(*, steps: int = 2, servers: int = 1, quorum: int = 0) -> Case:
+def small_case(
+    *, steps: int = 2, servers: int = 1, quorum: int = 0, replaces: bool = False
+) -> Case:
     """Return a job of two trainers with a cut after each step, in which no deadline passes."""
     sizes = ((2,),) * servers
     return Case(
@@ -64,6 +66,7 @@ def small_case(*, steps: int = 2, servers: int = 1, quorum: int = 0) -> Case:
         cuts=1,
         deadline=1e9,
         quorum=quorum,
+        replaces=replaces,
     )
 
 

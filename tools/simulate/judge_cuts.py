@@ -1,9 +1,10 @@
 """Checks of a job with cuts that has ended (`dtrans.protocol.epochs`).
 
 A *cut* is a snapshot of the state of all servers after a step. An *epoch* lasts from one failure of
-a role to the next.
+a role to the next, or until a trainer joins again.
 
 - The job ends without an error, whatever roles fail.
+- Only the members of an epoch take part in it, and they are as many as the quorum.
 - In every epoch, all parameters and rows that a process of a trainer received have the bits of one
   device after the same step. This device computes each step with the trainers that took part in the
   last epoch that computed the step.
@@ -47,8 +48,6 @@ def faults_of_cuts(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
         dropped = [f"trainer {k}" for k in launcher.epoch.dropped]
         is_dropped = process.name in dropped
         yield from _faults_of_end(process, is_last=is_last, is_dropped=is_dropped)
-    if case.quorum and case.trainers - len(launcher.epoch.dropped) < case.quorum:
-        yield f"the trainers {launcher.epoch.dropped} were dropped, but the quorum is {case.quorum}"
     if not case.sync_mode:
         yield from faults_of_alone(case, launcher)
         return
@@ -78,10 +77,29 @@ def faults_so_far(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
             yield f"roles were lost, and the job lost complete steps: {end}"
     if launcher.late and all(event.kind in ("crash", "cut", "host") for event in case.events):
         yield f"{launcher.late[0]} did not begin to write its newest states in time"
+    yield from _faults_of_members(case, launcher)
     for process in launcher.processes:
         if isinstance(process, SimulatedTrainer):
             yield from _faults_of_trainer(case, process, expected)
             yield from _faults_of_mean(process)
+
+
+def _faults_of_members(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
+    """Yield the epochs with too few trainers, or with another trainer than their members."""
+    members = {}
+    for record in launcher.records:
+        members[record.epoch] = record.members
+        if len(record.members) < case.quorum:
+            yield (
+                f"epoch {record.epoch} has the trainers {record.members}, but the quorum is "
+                f"{case.quorum}"
+            )
+    for process in launcher.processes:
+        if not isinstance(process, SimulatedTrainer):
+            continue
+        for epoch, _, _ in process.begun_epochs:
+            if process.k not in members[epoch]:
+                yield f"{process.name} takes part in epoch {epoch} of trainers {members[epoch]}"
 
 
 class _Expected:

@@ -3,7 +3,7 @@
 The launcher follows the rules of `dtrans.run.distributed.restarts`. It starts only the failed role
 again if all other roles take part in the epoch and there is a complete cut (snapshot). Otherwise it
 starts all roles again. In the first case, a job with a quorum drops a failed trainer instead, while
-enough trainers are left.
+enough trainers are left. With `case.replaces`, the trainer joins the job again later.
 
 Functions of `dtrans.run.net.role_marks` decide for this launcher and for the real launcher: which
 cuts are complete, whether roles can go back to a cut, which servers write cuts after a failure, and
@@ -29,6 +29,7 @@ from dtrans.run.net.role_marks import (
     can_go_back,
     complete_cuts,
     find_writers,
+    have_entered,
     is_waiting,
     newest_alone,
     old_cut,
@@ -47,6 +48,7 @@ END = "end"  # channel of a server's answer to the end of an epoch
 CUT = "cut"  # channel of a server's written cuts
 # Seconds in which a server notices the end of its epoch, after it has waited for its disk
 DISK_TOLERANCE = 1.0
+READY = 0.3  # typical seconds until a dropped trainer has started again, and is ready to join
 START = 0.5  # typical seconds until a process that was started begins to connect
 
 
@@ -84,8 +86,8 @@ class SimulatedLauncher:
       epoch: the current epoch.
       records: the log of all epochs.
       rewinds: for each epoch after the first, (step of the newest server, step of the cut).
-      restarts: for each of these epochs, the started roles: "in place" or "all"; or "none" after a
-        trainer was dropped.
+      restarts: for each of these epochs, the started roles: "in place" or "all"; "none" after a
+        trainer was dropped; "join" if a dropped trainer joins.
       ends: ends of epochs whose newest states all live servers have written.
       late: names of the live servers that did not begin to write them in time, although their
         disks were not busy.
@@ -104,7 +106,8 @@ class SimulatedLauncher:
         self.late: list[str] = []
         # role name -> the last epoch whose end it has answered, and the lost servers
         self._ended: dict[str, tuple[int, tuple[str, ...]]] = {}
-        self._lost: Process | None = None  # lost role of an ending epoch
+        # grants the next epoch when the servers have written their newest states
+        self._grant_after_end: Callable[[], None] | None = None
         self._announced: tuple[str, ...] = ()  # lost servers of an ending epoch
         self._writing = set[str]()  # servers that have begun to write their newest states
         self._next_lost: list[Process] = []  # roles that were lost while the epoch was ending
@@ -263,12 +266,12 @@ class SimulatedLauncher:
     def _look_at_left(self, name: str) -> None:
         """Start all roles again if a role has left in an old epoch, so that it cannot go back."""
         is_old = name in self._left and self._entered[name] < self.epoch.number
-        if is_old and self._lost is None:
+        if is_old and self._grant_after_end is None:
             self._start_all()
 
     def _end_reported(self, reporter: str, epoch: int, name: str) -> None:
         """End a reported role, as `Restarts._look` does."""
-        if self._lost is not None or epoch != self.epoch.number:
+        if self._grant_after_end is not None or epoch != self.epoch.number:
             return
         if is_waiting(reporter, self._marks(), self._running()):
             self.roles[name].kill()
@@ -284,10 +287,10 @@ class SimulatedLauncher:
             return
         if not self._case.at_loss:
             self._restart(role)
-        elif self._lost is not None:
+        elif self._grant_after_end is not None:
             self._next_lost.append(role)
         elif role.killed or isinstance(role.error, LostPeerError):
-            self._end_epoch(role)
+            self._end_epoch(functools.partial(self._restart, role), role.name)
 
     def _is_replaced(self, role: Process) -> bool:
         return self.roles.get(role.name) is not role or role.name in self._starting
@@ -301,11 +304,16 @@ class SimulatedLauncher:
 
     # -- cuts at losses --------------------------------------------------------------------------
 
-    def _end_epoch(self, lost: Process) -> None:
-        """Let the servers write their newest states, as `CutsAtLoss.request` does."""
-        self._lost, self._next_lost, self._writing = lost, [], set()
+    def _end_epoch(self, grant: Callable[[], None], lost: str = "") -> None:
+        """Let the servers write their newest states, as `CutsAtLoss.request` does.
+
+        Args:
+          grant: grants the next epoch.
+          lost: name of the lost role; empty if a trainer joins.
+        """
+        self._grant_after_end, self._next_lost, self._writing = grant, [], set()
         marks, number = self._marks(), self.epoch.number
-        writers = find_writers(marks, self._servers, self._running() - {lost.name}, number)
+        writers = find_writers(marks, self._servers, self._running() - {lost}, number)
         if self._announce(writers):
             self._look_at_writers(writers, self._clock.now + WRITE_PATIENCE)
         else:
@@ -320,7 +328,7 @@ class SimulatedLauncher:
         return True
 
     def _look_at_writers(self, writers: set[str], limit: float) -> None:
-        """Restart the lost role if all servers have written their newest states, or are late."""
+        """Grant the next epoch if all servers have written their newest states, or are late."""
         number, is_late = self.epoch.number, self._clock.now > limit
         marks = self._marks()
         late = {name for name in writers if not marks[name].has_ended(number, self._announced)}
@@ -344,16 +352,16 @@ class SimulatedLauncher:
         return bool(server.written_at > limit - DISK_TOLERANCE)
 
     def _end_wait(self, *, is_exact: bool) -> None:
-        """Restart the lost role.
+        """Grant the next epoch.
 
         Args:
           is_exact: True if the servers have written their newest states, so that no step is lost.
         """
-        lost, newest = self._lost, self._newest
+        grant, newest = self._grant_after_end, self._newest
         received, lacking = self._newest_received(), self._lacking()
-        assert lost is not None
-        self._lost = None
-        self._restart(lost)
+        assert grant is not None
+        self._grant_after_end = None
+        grant()
         if is_exact:
             cut = self.epoch.cut or 0
             self.ends.append(EpochEnd(newest, received, cut, has_results=cut != lacking))
@@ -434,6 +442,8 @@ class SimulatedLauncher:
             if goes_back and self._newest_cut(dropped) is not None:
                 self._grant("none", dropped, [name])
                 self._entered.pop(name, None)
+                if self._case.replaces:
+                    self._later(self._look_at_ready, name, typical=READY)
                 return
         if not goes_back or not self._has_cut:
             self._start_all()
@@ -442,6 +452,35 @@ class SimulatedLauncher:
         self._entered.pop(name, None)
         self._left.discard(name)
         self._start_later(name)
+
+    def _look_at_ready(self, name: str) -> None:
+        """Let a dropped trainer join that is ready, or look again later."""
+        if self.epoch.has_role(name):  # all roles have started again
+            return
+        if self._can_join():
+            join = functools.partial(self._join, name)
+            self._end_epoch(join) if self._case.at_loss else join()
+        elif any(not self.roles[x].over or x in self._starting for x in self._members()):
+            self._later(self._look_at_ready, name)
+
+    def _can_join(self) -> bool:
+        """Return True if dropped trainers can join, as `JobEpochs.find_ready` does."""
+        if self._grant_after_end is not None or not {*self._members()} <= self._running():
+            return False
+        return have_entered(self._marks(), self._members(), self.epoch.number) and self._has_cut
+
+    def _join(self, name: str) -> None:
+        """Grant an epoch in which a dropped trainer takes part again."""
+        dropped = tuple(k for k in self.epoch.dropped if name != f"trainer {k}")
+        self._grant("join", dropped, [name])
+        self._start_later(name)
+        for other in self._members():
+            if other in self._left:  # it left while the epoch was ending
+                self._later(self._look_at_left, other)
+
+    def _members(self) -> list[str]:
+        """Return the names of the roles that take part in the epoch."""
+        return [name for name in self.roles if self.epoch.has_role(name)]
 
     def _drops(self, name: str) -> bool:
         """Return True if a lost role is a trainer, and enough trainers are left without it."""
@@ -473,7 +512,7 @@ class SimulatedLauncher:
             for who in self._cuts:
                 self._forget_cuts(who, None)
             self._geo_cuts.clear()
-        self._grant("all", self.epoch.dropped, self.roles)
+        self._grant("all", () if self._case.replaces else self.epoch.dropped, self.roles)
         for name, role in list(self.roles.items()):
             if not self.epoch.has_role(name):
                 continue
@@ -531,7 +570,8 @@ class SimulatedLauncher:
         self._incarnations |= dict.fromkeys(started, number)
         trainers = [f"trainer {k}" for k in range(self._case.trainers)]
         incarnations = tuple(map(self.incarnation, trainers))
-        self.epoch = Epoch(number, cut, dropped=dropped, incarnations=incarnations)
+        epoch = self.epoch.next(cut, dropped)
+        self.epoch = dataclasses.replace(epoch, incarnations=incarnations)
         self._is_in_place = restarts != "all"
         members = self.epoch.members(self._case.trainers)
         self.records.append(EpochRecord(self.epoch.number, cut, members))

@@ -178,6 +178,7 @@ def reduced(case: Case) -> Iterator[Case]:
         ("has_results", False),
         ("replicas", 0),
         ("at_loss", bool(case.replicas)),
+        ("replaces", False),
         ("quorum", 0),
     ):
         if getattr(case, name) != plain:

@@ -46,6 +46,7 @@ from dtrans.checkpoint.runs import VARIABLE as RUN
 from dtrans.checks import check_one_of
 from dtrans.errors import ConfigError, DeadlineError, LaunchError
 from dtrans.protocol import token
+from dtrans.protocol.epochs import DROPS, REPLACE
 from dtrans.run.distributed.child_process import Child, Guard
 from dtrans.run.distributed.compile_cache import open_cache
 from dtrans.run.distributed.identity import VARIABLE as SPARE
@@ -99,7 +100,9 @@ def launch(
         `restarts` allows, then the job ends. "abort": the job ends. With "drop", the job continues
         without the trainer while another trainer runs. Parameter servers with cuts (`job.serve`)
         go back to the newest cut. Without cuts, "drop" works with asynchronous parameter servers.
-        In nccl2 mode it works if trainer 0 does not fail (see `dtrans.connect`).
+        In nccl2 mode it works if trainer 0 does not fail (see `dtrans.connect`). "replace" is
+        "drop" for jobs with cuts. The trainer also starts again, which uses one of `restarts`. It
+        joins the job when it is ready, and nobody waits for it before.
       deadline: seconds that the whole job may take.
       grace: seconds between SIGTERM and SIGKILL.
       env: variables of the roles, in addition to this process's environment.
@@ -145,7 +148,7 @@ def launch(
     roles = site.roles(mode, trainers, servers, endpoints=endpoints, cuts=options.cuts)
     events: SimpleQueue[Event] = SimpleQueue()
     limit = None if deadline is None else time.monotonic() + deadline
-    drops = on_trainer_loss == "drop"
+    drops = on_trainer_loss in DROPS
     base = _base_environment(env or {})
     if drops and mode == "nccl2":
         base[LOSS] = on_trainer_loss
@@ -161,7 +164,7 @@ def launch(
         contextlib.closing(site),
         _signals_to(events),
         open_logs(log_dir) as open_log,
-        _epochs_of(roles, site, options, drops=drops) as epochs,
+        _epochs_of(roles, site, options, on_trainer_loss) as epochs,
         _cache_of(site, options, base) as cache,
         Guard(sys.executable, lock=None if epochs is None else epochs.lock) as guard,
         _announce(observed, base[token.VARIABLE]),
@@ -196,7 +199,7 @@ def launch(
 
 
 def _epochs_of(
-    roles: Sequence[Role], site: Site, options: RestartOptions, *, drops: bool
+    roles: Sequence[Role], site: Site, options: RestartOptions, on_trainer_loss: str
 ) -> contextlib.AbstractContextManager[JobEpochs | None]:
     """Return a context manager of a job's epochs; it yields None if the job has none.
 
@@ -204,14 +207,17 @@ def _epochs_of(
       roles: every role of the job.
       site: the hosts of the roles.
       options: the restarts that the launcher may make.
-      drops: True if the job may continue without a lost trainer.
+      on_trainer_loss: as for `launch`.
     """
     has_servers = any(role.is_pserver for role in roles)
     can_share = site.is_this_host or options.cuts is not None
-    if not has_servers or not can_share or not (options.most or drops):
+    has_epochs = options.most or on_trainer_loss in DROPS
+    if not has_servers or not can_share or not has_epochs:
         return contextlib.nullcontext()
     return open_epochs(
-        roles, options.cuts, options.record, drops_trainers=drops, quorum=options.quorum
+        *(roles, options.cuts, options.record),
+        on_trainer_loss=on_trainer_loss,
+        quorum=options.quorum,
     )
 
 
@@ -281,7 +287,17 @@ def _check_arguments(
         raise ConfigError(
             f"pservers={pservers}: mode='nccl2' has no parameter servers; leave pservers out"
         )
-    check_one_of("on_trainer_loss", on_trainer_loss, ("restart", "drop", "abort"))
+    check_one_of("on_trainer_loss", on_trainer_loss, ("restart", *DROPS, "abort"))
+    if on_trainer_loss == REPLACE and mode == "nccl2":
+        raise ConfigError(
+            "on_trainer_loss='replace' is for parameter servers, and mode='nccl2' has none; write "
+            "on_trainer_loss='drop' or 'restart'"
+        )
+    if on_trainer_loss == REPLACE and not restarts:
+        raise ConfigError(
+            "on_trainer_loss='replace' needs restarts, since each new start of a trainer uses one; "
+            "write restarts=3, or on_trainer_loss='drop'"
+        )
     for name, count in (("trainers", trainers), ("pservers", pservers)):
         if count is not None and count < 1:
             raise ConfigError(f"{name} must be 1 or more, it is {count}")
@@ -299,7 +315,7 @@ def _check_cuts(
             f"{argument}: mode='nccl2' has no parameter servers, which write cuts; leave cuts out, "
             "and save checkpoints"
         )
-    if not restarts and on_trainer_loss != "drop":
+    if not restarts and on_trainer_loss not in DROPS:
         raise ConfigError(
             f"{argument} needs restarts, since cuts are for restarts of lost roles; write "
             "restarts=3, or leave cuts out"
@@ -312,10 +328,10 @@ def _check_quorum(quorum: int, trainers: int, mode: str, on_trainer_loss: str) -
         raise ConfigError(
             f"quorum must be a number from 1 to {trainers}, the number of trainers; it is {quorum}"
         )
-    if quorum > 1 and (mode == "nccl2" or on_trainer_loss != "drop"):
+    if quorum > 1 and (mode == "nccl2" or on_trainer_loss not in DROPS):
         raise ConfigError(
-            f"quorum={quorum} is for parameter servers with on_trainer_loss='drop'; write both, or "
-            "leave quorum out"
+            f"quorum={quorum} is for parameter servers with on_trainer_loss='drop' or 'replace'; "
+            "write both, or leave quorum out"
         )
 
 
@@ -343,7 +359,7 @@ def _check_spares(
     if on_trainer_loss == "drop":
         raise ConfigError(
             f"{argument}: on_trainer_loss='drop' continues without a lost trainer; leave spares "
-            "or on_trainer_loss out"
+            "out, or write on_trainer_loss='replace'"
         )
     if inherit_stdout:
         raise ConfigError(

@@ -85,9 +85,9 @@ class EpochFolder:
         return int(self._granted()["trainers"])
 
     @property
-    def drops_trainers(self) -> bool:
-        """True if the launcher may drop lost trainers."""
-        return bool(self._granted().get("drops_trainers"))
+    def on_trainer_loss(self) -> str:
+        """Reaction of the launcher to the loss of a trainer: the argument of `launch`."""
+        return str(self._granted().get("on_trainer_loss", "restart"))
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -172,4 +172,5 @@ def epoch_of(fields: Mapping[str, Any]) -> Epoch:
     lost, started = tuple(fields.get("lost", ())), fields.get("started", {})
     trainers = range(fields.get("trainers", 0))
     incarnations = tuple(started.get(f"trainer {k}", 0) for k in trainers)
-    return Epoch(fields["number"], fields["cut"], is_ending, dropped, lost, incarnations)
+    since = fields.get("members_since", 0)
+    return Epoch(fields["number"], fields["cut"], is_ending, dropped, lost, incarnations, since)

@@ -52,7 +52,7 @@ class LauncherFolder(EpochFolder):
         endpoints: Sequence[str] = (),
         started: Mapping[str, int] = {},
         *,
-        drops_trainers: bool = False,
+        on_trainer_loss: str = "restart",
     ) -> None:
         """Write a new epoch to the folder. The file is flushed to the disk before the method
         returns.
@@ -66,10 +66,10 @@ class LauncherFolder(EpochFolder):
           endpoints: endpoints of the servers. Pieces of cuts and checkpoints contain them.
           started: for each role, the number of the epoch in which its process was started. Earlier
             processes of the role, on a host that the launcher has lost, end when they read this.
-          drops_trainers: True if the launcher may drop lost trainers.
+          on_trainer_loss: as for `launch`.
         """
         job: dict[str, Any] = {"run": run, "trainers": trainers, "endpoints": list(endpoints)}
-        job |= {"started": dict(started), "drops_trainers": drops_trainers}
+        job |= {"started": dict(started), "on_trainer_loss": on_trainer_loss}
         write_json(self.path / "epoch.json", {**dataclasses.asdict(epoch), **job})
 
     def announce_end(self, lost: Collection[str] = ()) -> None:

@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
 
 from dtrans.protocol.epochs import Epoch, ReplacedError
@@ -19,6 +20,7 @@ from dtrans.run.net.shared_files import read_all_json, write_json
 
 
 log = logging.getLogger(__name__)
+POLL = 0.05  # seconds between two looks at the epoch, in a trainer that waits to join
 
 
 class RoleFolder(EpochFolder):
@@ -65,6 +67,20 @@ class RoleFolder(EpochFolder):
             raise ReplacedError(
                 f"the launcher has lost this process of {self._role}, and {what}; this process ends"
             )
+        return epoch
+
+    def join(self) -> Epoch:
+        """Wait for an epoch in which this role takes part; return the epoch.
+
+        If the launcher has dropped this trainer, and has started this process to replace it, the
+        method first reports that the process is ready. Then the launcher grants such an epoch.
+        """
+        epoch = self.current()
+        if not epoch.has_role(self._role):
+            self.enter(epoch)
+        while not epoch.has_role(self._role):
+            time.sleep(POLL)
+            epoch = self.current()
         return epoch
 
     def enter(

@@ -212,6 +212,26 @@ def is_waiting(reporter: str, marks: Mapping[str, RoleMark], running: Collection
     return reporter in running and not (reporter in marks and marks[reporter].left)
 
 
+def have_entered(marks: Mapping[str, RoleMark], roles: Collection[str], epoch: int) -> bool:
+    """Return True if all roles take part in an epoch, and none of them has left the job.
+
+    A trainer that was dropped can join again only then. Otherwise a role might be unable to go back
+    to the cut of the next epoch.
+
+    Args:
+      marks: the report of each role's current process, by name.
+      roles: names of the roles.
+      epoch: number of the epoch.
+
+    Example:
+      >>> from dtrans.run.net.role_marks import RoleMark, have_entered
+      >>> have_entered({"pserver 0": RoleMark(1, left=True)}, ["pserver 0"], epoch=1)
+      False
+    """
+    found = [marks.get(name, RoleMark(epoch=-1)) for name in roles]
+    return all(mark.epoch == epoch and not mark.left for mark in found)
+
+
 def find_writers(
     marks: Mapping[str, RoleMark], servers: Collection[str], live: Collection[str], epoch: int
 ) -> set[str]:

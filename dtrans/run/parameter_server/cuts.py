@@ -19,7 +19,7 @@ from dtrans.errors import ConfigError, DtransError
 from dtrans.parameter_server.cut_options import Cuts
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.replica_placement import backups_of
-from dtrans.protocol.epochs import Epoch
+from dtrans.protocol.epochs import DROPS, REPLACE, Epoch
 from dtrans.protocol.server.trainer_registry import log
 from dtrans.run.net.role_folder import RoleFolder
 from dtrans.run.parameter_server.step_results import merged_results
@@ -269,27 +269,39 @@ def _other_mode(path: Path, before: str, now: str) -> str:
     )
 
 
-def check_drops(plan: PServerPlan) -> None:
-    """Raise ConfigError if a job with cuts cannot continue without a lost trainer.
+def check_drops(plan: PServerPlan, on_trainer_loss: str) -> None:
+    """Raise ConfigError if the launcher may drop trainers, and the plan needs all of them.
 
     After a drop, updates follow the rule for trainers that leave early: on_trainer_exit="drop".
+
+    Args:
+      plan: the job's plan.
+      on_trainer_loss: reaction of the launcher to the loss of a trainer, as for `launch`.
     """
+    if on_trainer_loss not in DROPS:
+        return
+    start = f"on_trainer_loss={on_trainer_loss!r}: "
     restart = "launch the job with --on-trainer-loss restart"
     if not plan.sync_mode:
         raise ConfigError(
-            "on_trainer_loss='drop': asynchronous servers with cuts start a lost trainer again; "
-            f"leave cuts out of job.serve, or {restart}"
+            f"{start}asynchronous servers with cuts start a lost trainer again; leave cuts out of "
+            f"job.serve, or {restart}"
         )
     if plan.shared is not None and not plan.shared.proven:
         raise ConfigError(
-            "on_trainer_loss='drop': the step needs values of the full batch "
-            f"({plan.shared.reason}), which the remaining trainers cannot compute; pass "
-            f"batch='local', or {restart}"
+            f"{start}the step needs values of the full batch ({plan.shared.reason}), which the "
+            f"remaining trainers cannot compute; pass batch='local', or {restart}"
         )
     if plan.options.on_trainer_exit == "error":
         raise ConfigError(
-            "on_trainer_loss='drop': with on_trainer_exit='error' an update needs the gradients of "
-            f"all trainers; pass on_trainer_exit='drop', or {restart}"
+            f"{start}with on_trainer_exit='error' an update needs the gradients of all trainers; "
+            f"pass on_trainer_exit='drop', or {restart}"
+        )
+    computed = computed_leaves(plan)
+    if on_trainer_loss == REPLACE and computed:
+        raise ConfigError(
+            f"{start}{computed[0]} is computed by each trainer, and a trainer that joins later "
+            f"lacks its newest values; launch the job with --on-trainer-loss drop, or {restart}"
         )
 
 

@@ -284,7 +284,7 @@ class Server:
             log.warning("pserver %s continues after the failure of a process", endpoint)
             return
         log.warning(
-            "pserver %s goes back from step %d to step %d, after the failure of a process",
+            "pserver %s goes back from step %d to step %d, where a new epoch begins",
             endpoint,
             before.kind.step,
             self._protocol.kind.step,

@@ -207,8 +207,8 @@ class ServerConnections:
         except NewEpoch:
             self.abandon()
             raise LostPeerError(
-                "a process was lost after the last step of this trainer, which cannot go back to a "
-                "cut with the other roles any more"
+                "a process was lost, or a trainer joined again, after the last step of this "
+                "trainer, which cannot go back to a cut with the other roles any more"
             ) from None
 
     def abandon(self) -> None:

@@ -251,15 +251,16 @@ class ServerSaves:
         """Return the run and the step that each piece of a saved state records.
 
         In a job with cuts, pieces of different epochs may form one checkpoint, because repeated
-        steps have the same bits. After the drop of a trainer they have other bits, so the run has
-        another name.
+        steps have the same bits. With other trainers they have other bits, so the run has another
+        name.
         """
         runs = self._protocol.trainers.sessions
         if self._cuts is None:
             return Mark(runs, step)
         job = self._cuts.epochs.run
-        without = "".join(f"-{k}" for k in self._epoch.dropped)
-        return Mark((job + without, *runs), step, job=job)
+        since = self._epoch.members_since
+        name = f"{job}-{since}" if since else job
+        return Mark((name, *runs), step, job=job)
 
     def _snapshot(self) -> tuple[dict[str, Any], list[str]]:
         """Return the current state, and the names of those arrays that must be copied.

@@ -13,6 +13,7 @@ from dtrans.ir.program import Program
 from dtrans.ir.pytree import all_names
 from dtrans.ir.selection import values_at
 from dtrans.parameter_server.plan import PServerPlan
+from dtrans.protocol.epochs import DROPS
 from dtrans.run.base.batch import Share, batch_arrays, check_uneven, resize, uneven_rows
 from dtrans.step.batch_sharing import without_parts
 
@@ -39,12 +40,14 @@ class TrainerCalls:
     Args:
       plan: the plan of the job.
       trainer_id: id of the trainer.
-      drops_trainers: True if the job may continue without a lost trainer.
+      on_trainer_loss: reaction of the launcher to the loss of a trainer, as for `launch`.
     """
 
-    def __init__(self, plan: PServerPlan, trainer_id: int, *, drops_trainers: bool = False) -> None:
+    def __init__(
+        self, plan: PServerPlan, trainer_id: int, *, on_trainer_loss: str = "restart"
+    ) -> None:
         self._plan, self._trainer_id = plan, trainer_id
-        self._drops_trainers = drops_trainers
+        self._on_trainer_loss = on_trainer_loss
         # program and exact split of unevenly split batches, by the batch's number of rows
         self._uneven_programs: dict[int, tuple[Program, ExactStep]] = {}
 
@@ -72,13 +75,13 @@ class TrainerCalls:
         """
         plan, main, k = self._plan, self._plan.main, self._trainer_id
         check_uneven(rows, plan.trainers, plan.takes_uneven_batches)
-        if self._drops_trainers:
+        if self._on_trainer_loss in DROPS:
             # The program scales each part by the rows and the number of all trainers.
             raise ConfigError(
-                f"on_trainer_loss='drop': the batch has {rows} rows, which cannot be split evenly "
-                f"over {plan.trainers} trainers, so the step needs all trainers; pass batches with "
-                f"a multiple of {plan.trainers} rows, or launch the job with --on-trainer-loss "
-                "restart"
+                f"on_trainer_loss={self._on_trainer_loss!r}: the batch has {rows} rows, which "
+                f"cannot be split evenly over {plan.trainers} trainers, so the step needs all "
+                f"trainers; pass batches with a multiple of {plan.trainers} rows, or launch the "
+                "job with --on-trainer-loss restart"
             )
         assert plan.shared is not None
         specs = main.args[2:]

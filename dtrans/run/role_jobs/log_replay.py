@@ -166,6 +166,7 @@ class _ReplayedJob:
         self._trainers = [_ReplayedTrainer(plan, k, self._servers) for k in range(plan.trainers)]
         for trainer in self._trainers:
             trainer.start(init)
+        self._members: Sequence[int] = range(plan.trainers)  # of the last step
 
     def step(self, step: int, members: Sequence[int], batch: Sequence[Any]) -> None:
         """Make a step with some trainers.
@@ -175,6 +176,10 @@ class _ReplayedJob:
           members: ids of the trainers, increasing.
           batch: the global batch.
         """
+        for k in members:
+            if k not in self._members:  # a trainer that joins receives the current parameters
+                self._trainers[k].params = self._trainers[self._members[0]].params
+        self._members = members
         runs = {k: self._trainers[k].step(batch) for k in members}
         for run in runs.values():
             next(run)  # up to the barrier

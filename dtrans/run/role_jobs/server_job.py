@@ -113,8 +113,7 @@ class ServerJob(RoleJob):
                 cuts = Cuts(cuts)
             check_cuts(self.plan, cuts)
             if self._epochs is not None:
-                if self._epochs.drops_trainers:
-                    check_drops(self.plan)
+                check_drops(self.plan, self._epochs.on_trainer_loss)
                 load_orbax()
             endpoint = self.role.current_endpoint
             written = ServerCuts(

@@ -49,8 +49,8 @@ class TrainerJob(RoleJob):
 
     def __init__(self, plan: PServerPlan, role: Role, options: dict[str, Any]) -> None:
         super().__init__(plan, role, options)
-        drops_trainers = self._epochs is not None and self._epochs.drops_trainers
-        self._calls = TrainerCalls(plan, role.trainer_id, drops_trainers=drops_trainers)
+        on_loss = "restart" if self._epochs is None else self._epochs.on_trainer_loss
+        self._calls = TrainerCalls(plan, role.trainer_id, on_trainer_loss=on_loss)
         self._return = ReturnToCut(role.name, self._epochs, self._connect, self._init_again)
         kind: type[TrainerCuts] = GeoCuts if plan.push_every else LeafCuts
         self._cuts = kind(self._epochs, plan, role.name)
@@ -62,7 +62,7 @@ class TrainerJob(RoleJob):
             repeats_steps=lambda: self.repeats_steps,
         )
         if self._epochs is not None:
-            self._connect(self._epochs.current().number)
+            self._connect(self._epochs.join().number)
 
     @property
     def step_count(self) -> int:

@@ -178,15 +178,60 @@ def test_a_job_that_ended_well_leaves_no_cuts(job: Job, tmp_path: Path) -> None:
 def test_a_dropped_trainer_takes_no_part(job: Job) -> None:
     assert job.epochs.can_go_back("trainer 1", RUNNING - {"trainer 1"}, without_lost=True)
     job.epochs.drop("trainer 1", "signal SIGKILL")
-    assert job.epochs.epoch == Epoch(1, 10, dropped=(1,))
+    assert job.epochs.epoch == Epoch(1, 10, dropped=(1,), members_since=1)
     assert (job.epochs.members, job.epochs.epoch.has_role("trainer 1")) == ((0,), False)
-    assert job.folders["pserver 0"].current() == Epoch(1, 10, dropped=(1,))
+    assert job.folders["pserver 0"].current() == Epoch(1, 10, dropped=(1,), members_since=1)
     job.enter("pserver 0", "trainer 0")
     assert job.epochs.have_all_entered and job.epochs.find_unable(RUNNING) is None
     # it stays dropped, whatever follows
     job.epochs.go_back("pserver 0", "signal SIGSEGV")
     job.epochs.start_again()
-    assert job.epochs.epoch == Epoch(3, 10, dropped=(1,))
+    assert job.epochs.epoch == Epoch(3, 10, dropped=(1,), members_since=1)
+
+
+def test_a_dropped_trainer_joins_when_it_is_ready(tmp_path: Path) -> None:
+    epochs = JobEpochs(tmp_path, ROLES, on_trainer_loss="replace")
+    others = [RoleFolder(tmp_path, name) for name in ("pserver 0", "trainer 0")]
+    for role in (*others, RoleFolder(tmp_path, "trainer 1")):
+        role.enter(role.current())
+    others[0].note_cut(0, 10)
+    epochs.drop("trainer 1", "signal SIGKILL")
+    running, waiting = RUNNING - {"trainer 1"}, ["trainer 1"]
+    for role in others:
+        assert not epochs.find_ready(waiting, running)
+        role.enter(role.current())
+    assert not epochs.find_ready(waiting, running)  # the new process has not reported
+    new = RoleFolder(tmp_path, "trainer 1", started=1)
+    new.enter(new.current())
+    assert epochs.find_ready(waiting, running) == waiting
+    assert not epochs.find_ready(waiting, {"trainer 0"})  # the server has ended
+    others[0].note_cut(1, 20)
+    epochs.join(waiting)
+    assert epochs.epoch == Epoch(2, 20, members_since=2)
+    assert new.join() == epochs.epoch
+    assert epochs.find_unable(running | {"trainer 1"}) is None
+    assert epochs.find_unable(running) == "trainer 1"  # it has not entered the epoch
+
+
+def test_a_trainer_joins_no_job_that_another_role_has_left(tmp_path: Path) -> None:
+    epochs = JobEpochs(tmp_path, ROLES, on_trainer_loss="replace")
+    others = [RoleFolder(tmp_path, name) for name in ("pserver 0", "trainer 0")]
+    for role in others:
+        role.enter(role.current())
+    others[0].note_cut(0, 10)
+    epochs.drop("trainer 1", "signal SIGKILL")
+    new = RoleFolder(tmp_path, "trainer 1", started=1)
+    for role in (*others, new):
+        role.enter(role.current())
+    assert epochs.find_ready(["trainer 1"], RUNNING)
+    others[1].leave()
+    assert not epochs.find_ready(["trainer 1"], RUNNING)
+
+
+def test_all_trainers_start_again_with_a_replaced_one(tmp_path: Path) -> None:
+    JobEpochs(tmp_path, ROLES, on_trainer_loss="replace", quorum=2).drop("trainer 1")
+    again = JobEpochs(tmp_path, ROLES, on_trainer_loss="replace", quorum=2)
+    assert again.epoch.dropped == () and again.epoch.members_since == 2
 
 
 def test_a_process_of_a_dropped_trainer_ends(tmp_path: Path) -> None:
@@ -203,7 +248,7 @@ def test_another_launcher_continues_without_a_dropped_trainer(
 ) -> None:
     job.epochs.drop("trainer 1", "signal SIGKILL")
     again = JobEpochs(tmp_path, ROLES)
-    assert again.epoch == Epoch(2, 10, dropped=(1,))
+    assert again.epoch == Epoch(2, 10, dropped=(1,), members_since=1)
     assert "continues at step 10, without trainer 1" in capsys.readouterr().err
     assert [(x.cut, x.members, x.lost, x.reason) for x in read_log(tmp_path / "epochs.jsonl")] == [
         (None, (0, 1), "", "the job starts"),
@@ -226,7 +271,7 @@ def test_leaves_of_a_dropped_trainer_are_not_needed(tmp_path: Path) -> None:
     server.note_cut(0, 20)
     first.note_cut(0, 20)
     job.epochs.drop("trainer 1")
-    assert job.epochs.epoch == Epoch(1, 20, dropped=(1,))
+    assert job.epochs.epoch == Epoch(1, 20, dropped=(1,), members_since=1)
     assert server.old_cut(["pserver 0"]) == 10
 
 
@@ -268,7 +313,7 @@ def test_a_second_loss_does_not_go_back_to_an_undone_cut(tmp_path: Path) -> None
     """A server writes its piece of a cut when the launcher has chosen an older one."""
     roles = roles_of(4, ("127.0.0.1:1", "127.0.0.1:2"))
     names = [role.name for role in roles]
-    epochs = JobEpochs(tmp_path, roles, drops_trainers=True)
+    epochs = JobEpochs(tmp_path, roles, on_trainer_loss="drop")
     folders = {name: RoleFolder(tmp_path, name, started=1000) for name in names}
     for folder in folders.values():
         folder.enter(folder.current())
@@ -276,11 +321,11 @@ def test_a_second_loss_does_not_go_back_to_an_undone_cut(tmp_path: Path) -> None
         folders[server].note_cut(0, 20)
     folders["pserver 0"].note_cut(0, 30)
     epochs.drop("trainer 3")
-    assert epochs.epoch == Epoch(1, 20, dropped=(3,))
+    assert epochs.epoch == Epoch(1, 20, dropped=(3,), members_since=1)
     folders["pserver 1"].note_cut(0, 30)  # it has not read the epoch
     assert epochs.can_go_back("trainer 2", {*names} - {"trainer 2", "trainer 3"}, without_lost=True)
     epochs.drop("trainer 2")
-    assert epochs.epoch == Epoch(2, 20, dropped=(2, 3))
+    assert epochs.epoch == Epoch(2, 20, dropped=(2, 3), members_since=2)
     members = members_of_steps(read_log(tmp_path / "epochs.jsonl"), 0, 31)
     assert members == [(0, 1, 2, 3)] * 20 + [(0, 1)] * 11
     # a role that starts again forgets the undone cut, and may write another cut of this step
@@ -295,7 +340,7 @@ def test_a_second_loss_does_not_go_back_to_an_undone_cut(tmp_path: Path) -> None
 def test_a_launcher_that_continues_a_job_ignores_undone_cuts(job: Job, tmp_path: Path) -> None:
     job.epochs.drop("trainer 1")
     job.folders["pserver 0"].note_cut(0, 20)
-    assert JobEpochs(tmp_path, ROLES).epoch == Epoch(2, 10, dropped=(1,))
+    assert JobEpochs(tmp_path, ROLES).epoch == Epoch(2, 10, dropped=(1,), members_since=1)
 
 
 def test_a_launcher_continues_only_with_a_quorum(job: Job, tmp_path: Path) -> None:
@@ -305,7 +350,7 @@ def test_a_launcher_continues_only_with_a_quorum(job: Job, tmp_path: Path) -> No
         match="a job that continues with trainer 0, since it has dropped trainer 1, but quorum=2; "
         "write quorum=1, or another folder",
     ):
-        JobEpochs(tmp_path, ROLES, drops_trainers=True, quorum=2)
+        JobEpochs(tmp_path, ROLES, on_trainer_loss="drop", quorum=2)
     assert job.epochs.epoch == LauncherFolder(tmp_path).current()  # no epoch was granted
-    again = JobEpochs(tmp_path, ROLES, drops_trainers=True, quorum=1)
-    assert again.epoch == Epoch(2, 10, dropped=(1,))
+    again = JobEpochs(tmp_path, ROLES, on_trainer_loss="drop", quorum=1)
+    assert again.epoch == Epoch(2, 10, dropped=(1,), members_since=1)

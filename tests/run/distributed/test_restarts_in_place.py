@@ -471,6 +471,149 @@ def test_dropped_trainers_stay_dropped_when_all_start_again(
     assert {seen.entered[role][-1] for role in ROLES} == {(2, 20)}
 
 
+# -- trainers that join again ----------------------------------------------------------------------
+
+REPLACE: dict[str, Any] = {**DROP, "on_trainer_loss": "replace"}
+LOST = (
+    "trainer 2 failed with signal SIGKILL; the job continues with trainers 0, 1, and all roles go "
+    "back to step 20"
+)
+STARTS = "trainer 2 starts again, and joins the job when it is ready (restart 1 of 1)"
+# `begins` runs in the process that replaces trainer 2
+JOINS = """
+    if not epochs.current().has_role(name):
+        {begins}
+        epochs.join()
+    number = enter()
+    if number == 0:
+        cut(10, 20)
+        lose("trainer 2")
+        number = enter(1)
+    if number == 1:
+        {continues}
+"""
+
+
+def test_a_dropped_trainer_joins_again(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    joins = JOINS.format(begins="", continues="enter(2)")
+    command = script(joins + "    finish(2)")
+    launch(command, restarts=RestartOptions(1, tmp_path / "cuts"), **REPLACE)
+    seen = Output(capsys)
+    joined = "trainer 2 joined the job, and all roles go back to step 20"
+    assert seen.said == [LOST, STARTS, joined]
+    assert seen.entered["trainer 2"] == [(0, None), (2, 20)]
+    assert len(set(seen.pids["trainer 2"])) == 2 and seen.restarts["trainer 2"] == [0, 1]
+    for role in ROLES:
+        assert seen.entered[role] == [(0, None), (1, 20), (2, 20)]
+        assert len(set(seen.pids[role])) == 1
+    records = read_log(tmp_path / "cuts" / "epochs.jsonl")
+    assert [x.members for x in records] == [(0, 1, 2), (0, 1), (0, 1, 2)]
+    assert (records[-1].lost, records[-1].reason) == ("", "trainer 2 joined")
+
+
+def test_nobody_waits_for_a_trainer_that_is_not_ready(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job ends first, and the launcher ends the trainer."""
+    joins = JOINS.format(begins="forever()", continues="pass")
+    ends = "    wait(lambda: len([x for x in epochs.marks().values() if x.epoch >= 1]) == 4)"
+    launch(script(joins + ends + "\n    epochs.leave()"), restarts=1, **REPLACE)
+    seen = Output(capsys)
+    assert seen.said == [LOST, STARTS]
+    assert seen.entered["trainer 2"] == [(0, None)]
+
+
+def test_a_trainer_that_ends_before_it_joins_does_not_start_again(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others train until the launcher has seen this."""
+    said = str(tmp_path / "ended")
+    begins = f"open({said!r}, 'w').close(); sys.exit(3)"
+    continues = f"wait(lambda: os.path.exists({said!r})); threading.Event().wait(1)"
+    joins = JOINS.format(begins=begins, continues=continues)
+    launch(script(joins + "    epochs.leave()"), restarts=3, **REPLACE)
+    seen = Output(capsys)
+    ended = "trainer 2 ended with exit code 3 before it joined the job again"
+    assert seen.said == [LOST, STARTS.replace("of 1", "of 3"), ended]
+
+
+def test_a_trainer_does_not_start_again_without_restarts(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trainer that has joined is lost again."""
+    dies = "if name == 'trainer 2': wait(lambda: all_in(2)); die()"
+    command = script(
+        JOINS.format(begins="", continues="number = enter(2)")
+        + f"""
+    {dies}
+    enter(3)
+    wait(lambda: len([x for x in epochs.marks().values() if x.epoch >= 3]) == 4)
+    epochs.leave()
+    """
+    )
+    launch(command, restarts=1, **REPLACE)
+    assert Output(capsys).said[3:] == [
+        LOST,
+        "trainer 2 does not start again: no restart is left, of 1 restarts",
+    ]
+
+
+@pytest.mark.parametrize("leaves", ["epochs.leave(); forever()", "fail()"])
+def test_all_start_again_if_a_role_leaves_while_a_trainer_joins(
+    leaves: str, script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trainer after its last step cannot go back. This uses no restart, as nothing was lost."""
+    continues = f"wait(lambda: epochs.current().number == 2); {leaves}"
+    command = script(
+        """
+    def fail():
+        if name == "trainer 0":
+            epochs.leave()
+            sys.exit("dtrans.errors.LostPeerError: a process was lost after the last step")
+        forever()
+    """
+        + JOINS.format(begins="", continues=continues)
+        + """
+    if number == 2:
+        forever()
+    finish(3)
+    """
+    )
+    launch(command, restarts=1, **REPLACE)
+    seen = Output(capsys)
+    assert seen.said[3].endswith(
+        "had left the job, and cannot go back; all roles start again (restart 1 of 1)"
+    )
+    assert {x[-1] for x in seen.entered.values()} == {(3, 20)} and len(seen.entered) == 5
+
+
+def test_dropped_trainers_join_when_all_start_again(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    joins = JOINS.format(
+        begins="forever()",
+        continues="name == 'trainer 0' and epochs.leave(); name == 'pserver 1' and "
+        "(wait(lambda: epochs.marks()['trainer 0'].left), die()); forever()",
+    )
+    launch(script(joins + "    finish(2)"), restarts=2, **REPLACE)
+    seen = Output(capsys)
+    assert seen.said[2] == (
+        "pserver 1 failed with signal SIGKILL; all roles start again (restart 2 of 2)"
+    )
+    assert {x[-1] for x in seen.entered.values()} == {(2, 20)} and len(seen.entered) == 5
+
+
+def test_a_trainer_that_joins_needs_restarts_and_servers() -> None:
+    for options, message in [
+        ({"restarts": 0}, "on_trainer_loss='replace' needs restarts, since each new start of a"),
+        ({"restarts": 1, "mode": "nccl2", "pservers": None}, "'replace' is for parameter servers"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            launch(["true"], **{**REPLACE, **options})
+
+
 def test_the_loss_of_a_trainer_ends_a_job_that_aborts(script: Any) -> None:
     command = script(DIES.format(dropped=[]) + "    forever()")
     with pytest.raises(LaunchError, match="^trainer 2 failed with signal SIGKILL, and the other"):

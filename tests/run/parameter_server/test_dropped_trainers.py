@@ -79,10 +79,11 @@ def plan_for(pservers, trainers):
         placement=dtrans.BlockPlacement(min_block_size=1),
     )
 """
-# trainer 1 kills other roles, and is never lost
+# Trainer 1 kills other roles, and is never lost. Before some steps, it waits for an epoch.
 TRAIN = """
-import os, signal
+import os, signal, time
 import dtrans
+from dtrans.run.net.epoch_log import read_log
 
 role = dtrans.Role.from_env()
 open(f"pid {{role.name}}", "w").write(str(os.getpid()))
@@ -95,13 +96,16 @@ def batch_or_kill(step):
         if role.name == "trainer 1" and is_due:
             open(f"kills/{{number}}", "w")
             os.kill(int(open(f"pid {{victim}}").read()), signal.SIGKILL)
+    for at, epoch in {waits!r}:
+        while role.name == "trainer 1" and step == at and read_log("cuts/epochs.jsonl")[-1].epoch < epoch:
+            time.sleep(0.01)
     return batch(step)
 
 plan = plan_for(role.pservers, role.trainers)
 with plan.on_cluster() as job:
     state = job.init(key)
     if role.is_pserver:
-        job.serve(state, checkpoints="ckpt", cuts=5)
+        job.serve(state, checkpoints="ckpt", cuts={cuts})
     else:
         steps = job.steps(state, lambda step: job.shard_batch(*batch_or_kill(step)), stop={stop})
         for state, loss in steps:
@@ -111,14 +115,16 @@ with plan.on_cluster() as job:
 """
 
 
-def launch_dropping(folder: Path, script: str, *, trainers: int, **options: Any) -> None:
+def launch_dropping(
+    folder: Path, script: str, *, trainers: int, on_trainer_loss: str = "drop", **options: Any
+) -> None:
     """Launch a script of a folder as a job of two servers that drops lost trainers."""
     launch(
         [sys.executable, script],
         trainers=trainers,
         pservers=2,
         env={"PYTHONPATH": f"{folder}:{ROOT}", "JAX_PLATFORMS": "cpu"},
-        on_trainer_loss="drop",
+        on_trainer_loss=on_trainer_loss,
         restarts=RestartOptions(cuts="cuts", **options),
     )
 
@@ -129,13 +135,26 @@ def run_job(
     kills: Sequence[tuple[int, int, str]],
     *,
     model: str = DENSE,
+    waits: Sequence[tuple[int, int]] = (),
+    cuts: str = "5",
     **options: Any,
 ) -> dict[str, Any]:
-    """Run a job of three trainers and two servers; return the names of its model."""
+    """Run a job of three trainers and two servers; return the names of its model.
+
+    Args:
+      folder, monkeypatch: as for fixtures.
+      kills: (number of earlier kills, step, name of the lost role).
+      model: source of the model.
+      waits: (step, number of an epoch): trainer 1 waits for the epoch before the step.
+      cuts: the argument of `job.serve`.
+      options: as for `launch_dropping`.
+    """
     monkeypatch.chdir(folder)
     (folder / "kills").mkdir()
     (folder / "model.py").write_text(model + PLAN)
-    (folder / "train.py").write_text(TRAIN.format(kills=list(kills), stop=STEPS))
+    (folder / "train.py").write_text(
+        TRAIN.format(kills=list(kills), waits=list(waits), cuts=cuts, stop=STEPS)
+    )
     launch_dropping(folder, "train.py", trainers=3, **options)
     found: dict[str, Any] = {}
     exec(model + PLAN, found)
@@ -205,6 +224,67 @@ def test_the_error_names_the_quorum(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         run_job(tmp_path, monkeypatch, [(0, 12, "trainer 2")], quorum=3)
 
 
+# -- trainers that join again ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "victim"),
+    [
+        (DENSE, "trainer 2"),
+        pytest.param(DENSE, "trainer 0", marks=pytest.mark.rotated),
+        pytest.param(TABLES, "trainer 2", marks=pytest.mark.rotated),
+    ],
+    ids=["trainer 2", "trainer 0", "tables"],
+)
+def test_a_lost_trainer_joins_the_job_again(
+    model: str,
+    victim: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # the job makes steps without the trainer, and writes the checkpoint of step 12 then
+    options = {"most": 1, "on_trainer_loss": "replace"}
+    kills, waits = [(0, 14, victim)], [(28, 2)]
+    found = run_job(tmp_path, monkeypatch, kills, model=model, waits=waits, **options)
+    said = capsys.readouterr().err
+    assert f"{victim} starts again, and joins the job when it is ready (restart 1 of 1)" in said
+    assert f"{victim} joined the job, and all roles go back to step" in said
+    _, dropped, joined = read_log("cuts/epochs.jsonl")
+    assert dropped.cut in (5, 10) and len(dropped.members) == 2 and dropped.lost == victim
+    assert joined.cut is not None and joined.cut > dropped.cut and joined.members == (0, 1, 2)
+    assert (joined.lost, joined.reason) == ("", f"{victim} joined")
+    assert_replayed(found)
+
+
+@pytest.mark.rotated
+def test_a_join_repeats_no_step_with_cuts_at_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"most": 1, "on_trainer_loss": "replace"}
+    cuts, waits = "dtrans.Cuts(every=1000, at_loss=True)", [(28, 2)]
+    kills = [(0, 14, "trainer 2")]
+    found = run_job(tmp_path, monkeypatch, kills, waits=waits, cuts=cuts, **options)
+    _, dropped, joined = read_log("cuts/epochs.jsonl")
+    assert dropped.cut in (13, 14, 15)
+    assert joined.members == (0, 1, 2)
+    assert_replayed(found)
+
+
+@pytest.mark.rotated
+def test_a_trainer_that_joined_is_lost_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server is lost before. A spare is the trainer that joins first."""
+    kills = [(0, 8, "trainer 2"), (1, 13, "pserver 1"), (2, 26, "trainer 2")]
+    waits, options = [(20, 3), (33, 5)], {"most": 3, "spares": 1, "on_trainer_loss": "replace"}
+    found = run_job(tmp_path, monkeypatch, kills, waits=waits, **options)
+    records = read_log("cuts/epochs.jsonl")
+    assert records[-1].members == (0, 1, 2)
+    assert [x.members for x in records].count((0, 1)) >= 2
+    assert_replayed(found)
+
+
 @pytest.mark.rotated
 def test_the_page_replays_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last trainer kills itself."""
@@ -258,6 +338,22 @@ def test_a_replay_uses_the_rows_of_the_members_of_each_step(tmp_path: Path) -> N
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
+def test_a_replay_gives_a_trainer_that_joins_the_current_parameters(tmp_path: Path) -> None:
+    log = EpochLog(tmp_path)
+    log.add(EpochRecord(0, None, (0, 1, 2)))
+    log.add(EpochRecord(1, 1, (1, 2), "trainer 0"))
+    log.add(EpochRecord(2, 3, (0, 1, 2), reason="trainer 0 joined"))
+    batches = [mlp_batch(6, seed=s) for s in range(6)]
+    params, tx = mlp_params(), optax.adam(0.1)
+    found, _ = dtrans.replay(plan_for(), log.path, lambda s: batches[s], init=(params,), stop=6)
+    step, state = jax.jit(dtrans.make_train_step(mlp_loss, tx)), tx.init(params)
+    for number, batch in enumerate(batches):
+        rows = jnp.arange(6)[2 if number in (1, 2) else 0 :]
+        params, state, _ = step(params, state, *(x[rows] for x in batch))
+    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -302,7 +398,7 @@ def test_a_replay_refuses_a_batch_that_needs_all_trainers(tmp_path: Path) -> Non
     log.add(EpochRecord(0, None, (0, 1, 2)))
     with pytest.raises(
         ConfigError,
-        match=r"^replay: the batch has 7 rows, .* over 3 trainers; .* plan\.on_mesh\(\) instead$",
+        match=r"^dtrans.replay: the batch has 7 rows, .* of the 3 trainers; .* plan\.on_mesh\(\) instead$",
     ):
         dtrans.replay(plan_for(), log.path, lambda step: mlp_batch(7), init=(params,), stop=1)
 
@@ -322,22 +418,22 @@ def plan_with_batch_norm() -> PServerPlan:
 
 
 def test_plans_that_need_all_trainers_are_refused() -> None:
-    check_drops(plan_for())
+    check_drops(plan_for(), "replace")
     for plan, message in [
         (plan_for(mode=dtrans.Async()), "asynchronous servers with cuts start a lost trainer aga"),
         (plan_for(on_trainer_exit="error"), "with on_trainer_exit='error' an update needs the gr"),
         (plan_with_batch_norm(), r"the step needs values of the full batch \(.*pass batch='local"),
     ]:
         with pytest.raises(ConfigError, match=f"^on_trainer_loss='drop': .*{message}"):
-            check_drops(plan)
+            check_drops(plan, "drop")
 
 
 def test_a_server_reads_whether_trainers_may_be_dropped(tmp_path: Path) -> None:
     folder = LauncherFolder(tmp_path)
     folder.grant(Epoch(), "a run")
-    assert not folder.drops_trainers
-    folder.grant(Epoch(1, 10, dropped=(2,)), "a run", drops_trainers=True)
-    assert folder.drops_trainers and folder.current().dropped == (2,)
+    assert folder.on_trainer_loss == "restart"
+    folder.grant(Epoch(1, 10, dropped=(2,)), "a run", on_trainer_loss="drop")
+    assert folder.on_trainer_loss == "drop" and folder.current().dropped == (2,)
     assert os.listdir(tmp_path) == ["epoch.json"]
 
 
@@ -350,16 +446,16 @@ def test_a_trainer_refuses_a_batch_that_needs_all_trainers() -> None:
         ConfigError,
         match=r"^on_trainer_loss='drop': the batch has 7 rows, .* a multiple of 3 rows, or launch",
     ):
-        TrainerCalls(plan, 0, drops_trainers=True)(rows)
+        TrainerCalls(plan, 0, on_trainer_loss="drop")(rows)
 
 
-@pytest.mark.parametrize("drops_trainers", [False, True])
+@pytest.mark.parametrize("on_trainer_loss", ["restart", "drop", "replace"])
 def test_a_trainer_reads_whether_trainers_may_be_dropped(
-    drops_trainers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_trainer_loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    LauncherFolder(tmp_path).grant(Epoch(), "a run", drops_trainers=drops_trainers)
+    LauncherFolder(tmp_path).grant(Epoch(), "a run", on_trainer_loss=on_trainer_loss)
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     plan = plan_for()
     role = Role("trainer", plan.trainers, tuple(plan.servers))
     with TrainerJob(plan, role, {}) as job:
-        assert job._calls._drops_trainers is drops_trainers
+        assert job._calls._on_trainer_loss == on_trainer_loss

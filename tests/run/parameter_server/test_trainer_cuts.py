@@ -25,7 +25,7 @@ from dtrans.protocol.epochs import Epoch
 from dtrans.run.net.epoch_folder import VARIABLE
 from dtrans.run.net.launcher_folder import LauncherFolder
 from dtrans.run.net.role_folder import RoleFolder
-from dtrans.run.parameter_server.cuts import ServerCuts, check_cuts, computed_leaves
+from dtrans.run.parameter_server.cuts import ServerCuts, check_cuts, check_drops, computed_leaves
 from dtrans.run.role_jobs.cut_file import CutFile
 from dtrans.run.role_jobs.leaf_cuts import LeafCuts
 from dtrans.run.role_jobs.server_job import ServerJob
@@ -92,6 +92,16 @@ def assert_begins_with(cuts: LeafCuts, executor: Any, params: Any) -> None:
 
 def written(path: Path) -> set[str]:
     return {str(x.relative_to(path)) for x in path.glob("*/*.npz")}
+
+
+def test_a_trainer_that_computes_leaves_cannot_join_later(plan: PServerPlan) -> None:
+    check_drops(plan, "drop")
+    with pytest.raises(
+        ConfigError,
+        match="^on_trainer_loss='replace': params/own/key is computed by each trainer, and a train"
+        ".*launch the job with --on-trainer-loss drop, or",
+    ):
+        check_drops(plan, "replace")
 
 
 def test_cuts_contain_leaves_that_trainers_compute(plan: PServerPlan) -> None:

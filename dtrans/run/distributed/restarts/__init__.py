@@ -7,7 +7,9 @@ A role is lost if a signal ended it, or if its host was lost. There are two kind
                  If there is a spare, it becomes the lost role.
 
 With `on_trainer_loss="drop"`, a lost trainer does not start again while enough trainers are left.
-The other roles go back to a cut, and continue without the trainer. This uses no restart.
+The other roles go back to a cut, and continue without the trainer. This uses no restart. With
+`on_trainer_loss="replace"`, the trainer starts again meanwhile, which uses a restart. When it is
+ready, it joins the job in a new epoch.
 
 A restart in place needs cuts: every other role takes part in the current epoch and has not left,
 and all servers have a common cut. Asynchronous servers have separate cuts, and only a lost server
@@ -23,7 +25,9 @@ In `dtrans.run.distributed`, only the launcher imports these modules:
 
 run_attempts     the first attempt at a job, and an attempt after each restart
 attempt          one attempt: its running roles, their ends, and the cause of a failure
+loss_rules       rules for the failure of a role: a restart, or a job that continues without it
 restart_options  the restarts that a launcher may make
+joins            a dropped trainer starts again, and joins the job when it is ready
 role_starter     starts the process of a role
 spares           processes that wait to take the place of a lost role
 job_epochs       the epochs of a job, and the decision whether roles can go back to a cut

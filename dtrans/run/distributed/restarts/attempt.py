@@ -10,7 +10,7 @@ import queue
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from queue import SimpleQueue
 
 from dtrans.errors import LaunchError
@@ -45,6 +45,8 @@ class Attempt:
       quorum: the smallest number of trainers with which the job continues.
 
     Attributes:
+      running: the processes of the running roles.
+      joining: processes of dropped trainers, which are not yet ready to join the job.
       failed: the role that made the job fail, or None.
       note: a remark about the failure of the role, for the error message.
       error: the job's error, if it ends without a failed role.
@@ -75,6 +77,7 @@ class Attempt:
         self.events = events
         self.grace = grace
         self.running: list[Child] = []
+        self.joining: list[Child] = []
         self.failed: Child | None = None
         self.note = ""
         self.error: LaunchError | None = None
@@ -88,11 +91,31 @@ class Attempt:
         is_undisturbed = self.signum is None and not self.timed_out and not self.superseded
         return is_undisturbed and self.failed is None and self.error is None
 
-    def begin(self, child: Child) -> None:
-        """Register a started role with the guard, then start the role's command."""
-        self.running.append(child)
+    def begin(self, child: Child, *, joins: bool = False) -> None:
+        """Register a started role with the guard, then start the role's command.
+
+        Args:
+          child: the process of the role.
+          joins: True for a dropped trainer, which joins the job when it is ready.
+        """
+        self.add(child, joins=joins)
         self._guard.add(child)
         child.begin()
+
+    def add(self, child: Child, *, joins: bool = False) -> None:
+        """Add the process of a role. The arguments are those of `begin`."""
+        (self.joining if joins else self.running).append(child)
+
+    def join(self, names: Collection[str], epoch: int) -> None:
+        """Begin an epoch in which dropped trainers take part again.
+
+        Args:
+          names: names of the trainers.
+          epoch: number of the epoch.
+        """
+        self.epoch = epoch
+        self.running += [x for x in self.joining if x.role.name in names]
+        self.joining = [x for x in self.joining if x.role.name not in names]
 
     def find_running(self, name: str) -> Child | None:
         """Return the role with a name if it runs, else None."""
@@ -163,6 +186,8 @@ class Attempt:
     def end(self) -> None:
         """End the running roles: send SIGTERM, and SIGKILL after the grace period or a signal."""
         self._ending = True
+        self.running += self.joining
+        self.joining = []
         for child in self.running:
             child.signal(signal.SIGTERM)
         limit: float | None = time.monotonic() + self.grace
@@ -233,10 +258,15 @@ class Attempt:
             return None
 
     def _on_end(self, child: Child) -> None:
-        self.running.remove(child)
         child.reap()
         self._guard.remove(child)
         role, how = child.role, child.how()
+        if child in self.joining:
+            self.joining.remove(child)
+            self._site.ended(child, stopped=False)
+            say(f"{role.name}{child.where} ended with {how} before it joined the job again")
+            return
+        self.running.remove(child)
         self._ended_roles.note(role.name, how, self.epoch)
         for other in self.running:
             other.tell_ended(role.name, how, self.epoch)

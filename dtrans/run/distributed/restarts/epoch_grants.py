@@ -18,15 +18,15 @@ class EpochGrants:
       folder: folder of the job's epochs and cuts.
       run: identifier of the job.
       role: any role of the job.
-      drops_trainers: True if the job may continue without a lost trainer.
+      on_trainer_loss: as for `launch`.
     """
 
     def __init__(
-        self, folder: LauncherFolder, run: str, role: Role, *, drops_trainers: bool
+        self, folder: LauncherFolder, run: str, role: Role, *, on_trainer_loss: str
     ) -> None:
         self._folder, self._log, self._run = folder, EpochLog(folder.path), run
         self._trainers, self._endpoints = role.trainers, role.pserver_endpoints
-        self._drops_trainers = drops_trainers
+        self._on_trainer_loss = on_trainer_loss
 
     def write(self, epoch: Epoch, started: Mapping[str, int], lost: str, reason: str) -> None:
         """Grant an epoch. On a full disk, first remove cuts that the epoch does not need.
@@ -63,5 +63,5 @@ class EpochGrants:
             self._trainers,
             self._endpoints,
             started,
-            drops_trainers=self._drops_trainers,
+            on_trainer_loss=self._on_trainer_loss,
         )

@@ -3,7 +3,8 @@
     epoch folder    roles report their epochs and cuts there, the launcher grants epochs
     in place        a restart of the lost role alone; the other roles live. Synchronous servers and
                     their trainers go back to a cut
-    dropped         a lost trainer does not start again, and the job continues without it
+    dropped         the job continues without a lost trainer. With `on_trainer_loss="replace"`, the
+                    trainer starts again meanwhile, and joins the job when it is ready
     pending         True from the grant of an epoch until all roles have entered it
 
 The launcher alone grants epochs. `dtrans.protocol.epochs` describes what the roles do.
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from dtrans.checkpoint.runs import new_run
 from dtrans.errors import ConfigError
-from dtrans.protocol.epochs import Epoch
+from dtrans.protocol.epochs import REPLACE, Epoch
 from dtrans.protocol.server.trainer_registry import named
 from dtrans.run.distributed.restarts.cuts_at_loss import CutsAtLoss
 from dtrans.run.distributed.restarts.epoch_grants import EpochGrants
@@ -24,7 +25,7 @@ from dtrans.run.distributed.restarts.lost_reports import LostReports
 from dtrans.run.distributed.role import Role
 from dtrans.run.distributed.role_output import say
 from dtrans.run.net.launcher_folder import LauncherFolder
-from dtrans.run.net.role_marks import LostReport, RoleMark, can_go_back
+from dtrans.run.net.role_marks import LostReport, RoleMark, can_go_back, have_entered
 
 
 class JobEpochs:
@@ -38,7 +39,7 @@ class JobEpochs:
       path: the folder.
       roles: every role of the job.
       lock: file descriptor of a lock for the guard of the roles; None for a temporary folder.
-      drops_trainers: True if the job may continue without a lost trainer.
+      on_trainer_loss: as for `launch`.
       quorum: the smallest number of trainers with which the job continues.
 
     Raises:
@@ -52,16 +53,16 @@ class JobEpochs:
         roles: Sequence[Role],
         lock: int | None = None,
         *,
-        drops_trainers: bool = False,
+        on_trainer_loss: str = "restart",
         quorum: int = 1,
     ) -> None:
         self.lock = lock
         self._folder = LauncherFolder(path)
         self._names = [role.name for role in roles]
         self._servers = [role.name for role in roles if role.is_pserver]
-        self._trainers = roles[0].trainers
+        self._trainers, self._replaces = roles[0].trainers, on_trainer_loss == REPLACE
         run = self._folder.run if self._folder.is_used else new_run()
-        self._grants = EpochGrants(self._folder, run, roles[0], drops_trainers=drops_trainers)
+        self._grants = EpochGrants(self._folder, run, roles[0], on_trainer_loss=on_trainer_loss)
         self._cuts_at_loss = CutsAtLoss(self._folder, self._servers)
         self._reports = LostReports(self._folder, roles)
         self.epoch = Epoch()
@@ -92,7 +93,7 @@ class JobEpochs:
                 "many as before, or another folder"
             )
         self.epoch = self._folder.current()
-        if len(self.members) < quorum:
+        if len(self.members) < quorum and not self._replaces:
             raise ConfigError(
                 f"cuts={str(path)!r} has the cuts of a job that continues with "
                 f"{named(self.members)}, since it has dropped {named(self.epoch.dropped)}, but "
@@ -144,9 +145,7 @@ class JobEpochs:
     @property
     def have_all_entered(self) -> bool:
         """True if all roles take part in the current epoch, and none has left the job."""
-        marks = self._current_marks()
-        found = [marks.get(name, RoleMark(epoch=-1)) for name in self._active]
-        return all(mark.epoch == self.epoch.number and not mark.left for mark in found)
+        return have_entered(self._current_marks(), self._active, self.epoch.number)
 
     def end_epoch(
         self,
@@ -211,6 +210,25 @@ class JobEpochs:
         self._grant_next(lost, reason, self.epoch.dropped_with(lost))
         self._is_pending = True
 
+    def find_ready(self, waiting: Collection[str], running: Collection[str]) -> list[str]:
+        """Return the dropped trainers that can join the job now.
+
+        Args:
+          waiting: names of the dropped trainers whose new process runs.
+          running: names of the running roles.
+        """
+        can_go_back = self.have_all_entered and {*self._active} <= {*running}
+        if not can_go_back or self._newest() is None:
+            return []
+        marks = self._current_marks()
+        return [name for name in waiting if name in marks]
+
+    def join(self, names: Collection[str]) -> None:
+        """Grant the next epoch, in which dropped trainers take part again."""
+        dropped = tuple(k for k in self.epoch.dropped if f"trainer {k}" not in names)
+        self._grant_next("", f"{', '.join(names)} joined", dropped)
+        self._is_pending = True
+
     @property
     def other_roles(self) -> str:
         """Log text about the roles that live, after `go_back`."""
@@ -219,7 +237,9 @@ class JobEpochs:
         return f"all roles go back to step {self.epoch.cut}"
 
     def start_again(self, lost: str = "", reason: str = "") -> None:
-        """Grant the next epoch, before all roles start again. Dropped trainers do not.
+        """Grant the next epoch, before all roles start again.
+
+        Dropped trainers start again, too, with `on_trainer_loss="replace"` only.
 
         Args:
           lost: name of the lost role; empty without one.
@@ -229,7 +249,8 @@ class JobEpochs:
         self._is_pending = False
         if self._newest() is None:
             self._folder.forget_marks()  # no server begins with a cut if another one has none
-        self._grant_next(lost, reason, self.epoch.dropped)
+        dropped = () if self._replaces else self.epoch.dropped
+        self._grant_next(lost, reason, dropped)
 
     def find_unable(self, running: Collection[str]) -> str | None:
         """Return a role that left or ended before it entered the pending epoch, or None.
@@ -270,7 +291,7 @@ class JobEpochs:
         cut = None  # asynchronous servers have no common cut
         if not self._folder.cuts_alone(self._servers):
             cut = self._folder.newest_cut(self._servers, dropped)
-        self.epoch = Epoch(self.epoch.number + 1, cut, dropped=dropped)
+        self.epoch = self.epoch.next(cut, dropped)
         self._grants.write(self.epoch, self._started, lost, reason)
 
     def _current_marks(self) -> dict[str, RoleMark]:

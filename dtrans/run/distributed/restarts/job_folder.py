@@ -44,7 +44,7 @@ def open_epochs(
     cuts: str | os.PathLike[str] | None,
     record: LaunchRecord | None = None,
     *,
-    drops_trainers: bool = False,
+    on_trainer_loss: str = "restart",
     quorum: int = 1,
 ) -> Iterator[JobEpochs]:
     """Yield the epochs of a job.
@@ -53,7 +53,7 @@ def open_epochs(
       roles: every role of the job.
       cuts: the folder of the epochs and cuts; None for a temporary one.
       record: the command line of the launcher, for `dtrans launch --resume`; None without one.
-      drops_trainers, quorum: as for `JobEpochs`.
+      on_trainer_loss, quorum: as for `JobEpochs`.
 
     Raises:
       ConfigError: the folder cannot be used.
@@ -62,12 +62,12 @@ def open_epochs(
         if cuts is None:
             temporary = TempDir()
             stack.callback(temporary.close)
-            yield JobEpochs(temporary.path, roles, drops_trainers=drops_trainers, quorum=quorum)
+            yield JobEpochs(temporary.path, roles, on_trainer_loss=on_trainer_loss, quorum=quorum)
             return
         path = EpochFolder(cuts).path
         stack.enter_context(_lock(path, LOCK))
         lock = stack.enter_context(_lock(path, ROLES_LOCK, patience=ROLES_END))
-        epochs = JobEpochs(path, roles, lock, drops_trainers=drops_trainers, quorum=quorum)
+        epochs = JobEpochs(path, roles, lock, on_trainer_loss=on_trainer_loss, quorum=quorum)
         (path / LAUNCH).unlink(missing_ok=True)
         if record is not None:
             record.write(path)

@@ -12,8 +12,10 @@ from typing import NamedTuple
 from dtrans.errors import LaunchError
 from dtrans.protocol.server.trainer_registry import named
 from dtrans.run.distributed.child_process import Child
-from dtrans.run.distributed.restarts.attempt import Attempt, is_lost, lacks_quorum
+from dtrans.run.distributed.restarts.attempt import Attempt, is_lost
 from dtrans.run.distributed.restarts.job_epochs import JobEpochs
+from dtrans.run.distributed.restarts.joins import Joins
+from dtrans.run.distributed.restarts.loss_rules import LossRules
 from dtrans.run.distributed.restarts.lost_reports import FirstReport
 from dtrans.run.distributed.restarts.restart_options import RestartOptions
 from dtrans.run.distributed.restarts.role_starter import RoleStarter
@@ -70,10 +72,9 @@ class Restarts:
         epochs: JobEpochs | None = None,
     ) -> None:
         self._roles, self._starter, self._new_attempt = roles, starter, new_attempt
-        self._limit, self._restarts = limit, options.most
-        self._on_trainer_loss, self._quorum = on_trainer_loss, options.quorum
+        self._limit, self._rules = limit, LossRules(options, on_trainer_loss, epochs)
         self._epochs, self._spares = epochs, spares
-        self._count = 0  # restarts so far
+        self._joins = Joins(self._rules, spares, self._start, self._is_late)
         self._of_all = 0  # restarts of all roles so far, which determine the pauses
         self._reports = FirstReport()
 
@@ -87,9 +88,9 @@ class Restarts:
                 return attempt
             name, reason = "", attempt.superseded
             if attempt.superseded:
-                # `_count` already includes this restart: it replaces the last restart in place. Or
-                # the last failure was that of a dropped trainer, after which nothing starts.
-                number = f" ({self._number()})" if self._count else ""
+                # The count already includes this restart: it replaces the last restart in place.
+                # Or the last failure was that of a dropped trainer, after which nothing starts.
+                number = f" ({self._rules.number})" if self._rules.count else ""
                 say(f"{attempt.superseded}; all roles start again{number}")
             elif lost is None or not self._restarts_all(attempt, lost):
                 return attempt
@@ -129,15 +130,27 @@ class Restarts:
         role: Role,
         shared: Mapping[str, str],
         spare: SpareChild | None = None,
+        *,
+        joins: bool = False,
     ) -> None:
-        if self._restarts:
-            shared = {**shared, RESTARTS: str(self._count)}
+        """Start a role's process, or give the role to a spare.
+
+        Args:
+          attempt: the attempt.
+          role: the role.
+          shared: variables that all roles of the attempt share.
+          spare: the spare, or None.
+          joins: True for a dropped trainer, which joins the job when it is ready.
+        """
+        if self._rules.most:
+            shared = {**shared, RESTARTS: str(self._rules.count)}
         if self._epochs is not None:
             shared = {**shared, **self._epochs.environment(role.name)}
         if spare is None:
-            attempt.begin(self._starter.start(role, shared, attempt.events))
+            child = self._starter.start(role, shared, attempt.events)
+            attempt.begin(child, joins=joins)
             return
-        attempt.running.append(spare)
+        attempt.add(spare, joins=joins)
         variables = self._starter.variables(role, shared)
         spare.take_role(role, variables, self._starter.logs[role.name])
 
@@ -146,20 +159,22 @@ class Restarts:
     def _find_loss(self, attempt: Attempt) -> RoleLoss | None:
         """Return the failure that ended an attempt, or None if the job does not continue."""
         has_cuts = self._epochs is not None and self._epochs.has_marks
-        lost = attempt.lost(was_reached=self._count > 0, has_cuts=has_cuts)
+        lost = attempt.lost(was_reached=self._rules.count > 0, has_cuts=has_cuts)
         if lost is None or attempt.signum is not None:
             return None
-        if not has_cuts and not self._may_restart(lost.role):
+        if not has_cuts and not self._rules.may_restart(lost.role):
             return None
         if self._epochs is not None:
+            if not is_lost(lost, was_reached=True) and self._supersede(self._epochs, attempt):
+                return None
             self._end_epoch(self._epochs, attempt, lost)
             if attempt.take_signal():
                 return None
         if has_cuts and self._can_drop(attempt, lost):
             return RoleLoss(lost, is_dropped=True)
-        if not self._may_restart(lost.role):
-            if self._on_trainer_loss == "drop" and lost.role.is_trainer:
-                attempt.failed, attempt.note = lost, self._why_not_dropped(lost)
+        if not self._rules.may_restart(lost.role):
+            if self._rules.drops(lost.role):
+                attempt.failed, attempt.note = lost, self._rules.why_not_dropped(lost)
             return None
         if self._epochs is None or lost.is_host_lost(was_reached=True):
             return RoleLoss(lost)  # a host that stays lost is no fault of the role
@@ -168,51 +183,26 @@ class Restarts:
             return None
         return RoleLoss(lost)
 
-    def _may_restart(self, role: Role) -> bool:
-        """Return True if a restart may follow the failure of a role."""
-        aborts = self._on_trainer_loss == "abort" and role.is_trainer
-        return self._count < self._restarts and not aborts
-
-    def _leaves_quorum(self, role: Role) -> bool:
-        """Return True if the job may drop a lost role, and enough trainers are left then."""
-        if self._epochs is None or self._on_trainer_loss != "drop" or not role.is_trainer:
-            return False
-        return len(self._epochs.members) > self._quorum
-
     def _can_drop(self, attempt: Attempt, lost: Child) -> bool:
         """Return True if a job with cuts can continue in place without a lost trainer."""
-        if self._is_late() or not self._leaves_quorum(lost.role):
+        if self._is_late() or not self._rules.leaves_quorum(lost.role):
             return False
         assert self._epochs is not None
         if attempt.failed is not lost or not is_lost(lost, was_reached=True):
             return False
         return self._epochs.can_go_back(lost.role.name, _names(attempt), without_lost=True)
 
-    def _why_not_dropped(self, lost: Child) -> str:
-        """Return the reason why a lost trainer is not dropped, so that the job ends."""
-        assert self._epochs is not None
-        others, restarts = len(self._epochs.members) - 1, f"{self._restarts} restarts"
-        if self._leaves_quorum(lost.role):
-            return (
-                "the other roles could not go back to a cut in place, and no restart of all roles "
-                f"is left, of {restarts}"
-            )
-        return (
-            f"without it, {lacks_quorum(others, self._quorum)}, and no restart is left, of "
-            f"{restarts}"
-        )
-
     def _goes_back(self, attempt: Attempt, loss: RoleLoss, shared: Mapping[str, str]) -> bool:
         """Continue without a restart of all roles. Return False if that is impossible."""
         if loss.is_dropped:
-            self._drop(attempt, loss.child)
+            self._drop(attempt, loss.child, shared)
         elif self._can_go_back(attempt, loss.child):
             self._restart_in_place(attempt, loss.child, shared)
         else:
             return False
         return True
 
-    def _drop(self, attempt: Attempt, lost: Child) -> None:
+    def _drop(self, attempt: Attempt, lost: Child, shared: Mapping[str, str]) -> None:
         """Continue without a lost trainer, while the others go back to a cut."""
         assert self._epochs is not None
         self._epochs.drop(lost.role.name, lost.how())
@@ -221,6 +211,7 @@ class Restarts:
             f"{lost.role.name}{lost.where} failed with {lost.how()}; the job continues with "
             f"{named(self._epochs.members)}, and {self._epochs.other_roles}"
         )
+        self._joins.replace(attempt, lost, shared)
 
     def _end_epoch(self, epochs: JobEpochs, attempt: Attempt, lost: Child) -> None:
         """Let servers write their newest states, unless a signal or the time limit ends the job."""
@@ -250,12 +241,12 @@ class Restarts:
         assert self._epochs is not None
         self._epochs.go_back(lost.role.name, lost.how())
         attempt.begin_epoch(self._epochs.epoch.number)
-        self._count += 1
+        self._rules.count += 1
         spare = self._spares.take()
         how = "it starts again" if spare is None else "a spare takes its place"
         say(
             f"{lost.role.name}{lost.where} failed with {lost.how()}; {how}, and "
-            f"{self._epochs.other_roles} ({self._number()})"
+            f"{self._epochs.other_roles} ({self._rules.number})"
         )
         self._start(attempt, lost.role, shared, spare)
 
@@ -264,11 +255,11 @@ class Restarts:
         pause = _pause_before(self._of_all, lost)
         if self._is_late(pause):
             return False
-        self._count += 1
+        self._rules.count += 1
         self._of_all += 1
         say(
             f"{lost.role.name}{lost.where} failed with {lost.how()}; all roles start again "
-            f"({self._number()})"
+            f"({self._rules.number})"
         )
         return not attempt.pause(pause)
 
@@ -276,23 +267,27 @@ class Restarts:
         """Return True if no restart may begin after a pause, because of the deadline."""
         return self._limit is not None and time.monotonic() + pause >= self._limit
 
-    def _number(self) -> str:
-        return f"restart {self._count} of {self._restarts}"
-
     # -- reports of roles ------------------------------------------------------------------------
 
     def _look(self, attempt: Attempt) -> None:
         """Act on reports of lost roles; start all roles again if one can no longer go back."""
         assert self._epochs is not None
         self._spares.renew(self._epochs)
-        running = _names(attempt)
-        unable = self._epochs.find_unable(running)
-        if unable is not None:
-            attempt.superseded = f"{unable} had left the job, and cannot go back"
+        if self._supersede(self._epochs, attempt):
             return
-        report = self._reports.choose(self._epochs.reports(running))
+        report = self._reports.choose(self._epochs.reports(_names(attempt)))
         if report is not None:
             self._act_on(attempt, report)
+        else:
+            self._joins.look(self._epochs, attempt)
+
+    def _supersede(self, epochs: JobEpochs, attempt: Attempt) -> bool:
+        """Return True if all roles start again, because a role can no longer go back."""
+        unable = epochs.find_unable(_names(attempt))
+        if unable is None:
+            return False
+        attempt.superseded = f"{unable} had left the job, and cannot go back"
+        return True
 
     def _act_on(self, attempt: Attempt, report: LostReport) -> None:
         """End the role that another role has lost, or the job if the role cannot start again."""
@@ -300,11 +295,11 @@ class Restarts:
         name = self._epochs.reported_role(report)
         reason = " ".join(report.reason.split())
         child = attempt.find_running(name)
-        if child is not None and self._continues_after(child.role):
+        if child is not None and self._rules.continues_after(child.role):
             if child is not self._reports.killed:
                 self._reports.killed = child
                 then = "which is ended"
-                if not self._leaves_quorum(child.role):
+                if not self._rules.leaves_quorum(child.role):
                     then += " and starts again"
                 say(f"{report.reporter} has lost {name}{child.where} ({reason}), {then}")
                 attempt.kill(child)
@@ -317,10 +312,6 @@ class Restarts:
                 f"{report.reason}",
                 role=name,
             )
-
-    def _continues_after(self, role: Role) -> bool:
-        """Return True if the job may continue after the failure of a role."""
-        return self._may_restart(role) or self._leaves_quorum(role)
 
 
 def _names(attempt: Attempt) -> set[str]:

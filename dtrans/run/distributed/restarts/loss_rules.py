@@ -1,0 +1,82 @@
+"""Rules for the failure of a role: a restart, a job that continues without it, or the job's end."""
+
+from __future__ import annotations
+
+from dtrans.protocol.epochs import DROPS, REPLACE
+from dtrans.run.distributed.child_process import Child
+from dtrans.run.distributed.restarts.attempt import lacks_quorum
+from dtrans.run.distributed.restarts.job_epochs import JobEpochs
+from dtrans.run.distributed.restarts.restart_options import RestartOptions
+from dtrans.run.distributed.role import Role
+
+
+class LossRules:
+    """Rules for the failure of a role, and the number of restarts so far.
+
+    Args:
+      options: the restarts that the launcher may make.
+      on_trainer_loss: as for `launch`.
+      epochs: epochs of the job, or None if the job has no cuts.
+
+    Attributes:
+      most: the largest number of restarts.
+      count: number of restarts so far.
+    """
+
+    def __init__(
+        self, options: RestartOptions, on_trainer_loss: str, epochs: JobEpochs | None
+    ) -> None:
+        self.most, self.count = options.most, 0
+        self._on_trainer_loss, self._quorum = on_trainer_loss, options.quorum
+        self._epochs = epochs
+
+    @property
+    def number(self) -> str:
+        """Log text about the last restart."""
+        return f"restart {self.count} of {self.most}"
+
+    def may_restart(self, role: Role) -> bool:
+        """Return True if a restart may follow the failure of a role."""
+        aborts = self._on_trainer_loss == "abort" and role.is_trainer
+        return self.count < self.most and not aborts
+
+    def leaves_quorum(self, role: Role) -> bool:
+        """Return True if the job may drop a lost role, and enough trainers are left then."""
+        if self._epochs is None or not self.drops(role):
+            return False
+        return len(self._epochs.members) > self._quorum
+
+    def drops(self, role: Role) -> bool:
+        """Return True if a role is a trainer, and the job may continue without it."""
+        return self._on_trainer_loss in DROPS and role.is_trainer
+
+    def continues_after(self, role: Role) -> bool:
+        """Return True if the job may continue after the failure of a role."""
+        return self.may_restart(role) or self.leaves_quorum(role)
+
+    @property
+    def replaces(self) -> bool:
+        """True if a dropped trainer starts again, and joins the job when it is ready."""
+        return self._on_trainer_loss == REPLACE
+
+    def why_not_replaced(self, dropped: Child) -> str:
+        """Return the reason why a dropped trainer does not start again, or ""."""
+        if dropped.is_host_lost(was_reached=True):
+            return f"the connection to its host{dropped.where.removeprefix(' on')} was lost"
+        if self.count >= self.most:
+            return f"no restart is left, of {self.most} restarts"
+        return ""
+
+    def why_not_dropped(self, lost: Child) -> str:
+        """Return the reason why a lost trainer is not dropped, so that the job ends."""
+        assert self._epochs is not None
+        others, restarts = len(self._epochs.members) - 1, f"{self.most} restarts"
+        if self.leaves_quorum(lost.role):
+            return (
+                "the other roles could not go back to a cut in place, and no restart of all roles "
+                f"is left, of {restarts}"
+            )
+        return (
+            f"without it, {lacks_quorum(others, self._quorum)}, and no restart is left, of "
+            f"{restarts}"
+        )
