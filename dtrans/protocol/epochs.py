@@ -82,8 +82,9 @@ class Epoch:
 
         Example:
           >>> from dtrans.protocol.epochs import Epoch
-          >>> Epoch(3).next(20, (1,))
-          Epoch(number=4, cut=20, is_ending=False, dropped=(1,), lost=(), incarnations=(), members_since=4)
+          >>> epoch = Epoch(3).next(20, (1,))
+          >>> (epoch.number, epoch.cut, epoch.dropped, epoch.members_since)
+          (4, 20, (1,), 4)
         """
         number, since = self.number + 1, self.members_since
         if dropped != self.dropped:
