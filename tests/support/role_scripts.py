@@ -58,7 +58,8 @@ def enter(number=0):
     wait(lambda: epochs.current().number >= number)
     epoch = epochs.current()
     # a role that sees the report may end the attempt at once, so the line precedes the report
-    print("enters", epoch.number, epoch.cut, os.getpid(), os.environ["DTRANS_RESTARTS"])
+    words = "enters", epoch.number, epoch.cut, os.getpid(), os.environ["DTRANS_RESTARTS"]
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")  # one write, so no line is incomplete
     epochs.enter(epoch)
     return epoch.number
 
