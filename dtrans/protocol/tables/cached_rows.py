@@ -15,6 +15,7 @@ paddle/fluid/operators/distributed/communicator.cc.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,25 @@ from dtrans.protocol.tables.id_slots import IdSlots
 
 
 LEAST = 64  # initial capacity in rows
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CachedCut:
+    """Copy of the rows of one table that a trainer stores, without the servers' values.
+
+    Attributes:
+      ids: increasing ids of the rows.
+      is_touched: mask of the rows that the next push sends.
+      changes: local - old of each row.
+      state: arrays of the optimizer's state of these rows.
+      pending: deltas in a push without an answer; None if no push is pending.
+    """
+
+    ids: np.ndarray
+    is_touched: np.ndarray
+    changes: np.ndarray
+    state: Sequence[np.ndarray]
+    pending: RowGradient | None = None
 
 
 class CachedRows:
@@ -168,6 +188,33 @@ class CachedRows:
         self._old[slots] = old
         if local is not None:
             self._stored[0][slots] = local
+
+    # -- cuts ------------------------------------------------------------------------------------
+
+    def cut(self, pending: RowGradient | None) -> CachedCut:
+        """Return a copy of the rows for a trainer's cut.
+
+        Args:
+          pending: deltas in a push without an answer; None if no push is pending.
+        """
+        slots = np.argsort(self.ids)
+        local, *state = (x[slots] for x in self._stored)
+        changes = local - self._old[slots]
+        return CachedCut(self.ids[slots], self._is_touched[slots], changes, state, pending)
+
+    def resume(self, cut: CachedCut) -> None:
+        """Store the rows of a cut in an empty store. The old values are zero.
+
+        The next pull must contain all these rows. The pull adds the servers' values.
+
+        Args:
+          cut: the cut.
+        """
+        self.add(cut.ids, np.zeros_like(cut.changes), cut.state)
+        slots = self._slots.find(cut.ids)
+        self._stored[0][slots] = cut.changes
+        self._is_touched[slots] = cut.is_touched
+        self._touched = [slots[cut.is_touched]]
 
     # -- as arrays -------------------------------------------------------------------------------
 

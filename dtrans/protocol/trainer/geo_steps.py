@@ -29,6 +29,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dtrans.protocol.server_blocks import RowGradient
+from dtrans.protocol.tables.cached_rows import CachedCut
+from dtrans.protocol.tables.table_rows import BlockRowSet
+
 
 Values = Sequence[Any]  # one array for each parameter, in the order of the caller's parameters
 
@@ -78,6 +82,9 @@ class GeoCut:
       changes: changes that were not pushed, by name of the parameter.
       deltas: deltas of the pending push, by name of the parameter; empty if none is pending.
       local: leaves that only this trainer has, such as the optimizer's state, by name.
+      tables: rows that the trainer stores, by name of the table.
+      pushes: for each push after the cut, the number of pushed steps after this push. It maps to
+        the ids of the pushed rows, by name of the table.
     """
 
     step: int
@@ -86,6 +93,8 @@ class GeoCut:
     changes: Mapping[str, Any]
     deltas: Mapping[str, Any]
     local: Mapping[str, Any]
+    tables: Mapping[str, CachedCut] = dataclasses.field(default_factory=dict)
+    pushes: Mapping[int, Mapping[str, np.ndarray]] = dataclasses.field(default_factory=dict)
 
 
 class GeoReturn:
@@ -146,6 +155,52 @@ class GeoReturn:
         change = change * np.asarray((1 - 1 / self._trainers) ** pushes, change.dtype)
         share = np.asarray(1 / self._trainers if is_lacking else 0, change.dtype)
         return change - share * change, share * change
+
+    def split_rows(
+        self, table: str, endpoints: Sequence[str], spans: Sequence[BlockRowSet]
+    ) -> tuple[CachedCut, RowGradient]:
+        """Return the rows of a table with their remaining changes, and the deltas to repeat.
+
+        A push contains only some rows, so `GeoCut.pushes` determines how often a change was sent.
+
+        Args:
+          table: name of the table.
+          endpoints: server of each block.
+          spans: set of the table's rows that each block contains.
+        """
+        cut = self._cut.tables[table]
+        if self.count == self._cut.pushed:
+            return cut, self._lacking_rows(cut.pending or _no_rows(cut), endpoints, spans)
+        received = np.empty(len(cut.ids), np.int64)
+        for endpoint, span in zip(endpoints, spans, strict=True):
+            received[span.among(cut.ids)] = self._received[endpoint]
+        changes, is_touched = cut.changes.copy(), cut.is_touched.copy()
+        repeated = _no_rows(cut)
+        rest = np.asarray(1 - 1 / self._trainers, changes.dtype)
+        for count, ids in sorted(self._cut.pushes.items()):
+            if not self._cut.pushed < count <= self.count:
+                continue
+            is_pushed = np.isin(cut.ids, ids[table])
+            is_touched &= ~is_pushed
+            changes[is_pushed & (count <= received)] *= rest
+            if count == self.count:
+                lacks = is_pushed & (count > received)
+                repeated = RowGradient(cut.ids[lacks], changes[lacks] - rest * changes[lacks])
+                changes[lacks] -= repeated.rows
+        return dataclasses.replace(cut, is_touched=is_touched, changes=changes), repeated
+
+    def _lacking_rows(
+        self, deltas: RowGradient, endpoints: Sequence[str], spans: Sequence[BlockRowSet]
+    ) -> RowGradient:
+        """Return the deltas of the rows on servers that lack the last push."""
+        lacks = np.zeros(len(deltas.ids), bool)
+        for endpoint, span in zip(endpoints, spans, strict=True):
+            lacks[span.among(deltas.ids)] = self._received[endpoint] < self.count
+        return RowGradient(deltas.ids[lacks], np.asarray(deltas.rows)[lacks])
+
+
+def _no_rows(cut: CachedCut) -> RowGradient:
+    return RowGradient(cut.ids[:0], cut.changes[:0])
 
 
 class GeoSteps:

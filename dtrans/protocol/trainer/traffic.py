@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,13 @@ class Leaf:
         if len(self.names) == 1:
             return [(self.endpoints[0], self.names[0], array)]
         return list(zip(self.endpoints, self.names, rows_of(array, self.sections), strict=True))
+
+    def at(self, endpoints: Collection[str]) -> Leaf:
+        """Return the leaf of a table with only the blocks on some servers."""
+        here = [i for i, endpoint in enumerate(self.endpoints) if endpoint in endpoints]
+        names, spans = [self.names[i] for i in here], [self.spans[i] for i in here]
+        servers = tuple(self.endpoints[i] for i in here)
+        return dataclasses.replace(self, endpoints=servers, names=tuple(names), spans=tuple(spans))
 
 
 def rows_of(array: np.ndarray, sections: Sequence[int]) -> list[np.ndarray]:

@@ -46,7 +46,7 @@ from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.epochs import NewEpoch
 from dtrans.protocol.server_blocks import RowGradient
 from dtrans.protocol.tables.cached_rows import CachedRows
-from dtrans.protocol.tables.table_rows import WantedRows, put_in_place
+from dtrans.protocol.tables.table_rows import WantedRows, put_in_place, wanted_of
 from dtrans.protocol.trainer.geo_steps import GeoCut, GeoReturn
 from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.traffic import Leaf
@@ -277,7 +277,10 @@ class BackgroundComm:
             counts = lambda received: GeoReturn(cut, received, trainers, every).counts
         communicator = self._start(name, local_tables, counts)
         deltas, before = list(map(as_deltas, leaves)), communicator.received_before
-        self._geo = GeoTrainer(communicator, deltas, trainers, params, deltas_of_tables, before)
+        self._geo = GeoTrainer(
+            *(communicator, deltas, trainers, params, deltas_of_tables, before),
+            look_up=self._look_up_local_rows,
+        )
         if self.cut is not None:
             self._geo.resume(*self.cut)
         return self._geo.local
@@ -299,6 +302,17 @@ class BackgroundComm:
             self._in_epochs(lambda running: self._fetch(eqn, new, rows))
             local.add(new, rows)
         return local.take(ids, len(uniq))
+
+    def _look_up_local_rows(self, table: str, ids: np.ndarray) -> np.ndarray:
+        """Return the servers' values of local rows, and register these rows on the servers."""
+        assert self._communicator is not None
+        leaf = self._communicator.local_tables[table]
+        rows = np.empty((len(ids), *leaf.shape[1:]), leaf.dtype)
+        at = {"epmap": leaf.endpoints, "names": leaf.names}
+        wanted = wanted_of(ids, rows, **at, spans=leaf.spans)
+        self._communicator.look_up(wanted, train=True)
+        put_in_place(ids, rows, wanted, leaf.spans)
+        return rows
 
     def _finish_geo(self, geo: GeoTrainer) -> None:
         """Push the remaining changes of GEO-SGD, and wait until the servers have received them."""

@@ -312,11 +312,6 @@ def check_cuts(plan: PServerPlan, cuts: Cuts) -> None:
     compute. With `staleness`, a step uses older rows, which cuts do not contain.
     """
     remedy = "leave cuts out, and restart from checkpoints (docs/reliability.md)"
-    if plan.push_every and plan.tables.of:
-        raise ConfigError(
-            f"cuts: with dtrans.Geo, trainers store rows of {next(iter(plan.tables.of))}, and cuts "
-            f"do not contain these rows; pass mode=dtrans.Async(), or {remedy}"
-        )
     computed = [] if plan.sync_mode or plan.push_every else computed_leaves(plan)
     if computed:
         raise ConfigError(

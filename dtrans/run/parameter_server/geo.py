@@ -3,13 +3,16 @@
 A push contains the changes of all parameters, and of the trainer's local rows of tables
 (`dtrans.protocol.tables.cached_rows`). The servers' answer contains all parameters, and the local
 rows that other trainers have changed.
+
+After the failure of a process, servers have no record of a trainer's local rows. So the trainer
+looks up all its local rows again, after the servers have received its pending push.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -18,6 +21,7 @@ import numpy as np
 from dtrans._jax import JaxprEqn
 from dtrans.errors import StateError
 from dtrans.ops import DELTA
+from dtrans.protocol.server_blocks import RowGradient
 from dtrans.protocol.tables.cached_rows import CachedRows
 from dtrans.protocol.trainer.geo_steps import GeoCut, GeoReturn, GeoSteps, Values
 from dtrans.protocol.trainer.traffic import Group, Leaf
@@ -56,9 +60,13 @@ class GeoTrainer:
       tables: maps the name of each table to a leaf like those in `leaves`, and to its local rows.
       received_before: by endpoint, the number of this trainer's steps that each server had received
         before.
+      look_up: receives rows of a table, given its name and increasing ids; None in a job without
+        cuts.
 
     Attributes:
       received_before: the argument `received_before`.
+      note_push: function that is called before each push. Its arguments are the number of pushed
+        steps after this push, and the ids of the pushed rows, by name of the table.
     """
 
     def __init__(
@@ -69,12 +77,18 @@ class GeoTrainer:
         values: Sequence[Any],
         tables: Mapping[str, tuple[Leaf, CachedRows]] = {},
         received_before: Mapping[str, int] = {},
+        look_up: Callable[[str, np.ndarray], np.ndarray] | None = None,
     ) -> None:
+        self._look_up = look_up
         self._communicator, self.received_before = communicator, received_before
         self._leaves, self._tables, self._trainers = leaves, tables, trainers
         count = max(received_before.values(), default=0)
         self._steps = GeoSteps(self, DeviceArithmetic(), trainers, list(values), count)
-        self._rows_of_push: list[tuple[Leaf, Any]] = []  # deltas of rows in the last push
+        # deltas of rows in the last push, by name of the table
+        self._rows_of_push: dict[str, RowGradient] = {}
+        self._must_refresh = False  # True from `rejoin` until all local rows were looked up
+        self._refreshed: dict[str, RowGradient] = {}
+        self.note_push: Callable[[int, Mapping[str, np.ndarray]], object] = lambda count, ids: None
 
     def step(self, values: Sequence[Any], every: int, *, block_on_pull: bool) -> Sequence[Any]:
         """End a step; return the parameters for the next step.
@@ -138,7 +152,17 @@ class GeoTrainer:
         self._steps.go_on()
         while self._steps.waits:
             self._communicator.barrier()
+            if self._must_refresh:
+                self._look_up_local_rows()
             self._steps.go_on()
+
+    def _look_up_local_rows(self) -> None:
+        """Receive the current values of all local rows, for the next pull."""
+        for table, (_, local) in self._tables.items():
+            assert self._look_up is not None
+            ids = np.sort(local.ids)
+            self._refreshed[table] = RowGradient(ids, self._look_up(table, ids))
+        self._must_refresh = False
 
     # -- failures ----------------------------------------------------------------------------------
 
@@ -153,7 +177,8 @@ class GeoTrainer:
           communicator: the communicator.
           received: number of this trainer's steps that each server has received, by endpoint.
         """
-        self._communicator = communicator
+        self._communicator, self._must_refresh = communicator, bool(self._tables)
+        self._refreshed = {}
         self._steps.rejoin(received)
 
     def cut(self, step: int, params: Mapping[str, Any], local: Mapping[str, Any]) -> GeoCut:
@@ -169,7 +194,10 @@ class GeoTrainer:
         changes = dict(zip(names, steps.unpushed([params[n] for n in names]), strict=True))
         deltas, pending = steps.pending
         by_name = dict(zip(names, deltas, strict=True)) if pending else {}
-        return GeoCut(step, steps.count, pending, changes, by_name, local)
+        tables = {}
+        for table, (_, rows) in self._tables.items():
+            tables[table] = rows.cut(self._rows_of_push[table] if pending else None)
+        return GeoCut(step, steps.count, pending, changes, by_name, local, tables)
 
     def resume(self, cut: GeoCut, push_every: int) -> None:
         """Begin with a cut, in a process that takes the place of a lost trainer.
@@ -188,6 +216,11 @@ class GeoTrainer:
                 x[...], d[...] = begin.split(endpoint, x, d)
             changes.append(change)
             deltas.append(delta)
+        for table, (leaf, rows) in self._tables.items():
+            here, repeated = begin.split_rows(table, leaf.endpoints, leaf.spans)
+            rows.resume(here)
+            self._rows_of_push[table] = repeated
+        self._must_refresh = bool(self._tables)
         self._steps.resume(changes, deltas, begin, self.received_before)
 
     @property
@@ -198,28 +231,38 @@ class GeoTrainer:
 
     def put(self, deltas: Values, steps: int) -> None:
         """Queue a push: deltas of parameters, and deltas of local rows."""
-        self._rows_of_push = []
-        for leaf, local in self._tables.values():
-            self._rows_of_push.append((leaf, local.pushed(self._trainers)))
-        group = [*zip(self._leaves, deltas, strict=True), *self._rows_of_push]
+        group: list[tuple[Leaf, Any]] = [*zip(self._leaves, deltas, strict=True)]
+        for table, (leaf, local) in self._tables.items():
+            self._rows_of_push[table] = local.pushed(self._trainers)
+            group.append((leaf, self._rows_of_push[table]))
+        if self._tables:
+            self.note_push(self._steps.count, {n: x.ids for n, x in self._rows_of_push.items()})
         self._communicator.put(group, steps)
 
     def repeat(self, deltas: Values, steps: int, endpoints: Collection[str]) -> None:
         """Queue a push again, only for these servers."""
-        group = []
+        group: list[tuple[Leaf, Any]] = []
         for leaf, x in zip(self._leaves, deltas, strict=True):
             group += _blocks_at(endpoints, leaf, np.asarray(x))
+        for table, (leaf, _) in self._tables.items():
+            group.append((leaf.at(endpoints), self._rows_of_push[table]))
         self._communicator.put(group, steps)
 
     def received(self) -> int:
-        """Return the number of pushes that the newest answer includes."""
-        return self._communicator.received()
+        """Return the number of pushes that the newest answer includes.
+
+        Return -1 while local rows must be looked up after a failure.
+        """
+        return -1 if self._must_refresh else self._communicator.received()
 
     def newest(self) -> Values:
         """Return the newest parameters; add the changed rows of the same answer to local rows."""
         newest = self._communicator.newest()
         for table, (_, rows) in self._tables.items():
-            rows.pulled(newest[table])
+            if table in newest:  # the first answer of a communicator contains no rows
+                rows.pulled(newest[table])
+            if table in self._refreshed:
+                rows.pulled(self._refreshed.pop(table))
         return jax.device_put([newest[str(i)] for i in range(len(self._leaves))])
 
 

@@ -2,6 +2,7 @@
 
     changes       for each parameter, the changes that were not pushed, and those of a pending push
     local leaves  optimizer state, and leaves that the trainer computes, such as batch statistics
+    tables        the rows that the trainer stores: ids, changes, optimizer state, and pushed deltas
 
 Cuts of a trainer are independent of the cuts of servers and of other trainers. A trainer writes a
 cut before a step, every few steps.
@@ -12,7 +13,11 @@ applies the changes of a step twice. The trainer begins with the servers' parame
 changes of its cut, except the parts that later pushes contained (`GeoReturn`). The local leaves
 lack the steps after the cut.
 
-    trainer-0/STEP.npz    the cut of trainer 0 after STEP of its steps
+A push contains only the table rows that steps have looked up. So the trainer also writes the ids of
+the rows in each push after its cut, before it sends the push.
+
+    trainer-0/STEP.npz          the cut of trainer 0 after STEP of its steps
+    trainer-0/push-COUNT.npz    ids of the rows in the push after which COUNT steps were pushed
 """
 
 from __future__ import annotations
@@ -27,6 +32,8 @@ from dtrans.checkpoint.assemble import as_jax
 from dtrans.ir.selection import subset
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.epochs import is_cut_due_alone
+from dtrans.protocol.server_blocks import RowGradient
+from dtrans.protocol.tables.cached_rows import CachedCut
 from dtrans.protocol.trainer.geo_steps import GeoCut
 from dtrans.protocol.trainer.trainer_line import log
 from dtrans.run.executor import Executor
@@ -38,6 +45,9 @@ from dtrans.run.role_jobs.trainer_cuts import TrainerCuts
 
 # names of arrays in a file: `GeoCut.pushed` and `GeoCut.pending`, and prefixes of other names
 COUNTS, CHANGE, DELTA, LOCAL = "counts", "change ", "delta ", "local "
+# prefixes of names of arrays of a table
+IDS, TOUCHED, STATE, DELTA_IDS = "ids ", "touched ", "state ", "delta ids "
+NO_IDS, NO_MASK = np.empty(0, np.int32), np.empty(0, bool)
 
 
 class GeoCuts(TrainerCuts):
@@ -52,8 +62,10 @@ class GeoCuts(TrainerCuts):
         self._cut: GeoCut | None = None  # cut with which this process starts
         self._newest = 0  # step of the newest cut
         self._blocks: dict[str, str] = {}  # name of a parameter -> name of its first block
+        self._tables = list(plan.tables.of)
         for leaf, blocks in plan.placement.blocks.items():
-            self._blocks[leaf] = blocks[0].name
+            if leaf not in plan.tables.of:
+                self._blocks[leaf] = blocks[0].name
         self._local = [*computed_leaves(plan), *plan.main.args[1].names]
 
     def prepare(self, executor: Executor) -> None:
@@ -89,6 +101,11 @@ class GeoCuts(TrainerCuts):
         """
         assert executor.geo is not None
         step = max(executor.geo.received_before.values(), default=0)
+        if self._tables and self._folder is not None:
+            executor.geo.note_push = self._note_push
+            for path, count in self._pushes().items():
+                if count > step:  # no server has received this push of a lost process
+                    path.unlink(missing_ok=True)
         if self._cut is None and not step:
             return first, 0
         state = first
@@ -136,6 +153,39 @@ class GeoCuts(TrainerCuts):
             return []
         return [int(path.stem) for path in self._path(0).parent.glob("[0-9]*.npz")]
 
+    def _pushes(self) -> dict[Path, int]:
+        """Return the files of pushes; map each file to the number of steps after the push."""
+        paths = self._path(0).parent.glob("push-*.npz")
+        return {path: int(path.stem.removeprefix("push-")) for path in paths}
+
+    def _note_push(self, count: int, ids: Mapping[str, np.ndarray]) -> None:
+        """Write the ids of a push's rows. Without a cut, no file is needed.
+
+        If the write fails, remove the cut: a later process could push its changes twice.
+
+        Args:
+          count: number of pushed steps after the push.
+          ids: ids of the pushed rows, by name of the table.
+        """
+        cuts = self._steps()
+        if not cuts:
+            return
+        self._epochs.current()  # raises an error in a process that was replaced
+        path = self._path(0).parent / f"push-{count}.npz"
+        try:
+            CutFile(path, f"the push of {self._name} after step {count}").write(ids)
+        except OSError as e:
+            log.warning(
+                "%s cannot write the row ids of its push after step %d and removes its cut, so a "
+                "restart would lose its optimizer's state: %s",
+                self._name,
+                count,
+                e,
+            )
+            for step in cuts:
+                self._path(step).unlink(missing_ok=True)
+            self._newest = 0
+
     def _load(self, step: int) -> GeoCut:
         file, params = self._file(step), list(self._blocks)
         counts = file.read({COUNTS: np.empty(2, np.int64)})
@@ -145,7 +195,26 @@ class GeoCuts(TrainerCuts):
         local = self._read(file, LOCAL, self._local)
         for name, data in local.items():
             local[name] = as_jax(data, self._plan.main.inputs[name].dtype)
-        return GeoCut(step, pushed, pending, self._by_block(changes), self._by_block(deltas), local)
+        tables = {
+            name: self._load_rows(file, name, is_pending=pending > 0) for name in self._tables
+        }
+        pushes = {}
+        for path, count in self._pushes().items():
+            ids_file = CutFile(path, f"the push of {self._name} after step {count}")
+            pushes[count] = ids_file.read(dict.fromkeys(self._tables, NO_IDS))
+        by_block = self._by_block(changes), self._by_block(deltas)
+        return GeoCut(step, pushed, pending, *by_block, local, tables, pushes)
+
+    def _load_rows(self, file: CutFile, name: str, *, is_pending: bool) -> CachedCut:
+        """Read the rows of a table from a cut."""
+        inputs, states = self._plan.main.inputs, self._plan.tables.of[name].zero.state
+        types = {IDS + name: NO_IDS, TOUCHED + name: NO_MASK, CHANGE + name: inputs[name]}
+        types |= {STATE + n: inputs[n] for n in states}
+        if is_pending:
+            types |= {DELTA_IDS + name: NO_IDS, DELTA + name: inputs[name]}
+        ids, is_touched, changes, *rest = file.read(types).values()
+        pending = RowGradient(*rest[len(states) :]) if is_pending else None
+        return CachedCut(ids, is_touched, changes, rest[: len(states)], pending)
 
     def _read(self, file: CutFile, kind: str, names: Iterable[str]) -> dict[str, Any]:
         """Read the arrays whose names in the file begin with `kind`; return them by leaf name."""
@@ -164,6 +233,8 @@ class GeoCuts(TrainerCuts):
                 arrays[DELTA + name] = cut.deltas[block]
         for name, x in cut.local.items():
             arrays[LOCAL + name] = x
+        for name, rows in cut.tables.items():
+            arrays |= self._arrays_of(name, rows)
         old = self._steps()
         self._epochs.current()  # raises an error in a process that was replaced
         try:
@@ -181,3 +252,16 @@ class GeoCuts(TrainerCuts):
         self._newest = cut.step
         for step in old:
             self._path(step).unlink(missing_ok=True)
+        for path, count in self._pushes().items():
+            if count <= cut.pushed:
+                path.unlink(missing_ok=True)
+
+    def _arrays_of(self, name: str, rows: CachedCut) -> dict[str, Any]:
+        """Return the arrays of a table in a cut, by their names in the file."""
+        arrays = {IDS + name: rows.ids, TOUCHED + name: rows.is_touched}
+        arrays[CHANGE + name] = rows.changes
+        for n, x in zip(self._plan.tables.of[name].zero.state, rows.state, strict=True):
+            arrays[STATE + n] = x
+        if rows.pending is not None:
+            arrays |= {DELTA_IDS + name: rows.pending.ids, DELTA + name: rows.pending.rows}
+        return arrays

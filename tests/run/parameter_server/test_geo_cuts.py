@@ -50,6 +50,16 @@ main = dtrans.trace(step, *jax.eval_shape(init, key), x)
 startup = dtrans.trace(init, key)
 """
 # The last trainer kills a process before a step, and trainers wait for each other.
+# Row 5 + k is looked up in each step of trainer k, and rows 0 to 4 in turn by all trainers.
+ROWS = 8
+WITH_TABLE = [
+    ('"b": jnp.zeros(5)}', '"b": jnp.zeros(5), "emb": jnp.zeros((8, 2))}'),
+    ("(params, opt_state, x):", "(params, opt_state, x, ids):"),
+    ('jnp.sum(net["b"])', 'jnp.sum(net["b"]) - jnp.sum(net["emb"][ids])'),
+    ("key), x)", "key), x, jax.ShapeDtypeStruct((2,), int))"),
+]
+ITS_PLAN = 'sparse={"params/net/emb": dtrans.Rows("lazy")},'
+ITS_BATCH = "np.ones(x.shape, np.float32), np.array([step % 5, 5 + role.trainer_id]))"
 TRAIN = """
 import os, signal, time
 import jax
@@ -83,11 +93,11 @@ def batch(step):
     open(f"step {role.trainer_id} {step}", "w")
     while any(not os.path.exists(f"step {k} {max(0, step - 3)}") for k in range(role.trainers)):
         time.sleep(0.01)
-    return (np.ones(x.shape, np.float32),)
+    return ({batch}
 
 plan = dtrans.pserver(
     main, startup, pservers=role.pservers, trainers=role.trainers, mode=dtrans.Geo(4, {waits}),
-    placement=dtrans.BlockPlacement(min_block_size={size}),
+    placement=dtrans.BlockPlacement(min_block_size={size}), {sparse}
 )
 with plan.on_cluster() as job:
     state = job.init(key)
@@ -110,12 +120,20 @@ def run(
     trainers: int,
     waits: bool = False,
     servers: int = 2,
+    table: bool = False,
 ) -> dict[str, np.ndarray]:
     """Run the job; return the servers' arrays at its end, by name."""
     folder.mkdir()
     monkeypatch.chdir(folder)
-    (folder / "model.py").write_text(MODEL)
-    script = TRAIN.replace("{waits}", str(waits)).replace("{kills}", repr(kills))
+    model, batch = MODEL, "np.ones(x.shape, np.float32),)"
+    if table:
+        batch = ITS_BATCH
+        for old, new in WITH_TABLE:
+            assert model.count(old) == 1
+            model = model.replace(old, new)
+    (folder / "model.py").write_text(model)
+    script = TRAIN.replace("{batch}", batch).replace("{sparse}", ITS_PLAN if table else "")
+    script = script.replace("{waits}", str(waits)).replace("{kills}", repr(kills))
     # with three servers, the last one has no block
     size = 1 if servers == 2 else 100
     script = script.replace("{servers}", str(servers)).replace("{size}", str(size))
@@ -207,6 +225,78 @@ def test_a_lost_server_goes_back_alone_and_trainers_keep_their_steps(
         changes = x if name.startswith("params/net/b") else 2 * x
         lost = (step - cut) + (most if name in blocks_of(0, tmp_path) else 0)
         assert np.all(changes <= both + 1e-3) and np.all(changes >= both - lost - 1e-3)
+
+
+def rows_of(servers: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the rows of the table in the two servers' blocks."""
+    names = [name for name in sorted(servers) if name.startswith("params/net/emb")]
+    return np.concatenate([servers[name] for name in names])
+
+
+def pushed_rows(trainers: int, since: int = 0) -> np.ndarray:
+    """Return the sum of the changes of each row that all trainers push in steps from `since` on."""
+    total = np.zeros(ROWS)
+    for k in range(trainers):
+        rest, touched = np.zeros(ROWS), set[int]()
+        for step in range(since, FINAL):
+            for row in (step % 5, 5 + k):
+                rest[row] += 1
+                touched.add(row)
+            if (step + 1) % EVERY == 0:
+                for row in touched:
+                    total[row] += rest[row] / trainers
+                    rest[row] *= 1 - 1 / trainers
+                touched.clear()
+    return total
+
+
+@pytest.mark.parametrize("waits", [False, pytest.param(True, marks=pytest.mark.rotated)])
+def test_the_only_trainer_of_a_table_loses_no_change_of_a_row(
+    waits: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Servers have the rows of the same job undisturbed."""
+    kills = [(27, "trainer 0"), (51, "trainer 0")]
+    servers = run(tmp_path / "k", kills, monkeypatch, trainers=1, waits=waits, table=True)
+    output = capsys.readouterr()
+    assert output.err.count("it starts again, and the other roles continue") == 2
+    expected = np.repeat(pushed_rows(1)[:, None], 2, 1)
+    assert expected[:6, 0].tolist() == [12] * 5 + [FINAL]
+    np.testing.assert_array_equal(rows_of(servers), expected)
+    lost = [step - cut for step, cut in returns(output.err)]
+    assert len(lost) == 2 and all(0 <= x <= CUTS for x in lost)
+
+
+@pytest.mark.parametrize("waits", [False, pytest.param(True, marks=pytest.mark.rotated)])
+def test_a_lost_server_of_a_table_goes_back_alone(
+    waits: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its rows lack the changes since its cut, and those of the lost trainer's last steps."""
+    kills = [(25, "pserver 0"), (44, "trainer 0")]
+    servers = run(tmp_path / "killed", kills, monkeypatch, trainers=2, waits=waits, table=True)
+    output = capsys.readouterr()
+    assert output.err.count("it starts again, and the other roles continue") == 2
+    assert "all roles start again" not in output.err
+    assert len(re.findall(r"\[pserver 0\] .* continues from its cut after", output.err)) == 1
+    assert last_steps("trainer 1", output.out) == (0, FINAL)
+    ((step, cut),) = returns(output.err)
+    assert 0 <= step - cut <= CUTS
+
+    rows, expected = rows_of(servers)[:, 0], pushed_rows(2)
+    on_first = sum(
+        len(servers[n]) for n in blocks_of(0, tmp_path) if n.startswith("params/net/emb")
+    )
+    assert 0 < on_first < ROWS
+    most = np.where(np.arange(ROWS) < on_first, 2 * CUTS + 2 * EVERY, 0) + (step - cut)
+    assert np.all(rows <= expected + 1e-3) and np.all(rows >= expected - most - 1e-3)
+    # nobody looks up the last row, and only trainer 1 the row before, whose server lived
+    assert rows[7] == 0
+    np.testing.assert_allclose(rows[6], expected[6], rtol=1e-6)
 
 
 def blocks_of(server: int, folder: Path) -> set[str]:
