@@ -452,6 +452,9 @@ def drawn_with_cuts(seed: int) -> Case:
         ahead, moves = r.choice([0, 1, 2]), r.random() < 0.3
         case = dataclasses.replace(case, ahead=ahead, moves_rows=moves)
     case = _with_short_breaks(r, _with_second_death(r, _job_with_cuts(r, case)))
+    if case.mode == "geo":  # another generator, so that all other parts of a seed's case stay
+        table = Random(f"table of geo {seed}").choice([0, 1, 4])
+        case = dataclasses.replace(case, table=table)
     # a trainer that leaves before the others writes no later cuts
     has_means = seed % 3 == 2 and len(set(case.steps)) == 1 and case.sync_mode
     case = dataclasses.replace(case, has_means=has_means)

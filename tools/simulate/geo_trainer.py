@@ -1,7 +1,8 @@
 """Simulated trainer of GEO-SGD.
 
-In a job with cuts, the trainer writes its changes and its optimizer's state, as
-`dtrans.run.role_jobs.geo_cuts` does. The optimizer's state is the number of its steps.
+In a job with cuts, the trainer writes its changes, its optimizer's state and its rows, as
+`dtrans.run.role_jobs.geo_cuts` does. The optimizer's state is the number of its steps. A change of
+a row depends on the row's value, so the trainer records these changes.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ class Push:
       first, end: the push contains the changes of steps `first` to `end` - 1.
       deltas: the deltas, by name of the block.
       rest: the changes of earlier steps that remain after the push, by name of the block.
+      rows: for each block of the table, a mask of the rows in the push.
     """
 
     first: int
     end: int
     deltas: Blocks
     rest: Blocks
+    rows: Blocks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,6 +71,7 @@ class GeoSgdTrainer(CommunicatingTrainer):
       returned: the start of this process, if it takes the place of another one.
       step_count: number of the trainer's steps.
       geo: pushes and pulls; None before the first parameters.
+      row_changes: changes of rows in each step of the trainer, by step and name of the block.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -78,7 +82,13 @@ class GeoSgdTrainer(CommunicatingTrainer):
         self.step_count = 0
         self.geo: GeoSteps | None = None
         self._all: Mapping[str, Leaf] = {}
+        self.row_changes: dict[int, Blocks] = {}
+        if self._launcher is not None:
+            self.row_changes = self._launcher.row_changes.setdefault(self.name, {})
         self._stored = CachedRows([np.empty(0, np.float32)])
+        self._deltas_of_rows: RowGradient | None = None  # deltas in the last push
+        self._must_refresh = False
+        self._refreshed: RowGradient | None = None
         self._had = 0  # number of stored rows at the last push
         self._put = 0  # number of pushes
         self._cut: GeoCut | None = None
@@ -106,17 +116,19 @@ class GeoSgdTrainer(CommunicatingTrainer):
             self.geo = GeoSteps(self, InNumpy(), case.trainers, self.newest(), count)
             self._begin(self.geo, count)
         else:
+            self._must_refresh, self._refreshed = bool(case.tables), None
             self.geo.rejoin(self._received)
         geo = self.geo
         yield from self._settled(loop, geo)
         while self.step_count < case.steps[self.k]:
             yield self._write_if_due(geo)
-            yield from self._change_rows(loop, self.step_count)
+            yield from self._fetch_rows(loop, self.step_count)
             yield self.random.expovariate(1.0) * case.pace
             changed = []
             for x, leaf in zip(geo.local, leaves.values(), strict=True):
                 changes = [gradient(n, case.blocks[n], self.k, self.step_count) for n in leaf.names]
                 changed.append(added(x, np.concatenate(changes)))
+            self._change_rows(self.step_count)
             self.step_count += 1
             geo.step(changed, case.every, block_on_pull=case.waits)
             yield from self._settled(loop, geo)
@@ -126,10 +138,20 @@ class GeoSgdTrainer(CommunicatingTrainer):
     def _settled(self, loop: TrafficLoop, steps: GeoSteps) -> Script:
         while steps.waits:
             yield lambda: loop.is_settled
+            if self._must_refresh:
+                yield from self._look_up_local_rows(loop)
             steps.go_on()
 
-    def _change_rows(self, loop: TrafficLoop, step: int) -> Script:
-        """Look up the rows of a step, and change them locally."""
+    def _look_up_local_rows(self, loop: TrafficLoop) -> Script:
+        """Look up all local rows, as `GeoTrainer` does after a failure."""
+        found = self._room_for(np.sort(self._stored.ids))
+        request = loop.look_up(found.wanted, train=True)
+        yield lambda: request.done
+        self._refreshed = RowGradient(found.uniq, found.rows)
+        self._must_refresh = False
+
+    def _fetch_rows(self, loop: TrafficLoop, step: int) -> Script:
+        """Look up the rows of a step that are not local yet."""
         if not self.case.tables:
             return
         stored, ids = self._stored, looked_up(self.case, self.k, step)
@@ -139,17 +161,43 @@ class GeoSgdTrainer(CommunicatingTrainer):
             request = loop.look_up(found.wanted, train=True)
             yield lambda: request.done
             stored.add(new, found.rows)
+
+    def _change_rows(self, step: int) -> None:
+        """Change the rows of a step locally."""
+        if not self.case.tables:
+            return
+        stored, ids = self._stored, looked_up(self.case, self.k, step)
         (rows,) = stored.take(ids, len(ids))
-        stored.put(ids, [added(rows, row_gradient(rows, self.k, step))])
+        changed = added(rows, row_gradient(rows, self.k, step))
+        stored.put(ids, [changed])
+        self.row_changes[step] = self._rows_by_block(RowGradient(ids, changed - rows))
+
+    def _rows_by_block(self, rows: RowGradient) -> dict[str, np.ndarray]:
+        """Return an array for each block of the table, with zeros in all other rows."""
+        found = {}
+        if self.case.tables:
+            table = table_of(self.case)
+            for name, run in zip(table.names, table.spans, strict=True):
+                at = run.among(rows.ids)
+                found[name] = spread(RowGradient(run.local(rows.ids[at]), rows.rows[at]), run.rows)
+        return found
+
+    def _unpushed_rows(self) -> dict[str, np.ndarray]:
+        """Return the changes of rows that were not pushed, by block."""
+        cut = self._stored.cut(None)
+        return self._rows_by_block(RowGradient(cut.ids, cut.changes))
 
     # -- cuts ------------------------------------------------------------------------------------
 
     def _begin(self, geo: GeoSteps, count: int) -> None:
         """Begin with the trainer's cut, as `GeoCuts` and `GeoTrainer.resume` do."""
+        if self._launcher is not None:
+            self._launcher.forget_geo_pushes(self.name, count)
         if self._cut is None and not count:
             return
         zeros = {n: np.zeros(size, np.float32) for n, size in self.case.blocks.items()}
-        self.step_count, full = count, dict(zeros)
+        self.step_count = count
+        full = zeros | {n: np.zeros(size, np.float32) for n, size in self.case.tables.items()}
         if self._cut is not None:
             cut, begin = self._cut, self._return_to(self._cut)
             self._newest_cut, self.step_count = cut.step, begin.step
@@ -158,6 +206,13 @@ class GeoSgdTrainer(CommunicatingTrainer):
                 endpoint = n.split("/")[0]
                 changes[n], deltas[n] = begin.split(endpoint, cut.changes[n], delta)
                 full[n] = changes[n] + deltas[n]
+            if self.case.tables:
+                table = table_of(self.case)
+                here, repeated = begin.split_rows("t", table.endpoints, table.spans)
+                self._stored.resume(here)
+                self._deltas_of_rows, self._must_refresh = repeated, True
+                pushed = self._rows_by_block(repeated)
+                full |= {n: x + pushed[n] for n, x in self._unpushed_rows().items()}
             parts = self._by_leaf(changes), self._by_leaf(deltas)
             geo.resume(*parts, begin, self._received)
         self.returned = Return(self.step_count, self._cut, self._received, full)
@@ -177,7 +232,10 @@ class GeoSgdTrainer(CommunicatingTrainer):
         deltas, pending = geo.pending
         pushed = self._by_block(deltas) if pending else {}
         changes = self._by_block(geo.unpushed(geo.local))
-        cut = GeoCut(self.step_count, geo.count, pending, changes, pushed, {})
+        tables = {}
+        if self.case.tables:
+            tables["t"] = self._stored.cut(self._deltas_of_rows if pending else None)
+        cut = GeoCut(self.step_count, geo.count, pending, changes, pushed, {}, tables)
         return launcher.write_geo_cut(self, self.name, cut) - self.now
 
     def _by_block(self, values: Values) -> dict[str, np.ndarray]:
@@ -189,14 +247,13 @@ class GeoSgdTrainer(CommunicatingTrainer):
     def rest(self) -> Blocks:
         """Return the changes that the trainer has not pushed at its end, by block."""
         assert self.geo is not None
-        return self._by_block(self.geo.unpushed(self.geo.local))
+        return self._by_block(self.geo.unpushed(self.geo.local)) | self._unpushed_rows()
 
     # -- the queue of `GeoSteps` -----------------------------------------------------------------
 
     def put(self, deltas: Values, steps: int) -> None:
         """Implement `dtrans.protocol.trainer.geo_steps.GeoQueue`."""
         self._put += 1
-        self._note_push(deltas, steps)
         for name, x in self._by_block(deltas).items():
             self.pushed.setdefault(name, []).append(x)
         group: list[tuple[Leaf, Any]] = []
@@ -205,22 +262,34 @@ class GeoSgdTrainer(CommunicatingTrainer):
         if self.case.tables:
             self._had, table = len(self._stored), table_of(self.case)
             deltas_of_rows = self._stored.pushed(self.case.trainers)
+            self._deltas_of_rows = deltas_of_rows
             ids = deltas_of_rows.ids
+            if self._launcher is not None and self.geo is not None:
+                self._launcher.note_geo_push(self.name, self.geo.count, {"t": ids})
             for name, run in zip(table.names, table.spans, strict=True):
                 at = run.among(ids)
                 mine = RowGradient(run.local(ids[at]), deltas_of_rows.rows[at])
                 self.pushed.setdefault(name, []).append(spread(mine, run.rows))
             group.append((as_gradient(table), deltas_of_rows))
+        self._note_push(deltas, steps)
         self._running.put(group, steps)
 
     def _note_push(self, deltas: Values, steps: int) -> None:
         if self.geo is None:
             return
-        end, rest = self.geo.count, {}
+        end, rest = self.geo.count, self._unpushed_rows()
+        for n, x in rest.items():
+            for step, changes in self.row_changes.items():
+                x -= changes[n] * (step >= end)
         for n, x in self._by_block(self.geo.unpushed(self.geo.local)).items():
             later = range(end, self.step_count)
             rest[n] = x - sum(gradient(n, len(x), self.k, step) for step in later)
-        self.pushes.append(Push(end - steps, end, self._by_block(deltas), rest))
+        by_block, masks = self._by_block(deltas), {}
+        if self._deltas_of_rows is not None:
+            ids = self._deltas_of_rows.ids
+            by_block |= self._rows_by_block(self._deltas_of_rows)
+            masks = self._rows_by_block(RowGradient(ids, np.ones(len(ids), np.float32)))
+        self.pushes.append(Push(end - steps, end, by_block, rest, masks))
 
     def repeat(self, deltas: Values, steps: int, endpoints: Collection[str]) -> None:
         """Implement `dtrans.protocol.trainer.geo_steps.GeoQueue`."""
@@ -231,6 +300,9 @@ class GeoSgdTrainer(CommunicatingTrainer):
             if endpoint in endpoints:
                 leaf = Leaf((endpoint,), (name,), x.shape, x.shape, x.dtype)
                 group.append((as_gradient(leaf), x))
+        if self.case.tables:
+            here = as_gradient(table_of(self.case).at(endpoints))
+            group.append((here, self._deltas_of_rows))
         self._running.put(group, steps)
 
     @property
@@ -240,15 +312,20 @@ class GeoSgdTrainer(CommunicatingTrainer):
 
     def received(self) -> int:
         """Implement `dtrans.protocol.trainer.geo_steps.GeoQueue`."""
-        return self._running.received
+        return -1 if self._must_refresh else self._running.received
 
     def newest(self) -> Values:
         """Implement `dtrans.protocol.trainer.geo_steps.GeoQueue`."""
         newest = self._running.newest
         assert newest is not None
         self._note(self._running)
-        if self.case.tables and self._put:
+        is_refreshed = self._refreshed is not None
+        if "t" in newest[1]:  # the first answer of a connection contains no rows
             self._stored.pulled(newest[1]["t"])
+        if self._refreshed is not None:
+            self._stored.pulled(self._refreshed)
+            self._refreshed, self._had = None, len(self._stored)
+        if "t" in newest[1] or is_refreshed:
             had = self._stored.ids[: self._had].copy(), self._stored.old[: self._had].copy()
             self.agreed.append((self._put, *had))
         return [newest[1][key] for key in self._all]

@@ -7,24 +7,27 @@
 - A trainer that starts again loses only changes after its cut (snapshot) that servers have not
   received.
 - The step after which this trainer continues is at most one interval of cuts after its cut.
+- Rows of a table that a trainer stores have values that its server had at one moment.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from dtrans.protocol.tables.table_rows import runs_of
 from tools.simulate.case import Case
 from tools.simulate.geo_trainer import GeoSgdTrainer, Push, Return
 from tools.simulate.launcher import SimulatedLauncher
 from tools.simulate.server_role import SimulatedServer
-from tools.simulate.updates import gradient
+from tools.simulate.updates import SimulatedBlocks, gradient
 
 
-# (name of a block, bytes of its deltas) -> (id of the trainer, push with these deltas)
-PushesByDelta = Mapping[tuple[str, bytes], tuple[int, Push]]
+# bytes of the deltas of a server's blocks -> (id of the trainer, push with these deltas)
+PushesByDelta = Mapping[tuple[bytes, ...], tuple[int, Push]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,15 +66,29 @@ class _Checked:
 
     def changes(self, first: int, end: int) -> np.ndarray:
         """Return the sum of the trainer's changes in some steps."""
-        total = np.zeros(self.case.blocks[self.block])
+        total = self.zeros()
         for step in range(first, end):
             total += self.change(step)
         return total
 
     def change(self, step: int) -> np.ndarray:
         """Return the trainer's change in a step."""
+        if self.block in self.case.tables:
+            return self.processes[-1].row_changes[step][self.block]
         k = self.processes[-1].k
         return gradient(self.block, self.case.blocks[self.block], k, step)
+
+    def zeros(self) -> np.ndarray:
+        """Return zeros with the shape of the block."""
+        return np.zeros((self.case.blocks | self.case.tables)[self.block])
+
+    def times_sent(self, step: int, count: int) -> np.ndarray:
+        """Return how often pushes up to `count` steps have contained each change of a step."""
+        sent = self.zeros()
+        for push in self.pushes:
+            if step < push.end <= count:
+                sent += push.rows.get(self.block, 1.0)
+        return sent
 
 
 def faults_of_geo_cuts(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
@@ -80,7 +97,6 @@ def faults_of_geo_cuts(case: Case, launcher: SimulatedLauncher) -> Iterator[str]
     for process in launcher.processes:
         if isinstance(process, GeoSgdTrainer) and process.geo is not None:
             trainers[process.k].append(process)
-    pushes = _index(trainers)
     for processes in trainers.values():
         for process in processes:
             yield from _faults_of_lag(case, process)
@@ -90,31 +106,56 @@ def faults_of_geo_cuts(case: Case, launcher: SimulatedLauncher) -> Iterator[str]
             if server.loaded is not None and server.loaded.server is server.blocks:
                 yield f"{server.name} was not lost, but went back to its own cut"
                 return
-        for block in case.blocks:
-            if not block.startswith(f"{endpoint}/"):
+        blocks = [n for n in (*case.blocks, *case.tables) if n.startswith(f"{endpoint}/")]
+        pushes, by_trainer = _index(trainers, blocks), dict[int, list[Push]]()
+        applied = [_applied(servers, servers[-1], block) for block in blocks]
+        if len(set(map(len, applied))) > 1:
+            yield f"pserver {endpoint} applied a part of a push"
+            continue
+        for entries in zip(*applied, strict=True):
+            if entries not in pushes:
+                yield f"pserver {endpoint} applied changes that nobody pushed"
                 continue
-            by_trainer: dict[int, list[Push]] = {k: [] for k in trainers}
-            for entry in _applied(servers, servers[-1], block):
-                if (block, entry) not in pushes:
-                    yield f"pserver {endpoint} applied changes to {block} that nobody pushed"
-                    continue
-                k, push = pushes[block, entry]
-                by_trainer[k].append(push)
-            for k, found in by_trainer.items():
-                checked = _Checked(case, trainers[k], endpoint, block, found)
-                yield from _faults_of_order(checked)
-                if len(servers) == 1 and trainers[k]:
-                    yield from _faults_of_sum(checked, case.steps[k])
+            k, push = pushes[entries]
+            by_trainer.setdefault(k, []).append(push)
+        for block, k in itertools.product(blocks, trainers):
+            checked = _Checked(case, trainers[k], endpoint, block, by_trainer.get(k, ()))
+            yield from _faults_of_order(checked)
+            if len(servers) == 1 and trainers[k]:
+                yield from _faults_of_sum(checked, case.steps[k])
+            if len(servers) == 1 and block in case.tables:
+                yield from _faults_of_old_rows(checked, servers[0])
 
 
-def _index(trainers: Mapping[int, Sequence[GeoSgdTrainer]]) -> PushesByDelta:
+def _index(trainers: Mapping[int, Sequence[GeoSgdTrainer]], blocks: Sequence[str]) -> PushesByDelta:
     found = {}
     for k, processes in trainers.items():
         for process in processes:
             for push in process.pushes:
-                for block, x in push.deltas.items():
-                    found[block, x.tobytes()] = k, push
+                found[tuple(push.deltas[n].tobytes() for n in blocks)] = k, push
     return found
+
+
+def _faults_of_old_rows(checked: _Checked, server: SimulatedServer) -> Iterator[str]:
+    """Yield stored rows of a trainer with `old` values that the server never had together."""
+    case, block = checked.case, checked.block
+    assert isinstance(server.update, SimulatedBlocks)
+    values = [np.frombuffer(x, np.float32) for x in server.update.history[block]]
+    run = runs_of(tuple(case.tables.values()))[list(case.tables).index(block)]
+    for process in checked.processes:
+        at = 0
+        for _, ids, old in process.agreed:
+            mine = (ids >= run.start) & (ids < run.start + run.rows)
+            here, found = run.local(ids[mine]), old[mine]
+            later = range(at, len(values))
+            moment = next((i for i in later if np.array_equal(values[i][here], found)), None)
+            if moment is None:
+                yield (
+                    f"{process.name} has {found} as old rows of {block}, but the server never had "
+                    "these values"
+                )
+                return
+            at = moment
 
 
 def _processes_of(launcher: SimulatedLauncher, endpoint: str) -> list[SimulatedServer]:
@@ -216,15 +257,15 @@ def _rest_before(checked: _Checked, i: int, count: int) -> np.ndarray:
         if process.returned is not None:
             later = checked.changes(count, process.returned.step)
             return process.returned.changes[checked.block] - later
-    return np.zeros(checked.case.blocks[checked.block])
+    return checked.zeros()
 
 
 def _expected_loss(checked: _Checked, returned: Return, since: int) -> np.ndarray:
     """Return the changes after the cut that no push before the failure contained."""
     count = returned.received[checked.endpoint]
     cut_step = 0 if returned.cut is None else returned.cut.step
-    total = np.zeros(checked.case.blocks[checked.block])
+    total = checked.zeros()
     for step in range(max(cut_step, since), returned.step):
-        sent = sum(step < push.end <= count for push in checked.pushes)
+        sent = checked.times_sent(step, count)
         total += checked.change(step) * (1 - 1 / checked.case.trainers) ** sent
     return total

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from random import Random
 from typing import Any
+
+import numpy as np
 
 from dtrans.errors import CheckpointError, LostPeerError
 from dtrans.protocol.epochs import Epoch
@@ -127,6 +129,9 @@ class SimulatedLauncher:
         self._incarnations: dict[str, int] = {}
         self._early = set[tuple[str, int]]()  # writer and step of each early piece
         self._geo_cuts: dict[str, GeoCut] = {}
+        self._geo_pushes: dict[str, dict[int, Mapping[str, np.ndarray]]] = {}
+        # GEO-SGD: changes of rows in each step of a trainer, by name of the trainer
+        self.row_changes: dict[str, dict[int, Mapping[str, np.ndarray]]] = {}
         self._write_time = drawn_delay(random, WRITE)
         self._due = 0  # number of scheduled actions
         self._newest = 0  # number of updates of the newest server
@@ -243,7 +248,30 @@ class SimulatedLauncher:
 
     def geo_cut(self, name: str) -> GeoCut | None:
         """Return the newest cut of a trainer of GEO-SGD; None without one."""
-        return self._geo_cuts.get(name)
+        cut = self._geo_cuts.get(name)
+        if cut is None:
+            return None
+        return dataclasses.replace(cut, pushes=dict(self._geo_pushes.get(name, {})))
+
+    def note_geo_push(self, name: str, count: int, ids: Mapping[str, np.ndarray]) -> None:
+        """Note the ids of the rows in a push, as `GeoCuts` does.
+
+        Args:
+          name: name of the trainer.
+          count: number of pushed steps after the push.
+          ids: ids of the rows, by name of the table.
+        """
+        self._geo_pushes.setdefault(name, {})[count] = ids
+
+    def forget_geo_pushes(self, name: str, after: int) -> None:
+        """Forget the pushes of a lost process that no server has received.
+
+        Args:
+          name: name of the trainer.
+          after: number of steps that a server has received.
+        """
+        for count in [n for n in self._geo_pushes.get(name, ()) if n > after]:
+            del self._geo_pushes[name][count]
 
     def cut_alone(self, who: str) -> tuple[int | None, SimulatedCut | None]:
         """Return the step and the state of the cut of an asynchronous server, if it has one."""
@@ -512,6 +540,7 @@ class SimulatedLauncher:
             for who in self._cuts:
                 self._forget_cuts(who, None)
             self._geo_cuts.clear()
+            self._geo_pushes.clear()
         self._grant("all", () if self._case.replaces else self.epoch.dropped, self.roles)
         for name, role in list(self.roles.items()):
             if not self.epoch.has_role(name):
