@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import pytest
 
+from dtrans.protocol.server_blocks import RowGradient
+from dtrans.protocol.tables.cached_rows import CachedCut
+from dtrans.protocol.tables.table_rows import runs_of
 from dtrans.protocol.trainer.geo_steps import GeoCut, GeoReturn, GeoSteps
 from tools.simulate.updates import InNumpy
 
@@ -67,6 +71,61 @@ def test_a_trainer_continues_after_the_steps_of_servers(
         assert (change[0], repeated[0]) == expected
         # a server counts the repeated push, too
         assert begin.counts[endpoint] + begin.repeated * bool(repeated.any()) == begin.count
+
+
+BLOCKS = ("a", "b"), runs_of([3, 2])  # rows 0 to 2 are on server a, rows 3 and 4 on server b
+
+
+def rows_cut(pending: RowGradient | None = None) -> CachedCut:
+    """Return a cut with changes of 8 in rows 0, 1, 3 and 4. The next push sends rows 1 and 3."""
+    touched = np.array([False, True, True, False])
+    ids, changes = np.array([0, 1, 3, 4], np.int32), np.full((4, 1), 8, np.float32)
+    return CachedCut(ids, touched, changes, [], pending)
+
+
+@pytest.mark.parametrize(
+    ("received", "pushes", "changes", "touched", "repeated"),
+    [
+        pytest.param(
+            {"a": 20, "b": 20}, {30: [1]}, [8, 8, 8, 8], [1, 3], {},
+            id="no server has received a push after the cut",
+        ),
+        pytest.param(
+            {"a": 30, "b": 30}, {20: [0], 30: [1]}, [8, 4, 8, 8], [3], {},
+            id="a push contained one of the rows",
+        ),
+        pytest.param(
+            {"a": 40, "b": 30}, {30: [1, 3], 40: [0, 3, 4]}, [4, 4, 2, 4], [], {3: 2, 4: 4},
+            id="one server lacks the last of two pushes",
+        ),
+        pytest.param(
+            {"a": 40, "b": 7}, {30: [1, 3], 40: [0, 3]}, [4, 4, 4, 8], [], {3: 4},
+            id="one server went back",
+        ),
+    ],
+)  # fmt: skip
+def test_a_trainer_continues_with_the_changes_of_rows_that_pushes_left(
+    received: dict[str, int],
+    pushes: dict[int, list[int]],
+    changes: list[float],
+    touched: list[int],
+    repeated: dict[int, float],
+) -> None:
+    ids_of_pushes = {n: {"t": np.array(ids, np.int32)} for n, ids in pushes.items()}
+    cut = dataclasses.replace(cut_of(25, 20), tables={"t": rows_cut()}, pushes=ids_of_pushes)
+    rows, deltas = GeoReturn(cut, received, trainers=2, push_every=10).split_rows("t", *BLOCKS)
+    assert rows.changes[:, 0].tolist() == changes
+    assert rows.ids[rows.is_touched].tolist() == touched
+    assert dict(zip(deltas.ids.tolist(), deltas.rows[:, 0].tolist(), strict=True)) == repeated
+
+
+def test_a_trainer_repeats_the_pending_deltas_of_rows_on_the_servers_that_lack_them() -> None:
+    pending = RowGradient(np.array([1, 3], np.int32), np.full((2, 1), 4, np.float32))
+    cut = dataclasses.replace(cut_of(25, 20, 10), tables={"t": rows_cut(pending)})
+    begin = GeoReturn(cut, {"a": 20, "b": 10}, trainers=2, push_every=10)
+    rows, deltas = begin.split_rows("t", *BLOCKS)
+    assert rows is cut.tables["t"]
+    assert (deltas.ids.tolist(), deltas.rows.tolist()) == ([3], [[4]])
 
 
 class Servers:

@@ -22,9 +22,11 @@ from dtrans.protocol.server.sync_server import SyncServer
 from dtrans.protocol.server.trainer_exits import TrainerExits
 from dtrans.protocol.server.trainer_registry import TrainerRegistry
 from dtrans.protocol.server.trainer_rounds import TrainerRounds
+from dtrans.protocol.server_blocks import RowGradient
 from dtrans.protocol.trainer.geo_steps import GeoReturn, GeoSteps
 from dtrans.protocol.trainer.server_connection import ServerConnection
 from tools.simulate import updates
+from tools.simulate.geo_trainer import GeoSgdTrainer
 from tools.simulate.launcher import SimulatedEpochs, SimulatedLauncher
 from tools.simulate.server_role import SimulatedServer
 from tools.simulate.trainer_mean import TrainerMean
@@ -152,6 +154,36 @@ def _adds_changes_that_were_pushed(real: Any) -> Any:
     return split
 
 
+def _adds_changes_of_rows_that_were_pushed(real: Any) -> Any:
+    def split_rows(self: Any, table: str, endpoints: Any, spans: Any) -> Any:
+        _, repeated = real(self, table, endpoints, spans)
+        return self._cut.tables[table], repeated
+
+    return split_rows
+
+
+def _reduces_changes_of_rows_outside_of_pushes(real: Any) -> Any:
+    def split_rows(self: Any, table: str, *blocks: Any) -> Any:
+        every = {count: {table: self._cut.tables[table].ids} for count in self._cut.pushes}
+        self._cut = dataclasses.replace(self._cut, pushes=every)
+        return real(self, table, *blocks)
+
+    return split_rows
+
+
+def _repeats_pushes_without_rows(real: Any) -> Any:
+    def split_rows(self: Any, table: str, *blocks: Any) -> Any:
+        rows, repeated = real(self, table, *blocks)
+        return rows, RowGradient(repeated.ids[:0], repeated.rows[:0])
+
+    return split_rows
+
+
+def _refreshes_no_rows(self: Any, loop: Any) -> Any:
+    self._must_refresh = False
+    yield from ()
+
+
 def _applies_parts_of_pushes(real: Any) -> Any:
     def init(self: Any, *args: Any, **options: Any) -> None:
         real(self, *args, **options)
@@ -273,6 +305,18 @@ PLANTED_IN_CUTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     ),
     "a trainer of GEO-SGD adds changes that it has pushed": _wrapped(
         GeoReturn, "split", _adds_changes_that_were_pushed
+    ),
+    "a trainer of GEO-SGD adds changes of rows that it has pushed": _wrapped(
+        GeoReturn, "split_rows", _adds_changes_of_rows_that_were_pushed
+    ),
+    "a trainer of GEO-SGD loses changes of rows that it has not pushed": _wrapped(
+        GeoReturn, "split_rows", _reduces_changes_of_rows_outside_of_pushes
+    ),
+    "a trainer of GEO-SGD repeats a push without its rows": _wrapped(
+        GeoReturn, "split_rows", _repeats_pushes_without_rows
+    ),
+    "a trainer of GEO-SGD keeps old rows after a failure": lambda m: m.setattr(
+        GeoSgdTrainer, "_look_up_local_rows", _refreshes_no_rows
     ),
     "a server of GEO-SGD applies a part of a push": _wrapped(
         AsyncServer, "__init__", _applies_parts_of_pushes

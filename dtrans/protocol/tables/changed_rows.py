@@ -2,7 +2,8 @@
 
 A trainer stores the rows that it has requested, and knows its own changes. A server records the
 changes of other trainers (`UnseenChanges`), and sends the changed rows to the trainer
-(`ChangedInbox`).
+(`ChangedInbox`). After the failure of a process, servers begin with an empty record. Each trainer
+then looks up all its stored rows again, so a server's cut contains no record.
 
 Source: `AsyncSparseParamUpdateRecorder` in
 paddle/fluid/operators/distributed/async_sparse_param_update_recorder.h. In contrast to dtrans,

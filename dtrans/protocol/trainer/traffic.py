@@ -71,10 +71,10 @@ class Leaf:
 
     def at(self, endpoints: Collection[str]) -> Leaf:
         """Return the leaf of a table with only the blocks on some servers."""
-        here = [i for i, endpoint in enumerate(self.endpoints) if endpoint in endpoints]
-        names, spans = [self.names[i] for i in here], [self.spans[i] for i in here]
-        servers = tuple(self.endpoints[i] for i in here)
-        return dataclasses.replace(self, endpoints=servers, names=tuple(names), spans=tuple(spans))
+        blocks = zip(self.endpoints, self.names, self.spans, strict=True)
+        here = [block for block in blocks if block[0] in endpoints]
+        servers, names, spans = zip(*here, strict=True) if here else ((), (), ())
+        return dataclasses.replace(self, endpoints=servers, names=names, spans=spans)
 
 
 def rows_of(array: np.ndarray, sections: Sequence[int]) -> list[np.ndarray]:

@@ -283,6 +283,8 @@ class BackgroundComm:
         )
         if self.cut is not None:
             self._geo.resume(*self.cut)
+            if tables:
+                self._geo.settle()  # the first step reads rows of the cut
         return self._geo.local
 
     def _geo_init(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:

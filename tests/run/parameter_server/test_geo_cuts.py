@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 import types
@@ -17,6 +18,8 @@ import dtrans
 from dtrans.errors import StateError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.epochs import Epoch, ReplacedError
+from dtrans.protocol.server_blocks import RowGradient
+from dtrans.protocol.tables.cached_rows import CachedCut
 from dtrans.protocol.trainer.geo_steps import GeoCut
 from dtrans.run.distributed.launcher import launch
 from dtrans.run.net.launcher_folder import LauncherFolder
@@ -107,7 +110,7 @@ with plan.on_cluster() as job:
     else:
         before = job.step_count
         for state, loss in job.steps(state, batch, stop=60):
-            pass
+            print(f"loss of step {job.step_count}: {float(loss)}")
         print(f"began after {before}, and has seen {int(job.params(state)['seen'])} steps")
 """
 
@@ -265,6 +268,11 @@ def test_the_only_trainer_of_a_table_loses_no_change_of_a_row(
     expected = np.repeat(pushed_rows(1)[:, None], 2, 1)
     assert expected[:6, 0].tolist() == [12] * 5 + [FINAL]
     np.testing.assert_array_equal(rows_of(servers), expected)
+    losses = re.findall(r"loss of step (\d+): (\S+)", output.out)
+    assert {int(step) for step, _ in losses} == {*range(1, FINAL + 1)}
+    for step, loss in losses:
+        before = int(step) - 1  # a step adds 1/2 to 6 entries of w, 1 to 5 of b, and 1 to 2 rows
+        assert float(loss) == -(1.5 * before + 5 * before + 2 * before + 2 * (before // 5))
     lost = [step - cut for step, cut in returns(output.err)]
     assert len(lost) == 2 and all(0 <= x <= CUTS for x in lost)
 
@@ -330,10 +338,10 @@ class StandIn:
     """GEO-SGD of a trainer that has pushed the changes of eight steps; the last push is pending."""
 
     def __init__(self, received_before: dict[str, int]) -> None:
-        self.received_before = received_before
+        self.received_before, self.pushed = received_before, 8
 
     def cut(self, step: int, params: dict[str, Any], local: dict[str, Any]) -> GeoCut:
-        return GeoCut(step, 8, 4, params, {n: -x for n, x in params.items()}, local)
+        return GeoCut(step, self.pushed, 4, params, {n: -x for n, x in params.items()}, local)
 
 
 def executor(received: dict[str, int] | None = None) -> Any:
@@ -405,6 +413,91 @@ def test_a_cut_that_cannot_be_written_is_logged(
     (tmp_path / "trainer-1/10.npz").write_bytes(b"")
     with pytest.raises(StateError, match="the cut of trainer 1 after step 10 cannot be read from"):
         sharding_of(plan_of(model), tmp_path).read()
+
+
+def table_plan() -> PServerPlan:
+    text, found = MODEL, dict[str, Any]()
+    for old, new in WITH_TABLE:
+        text = text.replace(old, new)
+    exec(text, found)
+    return plan_of(found, sparse={"params/net/emb": dtrans.Rows("lazy")})
+
+
+class StandInWithRows(StandIn):
+    """Stand-in whose trainer stores three rows; a push with two of them is pending."""
+
+    note_push: Any = None
+
+    def cut(self, step: int, params: dict[str, Any], local: dict[str, Any]) -> GeoCut:
+        rows, ids = np.full((3, 2), step, np.float32), np.array([1, 4, 5], np.int32)
+        pending = RowGradient(ids[1:], -rows[1:])
+        cut = CachedCut(ids, ids == 4, rows, [rows + 1], pending)
+        dense = super().cut(step, params, local)
+        return dataclasses.replace(dense, tables={"params/net/emb": cut})
+
+
+def with_rows(received: dict[str, int]) -> Any:
+    found = executor()
+    found.geo = StandInWithRows(received)
+    return found
+
+
+def state_of(plan: PServerPlan) -> Any:
+    """Return zeros as a trainer's state, in which tables have no rows."""
+    leaves = {}
+    for name, t in plan.main.inputs.items():
+        leaves[name] = np.zeros((0, 2) if "emb" in name else t.shape, t.dtype)
+    return tuple(spec.unflatten_named(leaves) for spec in plan.main.args[:2])
+
+
+def test_a_trainer_writes_its_rows_and_the_row_ids_of_later_pushes(tmp_path: Path) -> None:
+    plan, name = table_plan(), "params/net/emb"
+    cuts, state = cuts_of(plan, tmp_path), state_of(plan)
+    running = with_rows({"a": 0, "b": 0})
+    assert cuts.begin(running, state) == (state, 0)
+    running.geo.note_push(4, {name: np.array([1], np.int32)})  # before the first cut
+    cuts.before_step(running, 20, state)
+    for count in (12, 16):
+        running.geo.note_push(count, {name: np.array([1, count], np.int32)})
+
+    again = cuts_of(plan, tmp_path)
+    cut = again.read()
+    assert cut is not None
+    rows = cut.tables[name]
+    assert (rows.ids.tolist(), rows.is_touched.tolist()) == ([1, 4, 5], [False, True, False])
+    assert rows.changes.tolist() == [[20, 20]] * 3 and rows.pending is not None
+    assert [x.tolist() for x in rows.state] == [[[21, 21]] * 3]
+    assert (rows.pending.ids.tolist(), rows.pending.rows.tolist()) == ([4, 5], [[-20, -20]] * 2)
+    assert {n: ids[name].tolist() for n, ids in cut.pushes.items()} == {12: [1, 12], 16: [1, 16]}
+
+    # no server has received the second push, and a new cut contains the first one
+    again.begin(with_rows({"a": 12, "b": 8}), state)
+    assert [x.name for x in tmp_path.glob("trainer-1/push*")] == ["push-12.npz"]
+    running.geo.pushed = 12
+    again.before_step(running, 31, state)
+    assert [x.name for x in tmp_path.glob("trainer-1/*")] == ["31.npz"]
+
+
+def test_a_trainer_that_cannot_write_the_rows_of_a_push_removes_its_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = table_plan()
+    cuts, state = cuts_of(plan, tmp_path), state_of(plan)
+    running = with_rows({"a": 0, "b": 0})
+    cuts.begin(running, state)
+    cuts.before_step(running, 20, state)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(np, "savez", fail)
+        running.geo.note_push(12, {"params/net/emb": np.array([1], np.int32)})
+    (message,) = caplog.messages
+    assert message.startswith("trainer 1 cannot write the row ids of its push after step 12")
+    assert cuts_of(plan, tmp_path).read() is None
+    cuts.before_step(running, 21, state)
+    assert cuts_of(plan, tmp_path).read() is not None
 
 
 def test_a_replaced_process_writes_no_cut(model: dict[str, Any], tmp_path: Path) -> None:
