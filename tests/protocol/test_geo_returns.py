@@ -112,7 +112,7 @@ def test_a_trainer_continues_with_the_changes_of_rows_that_pushes_left(
     repeated: dict[int, float],
 ) -> None:
     ids_of_pushes = {n: {"t": np.array(ids, np.int32)} for n, ids in pushes.items()}
-    cut = dataclasses.replace(cut_of(25, 20), tables={"t": rows_cut()}, pushes=ids_of_pushes)
+    cut = dataclasses.replace(divided_for(25, 20), tables={"t": rows_cut()}, pushes=ids_of_pushes)
     rows, deltas = GeoReturn(cut, received, trainers=2, push_every=10).split_rows("t", *BLOCKS)
     assert rows.changes[:, 0].tolist() == changes
     assert rows.ids[rows.is_touched].tolist() == touched
@@ -121,7 +121,7 @@ def test_a_trainer_continues_with_the_changes_of_rows_that_pushes_left(
 
 def test_a_trainer_repeats_the_pending_deltas_of_rows_on_the_servers_that_lack_them() -> None:
     pending = RowGradient(np.array([1, 3], np.int32), np.full((2, 1), 4, np.float32))
-    cut = dataclasses.replace(cut_of(25, 20, 10), tables={"t": rows_cut(pending)})
+    cut = dataclasses.replace(divided_for(25, 20, 10), tables={"t": rows_cut(pending)})
     begin = GeoReturn(cut, {"a": 20, "b": 10}, trainers=2, push_every=10)
     rows, deltas = begin.split_rows("t", *BLOCKS)
     assert rows is cut.tables["t"]

@@ -452,7 +452,7 @@ def state_of(plan: PServerPlan) -> Any:
 
 def test_a_trainer_writes_its_rows_and_the_row_ids_of_later_pushes(tmp_path: Path) -> None:
     plan, name = table_plan(), "params/net/emb"
-    cuts, state = cuts_of(plan, tmp_path), state_of(plan)
+    cuts, state = sharding_of(plan, tmp_path), state_of(plan)
     running = with_rows({"a": 0, "b": 0})
     assert cuts.begin(running, state) == (state, 0)
     running.geo.note_push(4, {name: np.array([1], np.int32)})  # before the first cut
@@ -460,7 +460,7 @@ def test_a_trainer_writes_its_rows_and_the_row_ids_of_later_pushes(tmp_path: Pat
     for count in (12, 16):
         running.geo.note_push(count, {name: np.array([1, count], np.int32)})
 
-    again = cuts_of(plan, tmp_path)
+    again = sharding_of(plan, tmp_path)
     cut = again.read()
     assert cut is not None
     rows = cut.tables[name]
@@ -482,7 +482,7 @@ def test_a_trainer_that_cannot_write_the_rows_of_a_push_removes_its_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = table_plan()
-    cuts, state = cuts_of(plan, tmp_path), state_of(plan)
+    cuts, state = sharding_of(plan, tmp_path), state_of(plan)
     running = with_rows({"a": 0, "b": 0})
     cuts.begin(running, state)
     cuts.before_step(running, 20, state)
@@ -495,9 +495,9 @@ def test_a_trainer_that_cannot_write_the_rows_of_a_push_removes_its_cut(
         running.geo.note_push(12, {"params/net/emb": np.array([1], np.int32)})
     (message,) = caplog.messages
     assert message.startswith("trainer 1 cannot write the row ids of its push after step 12")
-    assert cuts_of(plan, tmp_path).read() is None
+    assert sharding_of(plan, tmp_path).read() is None
     cuts.before_step(running, 21, state)
-    assert cuts_of(plan, tmp_path).read() is not None
+    assert sharding_of(plan, tmp_path).read() is not None
 
 
 def test_a_replaced_process_writes_no_cut(model: dict[str, Any], tmp_path: Path) -> None:
