@@ -84,6 +84,17 @@ class StateError(DtransError, RuntimeError):
     """Error: a state does not fit the job or was donated, or the job is closed."""
 
 
+class DamagedError(StateError):
+    """Error: a checkpoint lacks files, has files of several saves, or bytes of a file changed."""
+
+
+class DamagedCutError(DamagedError):
+    """Error: a role cannot read its state from a damaged cut.
+
+    `dtrans launch --restarts` then starts all roles again, from the newest older cut.
+    """
+
+
 class NonfiniteError(DtransError, FloatingPointError):
     """Error: gradients of a trainer have infinities or NaN, and `on_nonfinite="error"`."""
 

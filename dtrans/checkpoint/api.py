@@ -143,7 +143,7 @@ def save_serving(
       mark: the run and the step of the saved state.
       servers_only: True to leave out the leaves that no server stores. Then only servers can
         restore the checkpoint.
-      alone: True for a checkpoint of this server alone, for `restore_alone`.
+      alone: True for a cut of this server alone, for `restore_cut`.
 
     Raises:
       As `save`.
@@ -372,16 +372,26 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
     return _restore_server(Checkpoint.at(path).of(plan.main), plan, endpoint)
 
 
-def restore_alone(path: Folder, plan: PServerPlan, endpoint: str) -> dict[str, Any]:
-    """Return the state of a server from a checkpoint of this server alone (`save_serving`).
+def restore_cut(
+    path: Folder, plan: PServerPlan, endpoint: str, job: str, step: int, *, alone: bool = False
+) -> dict[str, Any]:
+    """Return the state of a server from a cut (`save_serving`).
 
     Args:
       path, plan, endpoint: as in `restore`.
+      job: the identifier of the job that has written the cut.
+      step: the step of the cut.
+      alone: as in `save_serving`.
 
     Raises:
-      StateError: the path contains no checkpoint, or an unreadable one.
+      DamagedError: the cut is damaged, or of another job or step.
+      StateError: the system cannot read the cut, or the plan has another step function.
     """
-    return _restore_server(Checkpoint.at(path), plan, endpoint)
+    saved = Checkpoint.at(path)
+    saved.check_cut(job, step)
+    if not alone:
+        saved.of(plan.main)
+    return _restore_server(saved, plan, endpoint)
 
 
 def _restore_server(saved: Checkpoint, plan: PServerPlan, endpoint: str) -> dict[str, Any]:

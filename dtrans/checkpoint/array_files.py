@@ -2,6 +2,8 @@
 
     dense/0.npy    the first array in the mapping of names and types that `write_arrays` returns
 
+The description of the piece contains a checksum of each file. A reader compares the checksums.
+
 The files are written with direct output (O_DIRECT), which bypasses the page cache. Orbax is not
 used here, for two reasons. Orbax stores compressed data in memory until the write is complete. And
 its compression delays trainers on the same host, three times as long as a copy of the state would.
@@ -15,18 +17,25 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import mmap
 import os
-from collections.abc import Mapping
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
+from dtrans.errors import DamagedError, DtransError, StateError
 from dtrans.ir.selection import number_items
 
 
 CHUNK = 4 << 20  # maximum number of bytes of one write
 DIRECT = getattr(os, "O_DIRECT", 0)  # only Linux has it
+# errors of NumPy, `zipfile` and orbax for damaged files; RuntimeError for an unknown compression
+FORMAT_ERRORS = (ValueError, KeyError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile)
+SUMMED = 8192  # bytes of data whose sum enters a checksum
 
 
 def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
@@ -39,8 +48,29 @@ def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, st
     return {name: str(x.dtype) for name, x in arrays.items()}
 
 
+def checksums(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """Return a checksum of the file of each array, by name.
+
+    Example:
+      >>> import numpy as np
+      >>> from dtrans.checkpoint.array_files import checksums
+      >>> one, other = np.arange(10_000.0), np.arange(10_000.0)
+      >>> other[7] = 8
+      >>> checksums({"x": one}) == checksums({"x": other})
+      False
+    """
+    found = {}
+    for name, x in arrays.items():
+        data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+        found[name] = _checksum(_header(x), data)
+    return found
+
+
 def read_arrays(
-    folder: Path, types: Mapping[str, str], names: Mapping[str, None]
+    folder: Path,
+    types: Mapping[str, str],
+    names: Mapping[str, None],
+    checksums: Mapping[str, int] = {},
 ) -> dict[str, np.ndarray]:
     """Read some of the arrays, by name.
 
@@ -48,9 +78,72 @@ def read_arrays(
       folder: the folder that was passed to `write_arrays`.
       types: the result of `write_arrays`.
       names: the names of the arrays to read.
+      checksums: the result of `checksums`; files without a checksum are not checked.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      OSError: the system cannot read a file.
+      ValueError: a file is damaged.
     """
-    numbers = number_items(types)
-    return {n: np.load(folder / f"{numbers[n]}.npy").view(np.dtype(types[n])) for n in names}
+    numbers, found = number_items(types), {}
+    for name in names:
+        path = folder / f"{numbers[name]}.npy"
+        try:
+            x = _read(path, checksums.get(name))
+        except FileNotFoundError as e:
+            raise FileNotFoundError(f"{path.name} with the array {name} is missing") from e
+        except ValueError as e:
+            raise ValueError(f"{path.name} with the array {name}: {e}") from e
+        found[name] = x.view(np.dtype(types[name]))
+    return found
+
+
+def _read(path: Path, checksum: int | None) -> np.ndarray:
+    """Return the array in a file, whose checksum is None if it is unknown."""
+    data = np.fromfile(path, np.uint8)
+    # 8 bytes of magic and version, and 2 bytes with the length of the rest of the header
+    size = 10 + int.from_bytes(data[8:10].tobytes(), "little")
+    header, data = data[:size].tobytes(), data[size:]
+    if checksum is not None and _checksum(header, data) != checksum:
+        raise ValueError("the file has another checksum than at its write, so it is damaged")
+    shape, _, dtype = np.lib.format.read_array_header_1_0(io.BytesIO(header[8:]))
+    return data.view(dtype).reshape(shape)
+
+
+def _checksum(header: bytes, data: np.ndarray) -> int:
+    """Return the CRC-32 of a header, and of sums over the data.
+
+    The CRC-32 of all data would double the processor time of a cut. Each sum has 64 bits, so every
+    change of one byte changes the result.
+    """
+    size = len(data) // SUMMED * SUMMED
+    sums = np.add.reduce(data[:size].view("<u8").reshape(-1, SUMMED // 8), axis=1)
+    return zlib.crc32(data[size:].tobytes(), zlib.crc32(sums.tobytes(), zlib.crc32(header)))
+
+
+@contextlib.contextmanager
+def read_errors(content: str, remedy: str = "") -> Iterator[None]:
+    """Convert errors of readers of arrays and of the disk to StateErrors.
+
+    An unreadable file may be undamaged, if its permissions or its disk are the cause.
+
+    Args:
+      content: the unreadable files, for the error.
+      remedy: a remedy to append to the error, or an empty string.
+
+    Raises:
+      DamagedError: a file is missing or damaged.
+      StateError: the system cannot read a file.
+    """
+    try:
+        yield
+    except DtransError:
+        raise
+    except (OSError, *FORMAT_ERRORS) as e:
+        kind = StateError
+        if isinstance(e, (FileNotFoundError, NotADirectoryError, *FORMAT_ERRORS)):
+            kind = DamagedError
+        raise kind(f"{content}: {e}{remedy}") from e
 
 
 def _header(x: np.ndarray) -> bytes:

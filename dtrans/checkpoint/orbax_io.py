@@ -41,8 +41,9 @@ import os
 import re
 import shutil
 import threading
-import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dtrans.checkpoint.array_files import read_arrays, write_arrays
+from dtrans.checkpoint.array_files import checksums, read_arrays, read_errors, write_arrays
 from dtrans.checkpoint.assemble import (
     as_jax,
     as_numpy,
@@ -64,7 +65,14 @@ from dtrans.checkpoint.assemble import (
 from dtrans.checkpoint.runs import THIS_PROCESS, Mark, new_run
 from dtrans.checkpoint.saved_rows import ArrayLike, InitRows, RowSegment, SavedTable, TableRows
 from dtrans.checkpoint.table_files import SavedBlock, write_tables
-from dtrans.errors import CheckpointError, ConfigError, DtransError, StateError, missing_extra
+from dtrans.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedError,
+    DtransError,
+    StateError,
+    missing_extra,
+)
 from dtrans.ir.array_fns import words
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import all_names
@@ -95,6 +103,7 @@ class Checkpoint:
       tables: for each slice that was saved by rows, by (saver, slice name): the files of its table
         block, and the slice's column in these files.
       may_differ: True if copies of an array may come from different steps.
+      origin: the identifier of the job that goes back to cuts, or "", and the step.
     """
 
     path: Path
@@ -103,13 +112,15 @@ class Checkpoint:
     rows: Mapping[str, Sequence[VarDistributed]]
     tables: Mapping[tuple[str, str], tuple[SavedBlock, int]]
     may_differ: bool = False
+    origin: tuple[str, int | None] = ("", None)
 
     @classmethod
     def at(cls, path: Folder | None) -> Checkpoint:
         """Open the checkpoint at a path.
 
         Raises:
-          StateError: the path contains no complete checkpoint.
+          DamagedError: the path contains no complete checkpoint.
+          StateError: the system cannot read the files.
         """
         path = require_path(path).absolute()
         with _read_errors(path):
@@ -117,7 +128,7 @@ class Checkpoint:
         abouts = {piece.name: _read_about(piece) for piece in pieces}
         if not abouts:
             problem = "" if path.is_dir() else ", which is not a folder"
-            raise StateError(f"there is no checkpoint at {path}{problem}")
+            raise DamagedError(f"there is no checkpoint at {path}{problem}")
 
         # check that the pieces belong together, and that none is missing
         name, first = next(iter(abouts.items()))
@@ -125,7 +136,7 @@ class Checkpoint:
         for other, about in abouts.items():
             checked.append(about)
             if not _are_one_save(checked):
-                raise StateError(
+                raise DamagedError(
                     f"the checkpoint at {path} has pieces of several jobs, runs or steps: {name} "
                     f"({_origin(first)}) and {other} ({_origin(about)}); restore another "
                     "checkpoint, such as the result of dtrans.checkpoint.latest"
@@ -135,7 +146,7 @@ class Checkpoint:
             if piece not in abouts:
                 missing.append(f"{piece} of {who}")
         if missing:
-            raise StateError(
+            raise DamagedError(
                 f"the checkpoint at {path} is incomplete: {', '.join(missing)} is missing; restore "
                 "another checkpoint, such as the result of dtrans.checkpoint.latest"
             )
@@ -153,7 +164,17 @@ class Checkpoint:
                 block = SavedBlock(path / piece / "rows" / str(i), about)
                 for column, n in enumerate(about["names"]):
                     tables[who, n] = block, column
-        return cls(path, first["pieces"], first["types"], group_by_origin(rows), tables, may_differ)
+        by_name, origin = group_by_origin(rows), (first.get("job", ""), first["step"])
+        return cls(path, first["pieces"], first["types"], by_name, tables, may_differ, origin)
+
+    def check_cut(self, job: str, step: int) -> None:
+        """Raise DamagedError if the checkpoint is not the cut of a job after a step."""
+        if self.origin == (job, step):
+            return
+        found = f"belongs to another job ({self.origin[0] or 'unknown'}, and this is {job})"
+        if self.origin[0] == job:
+            found = f"was written after step {self.origin[1]}"
+        raise DamagedError(f"the cut at {self.path} {found}")
 
     def of(self, main: Program, remedy: str = "") -> Checkpoint:
         """Check that the checkpoint belongs to the step `main`; return the checkpoint.
@@ -531,12 +552,19 @@ def _save_files(
     unfinished.mkdir()
     types = write_arrays(unfinished / "dense", arrays)
     about = _with_tables(unfinished, tables, about)
-    files = {"format": max(about["format"], FORMAT_FILES), "dense": types}
+    about["format"] = max(about["format"], FORMAT_FILES)
+    about |= {"dense": types, "checksums": checksums(arrays)}
     overview = unfinished / "overview"
     overview.mkdir()
-    (overview / OVERVIEW_FILE).write_text(json.dumps({**about, **files}))
+    text = json.dumps({**about, "checksum": _checksum_of(about)})
+    (overview / OVERVIEW_FILE).write_text(text)
     _sync_tree(unfinished)
     unfinished.rename(place)
+
+
+def _checksum_of(about: Mapping[str, Any]) -> int:
+    """Return the checksum of the description of a piece, without its checksum."""
+    return zlib.crc32(json.dumps(about).encode())
 
 
 def _unfinished(place: Path) -> Path:
@@ -859,21 +887,26 @@ def _finished(path: Path) -> list[Path]:
 def _read_about(piece: Path) -> dict[str, Any]:
     """Return the description of a piece."""
     with _read_errors(piece), _one_at_a_time:
-        about = _handlers()[1].restore(piece / "overview")
+        about = dict(_handlers()[1].restore(piece / "overview"))
+        checksum = about.pop("checksum", None)  # orbax and older versions write none
+        if checksum is not None and _checksum_of(about) != checksum:
+            raise ValueError(
+                f"overview/{OVERVIEW_FILE} has another checksum than at its write, so it is damaged"
+            )
         if about["format"] not in (FORMAT, FORMAT_TABLES, FORMAT_FILES):
             raise ValueError(
                 f"its format is {about['format']}, but this version of dtrans reads {FORMAT} to "
                 f"{FORMAT_FILES}"
             )
-        return dict(about)
+        return about
 
 
 def _read_arrays(piece: Path, names: Mapping[str, None]) -> dict[str, np.ndarray]:
     """Return some of the arrays of a piece."""
-    types = _read_about(piece).get("dense")
-    if types is not None:
+    about = _read_about(piece)
+    if "dense" in about:
         with _read_errors(piece):
-            return read_arrays(piece / "dense", types, names)
+            return read_arrays(piece / "dense", about["dense"], names, about.get("checksums", {}))
     ocp = _orbax()
     wanted = ocp.args.PyTreeRestore(
         item=dict.fromkeys(names, 0),
@@ -884,15 +917,9 @@ def _read_arrays(piece: Path, names: Mapping[str, None]) -> dict[str, np.ndarray
         return dict(_handlers()[0].restore(piece / "arrays", args=wanted))
 
 
-@contextlib.contextmanager
-def _read_errors(piece: Path) -> Iterator[None]:
+def _read_errors(piece: Path) -> AbstractContextManager[None]:
     """Convert errors of orbax and of the disk to StateErrors that name the piece."""
-    try:
-        yield
-    except DtransError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as e:
-        raise StateError(f"{piece} cannot be read as a piece of a checkpoint: {e}") from e
+    return read_errors(f"{piece} cannot be read as a piece of a checkpoint")
 
 
 def _orbax() -> Any:

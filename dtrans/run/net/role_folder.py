@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import shutil
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from dtrans.errors import DamagedCutError, DamagedError
 from dtrans.protocol.epochs import Epoch, ReplacedError
 from dtrans.run.net.epoch_folder import STARTED, VARIABLE, WITHOUT_CUTS, EpochFolder, epoch_of
 from dtrans.run.net.role_marks import RoleMark, mark_of
@@ -153,6 +155,31 @@ class RoleFolder(EpochFolder):
             (early if is_early else cuts).add(step)
             steps = tuple(sorted(cuts)), tuple(sorted(early))
             self._write_mark(dataclasses.replace(self._mark, cuts=steps[0], early=steps[1]))
+
+    @contextlib.contextmanager
+    def reading_cut(self, step: int) -> Iterator[None]:
+        """Withdraw this role's report of a cut if the cut is damaged.
+
+        The launcher then chooses an older cut.
+
+        Args:
+          step: the step of the cut.
+
+        Raises:
+          DamagedCutError: the cut is damaged.
+        """
+        try:
+            yield
+        except DamagedError as e:
+            with self._lock:
+                mark = self.mark()
+                cuts = tuple(x for x in mark.cuts if x != step)
+                self._write_mark(dataclasses.replace(mark, cuts=cuts))
+            raise DamagedCutError(
+                f"{self._role} cannot read the cut of step {step}: {e}; the job continues from the "
+                "newest older cut if `dtrans launch` may start roles again, otherwise start it "
+                "again with --resume"
+            ) from e
 
     def of_lost(self, role: str, epoch: int) -> RoleFolder:
         """Return the folder as the lost role sees it, to write the lost role's part of a cut.

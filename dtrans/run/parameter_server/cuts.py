@@ -124,6 +124,7 @@ class ServerCuts:
 
         Raises:
           ConfigError: the folder has cuts of asynchronous servers.
+          DamagedCutError: the epoch's cut is damaged.
         """
         epoch = self.epochs.current()
         if self.epochs.mark().is_alone:
@@ -131,7 +132,9 @@ class ServerCuts:
         if epoch.cut is None:
             start = EpochStart(epoch, state, self.first_step)
         else:
-            start = EpochStart(epoch, self._load(epoch.cut), epoch.cut, loaded=epoch.cut)
+            with self.epochs.reading_cut(epoch.cut):
+                loaded = self._load(epoch.cut)
+            start = EpochStart(epoch, loaded, epoch.cut, loaded=epoch.cut)
         self.epochs.enter(
             epoch,
             with_trainers=bool(computed_leaves(self.plan)),
@@ -151,6 +154,7 @@ class ServerCuts:
 
         Raises:
           ConfigError: the folder has cuts of synchronous servers.
+          DamagedError: the server's cut is damaged. An asynchronous server has no older cut.
         """
         mark = self.epochs.mark()
         if mark.cuts and not mark.is_alone:
@@ -175,8 +179,10 @@ class ServerCuts:
         return epoch
 
     def _load(self, step: int) -> dict[str, Any]:
-        restore = checkpoint.restore_alone if self.is_alone else checkpoint.restore
-        return restore(self._path(step), self.plan, self.endpoint)
+        path, job = self._path(step), self.epochs.run
+        return checkpoint.restore_cut(
+            path, self.plan, self.endpoint, job, step, alone=self.is_alone
+        )
 
     def write(
         self,

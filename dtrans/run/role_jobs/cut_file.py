@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 
+from dtrans.checkpoint.array_files import read_errors
 from dtrans.checkpoint.assemble import as_numpy, numpy_type
-from dtrans.errors import StateError
 from dtrans.run.net.shared_files import write_file
 
 
@@ -45,19 +44,20 @@ class CutFile:
           types: for the name of each array to read, an object that has its `shape` and `dtype`.
 
         Raises:
-          StateError: the file is missing or damaged, or lacks an array.
+          DamagedError: the file is missing or damaged, or lacks an array.
+          StateError: the system cannot read the file.
         """
         found: dict[str, np.ndarray] = {}
-        try:
-            # `np.load` does not close a damaged file that it has opened itself
-            with self._path.open("rb") as file, np.load(file) as arrays:
-                for name, t in types.items():
-                    found[name] = arrays[name].view(numpy_type(t.shape, t.dtype)[1])
-        except (OSError, EOFError, KeyError, ValueError, BadZipFile) as e:
-            raise StateError(
-                f"{self._content} cannot be read from {self._path}: {e}; start the job again with "
-                "another folder of cuts"
-            ) from e
+        content = f"{self._content} cannot be read from {self._path}"
+        remedy = "; start the job again with another folder of cuts"
+        # `np.load` does not close a damaged file that it has opened itself
+        with (
+            read_errors(content, remedy),
+            self._path.open("rb") as file,
+            np.load(file) as arrays,
+        ):
+            for name, t in types.items():
+                found[name] = arrays[name].view(numpy_type(t.shape, t.dtype)[1])
         return found
 
     def write(self, arrays: Mapping[str, Any]) -> None:

@@ -58,12 +58,15 @@ class LeafCuts(TrainerCuts):
           The state, and the number of steps before this state.
 
         Raises:
+          DamagedCutError: the leaves of the cut are damaged.
           StateError: the leaves of the cut cannot be read.
         """
         epoch, self._first = executor.connections.epoch, executor.connections.step_count
         state: tuple[Any, ...] = (first,)
         if self._computed and epoch is not None and epoch.cut == self._first:
-            state = self._replace(state, self._load(epoch.cut))
+            with self._epochs.reading_cut(epoch.cut):
+                leaves = self._load(epoch.cut)
+            state = self._replace(state, leaves)
         return state, self._first
 
     def keep_constants(self, params: Any) -> Any:

@@ -309,6 +309,54 @@ def test_only_the_lost_process_starts_again(
         assert len(processes) == 1 + [victim for _, _, victim in kills].count(name)
 
 
+# before a kill, the newest complete cut loses a byte
+DAMAGE = """
+import os, time
+from dtrans.run.net.epoch_folder import EpochFolder
+
+kill = os.kill
+
+
+def damage_and_kill(pid, signum):
+    folder = EpochFolder(os.environ["DTRANS_CUTS"])
+    while (cut := folder.newest_cut(["pserver 0", "pserver 1"])) < 20:
+        time.sleep(0.01)
+    path = folder.path / str(cut) / "pserver-0" / "dense" / "0.npy"
+    os.truncate(path, path.stat().st_size - 1)
+    kill(pid, signum)
+
+
+os.kill = damage_and_kill
+"""
+
+
+@pytest.mark.parametrize(
+    "victim", ["trainer 0", pytest.param("pserver 0", marks=pytest.mark.rotated)]
+)
+def test_all_roles_go_back_to_an_older_cut_if_the_newest_one_is_damaged(
+    victim: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A server finds the damage when it starts again, or when it goes back as a live process."""
+    undisturbed = run(tmp_path / "undisturbed", [], monkeypatch)
+    model = Path("model.py").read_text()
+    script = (DOCS / "cuts.md").read_text().split("# survive.py\n")[1].split("```")[0]
+    capsys.readouterr()
+    # the second kill never happens, and allows a second restart
+    kills = [(0, 25, victim), (9, 0, "")]
+    run_job(tmp_path / "killed", kills, monkeypatch, (model, DAMAGE + script))
+    said = capsys.readouterr().err
+    assert re.search(r"all roles go back to step \d0 \(restart 1 of 2\)", said)
+    assert re.search(r"failed with exit code 1; all roles start again \(restart 2 of 2\)", said)
+    assert re.search(
+        r"DamagedCutError: pserver \d cannot read the cut of step \d0: .* 0\.npy", said
+    )
+    for x, y in zip(arrays_of(tmp_path / "killed"), undisturbed, strict=True):
+        assert x.tobytes() == y.tobytes()
+
+
 @pytest.mark.rotated
 def test_batches_of_a_feed_go_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -3,67 +3,21 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import optax
 import pytest
-from helpers import mlp_batch, mlp_loss, mlp_params
+from cut_folders import ENDPOINTS, NAMES, ROLES, Servers, first_states, planned
 
 import dtrans
 from dtrans.checkpoint import api as checkpoint
-from dtrans.checkpoint.runs import Mark
 from dtrans.errors import ConfigError
-from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.epochs import Epoch
 from dtrans.run.distributed.restarts.job_epochs import JobEpochs
-from dtrans.run.distributed.role import roles_of
 from dtrans.run.net.launcher_folder import LauncherFolder
 from dtrans.run.net.role_folder import RoleFolder
-from dtrans.run.parameter_server.cuts import ServerCuts
 from dtrans.run.role_jobs.server_job import ServerJob
-
-
-ENDPOINTS = ("127.0.0.1:1", "127.0.0.1:2")
-NAMES = ["pserver 0", "pserver 1"]
-ROLES = roles_of(1, ENDPOINTS)
-State = Mapping[str, Any]
-
-
-def planned(**options: Any) -> PServerPlan:
-    params, tx = mlp_params(), optax.adam(1e-2)
-    init = lambda: (params, tx.init(params))
-    main = dtrans.trace(dtrans.make_train_step(mlp_loss, tx), *init(), *mlp_batch())
-    return dtrans.pserver(main, dtrans.trace(init), pservers=",".join(ENDPOINTS), **options)
-
-
-class Servers:
-    """The two servers of one launch, which write cuts."""
-
-    def __init__(self, path: Path, plan: PServerPlan, first: dict[str, State], launch: int) -> None:
-        self.first, self.epoch = first, JobEpochs(path, ROLES).epoch
-        self.cuts = {}
-        for name, endpoint in zip(NAMES, ENDPOINTS, strict=True):
-            folder = RoleFolder(path, name, started=self.epoch.number)
-            cuts = self.cuts[endpoint] = ServerCuts(folder, plan, endpoint, 100, at_loss=True)
-            if plan.sync_mode:
-                cuts.begin(first[endpoint])
-            else:
-                cuts.begin_alone(first[endpoint])
-        self._session = f"session {launch}"
-
-    def write(self, endpoint: str, step: int, plus: float) -> None:
-        """Write the initial state plus a number as the state after a step."""
-        cuts = self.cuts[endpoint]
-        mark = Mark((cuts.epochs.run, self._session), step)
-        state = {n: x + plus for n, x in self.first[endpoint].items()}
-        cuts.write(self.epoch.number, {0: step}, state, mark)
-
-
-def first_states(plan: PServerPlan) -> dict[str, State]:
-    return {ep: dtrans.Executor().run(plan.servers[ep].startup) for ep in plan.servers}
 
 
 def test_a_cut_contains_no_part_of_an_earlier_launch(tmp_path: Path) -> None:

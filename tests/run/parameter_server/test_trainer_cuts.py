@@ -184,6 +184,9 @@ def damage(path: Path, how: str) -> None:
         path.write_bytes(data[: len(data) // 2])
     elif how == "not a zip file":
         path.write_bytes(b"no arrays")
+    elif how == "another format":
+        data[data.index(b"PK\x01\x02") + 10] ^= 32  # the compression of the first array
+        path.write_bytes(data)
     elif how == "another byte":
         with zipfile.ZipFile(path) as file:
             end = file.infolist()[1].header_offset  # the first array ends before the second begins
@@ -194,7 +197,16 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["missing", "empty", "cut short", "not a zip file", "another byte", "other arrays"]
+    "how",
+    [
+        "missing",
+        "empty",
+        "cut short",
+        "not a zip file",
+        "another byte",
+        "another format",
+        "other arrays",
+    ],
 )
 def test_the_error_about_a_damaged_cut_names_the_file(
     plan: PServerPlan, tmp_path: Path, how: str
@@ -259,7 +271,7 @@ def test_servers_alone_write_and_restore_the_rest_of_a_cut(
         folder = RoleFolder(tmp_path, f"pserver {i}")
         cuts = ServerCuts(folder, plan, endpoint, every=10)
         cuts.begin(state)
-        cuts.write(0, {}, state, Mark(("a run",), 10))
+        cuts.write(0, {}, state, Mark(("a run",), 10, job="a run"))
         assert folder.marks()[f"pserver {i}"].with_trainers
     LauncherFolder(tmp_path).grant(Epoch(1, 10), "a run", trainers=2)
     for i, (endpoint, state) in enumerate(states.items()):
@@ -270,7 +282,7 @@ def test_servers_alone_write_and_restore_the_rest_of_a_cut(
         for n, x in state.items():
             np.testing.assert_array_equal(start.state[n], x)
 
-    mark = Mark(("a run",), 10)
+    mark = Mark(("a run",), 10, job="a run")
     for endpoint, state in states.items():
         checkpoint.save_serving(tmp_path / "checkpoint", plan, endpoint, state, mark)
     with pytest.raises(StateError, match="is incomplete: trainer-0 of trainer 0 is missing"):

@@ -26,6 +26,7 @@ LOOK = 0.2  # seconds between two looks at the reports of roles, in a job with c
 # A role is lost if it exits with 128 + one of these signals: it was killed, or it crashed.
 FATAL = {signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS}
 LOST_PEER = "dtrans.errors.LostPeerError"
+DAMAGED_CUT = "dtrans.errors.DamagedCutError"
 BY_PEER = ("dtrans.errors.PeerError", LOST_PEER)
 
 Event = Child | int  # a role that has ended, or the number of a signal
@@ -208,11 +209,11 @@ class Attempt:
         Args:
           was_reached: True if every host ran its roles in an earlier attempt.
           has_cuts: True if roles of the job take part in epochs. Then a role also counts as lost if
-            it ended because it lost another role.
+            it ended because it lost another role, or because its cut is damaged.
         """
         if self.failed is None or is_lost(self.failed, was_reached):
             return self.failed
-        if has_cuts and _last_error(self.failed).startswith(LOST_PEER):
+        if has_cuts and _last_error(self.failed).startswith((LOST_PEER, DAMAGED_CUT)):
             return self.failed
         if by_peer(self.failed):
             # the peer may be a trainer that the job has dropped before
