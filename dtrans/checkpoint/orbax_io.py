@@ -169,12 +169,11 @@ class Checkpoint:
 
     def check_cut(self, job: str, step: int) -> None:
         """Raise DamagedError if the checkpoint is not the cut of a job after a step."""
-        if self.origin == (job, step):
-            return
-        found = f"belongs to another job ({self.origin[0] or 'unknown'}, and this is {job})"
-        if self.origin[0] == job:
-            found = f"was written after step {self.origin[1]}"
-        raise DamagedError(f"the cut at {self.path} {found}")
+        old_job, old_step = self.origin
+        if old_job != job:
+            raise DamagedError(f"the cut at {self.path} belongs to another job")
+        if old_step != step:
+            raise DamagedError(f"the cut at {self.path} was written after step {old_step}")
 
     def of(self, main: Program, remedy: str = "") -> Checkpoint:
         """Check that the checkpoint belongs to the step `main`; return the checkpoint.

@@ -10,7 +10,6 @@ import optax
 from helpers import mlp_batch, mlp_loss, mlp_params
 
 import dtrans
-from dtrans.checkpoint.runs import Mark
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.run.distributed.restarts.job_epochs import JobEpochs
 from dtrans.run.distributed.role import roles_of
@@ -49,7 +48,7 @@ class Servers:
     def write(self, endpoint: str, step: int, plus: float) -> None:
         """Write the initial state plus a number as the state after a step."""
         cuts = self.cuts[endpoint]
-        mark = Mark((cuts.epochs.run, self._session), step, job=cuts.epochs.run)
+        mark = cuts.mark((), [self._session], step)
         state = {n: x + plus for n, x in self.first[endpoint].items()}
         cuts.write(self.epoch.number, {0: step}, state, mark)
 

@@ -80,6 +80,11 @@ class EpochFolder:
         return str(self._granted()["run"])
 
     @property
+    def launch(self) -> int:
+        """Number of the first epoch of the current launcher, which identifies the launcher."""
+        return int(self._granted().get("launch", 0))
+
+    @property
     def trainers(self) -> int:
         """Number of trainers of the job."""
         return int(self._granted()["trainers"])

@@ -52,6 +52,7 @@ class LauncherFolder(EpochFolder):
         endpoints: Sequence[str] = (),
         started: Mapping[str, int] = {},
         *,
+        launch: int = 0,
         on_trainer_loss: str = "restart",
     ) -> None:
         """Write a new epoch to the folder. The file is flushed to the disk before the method
@@ -66,10 +67,11 @@ class LauncherFolder(EpochFolder):
           endpoints: endpoints of the servers. Pieces of cuts and checkpoints contain them.
           started: for each role, the number of the epoch in which its process was started. Earlier
             processes of the role, on a host that the launcher has lost, end when they read this.
+          launch: number of the launcher's first epoch.
           on_trainer_loss: as for `launch`.
         """
         job: dict[str, Any] = {"run": run, "trainers": trainers, "endpoints": list(endpoints)}
-        job |= {"started": dict(started), "on_trainer_loss": on_trainer_loss}
+        job |= {"started": dict(started), "launch": launch, "on_trainer_loss": on_trainer_loss}
         write_json(self.path / "epoch.json", {**dataclasses.asdict(epoch), **job})
 
     def announce_end(self, lost: Collection[str] = ()) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import shutil
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from dtrans.errors import DamagedCutError, DamagedError
+from dtrans.errors import DamagedCutError, DamagedError, StateError
 from dtrans.protocol.epochs import Epoch, ReplacedError
 from dtrans.run.net.epoch_folder import STARTED, VARIABLE, WITHOUT_CUTS, EpochFolder, epoch_of
 from dtrans.run.net.role_marks import RoleMark, mark_of
@@ -158,9 +159,7 @@ class RoleFolder(EpochFolder):
 
     @contextlib.contextmanager
     def reading_cut(self, step: int) -> Iterator[None]:
-        """Withdraw this role's report of a cut if the cut is damaged.
-
-        The launcher then chooses an older cut.
+        """Withdraw this role's report of a damaged cut, so that the launcher chooses an older one.
 
         Args:
           step: the step of the cut.
@@ -300,11 +299,25 @@ class RoleFolder(EpochFolder):
                 path.unlink(missing_ok=True)
 
     def _write_mark(self, mark: RoleMark) -> None:
-        """Write the report of this role; raise ReplacedError in a process that was replaced."""
+        """Write the report of this role.
+
+        Raises:
+          ReplacedError: the launcher has started another process of this role.
+          StateError: the folder cannot be written. The earlier report stays.
+        """
         if self.is_used:
             self.current()
+        fields = dataclasses.asdict(mark)
+        try:
+            write_json(self.path / "roles" / self._role, fields)
+        except OSError as e:
+            raise StateError(
+                f"{self._role} cannot write its report of {len(json.dumps(fields))} bytes to the "
+                f"folder of cuts {self.path}: {e.strerror}; free space there, or allow this "
+                "process to write there. The complete cuts are unchanged: after the end of the "
+                "job, start the launcher again with the same folder"
+            ) from e
         self._mark = mark
-        write_json(self.path / "roles" / self._role, dataclasses.asdict(mark))
 
     @property
     def _slug(self) -> str:

@@ -28,11 +28,16 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}")
-    with new.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    new.rename(path)
+    try:
+        with new.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        new.rename(path)
+    except OSError:
+        # an incomplete file would fill the disk
+        new.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, fields: Mapping[str, Any]) -> None:

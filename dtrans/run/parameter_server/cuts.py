@@ -184,6 +184,23 @@ class ServerCuts:
             path, self.plan, self.endpoint, job, step, alone=self.is_alone
         )
 
+    def mark(self, since: int, sessions: Sequence[str], step: int) -> Mark:
+        """Return the run and the step that each piece of a saved state records.
+
+        Pieces of different epochs may form one checkpoint, because repeated steps have the same
+        bits. They have other bits with other trainers. They may have other bits after a new launch,
+        whose script may have changed. Then the run has another name.
+
+        Args:
+          since: number of the first epoch with the current trainers.
+          sessions: identifiers of the trainers' runs.
+          step: the server's step.
+        """
+        job, launch = self.epochs.run, self.epochs.launch
+        run = f"{job}-launch{launch}" if launch else job
+        run += f"-{since}" if since else ""
+        return Mark((run, *sessions), step, job=job)
+
     def write(
         self,
         epoch: int,
@@ -225,6 +242,7 @@ class ServerCuts:
                 servers_only=True,
                 alone=self.is_alone,
             )
+            self._note_cut(epoch, mark.step, counts, is_early=is_early)
         except (DtransError, OSError) as e:
             servers = [self.name] if self.is_alone else server_names(self.plan)
             newest = self.epochs.newest_cut(servers)
@@ -236,13 +254,17 @@ class ServerCuts:
                 newest,
                 e,
             )
-            return
+
+    def _note_cut(
+        self, epoch: int, step: int, counts: Mapping[int, int], *, is_early: bool
+    ) -> None:
+        """Tell the launcher that a cut is written, and remove old cuts."""
         if self.is_alone:
             by_trainer = [counts.get(k, 0) for k in range(self.plan.trainers)]
-            for step in self.epochs.note_cut_alone(mark.step, by_trainer):
-                shutil.rmtree(self._path(step), ignore_errors=True)
+            for old in self.epochs.note_cut_alone(step, by_trainer):
+                shutil.rmtree(self._path(old), ignore_errors=True)
         else:
-            self.epochs.note_cut(epoch, mark.step, is_early=is_early)
+            self.epochs.note_cut(epoch, step, is_early=is_early)
             self.epochs.remove_old_cuts(epoch, server_names(self.plan))
 
     def note_end(self, epoch: int, lost: Sequence[str] = ()) -> None:

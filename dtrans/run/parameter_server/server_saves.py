@@ -248,19 +248,11 @@ class ServerSaves:
         self._writer.begin_cut(lambda *_: end(), {}, self._mark(kind.step), waits=False)
 
     def _mark(self, step: int) -> Mark:
-        """Return the run and the step that each piece of a saved state records.
-
-        In a job with cuts, pieces of different epochs may form one checkpoint, because repeated
-        steps have the same bits. With other trainers they have other bits, so the run has another
-        name.
-        """
+        """Return the run and the step that each piece of a saved state records."""
         runs = self._protocol.trainers.sessions
         if self._cuts is None:
             return Mark(runs, step)
-        job = self._cuts.epochs.run
-        since = self._epoch.members_since
-        name = f"{job}-{since}" if since else job
-        return Mark((name, *runs), step, job=job)
+        return self._cuts.mark(self._epoch.members_since, runs, step)
 
     def _snapshot(self) -> tuple[dict[str, Any], list[str]]:
         """Return the current state, and the names of those arrays that must be copied.

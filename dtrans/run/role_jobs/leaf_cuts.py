@@ -18,8 +18,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtrans.checkpoint.assemble import as_jax
+from dtrans.errors import StateError
 from dtrans.ir.selection import exclude, subset
 from dtrans.parameter_server.plan import PServerPlan
+from dtrans.protocol.epochs import ReplacedError
 from dtrans.protocol.trainer.trainer_line import log
 from dtrans.run.executor import Executor
 from dtrans.run.net.role_folder import RoleFolder
@@ -110,7 +112,9 @@ class LeafCuts(TrainerCuts):
             self._file(step).write(leaves)
             self._epochs.note_cut(epoch, step)
             self._epochs.remove_old_cuts(epoch, servers)
-        except OSError as e:
+        except ReplacedError:
+            raise
+        except (StateError, OSError) as e:
             log.warning(
                 "%s cannot write its leaves in the cut of step %d, so a restart would go back to "
                 "step %s: %s",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from dtrans.checkpoint import orbax_io
 from dtrans.errors import DamagedCutError, DamagedError, StateError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.epochs import Epoch
+from dtrans.run.net import role_folder
 from dtrans.run.net.launcher_folder import LauncherFolder
 from dtrans.run.net.role_folder import RoleFolder
 from dtrans.run.parameter_server.cuts import ServerCuts
@@ -155,6 +158,52 @@ def test_an_asynchronous_server_has_no_older_cut(tmp_path: Path) -> None:
     with pytest.raises(DamagedError, match="1.npy.*checksum") as raised:
         servers.cuts[ENDPOINTS[0]].begin_alone(first[ENDPOINTS[0]])
     assert not isinstance(raised.value, DamagedCutError)
+
+
+@pytest.mark.parametrize("call", ["enter", "note_cut", "leave"])
+def test_a_full_disk_ends_a_role_with_a_named_error(
+    servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    folder = servers.cuts[ENDPOINTS[0]].epochs
+
+    def refuse(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    calls = {
+        "enter": lambda: folder.enter(Epoch(0)),
+        "note_cut": lambda: folder.note_cut(0, 20),
+        "leave": folder.leave,
+    }
+    text = (
+        rf"pserver 0 cannot write its report of \d+ bytes to the folder of cuts {tmp_path}/cuts: No "
+        "space left on device; free space .* complete cuts are unchanged"
+    )
+    before = {path: path.read_bytes() for path in (tmp_path / "cuts" / "roles").iterdir()}
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", refuse)
+        with pytest.raises(StateError, match=text):
+            calls[call]()
+    after = {path: path.read_bytes() for path in (tmp_path / "cuts" / "roles").iterdir()}
+    assert after == before and not folder.has_written(20)
+    calls[call]()  # when there is space
+
+
+def test_a_cut_that_cannot_be_reported_is_logged_and_the_job_goes_on(
+    servers: Servers,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(role_folder, "write_json", refuse)
+        servers.write(ENDPOINTS[0], 20, 20)
+    assert "cannot write the cut of step 20, so a restart would go back to step 10" in caplog.text
+    for endpoint in ENDPOINTS:
+        servers.write(endpoint, 20, 20)
+    assert LauncherFolder(tmp_path / "cuts").newest_cut(NAMES) == 20
 
 
 def test_pieces_without_checksums_are_read(servers: Servers, tmp_path: Path) -> None:

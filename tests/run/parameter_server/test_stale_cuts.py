@@ -39,6 +39,28 @@ def test_a_cut_contains_no_part_of_an_earlier_launch(tmp_path: Path) -> None:
             np.testing.assert_array_equal(x, first[endpoint][name] + 2)
 
 
+def test_a_checkpoint_contains_no_part_of_an_earlier_launch(tmp_path: Path) -> None:
+    """One server has written its piece, then the launcher and the script change."""
+    plan, path = planned(), tmp_path / "ckpt" / "25"
+    first = first_states(plan)
+
+    def save(servers: Servers, endpoint: str, plus: float) -> None:
+        state = {n: x + plus for n, x in first[endpoint].items()}
+        mark = servers.cuts[endpoint].mark((), [f"session {plus}"], 25)
+        checkpoint.save_serving(path, plan, endpoint, state, mark)
+
+    before = Servers(tmp_path / "cuts", plan, first, 1)
+    for endpoint in ENDPOINTS:
+        before.write(endpoint, 0, 0)
+    save(before, ENDPOINTS[0], 1)
+    after = Servers(tmp_path / "cuts", plan, first, 2)
+    for endpoint in reversed(ENDPOINTS):
+        save(after, endpoint, 2)
+    for endpoint in ENDPOINTS:
+        for name, x in checkpoint.restore(path, plan, endpoint).items():
+            np.testing.assert_array_equal(x, first[endpoint][name] + 2)
+
+
 def test_a_write_that_outlives_its_epoch_leaves_no_part_for_a_later_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,15 +18,16 @@ class EpochGrants:
       folder: folder of the job's epochs and cuts.
       run: identifier of the job.
       role: any role of the job.
+      launch: number of the launcher's first epoch.
       on_trainer_loss: as for `launch`.
     """
 
     def __init__(
-        self, folder: LauncherFolder, run: str, role: Role, *, on_trainer_loss: str
+        self, folder: LauncherFolder, run: str, role: Role, *, launch: int, on_trainer_loss: str
     ) -> None:
         self._folder, self._log, self._run = folder, EpochLog(folder.path), run
         self._trainers, self._endpoints = role.trainers, role.pserver_endpoints
-        self._on_trainer_loss = on_trainer_loss
+        self._launch, self._on_trainer_loss = launch, on_trainer_loss
 
     def write(self, epoch: Epoch, started: Mapping[str, int], lost: str, reason: str) -> None:
         """Grant an epoch. On a full disk, first remove cuts that the epoch does not need.
@@ -63,5 +64,6 @@ class EpochGrants:
             self._trainers,
             self._endpoints,
             started,
+            launch=self._launch,
             on_trainer_loss=self._on_trainer_loss,
         )

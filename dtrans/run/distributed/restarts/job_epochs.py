@@ -61,8 +61,12 @@ class JobEpochs:
         self._names = [role.name for role in roles]
         self._servers = [role.name for role in roles if role.is_pserver]
         self._trainers, self._replaces = roles[0].trainers, on_trainer_loss == REPLACE
-        run = self._folder.run if self._folder.is_used else new_run()
-        self._grants = EpochGrants(self._folder, run, roles[0], on_trainer_loss=on_trainer_loss)
+        run, launch = new_run(), 0
+        if self._folder.is_used:
+            run, launch = self._folder.run, self._folder.current().number + 1
+        self._grants = EpochGrants(
+            self._folder, run, roles[0], launch=launch, on_trainer_loss=on_trainer_loss
+        )
         self._cuts_at_loss = CutsAtLoss(self._folder, self._servers)
         self._reports = LostReports(self._folder, roles)
         self.epoch = Epoch()
