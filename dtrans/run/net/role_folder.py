@@ -313,7 +313,7 @@ class RoleFolder(EpochFolder):
         except OSError as e:
             raise StateError(
                 f"{self._role} cannot write its report of {len(json.dumps(fields))} bytes to the "
-                f"folder of cuts {self.path}: {e.strerror}; free space there, or allow this "
+                f"folder of cuts {self.path}: {e.strerror or e}; free space there, or allow this "
                 "process to write there. The complete cuts are unchanged: after the end of the "
                 "job, start the launcher again with the same folder"
             ) from e
