@@ -48,7 +48,7 @@ class Servers:
     def write(self, endpoint: str, step: int, plus: float) -> None:
         """Write the initial state plus a number as the state after a step."""
         cuts = self.cuts[endpoint]
-        mark = cuts.mark((), [self._session], step)
+        mark = cuts.mark(0, [self._session], step)
         state = {n: x + plus for n, x in self.first[endpoint].items()}
         cuts.write(self.epoch.number, {0: step}, state, mark)
 

@@ -46,7 +46,7 @@ def test_a_checkpoint_contains_no_part_of_an_earlier_launch(tmp_path: Path) -> N
 
     def save(servers: Servers, endpoint: str, plus: float) -> None:
         state = {n: x + plus for n, x in first[endpoint].items()}
-        mark = servers.cuts[endpoint].mark((), [f"session {plus}"], 25)
+        mark = servers.cuts[endpoint].mark(0, [f"session {plus}"], 25)
         checkpoint.save_serving(path, plan, endpoint, state, mark)
 
     before = Servers(tmp_path / "cuts", plan, first, 1)
