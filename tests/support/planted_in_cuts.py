@@ -54,16 +54,6 @@ def _drops_greetings_of_later_epochs(real: Any) -> Any:
     return admits
 
 
-def _admits_earlier_greetings(real: Any) -> Any:
-    def admits(self: Any, address: bytes, message: Any, *, is_known: bool) -> bool:
-        is_first = message.op == "hello" and not message.fields["back"]
-        if is_first and message["epoch"] < self.number:
-            return True
-        return bool(real(self, address, message, is_known=is_known))
-
-    return admits
-
-
 def _takes_the_newest_cut_of_any(self: Any, dropped: Any = ()) -> int | None:
     return max(set[int]().union(*self._cuts.values()), default=None)
 
@@ -471,13 +461,6 @@ PLANTED_IN_REPLICAS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a backup does not acknowledge again after a break": _forgets_to_acknowledge_again,
     "a backup does not write the replica of a lost server": lambda m: m.setattr(
         SimulatedServer, "_endpoints_of", lambda self, names: []
-    ),
-}
-
-# Faults that only restart roles once more. The checks of schedules do not count restarts.
-PLANTED_RESTARTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "greetings of an earlier epoch are admitted": _wrapped(
-        EpochGate, "admits", _admits_earlier_greetings
     ),
 }
 
