@@ -174,8 +174,8 @@ class _MergeRules:
         if full.shape != (self.parts * t.shape[0], *t.shape[1:]):
             raise ConfigError(
                 f"{name} is {t.str_short()} on a {self.options.noun}'s part and {full.str_short()} "
-                "on the full batch, but results may only grow on dim 0; write "
-                f"merge={{{name!r}: 'sum'}}, or 'each' or another rule instead of 'sum'"
+                "on the full batch, but the two shapes may only differ in dim 0; choose a rule to "
+                f"merge the parts, such as merge={{{name!r}: 'sum'}} or merge={{{name!r}: 'each'}}"
             )
         return "concat"
 

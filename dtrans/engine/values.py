@@ -70,7 +70,8 @@ class ShardValues(abc.ABC):
     """
 
     is_local = False  # True if all equations are inside `dtrans.local`
-    # layouts with an order that some value has; None if no layout may have an order
+    # the layouts of values whose rows are in another order than on one device; None if the writer
+    # may not reorder rows
     orders: list[RowAxis] | None = None
 
     def __init__(self, jaxpr: ClosedJaxpr, shards: Shards, within: str = "") -> None:

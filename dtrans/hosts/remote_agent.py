@@ -68,9 +68,12 @@ def look(order: dict[str, Any]) -> dict[str, Any]:
     """Return the facts about this host that `dtrans.hosts.host_check` needs.
 
     Args:
-      order: `address`, to which other hosts connect ("" to resolve `name`); `ports`, the number of
-        free ports to choose; and the paths `directory` and `script`. `probe` is the path of a file
-        that the launcher has written to a shared folder ("" without one).
+      order: the order of the launcher:
+        `name`: name of this host;
+        `address`: address to which other hosts connect; if it is "", `name` is resolved instead;
+        `ports`: number of free ports to choose;
+        `directory`, `script`: paths;
+        `probe`: path of a file that the launcher has written to a shared folder; "" without one.
     """
     found: dict[str, Any] = {
         "versions": versions(),

@@ -148,8 +148,9 @@ class TrainerSide:
           types: types of the inputs of the full step.
         """
         uneven = shared.for_types(types)
-        # The gradients of parts of different sizes add up to the full gradient. Servers that
-        # average divide by the number of trainers, so trainers multiply by it first.
+        # The gradients of parts of different sizes add up to the full gradient. A server that
+        # takes the mean divides by the number of trainers, so each trainer first multiplies its
+        # gradient by this number.
         scale = self.comm.trainers
         if shared.reduce == "sum":
             scale = self.comm.scale

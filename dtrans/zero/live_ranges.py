@@ -49,7 +49,11 @@ class LiveRange:
 
     @property
     def dtype(self) -> Any:
-        """Type in which to gather the leaf: a smaller type if all equations read this type."""
+        """Type in which the leaf is gathered.
+
+        This is the leaf's type, with one exception. If all equations that read the leaf first cast
+        it to the same smaller type, this is the smaller type.
+        """
         leaf_dtype = self.leaf.aval.dtype
         if len(self.dtypes) != 1:
             return leaf_dtype

@@ -396,9 +396,10 @@ def is_cheap(eqn: JaxprEqn) -> bool:
 
 
 def _gathers(eqn: JaxprEqn, wires: Wiring, k: int, body: SliceAnalysis) -> bool:
-    """Return True if a loop's body would gather operand `k`, which is equal in each iteration.
+    """Return True if a body would gather operand `k`, so that one gather before `eqn` is better.
 
-    Return False for a branch that returns the operand, since a returned slice is not gathered.
+    For a loop, the operand must be the same in each iteration. For a branch that returns the
+    operand, the result is False, because a slice that is returned is not gathered.
     """
     v = body.inner.invars[wires.ins[0].index(k)]
     returns = eqn.primitive.name == COND and v in body.roots_of(body.inner.outvars)

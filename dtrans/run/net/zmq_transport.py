@@ -294,7 +294,7 @@ class ZmqTransport:
 
     @property
     def owners(self) -> Sequence[ZmqLink | ZmqListener]:
-        """Open links and listeners."""
+        """The links and listeners that are open."""
         return tuple(dict.fromkeys(self._owners.values()))
 
     def now(self) -> float:

@@ -161,7 +161,8 @@ class ServerCuts:
             raise ConfigError(_other_mode(self.epochs.path, "synchronous", "asynchronous"))
         epoch = self.enter_alone()
         for path in self._path(0).parent.glob("[0-9]*"):
-            # A process that was lost has not reported this cut, or has not removed it in time.
+            # This folder is left over from a process that was lost: it had not reported the cut,
+            # or had not removed it.
             if path.name not in map(str, mark.cuts):
                 shutil.rmtree(path, ignore_errors=True)
         if not mark.cuts:

@@ -190,8 +190,9 @@ class _MeshServer:
         self, update: ServerUpdate, at: Sharding, trainers: int, *, donate: bool, late: bool
     ) -> None:
         self._update, self._at, self._trainers, self._donate = update, at, trainers, donate
-        # A job's state does not record which steps rows have missed. So if an update changes rows
-        # without a gradient, it touches every row in each step. With `late`, rows miss steps.
+        # An update may also change rows that have no gradient. With `late`, such a row misses steps
+        # and catches up later. Without `late`, the update touches every row in each step, because a
+        # job's state does not record the missed steps of its rows.
         self._tables = {}
         for n, t in update.tables.items():
             self._tables[n] = dataclasses.replace(

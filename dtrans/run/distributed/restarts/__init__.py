@@ -11,12 +11,12 @@ The other roles go back to a cut, and continue without the trainer. This uses no
 `on_trainer_loss="replace"`, the trainer starts again meanwhile, which uses a restart. When it is
 ready, it joins the job in a new epoch.
 
-A restart in place needs cuts: every other role takes part in the current epoch and has not left,
-and all servers have a common cut. Asynchronous servers have separate cuts, and only a lost server
-goes back to its newest cut. After the failure of a host, all roles start again, because all roles
-of this host are lost. After a restart of all roles, the script continues from the newest cuts, or
-from its newest checkpoint. Each start of all roles has another run name, so pieces of checkpoints
-from different starts never mix.
+A restart in place has two conditions: every other role takes part in the current epoch and has not
+left, and all servers have a cut of the same step. Asynchronous servers have separate cuts, and only
+a lost server goes back to its newest cut. After the failure of a host, all roles start again,
+because all roles of this host are lost. After a restart of all roles, the script continues from the
+newest cuts, or from its newest checkpoint. Each start of all roles has another run name, so pieces
+of checkpoints from different starts never mix.
 
 A role that raised an exception ends the job, since it would raise the exception again. For the same
 reason, a role of a job with cuts that is lost twice without a newer cut ends the job.

@@ -266,8 +266,9 @@ def at_zero_gradient(
             operands.append(jnp.zeros_like(types[n].aval) if n in zeros else read[n])
         outs = dict(zip(block.out_names, evaluate(block.jaxpr, *operands), strict=True))
         new |= retain(outs, rows)
-        # Existing entries take precedence over `outs`: blocks read the old state. They also read
-        # recorded values, because the step has reduced these values over all rows.
+        # Entries of `read` take precedence over `outs`. Some are the old state, which later blocks
+        # must read. The others are values that the step has reduced over all rows, so they cannot
+        # be computed again from these rows alone.
         read = {**outs, **read}
     return {**rows, **new}
 
