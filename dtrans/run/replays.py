@@ -233,10 +233,12 @@ class LazyRows:
             return
         found = find_lookups(divide_step(step), [*self._tables])
         numbers: list[Any] = []
-        self._components: dict[str, Any] = {}
+        self._picks: dict[str, list[tuple[int | None, str]]] = {}
         for n in self._tables:
-            atoms, self._components[n] = zip(*found.tables[n].ids, strict=True)
-            numbers += atoms
+            self._picks[n] = []
+            for atom, component, outside in found.tables[n].ids:
+                numbers.append(atom)
+                self._picks[n].append((component, outside))
         eqns = numbers_first([*found.eqns, *found.numbering], numbers, step.jaxpr)
         inner = step.inner
         self._numbers = closed(
@@ -279,13 +281,18 @@ class LazyRows:
             return {}
         numbers = iter(evaluate(self._numbers, *values_at(inputs, self._inputs)))
         masks = {}
-        for n, components in self._components.items():
-            mask = jnp.zeros(self._tables[n].lookups.rows, jnp.int32)
-            for component in components:
+        for n, picks in self._picks.items():
+            rows = self._tables[n].lookups.rows
+            mask = jnp.zeros(rows, jnp.int32)
+            for component, outside in picks:
                 ids = next(numbers)
                 if component is not None:
                     ids = ids[..., component]
-                mask = mask.at[jnp.ravel(ids)].set(1)
+                if outside == "clip":
+                    ids = jnp.clip(ids, 0, rows - 1)
+                elif outside == "drop":
+                    ids = jnp.where(ids < 0, rows, ids)
+                mask = mask.at[jnp.ravel(ids)].set(1, mode="drop")
             masks[n] = mask > 0
         return masks
 

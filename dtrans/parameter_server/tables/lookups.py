@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -204,8 +204,28 @@ def find_lookups(step: DividedStep, leaves: Iterable[str] | None = None) -> Look
     half = half_equations(step, step.results)[0]
     eqns = list(map(inline_inside, half))
     vars_of = step.program.invars
-    if leaves is None:
-        leaves = [n for n in step.optimized if _is_picked(eqns, vars_of[n])]
+    if leaves is not None:
+        return _search(step, half, eqns, leaves)
+    picked = [n for n in step.optimized if _is_picked(eqns, vars_of[n])]
+    found, refused = _search(step, half, eqns, picked), dict[str, str]()
+    for n in exclude(step.optimized, picked):
+        if _is_picked(eqns, vars_of[n], _CONTAINS_ROWS):
+            refused |= _search(step, half, eqns, [n]).refused
+    return dataclasses.replace(found, refused={**found.refused, **refused})
+
+
+def _search(
+    step: DividedStep, half: Sequence[JaxprEqn], eqns: Sequence[JaxprEqn], leaves: Iterable[str]
+) -> Lookups:
+    """Search for the tables among some leaves.
+
+    Args:
+      step: the step, with its calls inlined.
+      half: the equations of forward and backward.
+      eqns: the same equations, with calls inside their bodies inlined.
+      leaves: names of the candidates.
+    """
+    vars_of = step.program.invars
     chosen = list(leaves)
     refused: dict[str, str] = {}
     # Row analysis treats all chosen leaves together, so its result for the remaining leaves can
@@ -263,10 +283,11 @@ _PADDING = (
 )
 
 
-def _is_picked(eqns: Sequence[JaxprEqn], var: Var) -> bool:
-    """Return True if an equation reads `var[ids]`, or rows of an array that contains rows of `var`.
+def _is_picked(eqns: Sequence[JaxprEqn], var: Var, through: Collection[str] = frozenset()) -> bool:
+    """Return True if an equation reads `var[ids]`, or f(`var`)[ids] for an elementwise f.
 
-    The second kind of reads makes no table, but the plan states the reason.
+    With `through`, f may also contain these primitives. Such a leaf is no table, but the plan
+    states the reason.
     """
     picks: list[JaxprEqn] = []
 
@@ -276,7 +297,7 @@ def _is_picked(eqns: Sequence[JaxprEqn], var: Var) -> bool:
         read = [a.aval.shape for a, has_rows in zip(eqn.invars, ins, strict=True) if has_rows]
         if read and ins[0] and eqn.primitive.name in ("gather", "dynamic_slice"):
             picks.append(eqn)
-        if eqn.primitive.name in _CONTAINS_ROWS:
+        if eqn.primitive.name in through:
             return [ins[0] or (eqn.primitive.name == "concatenate" and any(ins))]
         keeps = facts_of(eqn).elementwise
         return [keeps and v.aval.shape in read for v in eqn.outvars]
