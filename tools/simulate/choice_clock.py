@@ -83,6 +83,8 @@ class ChoiceClock(Clock):
 
     def at(self, time: float, do: Callable[[], None], slot: Slot | None = None) -> None:
         """Add an event to the end of its channel. Without a slot, run it after the current one."""
+        if slot is not None and _has_no_effect(slot):
+            return
         if slot is None or _follows_at_once(slot):
             self._next.append(do)
             return
@@ -132,20 +134,26 @@ def _follows_at_once(slot: Slot) -> bool:
     """Return True for an event whose place in the order is not chosen.
 
     A process that is started begins at once, and a client greets as soon as it is connected. A
-    message that a server still waits, and a connection without a message, change no state. But a
-    trainer counts such a message as an answer to its greeting.
+    connection without a message changes no state.
     """
     event = slot.event
     if slot.process is None:
         return bool(slot.channel[0] == "_start_unless_killed")
-    if not isinstance(event, Event):
+    return isinstance(event, Event) and event.kind == "connected"
+
+
+def _has_no_effect(slot: Slot) -> bool:
+    """Return True for a message that a server still waits: it only restarts a deadline.
+
+    But a trainer that the server has not welcomed counts such a message as an answer.
+    """
+    event = slot.event
+    if not isinstance(event, Event) or event.kind != "message":
         return False
-    if event.kind == "message":
-        is_waiting = parse(event.frames).op == "waiting"
-        trainer = slot.process
-        is_answer = isinstance(trainer, SimulatedTrainer) and trainer.greets(event.source)
-        return is_waiting and not is_answer
-    return event.kind == "connected"
+    if parse(event.frames).op != "waiting":
+        return False
+    link: Any = event.source
+    return not isinstance(slot.process, SimulatedTrainer) or link.is_known
 
 
 def _plain(channel: Hashable) -> Hashable:

@@ -150,6 +150,7 @@ class SimulatedListener:
     ) -> None:
         self.endpoint, self.local = endpoint, f"/{endpoint}" * has_local
         self.process, self.token = process, token
+        self.knows: Callable[[bytes], bool] = lambda address: False
         self.connections: dict[bytes, SimulatedLink] = {}
         self._network = network
         network.listeners[endpoint] = self
@@ -204,6 +205,11 @@ class SimulatedLink:
     def name(self) -> str:
         """Names of the client and of the server."""
         return f"{self.client.name} {self.server_name}"
+
+    @property
+    def is_known(self) -> bool:
+        """True if the server has admitted the client at this address."""
+        return self._listener.knows(self.address)
 
     def _connect_at(self, time: float) -> None:
         self.network.clock.at(time, self.establish, self._slot(1, "connect"))

@@ -141,6 +141,7 @@ class SimulatedServer(Process):
         """Open the listener, and start the loop."""
         self.begun = True
         self._listener = self._transport.bind(self.endpoint, has_local=self._case.moves)
+        self._listener.knows = lambda address: address in self.machine.trainers.by_address
         if self._launcher is None:
             self._loop.begin(self.machine, self._listener)
         else:

@@ -145,10 +145,6 @@ class SimulatedTrainer(Process):
         self._member = EpochMember(self._epochs)
         self._open(epoch)
 
-    def greets(self, source: object) -> bool:
-        """Return True if the server of a connection has not welcomed this trainer yet."""
-        return any(x.link is source and not x.line.welcomed for x in self._links.values())
-
     def start(self) -> None:
         """Start the script."""
         self.begun = True
