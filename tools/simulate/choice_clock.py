@@ -67,16 +67,20 @@ class ChoiceClock(Clock):
 
     Args:
       is_current: returns True if a process is the newest process of its role.
+      is_stale: returns True for an action of the launcher that can have no effect any more, given
+        the name and the arguments of its function.
 
     Attributes:
       channels: pending events of each channel.
       changes: changes of channels by the current event.
     """
 
-    def __init__(self, is_current: Callable[[Process], bool]) -> None:
+    def __init__(
+        self, is_current: Callable[[Process], bool], is_stale: Callable[..., bool]
+    ) -> None:
         super().__init__()
         self.now = START
-        self._is_current = is_current
+        self._is_current, self._is_stale = is_current, is_stale
         self.channels: dict[Channel, collections.deque[Pending]] = {}
         self.changes: list[Change] = []
         self._next: collections.deque[Callable[[], None]] = collections.deque()
@@ -116,9 +120,15 @@ class ChoiceClock(Clock):
         return first
 
     def _is_lost(self, slot: Slot) -> bool:
-        """Return True for an event of a process that is over; a write outlasts its server's end."""
+        """Return True for an event of a process that is over, and for a stale action.
+
+        A write outlasts its server's end.
+        """
         process = slot.process
-        if process is None or not process.over:
+        if process is None:
+            assert isinstance(slot.channel, tuple)
+            return self._is_stale(*slot.channel)
+        if not process.over:
             return False
         return slot.channel != CUT or process.killed or not self._is_current(process)
 

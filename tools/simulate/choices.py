@@ -105,6 +105,14 @@ class WatchedLauncher(SimulatedLauncher):
         self.read.add(("cuts", endpoint))
         return super().cut(endpoint, step)
 
+    def is_stale(self, action: str, *terms: Any) -> bool:
+        """Return True if a pending action can have no effect any more."""
+        if action == "_end_reported":
+            return bool(terms[1] < self.epoch.number)
+        if action == "_on_end":
+            return self._is_replaced(terms[0])
+        return action == "_look_at_left" and terms[0] not in self._left
+
     def parts(self) -> Parts:
         """Return the parts of the launcher's state. Parts with None are absent."""
         epoch = *dataclasses.astuple(self.epoch), self._is_in_place
@@ -136,7 +144,10 @@ class ChosenJob:
 
     def __init__(self, case: Case) -> None:
         self.case, self.events = case, list[Choice]()
-        self.clock = ChoiceClock(lambda x: self.launcher.roles.get(x.name) is x)
+        self.clock = ChoiceClock(
+            lambda x: self.launcher.roles.get(x.name) is x,
+            lambda *action: self.launcher.is_stale(*action),
+        )
         self._random = SteadyRandom()
         self._network = Network(self.clock, lambda: 0.0, math.inf)
         self.launcher = WatchedLauncher(case, self.clock, self._random, self._new_role)

@@ -13,6 +13,10 @@ possibly the launcher. It can add events to any channel. So its effect is learne
 simulated processes, and reused in all states in which these parts are equal. Each learned effect
 is compared with the real states before and after it, so a wrong assumption ends the search.
 
+Two rules merge equal states. Entries of a dict have no order (`tools.simulate.state_digest`).
+Actions of the launcher without effect are dropped, such as the report of a failure in an earlier
+epoch.
+
 Processes cannot be copied. So to reach a state, the events that lead to it are repeated.
 
 The search checks the promises of `judge_cuts`. It also finds states from which the job cannot end,
@@ -112,10 +116,13 @@ class Effect:
     Attributes:
       parts: new value of each changed part; None if the part is removed.
       channels: changes of channels (`ChosenJob.changes`).
+      may_end: True if a process starts or ends, or a connection or an epoch changes. Other events
+        and connections may then have no effect any more.
     """
 
     parts: dict[Part, Hashable]
     channels: list[tuple[Any, Any]]
+    may_end: bool = True
 
 
 class FoundFaultError(Exception):
@@ -186,12 +193,13 @@ class Explorer:
     def _visit_all(self) -> None:
         """Visit all states, the newest one first, so that few runs are repeated."""
         first = {**self._new_job().parts(), FAULTS: self._budget}
-        numbers = {_code(first): 0}
+        first_code = _code_after(0, {}, first)
+        numbers = {first_code: 0}
         self._from.append((0, None))
         self._next.append([])
-        pending = [(0, first, self._choices(first))]
+        pending = [(0, first, first_code, self._choices(first))]
         while pending:
-            number, parts, choices = pending[-1]
+            number, parts, code_before, choices = pending[-1]
             choice = next(choices, None)
             if choice is None:
                 pending.pop()
@@ -199,7 +207,7 @@ class Explorer:
                     raise FoundFaultError(("nothing can happen any more",), self._path(number))
                 continue
             new = self._after(number, parts, choice)
-            code = _code(new)
+            code = _code_after(code_before, parts, new)
             if code in numbers:
                 if numbers[code] != number:
                     self._next[number].append(numbers[code])
@@ -212,7 +220,7 @@ class Explorer:
                 self._ends.append(found)
                 self._check_end(found)
             else:
-                pending.append((found, new, self._choices(new)))
+                pending.append((found, new, code, self._choices(new)))
 
     def _choices(self, parts: Parts) -> Iterator[Choice]:
         for choice in _choices(parts):
@@ -286,7 +294,7 @@ class Explorer:
             if part[0] != "channel" and before.get(part) != after.get(part):
                 changed[part] = after.get(part)
                 _check_footprint(before, after, choice, part)
-        effect = Effect(changed, job.changes())
+        effect = Effect(changed, job.changes(), _may_end(before, changed))
         _check_equal(_without_ended_links(after), _with_effect(parts, choice, effect))
         used = job.launcher.read | _used(before, choice, changed)
         return tuple(sorted(used, key=repr)), effect
@@ -454,7 +462,8 @@ def _with_effect(parts: Parts, choice: Choice, effect: Effect) -> Parts:
         new[FAULTS] = (kills - 1, breaks) if is_kill else (kills, breaks - 1)
     for channel, added in effect.channels:
         if added is not None:
-            new["channel", channel] = (*new.get(("channel", channel), ()), added)
+            if effect.may_end or not _is_lost(new, channel):
+                new["channel", channel] = (*new.get(("channel", channel), ()), added)
             continue
         for part in [x for x in new if x[0] == "channel" and x[1][2] == channel]:
             del new[part]
@@ -463,9 +472,23 @@ def _with_effect(parts: Parts, choice: Choice, effect: Effect) -> Parts:
             new.pop(part, None)
         else:
             new[part] = value
+    if not effect.may_end:
+        return new
     for part in [x for x in new if x[0] == "channel" and _is_lost(new, x[1])]:
         del new[part]
     return _without_ended_links(new)
+
+
+def _may_end(before: Parts, changed: dict[Part, Any]) -> bool:
+    """Return True if an event ends or replaces a process, a connection or an epoch."""
+    for part, value in changed.items():
+        if part == EPOCH or part[0] in ("link", "left", "starts"):
+            return True
+        if part[0] == "role":
+            old = before.get(part)
+            if old is None or (old.number, old.phase) != (value.number, value.phase):
+                return True
+    return False
 
 
 def _without_ended_links(parts: Parts) -> Parts:
@@ -487,14 +510,24 @@ def _set_channel(parts: Parts, channel: Any, events: Any) -> None:
 
 
 def _is_lost(parts: Parts, channel: Any) -> bool:
-    """Return True if the process of a channel is over (`ChoiceClock`)."""
+    """Return True if the process of a channel is over, or its action is stale (`ChoiceClock`)."""
     name, number, what = channel
     if name == "launcher":
-        return False
+        return _is_stale(parts, *what)
     role = parts["role", name]
     if role.number != number:
         return True
     return role.phase == "over" and (what != CUT or role.digest == KILLED)
+
+
+def _is_stale(parts: Parts, action: str, *terms: Any) -> bool:
+    """Return the result of `WatchedLauncher.is_stale`."""
+    if action == "_end_reported":
+        return bool(terms[1] < parts[EPOCH][0])
+    if action == "_on_end":
+        name, number = terms[0]
+        return parts["role", name].number != number or ("starts", name) in parts
+    return action == "_look_at_left" and ("left", terms[0]) not in parts
 
 
 def _is_end(parts: Parts) -> bool:
@@ -522,11 +555,23 @@ def _code_of(item: Hashable) -> int:
     return int.from_bytes(hashlib.blake2b(repr(item).encode(), digest_size=16).digest())
 
 
-def _code(parts: Parts) -> int:
-    """Return a number of 128 bits that identifies a state."""
-    code = 0
-    for item in parts.items():
-        code ^= _code_of(item)
+def _code_after(code: int, before: Parts, after: Parts) -> int:
+    """Return a number of 128 bits that identifies a state.
+
+    Args:
+      code: the number of the state before an event.
+      before: the state before the event.
+      after: the state after the event.
+    """
+    for part, value in after.items():
+        old = before.get(part)
+        if old is not value and old != value:
+            code ^= _code_of((part, value))
+            if old is not None:
+                code ^= _code_of((part, old))
+    for part, old in before.items():
+        if part not in after:
+            code ^= _code_of((part, old))
     return code
 
 

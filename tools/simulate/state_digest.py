@@ -2,7 +2,9 @@
 
 The digest contains all attributes of the protocol's state machines, without logs, statistics and
 the memory of arrays that have not arrived. Instead of a time, it contains whether the time has
-passed, because the timers of `tools.simulate.choice_clock` may fire at any moment.
+passed, because the timers of `tools.simulate.choice_clock` may fire at any moment. Entries of a
+dict have no order in the digest: the order affects only the order of messages to different
+processes, and the order of two summands.
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ class _Writer:
         elif isinstance(x, (list, tuple, collections.deque)):
             self._write_all(x)
         elif isinstance(x, dict):
-            self._write_all(x.items())
+            self._write_all(sorted(x.items(), key=_key_text))
         elif isinstance(x, (set, frozenset)):
             say(repr(sorted(x)))
         elif isinstance(x, BaseException):
@@ -177,6 +179,10 @@ class _Writer:
         if x > self._now:
             return "later"
         return "now" if x > self._now - RETRY else "past"
+
+
+def _key_text(entry: tuple[Any, Any]) -> str:
+    return repr(entry[0])
 
 
 def _attributes(x: Any) -> Iterator[tuple[str, Any]]:
