@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import layers
 import pytest
 from planted_in_cuts import PLANTED_IN_BREAKS, PLANTED_IN_CUTS
 from typer.testing import CliRunner
@@ -29,11 +28,9 @@ def test_all_runs_without_a_death_hold() -> None:
 
 @pytest.mark.plan
 def test_all_runs_in_which_one_role_dies_hold() -> None:
-    """Each day, another role dies."""
-    role = ROLES[layers.today().toordinal() % len(ROLES)]
-    found = Explorer(small_case(steps=1), roles=[role]).run()
+    found = Explorer(small_case()).run()
     assert not found.faults, str(found)
-    assert found.states > 5000
+    assert found.states > 30_000
 
 
 @pytest.mark.plan
@@ -48,7 +45,7 @@ def test_all_runs_in_which_a_trainer_is_dropped_hold() -> None:
 def test_all_runs_in_which_a_trainer_joins_again_hold() -> None:
     found = Explorer(small_case(steps=1, quorum=1, replaces=True), roles=["trainer 1"]).run()
     assert not found.faults, str(found)
-    assert found.states > 50_000
+    assert found.states > 20_000
 
 
 @pytest.mark.soak
