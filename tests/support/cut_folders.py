@@ -45,12 +45,12 @@ class Servers:
                 cuts.begin_alone(first[endpoint])
         self._session = f"session {launch}"
 
-    def write(self, endpoint: str, step: int, plus: float) -> None:
+    def write(self, endpoint: str, step: int, plus: float, *, is_early: bool = False) -> None:
         """Write the initial state plus a number as the state after a step."""
         cuts = self.cuts[endpoint]
         mark = cuts.mark(0, [self._session], step)
         state = {n: x + plus for n, x in self.first[endpoint].items()}
-        cuts.write(self.epoch.number, {0: step}, state, mark)
+        cuts.write(self.epoch.number, {0: step}, state, mark, is_early=is_early)
 
 
 def first_states(plan: PServerPlan) -> dict[str, State]:

@@ -171,9 +171,7 @@ class RoleFolder(EpochFolder):
             yield
         except DamagedError as e:
             with self._lock:
-                mark = self.mark()
-                cuts = tuple(x for x in mark.cuts if x != step)
-                self._write_mark(dataclasses.replace(mark, cuts=cuts))
+                self._write_mark(self.mark().without_cut(step))
             raise DamagedCutError(
                 f"{self._role} cannot read the cut of step {step}: {e}; the job continues from the "
                 "newest older cut if `dtrans launch` may start roles again, otherwise start it "

@@ -56,6 +56,12 @@ class RoleMark:
         written = sorted({*self.cuts, *self.early})
         return () if cut is None else tuple(step for step in written if step <= cut)
 
+    def without_cut(self, step: int) -> RoleMark:
+        """Return the mark of a role that has not written the cut of a step."""
+        cuts = tuple(x for x in self.cuts if x != step)
+        early = tuple(x for x in self.early if x != step)
+        return dataclasses.replace(self, cuts=cuts, early=early)
+
 
 @dataclasses.dataclass(frozen=True)
 class LostReport:

@@ -120,6 +120,21 @@ def test_a_server_goes_back_to_an_older_cut(
         np.testing.assert_array_equal(x, servers.first[ENDPOINTS[0]][name])
 
 
+def test_a_damaged_cut_before_the_evictions_of_its_step_is_withdrawn(
+    servers: Servers, tmp_path: Path
+) -> None:
+    """The other server knows of these evictions, so the cut counts until it is read."""
+    servers.write(ENDPOINTS[0], 20, 5, is_early=True)
+    servers.write(ENDPOINTS[1], 20, 5)
+    folder, cuts = LauncherFolder(tmp_path / "cuts"), servers.cuts[ENDPOINTS[0]]
+    assert folder.newest_cut(NAMES) == 20
+    flip(tmp_path / "cuts" / "20" / ARRAY, -1)
+    folder.grant(Epoch(1, 20), folder.run, 1, ENDPOINTS)
+    with pytest.raises(DamagedCutError, match="cut of step 20"):
+        cuts.begin(servers.first[ENDPOINTS[0]])
+    assert folder.newest_cut(NAMES) == 10
+
+
 def test_a_disk_that_refuses_to_read_is_no_damage(
     servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
