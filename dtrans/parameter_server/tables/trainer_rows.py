@@ -260,6 +260,7 @@ def _with_position(
 
     def fn(numbers: jax.Array, uniq: jax.Array) -> jax.Array:
         at = position(numbers[..., component], uniq)
+        numbers = numbers.astype(at.dtype)
         entry = jax.lax.broadcasted_iota(jnp.int32, numbers.shape, numbers.ndim - 1)
         return jnp.where(entry == component, at[..., None], numbers)
 
@@ -278,7 +279,8 @@ def _position(rows: int, outside: str) -> Callable[[jax.Array, jax.Array], jax.A
         if outside == "drop":
             # this position is outside the fetched rows, too
             at = jnp.where((ids >= 0) & (ids < rows), at, uniq.size)
-        return at.astype(numbers.dtype)
+        # A type of ids that is smaller than 32 bits may not contain this position.
+        return at if numbers.dtype.itemsize < at.dtype.itemsize else at.astype(numbers.dtype)
 
     return fn
 

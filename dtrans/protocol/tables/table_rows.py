@@ -18,6 +18,12 @@ WantedRows = tuple[str, str, np.ndarray, np.ndarray]
 
 
 INT32 = (-(2**31), 2**31 - 1)  # smallest and largest 32-bit integer
+_WIDE = "JAX truncates ids to 32 bits; pass ids of at most 32 bits"
+_REMEDIES = {
+    "error": "For ids that stand for no row, write jnp.take(..., mode='fill', fill_value=0)",
+    "clip": _WIDE,
+    "drop": _WIDE,
+}
 
 
 def unique_ids(
@@ -74,8 +80,8 @@ def unique_ids(
             raise BatchError(
                 f"lookup {i} of {table} asks for row {x[at]} at "
                 f"[{', '.join(map(str, at))}]{whose}; the table has rows 0 to {rows - 1} (-1 and "
-                "other negative ids in your batch are counted from the end before this check). For "
-                "ids that stand for no row, write jnp.take(..., mode='fill', fill_value=0)"
+                "other negative ids in your batch are counted from the end before this check). "
+                f"{_REMEDIES[how]}"
             )
         x = x.reshape(-1).astype(np.int32)
         if how == "drop":
