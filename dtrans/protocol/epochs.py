@@ -2,7 +2,8 @@
 
     cut      copy of the job's state after a step. Each server writes its state, and each trainer
              the leaves that it computes itself
-    epoch    part of a job between two failures; it begins at a cut
+    epoch    part of a job between two events: the failure of a process, or the return of a dropped
+             trainer; it begins at a cut
 
 Roles write a cut every few steps. When a process is lost, the launcher chooses the newest cut that
 all roles have written, and grants a new epoch that begins there. Live servers load the cut and
@@ -49,7 +50,7 @@ DROPS = ("drop", REPLACE)
 
 @dataclasses.dataclass(frozen=True)
 class Epoch:
-    """Part of a job between two failures of processes.
+    """Part of a job between two failures of processes, or returns of dropped trainers.
 
     Attributes:
       number: number of the epoch, from 0.

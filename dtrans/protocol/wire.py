@@ -140,7 +140,7 @@ import numpy as np
 from dtrans.errors import WireError
 
 
-VERSION = 4
+VERSION = 5
 # bytes of arrays in a message, at most: larger messages take longer to allocate than to copy
 MESSAGE_BYTES = 4 << 20
 SMALL = 16 << 10  # bytes; smaller blocks share a frame, because a copy is cheaper than a frame

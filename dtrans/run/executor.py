@@ -287,8 +287,6 @@ class Executor:
     def connect(self, epochs: Epochs | None, epoch: int) -> None:
         """Connect again when the next program runs; keep compiled programs.
 
-        An epoch is the part of a job between two losses of processes.
-
         Args:
           epochs: the job's epochs (`dtrans.protocol.epochs`).
           epoch: the minimum number of the epoch to connect to.

@@ -641,7 +641,7 @@ def test_cuts_do_not_contain_stale_rows() -> None:
         check_cuts(table_jobs.planned(optax.sgd(0.5), stale, 2, 1), dtrans.Cuts(10))
 
 
-def sharding_of(path: Path) -> ServerCuts:
+def server_cuts(path: Path) -> ServerCuts:
     folder = RoleFolder(path, "pserver 0")
     LauncherFolder(path).grant(Epoch(), "a run")
     cuts = ServerCuts(folder, planned(), SERVER, every=1, first_step=7)
@@ -652,7 +652,7 @@ def sharding_of(path: Path) -> ServerCuts:
 def test_a_cut_that_cannot_be_written_is_logged_and_the_job_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cuts, full = sharding_of(tmp_path), set()
+    cuts, full = server_cuts(tmp_path), set()
 
     def save(path: Path, plan: Any, endpoint: str, state: Any, mark: Mark, **_: Any) -> None:
         if mark.step in full:
@@ -678,7 +678,7 @@ def test_a_cut_that_cannot_be_written_is_logged_and_the_job_goes_on(
 
 def test_the_two_newest_cuts_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "save_serving", lambda path, *_, **__: path.mkdir())
-    cuts = sharding_of(tmp_path)
+    cuts = server_cuts(tmp_path)
     for step in (7, 8, 9, 10):
         cuts.write(0, {}, {}, Mark(("a run",), step))
     assert {x.name for x in tmp_path.iterdir() if x.name.isdecimal()} == {"9", "10"}
@@ -752,7 +752,7 @@ def test_a_process_that_was_replaced_ends(tmp_path: Path) -> None:
 
 
 def test_an_asynchronous_server_refuses_cuts_of_synchronous_ones(tmp_path: Path) -> None:
-    sharding_of(tmp_path).epochs.note_cut(0, 10)
+    server_cuts(tmp_path).epochs.note_cut(0, 10)
     plan = planned(mode=dtrans.Async())
     cuts = ServerCuts(RoleFolder(tmp_path, "pserver 0"), plan, SERVER, every=1)
     with pytest.raises(ConfigError, match="has cuts of synchronous servers, but the plan's mode"):

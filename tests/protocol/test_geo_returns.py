@@ -20,7 +20,7 @@ def array(x: float) -> np.ndarray:
     return np.full(2, x, np.float32)
 
 
-def divided_for(step: int, pushed: int, pending: int = 0) -> GeoCut:
+def geo_cut(step: int, pushed: int, pending: int = 0) -> GeoCut:
     """Return a cut with changes of 8, and deltas of 4 if a push is pending."""
     deltas = {"w": array(4)} if pending else {}
     return GeoCut(step, pushed, pending, {"w": array(8)}, deltas, {})
@@ -30,27 +30,27 @@ def divided_for(step: int, pushed: int, pending: int = 0) -> GeoCut:
     ("cut", "received", "step", "counts", "parts"),
     [
         pytest.param(
-            divided_for(25, 20), {"a": 20, "b": 20}, 25, {"a": 20, "b": 20}, [(8, 0), (8, 0)],
+            geo_cut(25, 20), {"a": 20, "b": 20}, 25, {"a": 20, "b": 20}, [(8, 0), (8, 0)],
             id="nothing was pushed since the cut",
         ),
         pytest.param(
-            divided_for(25, 20, 10), {"a": 10, "b": 20}, 25, {"a": 10, "b": 20}, [(8, 4), (8, 0)],
+            geo_cut(25, 20, 10), {"a": 10, "b": 20}, 25, {"a": 10, "b": 20}, [(8, 4), (8, 0)],
             id="one server lacks the pending push",
         ),
         pytest.param(
-            divided_for(25, 20, 10), {"a": 0, "b": 0}, 25, {"a": 10, "b": 10}, [(8, 4), (8, 4)],
+            geo_cut(25, 20, 10), {"a": 0, "b": 0}, 25, {"a": 10, "b": 10}, [(8, 4), (8, 4)],
             id="all servers went back",
         ),
         pytest.param(
-            divided_for(25, 20, 10), {"a": 30, "b": 30}, 30, {"a": 30, "b": 30}, [(4, 0), (4, 0)],
+            geo_cut(25, 20, 10), {"a": 30, "b": 30}, 30, {"a": 30, "b": 30}, [(4, 0), (4, 0)],
             id="a push followed the cut",
         ),
         pytest.param(
-            divided_for(25, 20), {"a": 40, "b": 30}, 40, {"a": 40, "b": 30}, [(2, 0), (2, 2)],
+            geo_cut(25, 20), {"a": 40, "b": 30}, 40, {"a": 40, "b": 30}, [(2, 0), (2, 2)],
             id="one server lacks the last of two pushes",
         ),
         pytest.param(
-            divided_for(25, 20), {"a": 40, "b": 7}, 40, {"a": 40, "b": 7}, [(2, 0), (4, 4)],
+            geo_cut(25, 20), {"a": 40, "b": 7}, 40, {"a": 40, "b": 7}, [(2, 0), (4, 4)],
             id="one server went back",
         ),
     ],
@@ -112,7 +112,7 @@ def test_a_trainer_continues_with_the_changes_of_rows_that_pushes_left(
     repeated: dict[int, float],
 ) -> None:
     ids_of_pushes = {n: {"t": np.array(ids, np.int32)} for n, ids in pushes.items()}
-    cut = dataclasses.replace(divided_for(25, 20), tables={"t": rows_cut()}, pushes=ids_of_pushes)
+    cut = dataclasses.replace(geo_cut(25, 20), tables={"t": rows_cut()}, pushes=ids_of_pushes)
     rows, deltas = GeoReturn(cut, received, trainers=2, push_every=10).split_rows("t", *BLOCKS)
     assert rows.changes[:, 0].tolist() == changes
     assert rows.ids[rows.is_touched].tolist() == touched
@@ -121,7 +121,7 @@ def test_a_trainer_continues_with_the_changes_of_rows_that_pushes_left(
 
 def test_a_trainer_repeats_the_pending_deltas_of_rows_on_the_servers_that_lack_them() -> None:
     pending = RowGradient(np.array([1, 3], np.int32), np.full((2, 1), 4, np.float32))
-    cut = dataclasses.replace(divided_for(25, 20, 10), tables={"t": rows_cut(pending)})
+    cut = dataclasses.replace(geo_cut(25, 20, 10), tables={"t": rows_cut(pending)})
     begin = GeoReturn(cut, {"a": 20, "b": 10}, trainers=2, push_every=10)
     rows, deltas = begin.split_rows("t", *BLOCKS)
     assert rows is cut.tables["t"]

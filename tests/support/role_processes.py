@@ -1,4 +1,4 @@
-"""Roles as processes, each of which runs `lifecycle_role.py`."""
+"""Roles as processes. Each process runs `lifecycle_role.py`."""
 
 from __future__ import annotations
 

@@ -322,7 +322,7 @@ class Case:
         if self.cuts:
             text += f"\n  cuts every {self.cuts} steps"
             text += ", with a running mean of each trainer" * self.has_means
-            text += ", and cuts at losses" * self.at_loss
+            text += ", and cuts at failures" * self.at_loss
             text += ", with merged results" * self.has_results
             text += f", lost trainers are dropped, quorum {self.quorum}" * bool(self.quorum)
             text += ", and join again" * self.replaces

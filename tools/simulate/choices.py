@@ -222,10 +222,10 @@ class ChosenJob:
         One failure may cause both kinds: after a restart in place, all roles start again if another
         role has left meanwhile.
         """
-        losses = sum(x.kind in ("kill", "break") for x in self.events)
+        failures = sum(x.kind in ("kill", "break") for x in self.events)
         for kind in ("in place", "all"):
-            if (count := self.launcher.restarts.count(kind)) > losses:
-                yield f"{count} restarts ({kind}) after {losses} losses"
+            if (count := self.launcher.restarts.count(kind)) > failures:
+                yield f"{count} restarts ({kind}) after {failures} failures"
 
     def faults(self) -> tuple[str, ...]:
         """Return the promises that the complete run has violated."""

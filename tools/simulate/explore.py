@@ -55,6 +55,7 @@ from tools.simulate.launcher import CUT
 
 FAULTS: Part = ("faults", "")  # the part of the state with the faults that are left
 ALL: Part = ("all", "")  # all parts that the launcher uses, together
+MOST = 2_000_000  # states of a search; without a bound, a channel that grows would end it by memory
 
 
 def small_case(
@@ -213,6 +214,8 @@ class Explorer:
                     self._next[number].append(numbers[code])
                 continue
             found = numbers[code] = len(self._from)
+            if found == MOST:
+                raise FoundFaultError((f"more than {MOST:,} states",), self._path(number))
             self._next[number].append(found)
             self._next.append([])
             self._from.append((number, choice))

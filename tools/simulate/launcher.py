@@ -330,7 +330,7 @@ class SimulatedLauncher:
         elif isinstance(role.error, LostPeerError):
             self._start_all()
 
-    # -- cuts at losses --------------------------------------------------------------------------
+    # -- cuts at failures --------------------------------------------------------------------------
 
     def _end_epoch(self, grant: Callable[[], None], lost: str = "") -> None:
         """Let the servers write their newest states, as `CutsAtLoss.request` does.

@@ -1,4 +1,4 @@
-"""Admission of messages by their epoch, the part of a job between two failures of processes."""
+"""Admission of messages by their epoch (`dtrans.protocol.epochs`)."""
 
 from __future__ import annotations
 

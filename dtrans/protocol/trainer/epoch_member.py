@@ -1,4 +1,4 @@
-"""A trainer's part in the epochs of its job: the parts between two failures of processes."""
+"""A trainer's part in the epochs of its job (`dtrans.protocol.epochs`)."""
 
 from __future__ import annotations
 

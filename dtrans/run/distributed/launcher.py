@@ -96,7 +96,7 @@ def launch(
       trainers: number of trainers.
       pservers: number of pservers; by default one, and none in nccl2 mode.
       mode: "pserver" or "nccl2".
-      on_trainer_loss: the reaction to the loss of a trainer. "restart": it starts again while
+      on_trainer_loss: the reaction to the failure of a trainer. "restart": it starts again while
         `restarts` allows, then the job ends. "abort": the job ends. With "drop", the job continues
         without the trainer while another trainer runs. Parameter servers with cuts (`job.serve`)
         go back to the newest cut. Without cuts, "drop" works with asynchronous parameter servers.

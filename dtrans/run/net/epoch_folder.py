@@ -51,7 +51,7 @@ class EpochFolder:
     """Epochs and cuts of a job, read from a folder.
 
     A *cut* is a copy of the job's state. An *epoch* is the part of a job between two failures of
-    processes.
+    processes, or returns of dropped trainers.
 
     Args:
       path: the folder, which all roles and the launcher see.
@@ -91,7 +91,7 @@ class EpochFolder:
 
     @property
     def on_trainer_loss(self) -> str:
-        """Reaction of the launcher to the loss of a trainer: the argument of `launch`."""
+        """Reaction of the launcher to the failure of a trainer: the argument of `launch`."""
         return str(self._granted().get("on_trainer_loss", "restart"))
 
     @property

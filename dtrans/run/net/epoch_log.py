@@ -26,7 +26,7 @@ NAME = "epochs.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class EpochRecord:
-    """Line of the log: one epoch of a job, the part between two failures of processes.
+    """Line of the log: one epoch of a job (`dtrans.protocol.epochs`).
 
     Attributes:
       epoch: number of the epoch.

@@ -211,7 +211,7 @@ def is_waiting(reporter: str, marks: Mapping[str, RoleMark], running: Collection
     A role that has left the job waits for no other role.
 
     Args:
-      reporter: name of the role that has reported the loss.
+      reporter: name of the role that has reported the failure.
       marks: the report of each role's current process, by name.
       running: names of the running roles.
     """

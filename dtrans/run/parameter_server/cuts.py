@@ -305,7 +305,7 @@ def check_drops(plan: PServerPlan, on_trainer_loss: str) -> None:
 
     Args:
       plan: the job's plan.
-      on_trainer_loss: reaction of the launcher to the loss of a trainer, as for `launch`.
+      on_trainer_loss: reaction of the launcher to the failure of a trainer, as for `launch`.
     """
     if on_trainer_loss not in DROPS:
         return

@@ -40,7 +40,7 @@ class TrainerCalls:
     Args:
       plan: the plan of the job.
       trainer_id: id of the trainer.
-      on_trainer_loss: reaction of the launcher to the loss of a trainer, as for `launch`.
+      on_trainer_loss: reaction of the launcher to the failure of a trainer, as for `launch`.
     """
 
     def __init__(

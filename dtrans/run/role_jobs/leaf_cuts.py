@@ -48,7 +48,7 @@ class LeafCuts(TrainerCuts):
         """Do nothing: the servers' state is complete without this trainer's leaves."""
 
     def begin(self, executor: Executor, first: Any) -> tuple[tuple[Any, ...], int]:
-        """Return the trainer's first state in an epoch, the part of the job between two failures.
+        """Return the trainer's first state in an epoch (`dtrans.protocol.epochs`).
 
         If the epoch begins at a cut, the computed leaves come from the cut.
 

@@ -32,7 +32,12 @@ SERVER_METRICS = (
     ("dtrans_refused_messages", "refused", "counter", "Messages that the server refused."),
     ("dtrans_barred_connections", "barred", "counter", "Connections that the server refused."),
     ("dtrans_cut_step", "cut", "gauge", "Step of the newest cut that the server has written."),
-    ("dtrans_epoch", "epoch", "gauge", "Number of losses after which the job has continued."),
+    (
+        "dtrans_epoch",
+        "epoch",
+        "gauge",
+        "Number of failures and returns of trainers, after which the job has continued.",
+    ),
     ("dtrans_uptime_seconds", "uptime", "gauge", "Seconds since the server started."),
 )
 TRAINER_METRICS = (

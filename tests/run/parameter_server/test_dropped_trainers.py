@@ -172,7 +172,7 @@ def assert_replayed(model: dict[str, Any]) -> None:
             assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
-@pytest.mark.parametrize(
+VICTIMS = pytest.mark.parametrize(
     ("model", "victim"),
     [
         (DENSE, "trainer 2"),
@@ -181,6 +181,9 @@ def assert_replayed(model: dict[str, Any]) -> None:
     ],
     ids=["trainer 2", "trainer 0", "tables"],
 )
+
+
+@VICTIMS
 def test_the_job_ends_with_the_bits_of_its_replay(
     model: str,
     victim: str,
@@ -227,15 +230,7 @@ def test_the_error_names_the_quorum(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # -- trainers that join again ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("model", "victim"),
-    [
-        (DENSE, "trainer 2"),
-        pytest.param(DENSE, "trainer 0", marks=pytest.mark.rotated),
-        pytest.param(TABLES, "trainer 2", marks=pytest.mark.rotated),
-    ],
-    ids=["trainer 2", "trainer 0", "tables"],
-)
+@VICTIMS
 def test_a_lost_trainer_joins_the_job_again(
     model: str,
     victim: str,

@@ -171,7 +171,10 @@ def pushed(trainers: int) -> float:
     return FINAL - rest
 
 
-@pytest.mark.parametrize("waits", [False, pytest.param(True, marks=pytest.mark.rotated)])
+WAITS = pytest.mark.parametrize("waits", [False, pytest.param(True, marks=pytest.mark.rotated)])
+
+
+@WAITS
 def test_the_only_trainer_loses_steps_of_its_own_leaves_alone(
     waits: bool,
     tmp_path: Path,
@@ -253,7 +256,7 @@ def pushed_rows(trainers: int, since: int = 0) -> np.ndarray:
     return total
 
 
-@pytest.mark.parametrize("waits", [False, pytest.param(True, marks=pytest.mark.rotated)])
+@WAITS
 def test_the_only_trainer_of_a_table_loses_no_change_of_a_row(
     waits: bool,
     tmp_path: Path,
@@ -277,7 +280,7 @@ def test_the_only_trainer_of_a_table_loses_no_change_of_a_row(
     assert len(lost) == 2 and all(0 <= x <= CUTS for x in lost)
 
 
-@pytest.mark.parametrize("waits", [False, pytest.param(True, marks=pytest.mark.rotated)])
+@WAITS
 def test_a_lost_server_of_a_table_goes_back_alone(
     waits: bool,
     tmp_path: Path,

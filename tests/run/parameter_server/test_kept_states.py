@@ -103,7 +103,7 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def row_gradients(update: ServerUpdate, name: str, step: int) -> dict[str, Any]:
-    """Return gradients of all trainers, each of which has looked up three rows."""
+    """Return gradients of all trainers. Each trainer has looked up three rows."""
     random, found = np.random.default_rng(step), dict[str, Any](gradients(update, step))
     for sent in update.tables[name].gradients.values():
         rows = update.tables[name].rows

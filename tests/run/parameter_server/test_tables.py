@@ -485,6 +485,14 @@ def test_ids_outside_the_table_are_those_of_one_device(
             job.step(job.init(jax.random.key(0)), wide, np.ones(ROWS))
 
 
+@pytest.mark.parametrize("name", ["clip", "fill", "both"])
+def test_the_replay_of_a_lazy_update_changes_the_same_rows(name: str) -> None:
+    """Also if all ids of a batch are outside the table, and some are negative."""
+    plan = planned(optax.adam(0.1), LAZY, 1, 2, OUTSIDE[name], ASYNC)
+    for batch in padded_batches():
+        assert (report := plan.verify(*batch)), str(report)
+
+
 def test_padding_among_ids_of_few_bits() -> None:
     """The number of lookups is no number of 8 bits. One device takes the same ids with 32 bits,
     because XLA without fusion emitters adds to wrong rows for ids of 8 bits."""

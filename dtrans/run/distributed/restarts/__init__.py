@@ -32,7 +32,7 @@ role_starter     starts the process of a role
 spares           processes that wait to take the place of a lost role
 job_epochs       the epochs of a job, and the decision whether roles can go back to a cut
 epoch_grants     writes each epoch to the log and to the folder of the cuts
-cuts_at_loss     the servers write their newest states after a loss
+cuts_at_loss     the servers write their newest states after a failure
 lost_reports     reports of roles that have lost another role
 job_folder       the folder of a job's cuts, which one launcher at a time uses
 launch_record    the launcher's command line in this folder, for `dtrans launch --resume`

@@ -48,6 +48,9 @@ class RowUpdates:
     ) -> None:
         self._tables, self._take, self._put = tables, take, put
         self._by_rows = {n: t for n, t in tables.items() if not t.updates_all}
+        self._block_of: dict[str, str] = {}  # name of a gradient -> name of its block
+        for n, t in tables.items():
+            self._block_of |= dict.fromkeys(t.gradients.values(), n)
         # name of a block -> number of its rows in the compiled update
         self._room: dict[str, int] = {}
 
@@ -72,11 +75,11 @@ class RowUpdates:
         """
         ids, sizes = self._sizes(grads, present)
         update = compiled(sizes)
-        gradients = retain(grads, update.update.grad_types)
+        places, rooms = dict(ids), dict(sizes)
         for n, t in self._tables.items():
-            rows, size = (np.arange(t.rows), t.rows) if t.updates_all else (ids[n], sizes[n])
-            for name in filter(set(t.gradients.values()).__contains__, gradients):
-                gradients[name] = scatter_rows(rows, size, gradients[name])
+            if t.updates_all:
+                places[n], rooms[n] = np.arange(t.rows), t.rows
+        gradients = self._scattered(retain(grads, update.update.grad_types), places, rooms)
         inputs = dict(state)
         for n, t in self._by_rows.items():
             inputs |= self._take(t, ids[n], sizes[n], state)
@@ -100,19 +103,35 @@ class RowUpdates:
           grads: gradients by name.
           present: ids of the trainers whose gradients are reduced.
         """
-        _, sizes = self._sizes(grads, present)
-        arrays, ids = retain(grads, names), dict[str, np.ndarray]()
+        ids, sizes = self._sizes(grads, present)
         for n, t in self._tables.items():
-            rows = all_ids(t, grads, present)
-            for name in filter(set(t.gradients.values()).__contains__, arrays):
-                arrays[name] = scatter_rows(rows, sizes.get(n) or room_for(len(rows)), grads[name])
-            ids |= dict.fromkeys(t.gradients.values(), rows)
+            if t.updates_all:
+                ids[n] = all_ids(t, grads, present)
+                sizes[n] = room_for(len(ids[n]))
         merged: dict[str, Any] = {}
-        for name, x in merge(arrays).items():
-            if name in ids:
-                x = RowGradient(ids[name], np.asarray(x)[: len(ids[name])])
+        for name, x in merge(self._scattered(retain(grads, names), ids, sizes)).items():
+            block = self._block_of.get(name)
+            if block is not None:
+                x = RowGradient(ids[block], np.asarray(x)[: len(ids[block])])
             merged[name] = x
         return merged
+
+    def _scattered(
+        self, grads: Rows, ids: Mapping[str, np.ndarray], sizes: Mapping[str, int]
+    ) -> dict[str, Any]:
+        """Return gradients as arrays. The rows of a table's gradient follow the ids of its block.
+
+        Args:
+          grads: gradients by name.
+          ids: ids of rows, by block.
+          sizes: number of rows of the arrays, by block.
+        """
+        arrays = dict(grads)
+        for name, x in grads.items():
+            block = self._block_of.get(name)
+            if block is not None:
+                arrays[name] = scatter_rows(ids[block], sizes[block], x)
+        return arrays
 
     def _sizes(
         self, grads: Rows, present: Collection[int]
