@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import collections
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dtrans.errors import DeadlineError, PeerError
+from dtrans.errors import DeadlineError, LostPeerError, PeerError
 from dtrans.ops import CommunicatorConfig
 from dtrans.protocol import token, wire
 from dtrans.protocol.trainer.server_link import LastWords, OperationWait, ServerLink
 from dtrans.protocol.trainer.traffic import Leaf, Traffic
 from dtrans.protocol.trainer.traffic_loop import TrafficLoop
 from dtrans.protocol.trainer.trainer_steps import TrainerSteps
-from dtrans.protocol.transport import Event
+from dtrans.protocol.transport import RETRY, Event
 
 
 class OneServer:
@@ -62,11 +63,11 @@ class OneServer:
         self.comes("message", "blocks", [frame], step=step, pieces=[[["w", 0, 16]]])
 
 
-def linked(local: bool = False) -> tuple[OneServer, ServerLink]:
+def linked(local: bool = False, deadline: float = 5.0) -> tuple[OneServer, ServerLink]:
     """A link to a server that has welcomed its trainer."""
     server = OneServer()
     link = ServerLink(server, endpoint="here:1", trainer=0, trainers=1, session="", plan={},
-                      sync_mode=False, secret="", deadline=5.0)  # fmt: skip
+                      sync_mode=False, secret="", deadline=deadline)  # fmt: skip
     link.line.opened(local=local)
     link.line.welcomed = True
     return server, link
@@ -277,6 +278,50 @@ def test_a_refusal_of_another_server_ends_a_wait(asked: str) -> None:
     again = servers.ask("a")
     turns_of(again)
     assert not again.done
+
+
+@pytest.mark.parametrize("has_answered", [False, True])
+def test_the_end_of_a_server_ends_an_operation_that_needs_its_answer(has_answered: bool) -> None:
+    """Server a may itself wait for server b. An answer that server b has sent still counts."""
+    servers = TwoServers(at_once=True)
+    servers.links["b"].line.opened(local=True)
+    servers.links["b"].line.welcomed = True
+    wait = OperationWait(servers, servers.links, servers.steps.tables("ab"))
+    if has_answered:
+        servers.comes_from("b", "report", tables=[], request=1)
+    servers.coming.append(Event("broken", servers.opened_links["b"], []))
+    assert not wait.turn()  # nothing of server a
+    if has_answered:
+        servers.comes_from("a", "report", tables=[], request=1)
+        turns_of(wait)
+        assert wait.done
+        return
+    with pytest.raises(LostPeerError, match="^pserver b went away while trainer 0 waited for its"):
+        wait.turn()
+
+
+@pytest.mark.parametrize("answer", ["", "waiting"])
+def test_a_greeting_without_an_answer_is_repeated_in_time_or_fails(answer: str) -> None:
+    """A server that says that it waits has not admitted the trainer. So the trainer may wait for
+    the next server at the endpoint."""
+    server, link = linked(deadline=60.0)
+    link.line.opened()
+    wait = OperationWait(server, {"here:1": link}, link.greet())
+    server.comes("connected")
+    wait.turn()
+    if answer:
+        server.comes("message", answer, reason="the end of a job")
+        wait.turn()
+    server.comes("broken")
+    wait.turn()
+    assert link.line.retries_until == (math.inf if answer else RETRY)
+    server.time = RETRY
+    if answer:
+        wait.turn()
+        assert not wait.done
+        return
+    with pytest.raises(LostPeerError, match="went away while trainer 0 waited for an answer to"):
+        wait.turn(), wait.turn()
 
 
 @pytest.mark.parametrize("how", ["goodbye", "broken", "too late", "a new epoch"])
