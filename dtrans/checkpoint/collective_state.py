@@ -59,9 +59,9 @@ def piece_names(plan: CollectivePlan) -> dict[str, str]:
 
 def saver_rows(plan: CollectivePlan) -> list[VarDistributed]:
     """Return the slices that ranks or trainers save; `endpoint` names the rank or trainer."""
-    cuts: Mapping[str, Sliced] = {}
+    slices: Mapping[str, Sliced] = {}
     if isinstance(plan, ShardingPlan):
-        cuts = {**plan.slices.leaves, **plan.slices.state}
+        slices = {**plan.slices.leaves, **plan.slices.state}
     savers = tuple(piece_names(plan))
     params, places = {*plan.main.args[0].names}, _bin_slots(plan)
     found = []
@@ -69,11 +69,11 @@ def saver_rows(plan: CollectivePlan) -> list[VarDistributed]:
         kind: Any = "Param" if n in params else "Optimizer"
         rank = places[n].rank if n in places else 0
         row = dataclasses.replace(full_slice(n, t, savers[rank]), vtype=kind)
-        if n not in cuts:
+        if n not in slices:
             found.append(row)
             continue
-        for k in range(_filled_ranks(cuts[n])):
-            found.append(_slice(row, cuts[n], k, savers[k]))
+        for k in range(_filled_ranks(slices[n])):
+            found.append(_slice(row, slices[n], k, savers[k]))
     return found
 
 
@@ -90,15 +90,15 @@ def _types(plan: CollectivePlan) -> dict[str, Any]:
     return step | {n: jax.typeof(x) for n, x in plan.extra_state.items()}
 
 
-def _filled_ranks(cut: Sliced) -> int:
+def _filled_ranks(sliced: Sliced) -> int:
     """Return the number of ranks that have rows of an array; further ranks have padding only."""
-    return -(-cut.size // cut.part)
+    return -(-sliced.size // sliced.part)
 
 
-def _slice(row: VarDistributed, cut: Sliced, k: int, who: str) -> VarDistributed:
+def _slice(row: VarDistributed, sliced: Sliced, k: int, who: str) -> VarDistributed:
     """Return the rows of an array on rank k, without padding."""
-    start, stop = k * cut.part, min((k + 1) * cut.part, cut.size)
-    return dataclasses.replace(_rows_of(row, cut.axis, start, stop), block_id=k, endpoint=who)
+    start, stop = k * sliced.part, min((k + 1) * sliced.part, sliced.size)
+    return dataclasses.replace(_rows_of(row, sliced.axis, start, stop), block_id=k, endpoint=who)
 
 
 def _rows_of(row: VarDistributed, axis: int, start: int, stop: int) -> VarDistributed:
@@ -134,19 +134,19 @@ def check_job_state(job: SavedJob, state: Any) -> dict[str, jax.Array]:
 
 def state_types(plan: CollectivePlan) -> dict[str, Any]:
     """Return the global type, with padding, of each array of a job's state (dict by name)."""
-    cuts: Mapping[str, Sliced] = {}
+    slices: Mapping[str, Sliced] = {}
     if isinstance(plan, ShardingPlan):
-        cuts = plan.sliced
+        slices = plan.sliced
     places = _bin_slots(plan)
     found = {}
     for n, t in _types(plan).items():
         if n in places:
             continue
         found[n] = t
-        if n in cuts:
-            found[n] = cuts[n].padded_type(t)
+        if n in slices:
+            found[n] = slices[n].padded_type(t)
     for place in places.values():
-        found[place.bin] = cuts[place.bin].padded_type(plan.program.inputs[place.bin])
+        found[place.bin] = slices[place.bin].padded_type(plan.program.inputs[place.bin])
     return found
 
 

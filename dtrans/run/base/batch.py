@@ -246,7 +246,7 @@ def uneven_rows(
         if x.shape[share] != here:
             raise BatchError(
                 f"{n} has {x.shape[share]} rows, expected {here} rows in part {part} of a batch of "
-                f"{rows} rows; cut batches with job.shard_batch(*batch)"
+                f"{rows} rows; split batches with job.shard_batch(*batch)"
             )
         padded.append(pad_rows(x, share, size))
     return padded

@@ -83,13 +83,13 @@ class FirstState:
     def compiled(self) -> Any:
         """Jitted function from constants and flat arguments to padded and sharded arrays."""
         names, run = self.program.out_names, jaxpr_as_fun(self._opened)
-        cuts, trainers = self._plan.sliced, self._trainers
+        slices, trainers = self._plan.sliced, self._trainers
 
         def start(*args: Any) -> list[Any]:
             found = []
             for n, x in zip(names, run(*args), strict=True):
-                if n in cuts:
-                    x = padded_to(x, cuts[n].axis, cuts[n].padded)
+                if n in slices:
+                    x = padded_to(x, slices[n].axis, slices[n].padded)
                 found.append(x)
             return found
 
@@ -97,6 +97,6 @@ class FirstState:
             return jax.jit(start)
         places = []
         for n in names:
-            axis = cuts[n].axis if n in cuts else None
+            axis = slices[n].axis if n in slices else None
             places.append(trainers.state_sharding(axis))
         return jax.jit(start, out_shardings=places)

@@ -310,11 +310,11 @@ class CollectiveJob(Job):
     def _single_device(self, spec: TreeSpec, arrays: Mapping[str, Any]) -> Any:
         """Return a pytree of single-device arrays of the state."""
         self.watch.check(wait=True)
-        cuts = self.plan.sliced
+        slices = self.plan.sliced
         found: dict[str, Any] = {}
         for n, x in arrays.items():
-            if n in cuts:
-                found[n] = self.trainers.unshard(x, cuts[n].axis, cuts[n].size)
+            if n in slices:
+                found[n] = self.trainers.unshard(x, slices[n].axis, slices[n].size)
             else:
                 found[n] = self.trainers.unshard(x, None, 0)
         if self.plan.owned is not None:

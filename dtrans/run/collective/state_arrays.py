@@ -33,18 +33,18 @@ class StateArrays:
     @cached_property
     def types(self) -> dict[str, Any]:
         """Type of each global array, including padding, by name."""
-        main, program, cuts = self._plan.main.inputs, self._plan.program.inputs, self._plan.sliced
+        main, program, slices = self._plan.main.inputs, self._plan.program.inputs, self._plan.sliced
         types = {}
         for n in self.names:
             types[n] = main.get(n, program[n])
-            if n in cuts:
-                types[n] = cuts[n].padded_type(types[n])
+            if n in slices:
+                types[n] = slices[n].padded_type(types[n])
         return types
 
     def slice_axis(self, name: str) -> int | None:
         """Return the dimension along which an array is sliced; None for a replicated array."""
-        cut = self._plan.sliced.get(name)
-        return None if cut is None else cut.axis
+        sliced = self._plan.sliced.get(name)
+        return None if sliced is None else sliced.axis
 
     def arrays(self, state: CollectiveState) -> dict[str, Any]:
         """Return the arrays of a state by name.
@@ -70,7 +70,7 @@ class StateArrays:
 
     def unpad(self, name: str, x: Any) -> Any:
         """Remove the padding of a global array; call it inside jit."""
-        cut = self._plan.sliced.get(name)
-        if cut is None or x.shape[cut.axis] == cut.size:
+        sliced = self._plan.sliced.get(name)
+        if sliced is None or x.shape[sliced.axis] == sliced.size:
             return x
-        return jax.lax.slice_in_dim(x, 0, cut.size, axis=cut.axis)
+        return jax.lax.slice_in_dim(x, 0, sliced.size, axis=sliced.axis)

@@ -278,7 +278,7 @@ class ConnectedProcesses(OneProcess):
         if x.shape != mine.shape:
             raise BatchError(
                 f"{PARTS_DIFFER}; {name} has shape {list(x.shape)} on trainer {origin}, but "
-                f"{list(mine.shape)} on trainer {self.me}; cut batches with "
+                f"{list(mine.shape)} on trainer {self.me}; split batches with "
                 "job.shard_batch(*batch)"
             )
         return x
