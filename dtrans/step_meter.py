@@ -108,7 +108,7 @@ class StepMeter:
         if self.saved is not None:
             path, steps = self.saved
             saved = f"its newest checkpoint is {path}, after {_counted(steps)}"
-        error.add_note(f"dtrans: the job has completed {_counted(self.steps)}; {saved}")
+        error.add_note(f"dtrans: this process has completed {_counted(self.steps)}; {saved}")
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:

@@ -225,6 +225,7 @@ def _save_job(path: Folder, job: Any, state: Any, tag: str | None) -> None:
     if job.is_driver:
         job.check(state)
         job.save(path, tag=tag)
+        job.meter.note_saved(path)
         return
     layout, here = _pieces(job)
     mark = _mark_of_job(job, layout, here, tag)

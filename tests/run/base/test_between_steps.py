@@ -235,7 +235,7 @@ def test_an_interrupt_says_where_the_job_has_stopped(tmp_path: Path) -> None:
     job = job_of()
     with pytest.raises(KeyboardInterrupt) as found:
         job.step(job.init(), Interrupted())
-    note = "dtrans: the job has completed 0 steps; it has saved no checkpoint"
+    note = "dtrans: this process has completed 0 steps; it has saved no checkpoint"
     assert found.value.__notes__ == [note]
 
     with pytest.raises(KeyboardInterrupt) as found, job_of() as job:
@@ -244,7 +244,7 @@ def test_an_interrupt_says_where_the_job_has_stopped(tmp_path: Path) -> None:
         state, _ = job.step(state, rows(1)[0])
         raise KeyboardInterrupt
     said = f"2 steps; its newest checkpoint is {tmp_path / '1'}, after 1 step"
-    assert found.value.__notes__ == [f"dtrans: the job has completed {said}"]
+    assert found.value.__notes__ == [f"dtrans: this process has completed {said}"]
 
 
 @pytest.mark.parametrize("wrong", ["text", object()], ids=["text", "object"])
