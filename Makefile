@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo unit test nightly core compat fuzz lint format bench bench-smoke chaos reliability notebooks docs architecture lock clean
+.PHONY: help venv demo unit test nightly core compat fuzz lint format bench bench-smoke chaos reliability notebooks docs architecture lock dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -83,11 +83,12 @@ reliability: $(STAMP) ## kill processes of jobs, and write the cost of each loss
 notebooks: $(STAMP) ## run the notebooks from top to bottom
 	$(BIN)/python -m pytest notebooks --nbmake --nbmake-timeout=280
 
-docs: $(STAMP) ## write docs/optimizers.md, steps.md, verified.md and libraries.md anew, from the plans of all of them
+docs: $(STAMP) ## write docs/optimizers.md, steps.md, verified.md, libraries.md and combinations.md anew, from the plans of all of them
 	$(BIN)/python tests/support/optimizer_zoo.py docs/optimizers.md
 	$(BIN)/python tests/support/step_table.py
 	$(BIN)/python tests/support/verified_table.py
 	$(BIN)/python tests/support/library_table.py
+	$(BIN)/python tests/support/mesh_table.py
 
 architecture: $(STAMP) ## write docs/architecture.md and its drawing anew, from the imports and a profiler hook
 	$(BIN)/python docs/architecture.py docs
@@ -95,6 +96,11 @@ architecture: $(STAMP) ## write docs/architecture.md and its drawing anew, from 
 lock: ## write both locks anew from pyproject.toml (needs uv); pins that still hold are kept
 	$(COMPILE) --universal --python-version 3.11 --constraint .ci/oldest.txt --output-file requirements.lock pyproject.toml
 	$(COMPILE) --universal --python-version 3.13 --output-file requirements-newest.lock pyproject.toml
+
+dist: $(STAMP) ## build the sdist and the wheel in dist/, and try each in a clean environment
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+	.ci/try-dist $(PYTHON)
 
 clean: ## remove caches and outputs; environments stay
 	rm -rf build dist runs .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache loss.png *.egg-info

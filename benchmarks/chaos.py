@@ -4,6 +4,7 @@
     python benchmarks/chaos.py --rounds 100 --replicas 1 the same, with replicas of the servers
     python benchmarks/chaos.py --rounds 20 --mode nccl2  two trainers with collectives
     python benchmarks/chaos.py --every 15 --seconds 3600 goodput of one job with a kill every 15 s
+    python benchmarks/chaos.py --every 15 --mode restart the same, where all roles start again
 
 A round runs one job under `dtrans launch --restarts`. At a random moment, one process (a role or
 the launcher) gets SIGKILL, or SIGSTOP and later SIGCONT. The script starts a killed launcher again
@@ -12,9 +13,12 @@ with the same command. A job with parameter servers writes cuts, snapshots of it
 the optimizer state of the last checkpoint must have the bits of an undisturbed job.
 
 With `--every`, the script prints the goodput of one job: the number of steps, times the seconds of
-a step in an undisturbed job with cuts, divided by the seconds of the job. It also prints the
-seconds from a kill to the next step of trainer 0, and the processor seconds that a restarted
-trainer uses until its first step. Processor seconds depend less on the load of the machine.
+a step in an undisturbed job, divided by the seconds of the job. The undisturbed job runs before and
+after the other one, and one line uses the mean of both. The speed of the machine may change during
+the job, so the last line uses the steps of the job itself, in the last quarter of the time between
+two kills. The script also prints the seconds from a kill to the next step of trainer 0, and the
+processor seconds that a restarted trainer uses until its first step. Processor seconds depend less
+on the load of the machine.
 
 Source: torchft's experiment with a kill every 15 seconds.
 """
@@ -46,6 +50,7 @@ import dtrans
 EVERY = 20  # steps between two checkpoints, or cuts
 LIMIT = 300.0  # seconds that a job may take
 MEASURED = 20.0  # seconds in which the steps of an undisturbed job are counted
+REPORT = 300.0  # seconds between two lines about the goodput until then
 LAUNCHER = "launcher"
 RESTARTED = re.compile("all roles start again|all roles go back to step")
 
@@ -55,7 +60,8 @@ class Kind:
     """Options of a job.
 
     Attributes:
-      mode: pserver or nccl2.
+      mode: `pserver` (parameter servers with cuts), `restart` (parameter servers whose job starts
+        again from a checkpoint), or `nccl2` (the same with collectives).
       blocks: number of transformer blocks in the model.
       spares: number of spares of the launcher.
       replicas: number of replicas of each server.
@@ -112,7 +118,7 @@ def traced(blocks: int = 0):
 def work(kind: Kind, steps: int) -> None:
     """Run one role of the job, in the current folder."""
     cluster = dtrans.connect() if kind.mode == "nccl2" else None
-    main, startup = traced(kind.blocks)  # before `from_env`, where a spare waits for its role
+    main, startup = traced(kind.blocks)  # trace before `from_env`, where a spare waits for its role
     spent = time.process_time() if "DTRANS_SPARE" in os.environ else 0.0
     role = dtrans.Role.from_env()
     Path(f"pid-{role.name}").write_text(str(os.getpid()))
@@ -121,8 +127,8 @@ def work(kind: Kind, steps: int) -> None:
     else:
         plan = dtrans.pserver(main, startup, pservers=role.pservers, trainers=role.trainers)
     with plan.on_cluster() as job:
-        if cluster is not None:
-            train_from_checkpoints(job, role, steps)
+        if kind.mode != "pserver":
+            run_from_checkpoints(kind.mode, job, role, steps)
             return
         state = job.init(jax.random.key(0))
         if role.is_pserver:
@@ -139,26 +145,33 @@ def work(kind: Kind, steps: int) -> None:
         job.save(str(steps))
 
 
-def train_from_checkpoints(job, role, steps: int) -> None:
-    """Train with collectives, from the newest checkpoint."""
-    path, first = dtrans.checkpoint.latest("ckpt"), 0
-    if path is None:
-        state = job.init(jax.random.key(0))
+def run_from_checkpoints(mode: str, job, role, steps: int) -> None:
+    """Run a role of a job that starts again from its newest checkpoint."""
+    path = dtrans.checkpoint.latest("ckpt")
+    first = int(path.name) if path else 0
+    if path is None or (mode == "restart" and not role.is_pserver):
+        state = job.init(jax.random.key(0))  # with servers, a trainer receives their parameters
     else:
-        state, first = dtrans.checkpoint.restore(path, job), int(path.name)
+        state = dtrans.checkpoint.restore(path, job)
+    if role.is_pserver:
+        job.serve(state, checkpoints="ckpt")
+        return
     for step in range(first, steps):
         state, value = job.step(state, *job.shard_batch(*batch(step)))
         jax.block_until_ready(value)
         tell_step(role, step + 1)
         if (step + 1) % EVERY == 0:
-            dtrans.checkpoint.save(f"ckpt/{step + 1}", job, state)
+            if mode == "restart":
+                job.save(str(step + 1))
+            else:
+                dtrans.checkpoint.save(f"ckpt/{step + 1}", job, state)
 
 
 def tell_step(role, step: int) -> None:
     """Write the number of steps to the file `step`, if this is trainer 0."""
     if role.trainer_id == 0:
         Path("step.new").write_text(str(step))
-        Path("step.new").rename("step")  # so that no reader sees an empty file
+        Path("step.new").rename("step")  # rename the file, so that no reader sees an empty file
 
 
 # -- a job -----------------------------------------------------------------------------------------
@@ -173,7 +186,8 @@ class Job:
         if mode == "nccl2":
             options += ["--mode", "nccl2"]
         else:
-            options += ["--pservers", "2", "--cuts", "cuts", "--spares", str(kind.spares)]
+            options += ["--pservers", "2", "--spares", str(kind.spares)]
+            options += ["--cuts", "cuts"] * (mode == "pserver")
         script = [__file__, "--work", mode, "--steps", str(steps), "--blocks", str(kind.blocks)]
         script += ["--replicas", str(kind.replicas)]
         self._command = [sys.executable, "-m", "dtrans", "launch", *options, *script]
@@ -222,7 +236,7 @@ class Job:
     def starts(self) -> list[float]:
         """Processor seconds of each start of a trainer, until its first step.
 
-        For a spare, they are counted from the moment when the spare gets its role.
+        For a spare, count from the moment when the spare gets its role.
         """
         path = self.folder / "starts"
         return [float(x) for x in path.read_text().split()] if path.exists() else []
@@ -277,13 +291,17 @@ class Job:
         return [np.asarray(x).tobytes() for x in jax.tree.leaves(found)]
 
     def close(self) -> None:
-        """Continue stopped processes, and kill the launcher; the roles then end themselves."""
+        """Continue stopped processes, kill the launcher, and wait until the roles have ended.
+
+        A role that still runs could write into the folder while it is removed.
+        """
         for pid in filter(None, map(self.pid, (LAUNCHER, *self.roles))):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         if self.launcher.poll() is None:
             self.launcher.kill()
         self.launcher.wait()
+        self.orphans()
 
 
 # -- rounds ----------------------------------------------------------------------------------------
@@ -401,28 +419,34 @@ def rounds(kind: Kind, count: int, seed: int, steps: int, pause: float) -> bool:
 def goodput(kind: Kind, every: float, seconds: float) -> None:
     """Kill the roles of one job in turn, and print its goodput."""
     of_step = seconds_of_step(kind)
-    pauses, kills = [], 0  # seconds from a kill to the next step
+    pauses, kills, report = [], 0, REPORT  # pauses: seconds from a kill to the next step
+    late = []  # seconds of a step in the last quarter of the time between two kills
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         job = Job(kind, 10**9, Path(folder), restarts=10**6)
         try:
             while not job.step and job.launcher.poll() is None:
                 time.sleep(0.01)
+            next_kill = job.seconds + every
             while job.seconds < seconds and job.launcher.poll() is None:
-                time.sleep(max(0.0, min(every, seconds - job.seconds)))
+                time.sleep(max(0.0, min(next_kill, seconds) - every / 4 - job.seconds))
+                counted, begun = job.step, job.seconds
+                time.sleep(max(0.0, min(next_kill, seconds) - job.seconds))
+                if job.step > counted:
+                    late.append((job.seconds - begun) / (job.step - counted))
+                next_kill += every
                 pid = job.pid(job.roles[kills % len(job.roles)])
                 if pid is not None and job.seconds < seconds:
                     restarts = job.restarts
                     os.kill(pid, signal.SIGKILL)
                     kills += 1
                     pauses.append(job.wait_for_step(restarts))
-            share = job.step * of_step / job.seconds
+                if job.seconds > report:
+                    print_goodput(job, kills, of_step)
+                    report += REPORT
+            print_goodput(job, kills, of_step)
+            steps, lasted = job.step, job.seconds
             print(
-                f"{kills} kills in {job.seconds:.0f} s, {job.step} steps of {of_step * 1e3:.2f} "
-                f"ms: goodput {share:.1%} (load {os.getloadavg()[0]:.1f})"
-            )
-            again = job.text.count("all roles go back to step")
-            print(
-                f"{again} restarts from a cut; from a kill to the next step: median "
+                f"{job.restarts} restarts; from a kill to the next step: median "
                 f"{np.median(pauses):.1f} s, longest {max(pauses):.1f} s"
             )
             starts = job.starts[2:]  # the first two entries are the first starts of both trainers
@@ -433,12 +457,35 @@ def goodput(kind: Kind, every: float, seconds: float) -> None:
                 )
         finally:
             job.close()
+    after = seconds_of_step(kind)
+    share = steps * (of_step + after) / 2 / lasted
+    print(
+        f"a step of the undisturbed job: {of_step * 1e3:.2f} ms before, {after * 1e3:.2f} ms "
+        f"after; goodput with their mean: {share:.1%}"
+    )
+    if late:
+        of_late = float(np.median(late))
+        share = steps * of_late / lasted
+        print(
+            f"a step of this job shortly before a kill: {of_late * 1e3:.2f} ms (median); goodput "
+            f"with it: {share:.1%}"
+        )
+
+
+def print_goodput(job: Job, kills: int, of_step: float) -> None:
+    """Print the goodput of a job from its start until now, with the load of the machine."""
+    share = job.step * of_step / job.seconds
+    print(
+        f"{kills} kills in {job.seconds:.0f} s, {job.step} steps of {of_step * 1e3:.2f} "
+        f"ms: goodput {share:.1%} (load {os.getloadavg()[0]:.1f})",
+        flush=True,
+    )
 
 
 def main(
     rounds_: int = typer.Option(100, "--rounds", help="Number of rounds."),
     seed: int = typer.Option(0, help="Seed of the first round."),
-    mode: str = typer.Option("pserver", help="pserver or nccl2."),
+    mode: str = typer.Option("pserver", help="pserver, restart or nccl2."),
     steps: int = typer.Option(400, help="Number of steps of each job."),
     pause: float = typer.Option(60.0, help="Longest time between SIGSTOP and SIGCONT, in seconds."),
     every: float = typer.Option(0.0, help="Measure goodput: seconds between two kills."),
@@ -449,7 +496,7 @@ def main(
     work_: str = typer.Option("", "--work", hidden=True),
 ) -> None:
     """Kill or stop processes of jobs, and compare their results with an undisturbed job."""
-    kind = Kind(mode, blocks, spares, replicas)
+    kind = Kind(work_ or mode, blocks, spares, replicas)  # `--work` has the mode of the job
     if work_:
         work(kind, steps)
     elif every:

@@ -73,9 +73,9 @@ def one_round(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def ratio(request: pytest.FixtureRequest) -> Callable[..., float]:
-    """`ratio(name, ours, theirs, pairs=15)`: time two functions, and return a median.
+    """`ratio(name, ours, theirs, pairs=15)`: time two functions, and return the median ratio.
 
-    It is the median, over pairs of calls, of the seconds of `ours` divided by those of `theirs`.
+    The ratio of a pair of calls is the seconds of `ours`, divided by the seconds of `theirs`.
     """
 
     def measure(

@@ -44,10 +44,11 @@ from examples import digits
 
 
 SEEDS = (0, 1, 2, 3, 4)
-GRID_SEEDS = (5, 6, 7, 8, 9)  # seeds on which lambda is chosen
+GRID_SEEDS = (5, 6, 7, 8, 9)  # seeds on which lambda, the strength of delay compensation, is chosen
 HIDDEN = 32
 ROWS = 16  # examples in a gradient
-UPDATES = 1776  # updates of one gradient each; 3, 8, 12 and 16 divide this number
+# number of updates, each with one gradient; a multiple of 3, 8, 12 and 16, the numbers of trainers
+UPDATES = 1776
 RATE = 0.15
 RATES = (RATE, 0.05, 0.02)  # learning rates of runs whose steps do not wait for the communicator
 TIMES = 3  # number of runs with a communicator, for each order of turns and learning rate
@@ -96,7 +97,7 @@ def data() -> digits.Digits:
 
 @functools.cache
 def batches(seeds: tuple[int, ...], count: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return `count` batches of `ROWS` examples for each seed; a seed determines their order."""
+    """Return `count` batches of `ROWS` examples for each seed, in the seed's order."""
 
     def of(seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         epoch = 0
@@ -136,7 +137,7 @@ class Mode:
       name: its name in the table.
       config: options of `DistributeTranspilerConfig`; None for one device, without a job.
       few: True to run it with 3 trainers only.
-      grid: the lambdas to choose from.
+      grid: candidates for lambda, the strength of delay compensation.
     """
 
     name: str
@@ -161,8 +162,8 @@ class Delay:
     Attributes:
       name: its name in the table.
       trainers: the number of trainers.
-      slow: the last trainer has every `slow`th turn, and the others share the remaining turns.
-        Without it, trainers step in turn.
+      slow: the last trainer has every `slow`th turn, and the other trainers share the remaining
+        turns. With None, trainers step in turn.
       rate: the learning rate.
     """
 
@@ -205,7 +206,7 @@ GEO = {"sync_mode": False, "geo_sgd_mode": True, "geo_sgd_block_on_pull": True}
 OFTEN = Mode("GEO-SGD, every 3 steps", {**GEO, "geo_sgd_need_push_nums": 3}, few=True)
 SELDOM = Mode("GEO-SGD, every 10 steps", {**GEO, "geo_sgd_need_push_nums": 10}, few=True)
 MODES = (ASYNC, HALF, OFTEN, SELDOM, CONSTANT, ADAPTIVE)
-COMMUNICATOR = Mode("communicator", BESIDE)  # steps do not wait for it
+COMMUNICATOR = Mode("communicator", BESIDE)  # steps do not wait for the communicator
 
 IN_TURN = Delay("3 trainers in turn", 3)
 ONE_SLOW = Delay("3 trainers, one slow", 3, slow=20)
@@ -252,7 +253,7 @@ class Roles:
         return self._pools[name].submit(fn, *args)
 
     def all(self, names: Sequence[Any], fn: Callable[[Any], Any]) -> list[Any]:
-        """Call `fn` with each name in its thread, concurrently; return the results."""
+        """Call `fn` with each name, concurrently in the thread of this name; return the results."""
         return [f.result() for f in [self.start(n, fn, n) for n in names]]
 
 
@@ -714,10 +715,9 @@ def findings_beside(results: Results) -> str:
             all(within(run, sync[slow]) for runs in found[slow] for run in runs),
         ),
         (
-            f"At {fast} no run ends within this spread, and every run ends above asynchronous "
-            "training:"
-            f" at {_number(min(means[fast]))} to {_number(max(means[fast]))}, asynchronous at"
-            f" {' and '.join(_number(run.loss.mean()) for run in plain[fast])}.",
+            f"At {fast} no run ends within this spread. Every run ends above asynchronous training:"
+            f" at {_number(min(means[fast]))} to {_number(max(means[fast]))}. Asynchronous training"
+            f" ends at {' and '.join(_number(run.loss.mean()) for run in plain[fast])}.",
             not any(within(run, sync[fast]) for runs in found[fast] for run in runs)
             and all(
                 np.mean(run.loss) > old.loss.mean()
@@ -789,7 +789,7 @@ The *delay* of a gradient is the number of other trainers' gradients that the se
 since this gradient's trainer received parameters. It does not depend on clocks: trainers take turns,
 and the order of turns determines the delays:
 
-- *in turn*: of n trainers, after the first turns, every gradient is n - 1 updates old;
+- *in turn*: with n trainers, after the first turns, every gradient is n - 1 updates old;
 - *one slow*: the last of 3 trainers has every {ONE_SLOW.slow}th turn, so its gradients are
   {ONE_SLOW.oldest} updates old. The other trainers share the remaining turns.
 
@@ -802,10 +802,10 @@ parameters. After every 3rd or 10th step, it exchanges changes with the servers,
 answer (`geo_sgd_block_on_pull`). So it sees its own updates at once. It sees other trainers'
 updates later than the delay in the table's heading.
 
-Lambda is a parameter of DC-ASGD. The benchmark has chosen one lambda for each variant, by the
-training loss of 16 trainers in turn on other seeds ({GRID_SEEDS[0]} to {GRID_SEEDS[-1]}). All runs
-use this lambda. `dtrans.pserver` uses 1 by default; Paddle always uses 1. The adaptive variant has
-a decay of {DECAY}.
+Lambda is a parameter of DC-ASGD. The benchmark has chosen one lambda for each variant: the one
+with the least training loss in the setting "16 trainers in turn", on other seeds
+({GRID_SEEDS[0]} to {GRID_SEEDS[-1]}). All runs use this lambda. `dtrans.pserver` uses 1 by
+default; Paddle always uses 1. The adaptive variant has a decay of {DECAY}.
 
 {grid(results)}
 

@@ -41,9 +41,10 @@ class Case:
     """A model in two halves.
 
     Attributes:
-      params: key -> parameters {"first": ..., "second": ...}.
-      first: (parameters of the first half, inputs) -> activations.
-      second: (parameters of the second half, shared parameters, activations, targets) -> loss.
+      params: function that maps a key to the parameters {"first": ..., "second": ...}.
+      first: function (parameters of the first half, inputs) -> activations.
+      second: function (parameters of the second half, shared parameters, activations, targets) ->
+        loss.
       shared: names of the parameters of the first half that the second half also reads.
       batch: (inputs, targets).
     """

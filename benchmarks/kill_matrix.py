@@ -12,7 +12,8 @@ Each row has a mode, and a process that gets SIGKILL before step 26. Columns:
                         trainer repeats
     with cuts           the same with a cut, a snapshot of the servers' state, every 10 steps
     with a spare        the same with a cut every 10 steps, and with `--spares 1`
-    bits                "equal" if the last checkpoints have the bits of an undisturbed job
+    bits                "equal" if the last checkpoints have the bits of an undisturbed job of
+                        the same kind
 
 The jobs have two trainers, and two parameter servers or two stages, on this host.
 """
@@ -50,15 +51,18 @@ STEPS, FAILURE, EVERY = (
     40,
     25,
     10,
-)  # steps of a job, before the failure, and between two checkpoints
+)  # numbers of steps: of a job, before the failure, and between two checkpoints
 LIMIT = 120.0  # longest wait for an event, in seconds
 VICTIMS = {
     "sync": ("trainer 1", "pserver 1"),
+    "sync, replicas": ("trainer 1", "pserver 1"),
     "async": ("trainer 1", "pserver 1"),
     "nccl2": ("trainer 1",),
+    "sharding": ("trainer 1",),
     "pipeline": ("trainer 1",),
 }
-SERVERS = ("sync", "async")
+SYNC = ("sync", "sync, replicas")
+SERVERS = (*SYNC, "async")
 # lines in which a process logs that another process has ended
 NOTICES = re.compile(
     r"has ended|went away|continues without|ended without a goodbye|PeerError|detected fatal"
@@ -115,10 +119,12 @@ def work(mode: str, kind: str) -> None:
     print(f"pid {os.getpid()}", flush=True)
     if mode == "nccl2":
         plan: Any = dtrans.nccl2(main, startup, trainers=role.trainers)
+    elif mode == "sharding":
+        plan = dtrans.sharding(main, startup, degree=role.trainers)
     elif mode == "pipeline":
         plan = dtrans.pipeline(main, startup, num_stages=role.trainers, num_micro_batch=2)
     else:
-        way = {"sync": dtrans.Sync, "async": dtrans.Async}[mode]()
+        way = dtrans.Async() if mode == "async" else dtrans.Sync()
         servers, trainers = role.pservers, role.trainers
         plan = dtrans.pserver(main, startup, pservers=servers, trainers=trainers, mode=way)
     path = None if kind == "cuts" else dtrans.checkpoint.latest("ckpt")
@@ -132,7 +138,9 @@ def work(mode: str, kind: str) -> None:
         elif role.is_trainer:
             train_with_servers(job, state, first, kind)
         elif kind == "cuts":
-            job.serve(state, checkpoints="ckpt", cuts=EVERY, on_failure="drop")
+            replicas = int(mode == "sync, replicas")
+            cuts = dtrans.Cuts(EVERY, replicas=replicas)
+            job.serve(state, checkpoints="ckpt", cuts=cuts, on_failure="drop")
         else:
             job.serve(state, checkpoints="ckpt")
 
@@ -221,7 +229,7 @@ class Job:
             self._changed.notify_all()
 
     def wait(self, what: str, condition: Callable[[], Any]) -> Any:
-        """Return the first true value of a condition on `lines` and `ended`.
+        """Wait until a condition on `lines` and `ended` is true; return its value.
 
         Raises:
           RuntimeError: the condition has not become true.
@@ -234,7 +242,7 @@ class Job:
         return found
 
     def last(self, role: str, pattern: str, since: float = 0.0) -> re.Match[str] | None:
-        """Return the last line of a role that matches a pattern; None without one."""
+        """Return the last line of a role that matches a pattern, or None."""
         found = None
         for line in self.lines:
             if line.role == role and line.at > since:
@@ -249,7 +257,7 @@ class Job:
         return None
 
     def kill(self, victim: str, *, with_spare: bool = False, cuts: bool = False) -> float:
-        """Kill a process while both trainers wait, and let the others continue; return the time.
+        """Kill a process while both trainers wait, then end the wait; return the time.
 
         Args:
           victim: the process.
@@ -338,7 +346,7 @@ def react(mode: str, victim: str) -> tuple[str, str]:
 def restart(mode: str, victim: str, kind: str, expected: list[bytes]) -> tuple[str, bool]:
     """Return the cost of a failure under a launcher, and True if the bits are as expected."""
     with job_of(mode, kind) as job:
-        has_cuts = mode == "sync" and kind != "checkpoints"
+        has_cuts = mode in SYNC and kind != "checkpoints"
         begin = job.kill(victim, with_spare=kind == "spare", cuts=has_cuts)
         step = re.compile(r"^step \d+$")
         again = re.compile("starts again|start again|takes its place")
@@ -361,19 +369,26 @@ def restart(mode: str, victim: str, kind: str, expected: list[bytes]) -> tuple[s
         return f"{seconds:.1f} s, {repeated} steps", is_equal
 
 
+def undisturbed(mode: str, kind: str) -> list[bytes]:
+    """Return the bytes of the last checkpoint of an undisturbed job."""
+    with job_of(mode, kind) as job:
+        (job.folder / "go").touch()
+        return job.state()
+
+
 def rows() -> Iterator[str]:
     """Yield the rows of the table."""
     for mode, victims in VICTIMS.items():
-        with job_of(mode, "checkpoints") as job:
-            (job.folder / "go").touch()
-            expected = job.state()
+        kinds = ("checkpoints", "cuts") if mode in SERVERS else ("checkpoints",)
+        expected = {kind: undisturbed(mode, kind) for kind in kinds}
         for victim in victims:
             cells, equal = list(react(mode, victim)), []
             for kind in ("checkpoints", "cuts", "spare"):
                 if kind != "checkpoints" and mode not in SERVERS:
                     cells.append("-")
                     continue
-                cost, is_equal = restart(mode, victim, kind, expected)
+                bits = expected["cuts" if kind == "spare" else kind]
+                cost, is_equal = restart(mode, victim, kind, bits)
                 cells.append(cost)
                 equal.append(is_equal)
             name = "a server" if victim.startswith("pserver") else "a trainer"

@@ -21,7 +21,7 @@ Pin = Callable[[jax.Array], jax.Array]
 
 
 class Model(NamedTuple):
-    """A loss (params, *batch) -> loss, an initialization key -> params, and a batch."""
+    """Functions (params, *batch) -> loss and key -> params, and a batch."""
 
     loss_fn: Callable[..., jax.Array]
     params: Callable[[jax.Array], Any]
@@ -118,7 +118,8 @@ def transformer_model(
         }
 
     def params(key: jax.Array) -> Any:
-        scale = lambda: jnp.ones(width, dtype)  # a new array each time: JAX donates an array once
+        # create a new array each time, because JAX donates an array only once
+        scale = lambda: jnp.ones(width, dtype)
         first, *rest = jax.random.split(key, blocks + 1)
         blocks_of = lambda each: jax.tree.map(lambda *xs: jnp.stack(xs), *each) if scanned else each
         each = dict(

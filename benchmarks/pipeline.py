@@ -165,7 +165,7 @@ def ran(page: str, names: dict[str, Any]) -> str:
         with contextlib.redirect_stdout(out):
             exec(compile(m[1], "page", "exec"), names)
         assert bool(out.getvalue()) == bool(m[2]), (
-            f"there must be a block of text behind what prints:\n{m[1]}"
+            f"a block of text with the output must follow code that prints:\n{m[1]}"
         )
         return f"```python\n{m[1]}```\n" + (f"\n```text\n{out.getvalue()}```\n" if m[2] else "")
 
@@ -198,7 +198,9 @@ def process(name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--write", action="store_true", help="write tables, what code prints, and the picture"
+        "--write",
+        action="store_true",
+        help="write the tables, the output of the code, and the picture",
     )
     parser.add_argument(
         "--process", metavar="MODEL", help="be one of the two processes of test_pipeline.py"

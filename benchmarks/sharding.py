@@ -67,7 +67,7 @@ class Case:
     """A model to train.
 
     Attributes:
-      make: pin -> model. The model calls `pin` with its activations.
+      make: function pin -> model. The model calls `pin` with its activations.
       axis: the dimension along which large leaves are sharded: 1 if dimension 0 is the layer.
     """
 
@@ -331,7 +331,7 @@ def traffic_of(results: Results) -> str:
 
 
 def figures(results: Results) -> dict[str, str]:
-    """Return the tables of the page, by the name of their markers."""
+    """Return the tables of the page, by the name of each table's marker."""
     return {
         "times": times_of(results),
         "memory": memory_of(results),

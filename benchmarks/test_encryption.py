@@ -1,4 +1,4 @@
-"""Cost of encryption: an encrypted step of one trainer and one server, and one in clear.
+"""Cost of encryption: a step of one trainer and one server, encrypted and not encrypted.
 
 The connection uses TCP, as between hosts, or a Unix socket, which only
 `transport_encryption="required"` encrypts. Trainer and server use the same cores.

@@ -55,7 +55,7 @@ def test_tick_over_what_it_may_cost(benchmark, report):
     tick = benchmark.stats.stats.median / ticks
     benchmark.extra_info["microseconds of a tick"] = 1e6 * tick
     report(
-        f"ticks/s of {NOTHING} ({ticks} of a step) / what is asked for",
+        f"ticks/s of {NOTHING} ({ticks} of a step) / the target",
         TICK / tick,
         1 / tick,
         1 / TICK,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import math
 import numbers
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn
@@ -50,6 +51,25 @@ def check_number(
         _refuse(name, f"{what}, or None" if or_none else what, value)
 
 
+def check_speeds(value: Any, what: str) -> tuple[float, ...]:
+    """Return the option `speeds` as a tuple of floats.
+
+    Args:
+      value: value of the option.
+      what: noun for an owner of a speed, such as "device".
+
+    Raises:
+      ConfigError: the value is no list of positive, finite numbers.
+    """
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
+        _refuse("speeds", f"a list with the speed of each {what}, such as [2, 1]", value)
+    speeds = tuple(value)
+    for i, speed in enumerate(speeds):
+        expected = f"a positive, finite number, the speed of {what} {i}"
+        check_number(f"speeds[{i}]", speed, expected, lambda x: 0 < x < math.inf)
+    return tuple(map(float, speeds))
+
+
 def check_size(name: str, value: Any) -> None:
     """Raise ConfigError unless an option is a size in megabytes."""
     check_number(name, value, "a size in megabytes, 0 or more", lambda x: x >= 0)
@@ -61,7 +81,7 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_one_of(name: str, value: Any, choices: Collection[Any]) -> None:
-    """Raise ConfigError unless an option is one of these values."""
+    """Raise ConfigError unless an option is one of `choices`."""
     if not any(type(value) is type(c) and value == c for c in choices):
         *first, last = map(repr, choices)
         _refuse(name, f"{', '.join(first)} or {last}", value, ",")
@@ -84,7 +104,7 @@ def check_together(options: Mapping[str, bool], why: str, other: str) -> None:
     """Raise ConfigError if one of `options` is set, because the user has also set `other`.
 
     Args:
-      options: for the text of each option, such as `"stage=3"`: True if the option is set.
+      options: dict from the text of an option, such as `"stage=3"`, to True if the option is set.
       why: the reason why the options cannot be combined, as a clause.
       other: text of the option that the user has set.
     """
@@ -135,8 +155,8 @@ def check_known(
     for name, value in options.items():
         if name in renamed:
             raise ConfigError(f"{name} is an unknown option of {who}; use {renamed[name]}")
-        # A string is short for a record: "exact" for Batch("exact"). No interface renames the
-        # record's first field.
+        # A string sets only the first field of the record: "exact" is short for Batch("exact").
+        # No interface renames this field, so there is nothing to check.
         passed = () if isinstance(value, str) else fields.get(name, ())
         separate = [renamed[field] for field in passed if field in renamed]
         if separate:

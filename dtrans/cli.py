@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dtrans.run.distributed.restarts.launch_record import LaunchRecord
 
 
-# rich's tracebacks show all local variables and hide the error, so they are switched off
+# switch rich's tracebacks off, because they show all local variables and hide the error
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
 Trainers = Annotated[int, typer.Option(min=1, help="Number of trainers.")]
@@ -324,7 +324,7 @@ def _record(context: typer.Context) -> LaunchRecord:
 
 
 def _resume(context: typer.Context, folder: Path) -> None:
-    """Continue the job whose cuts are in a folder; options that are set now replace earlier ones.
+    """Continue the job of a folder with cuts (snapshots); options set now replace earlier ones.
 
     Raises:
       ConfigError: the folder has no job, or the job has another script.
@@ -347,7 +347,8 @@ def _resume(context: typer.Context, folder: Path) -> None:
     for name, value in earlier.items():
         if not _is_set(context, name):
             values[name] = value
-    # the job runs in the earlier directory, and paths on this command line are from the current one
+    # the job runs in its earlier directory, but this command line's paths begin in the current
+    # directory
     for name in ("log_dir", "hosts"):
         if _is_set(context, name) and (name == "log_dir" or Path(values[name]).is_file()):
             values[name] = os.path.abspath(values[name])

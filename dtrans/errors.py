@@ -25,7 +25,7 @@ class UntestedJaxWarning(UserWarning):
 
 
 class CheckpointWarning(UserWarning):
-    """Warning: dtrans skips a checkpoint that it cannot read, or copies of a saved array differ."""
+    """Warning: a checkpoint is unreadable and skipped, or two copies of a saved array differ."""
 
 
 class NonfiniteWarning(UserWarning):
@@ -49,8 +49,7 @@ class GradientError(DtransError, ValueError):
 
 
 class OptimizerError(GradientError):
-    """Error: an optimizer needs values that are not available where it runs, or cannot be
-    sliced."""
+    """Error: an optimizer cannot be sliced, or needs values that do not exist where it runs."""
 
 
 class ConfigError(DtransError, ValueError):
@@ -85,11 +84,11 @@ class StateError(DtransError, RuntimeError):
 
 
 class DamagedError(StateError):
-    """Error: a checkpoint lacks files, has files of several saves, or bytes of a file changed."""
+    """Error: a checkpoint lacks files, mixes files of several saves, or fails a checksum."""
 
 
 class DamagedCutError(DamagedError):
-    """Error: a role cannot read its state from a damaged cut.
+    """Error: a role cannot read its state, because the cut (a snapshot of the job) is damaged.
 
     `dtrans launch --restarts` then starts all roles again, from the newest older cut.
     """
@@ -122,7 +121,8 @@ class PeerError(DtransError, RuntimeError):
 class LostPeerError(PeerError):
     """Error: the connection to another role has ended, or the process of this role has ended.
 
-    In a job with cuts (`job.serve(state, cuts=10)`) the launcher starts the other role again.
+    In a job that writes cuts, which are snapshots (`job.serve(state, cuts=10)`), the launcher
+    starts the other role again.
 
     Attributes:
       role: the other role: "trainer 1", or "pserver " and its endpoint.
@@ -176,14 +176,17 @@ def rename_options(names: Mapping[str, str]) -> Iterator[None]:
     A word in a message is an option if it is the first word, or if `=` follows it.
 
     Args:
-      names: maps dtrans's name of an option to the name in the interface that the user calls.
+      names: maps dtrans's name of an option to the name in the interface that the user calls. A key
+        with a space is a phrase, which is replaced at every place.
     """
     try:
         yield
     except DtransError as e:
-        words = "|".join(names)
-        pattern = rf"^({words})\b|\b({words})(?==)"
-        e.args = (re.sub(pattern, lambda found: names[found[0]], str(e)), *e.args[1:])
+        patterns = []
+        for n in names:
+            patterns.append(re.escape(n) if " " in n else rf"^{n}\b|\b{n}(?==)")
+        text = re.sub("|".join(patterns), lambda found: names[found[0]], str(e))
+        e.args = (text, *e.args[1:])
         raise
 
 

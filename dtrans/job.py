@@ -19,11 +19,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from dtrans._jax import without_mesh
+from dtrans._jax import ClosedJaxpr, without_mesh
 from dtrans.checks import check_int
 from dtrans.errors import ConfigError, Rewound, StateError
 from dtrans.ir.program import Program
 from dtrans.step import one_state
+from dtrans.step.applied import Applied
 from dtrans.step.batch_sharing import part_of_batch
 from dtrans.step.hyperparameters import replace_hyperparameters
 from dtrans.step_meter import JobReport, StepMeter
@@ -40,7 +41,7 @@ class SeekableBatches(Protocol):
         """Make the batch of step `step` the next batch."""
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
-        """Return an iterator over the batches from this step on."""
+        """Return an iterator over the batches, from the current position on."""
 
 
 @runtime_checkable
@@ -79,7 +80,7 @@ def _numbered_steps(
                     yield from _steps_ahead(job, state, batches, ahead, count)
                 else:
                     yield from _steps_ahead(job, state, map(batches, range(first, stop)), ahead)
-                job.check_return()  # a process may be lost after the last step
+                job.end_loop()  # a process may be lost after the last step
             except Rewound as e:
                 state = e.state
             else:
@@ -92,8 +93,8 @@ def _numbers(start: int, stop: int | None) -> tuple[int, int]:
     """Return `start` and `stop`; raise ConfigError if `stop` is missing."""
     if stop is None:
         raise ConfigError(
-            "batches are those of numbered steps, so job.steps needs the number after the last "
-            "step: job.steps(state, batches, stop=1000)"
+            "batches is a function of the step number, or has a method seek, so job.steps cannot "
+            "know the last step; pass the number of steps: job.steps(state, batches, stop=1000)"
         )
     return start, stop
 
@@ -112,7 +113,7 @@ def _steps_ahead(
 
 
 def _announced(job: Job, batches: Iterable[Sequence[Any]], ahead: int) -> Iterator[Sequence[Any]]:
-    """Yield each batch after `job.prefetch` of the next `ahead` batches."""
+    """Yield each batch, after the next `ahead` batches were passed to `job.prefetch`."""
     waiting = collections.deque[Sequence[Any]]()
     for batch in batches:
         if waiting:
@@ -138,7 +139,7 @@ class StateFunctions(abc.ABC):
     """
 
     plan: Any
-    _functions: weakref.WeakKeyDictionary[Any, one_state.Applied] | None = None
+    _functions: weakref.WeakKeyDictionary[Any, Applied] | None = None
 
     @abc.abstractmethod
     def params(self, state: Any) -> Any:
@@ -226,8 +227,13 @@ class StateFunctions(abc.ABC):
         """Call a function of the parameters, for evaluation or sampling.
 
         Each function object is compiled once for each shape of `args`. The job gathers only arrays
-        that `fn` reads. On a mesh, parameters stay sharded, and XLA gathers the operands of each
-        matrix product when the product runs.
+        that `fn` reads, and never all of them at once:
+
+        - Sharded parameters are gathered in groups of at most 64 MiB, or one larger parameter. A
+          group is dropped when the following group is gathered.
+        - Each stage of a pipeline computes the equations that read its parameters. Activations
+          move to the next stage, but parameters stay on their devices. In a job of several
+          processes, the parameters of one stage at a time are sent to all processes.
 
         Args:
           fn: a pure function `fn(params, *args)`; or `fn(state, *args)`, if the step has one state
@@ -263,6 +269,25 @@ class StateFunctions(abc.ABC):
         """Convert the result of `_leaves` to leaves of a single device; JAX traces this method."""
         return leaves
 
+    def _unstacked(
+        self, jaxpr: ClosedJaxpr, names: Sequence[str]
+    ) -> tuple[ClosedJaxpr, Sequence[str]]:
+        """Return a traced function, and the names of its leaves, with the leaves that are stored.
+
+        Args:
+          jaxpr: function of leaves and arguments.
+          names: names of the leaves.
+        """
+        return jaxpr, names
+
+    def _groups(self, names: Sequence[str]) -> Mapping[str, int]:
+        """Return a group for each leaf; the job fetches the leaves of one group at a time.
+
+        Args:
+          names: leaves, in the order in which a function reads them.
+        """
+        return dict.fromkeys(names, 0)
+
 
 class Job(StateFunctions):
     """Plan that runs: `init`, `step`, and functions of a state.
@@ -278,6 +303,8 @@ class Job(StateFunctions):
 
     part = (0, 1)  # index of this process's part of a global batch, and the number of parts
     takes_uneven_parts = False  # True if a part may be a `dtrans.UnevenPart`
+    # function from the rows of a batch to those of each part; None if parts are equal
+    shares: Callable[[int], Sequence[int]] | None = None
     batches_ahead = 1  # default of the argument `ahead` of `steps`
     is_driver = False  # True if Ray actors run the steps, and save and restore the state
     run_id: str  # default tag of the run's checkpoints
@@ -385,6 +412,10 @@ class Job(StateFunctions):
     def check_return(self) -> None:
         """Raise Rewound if the job goes back to an earlier step. The base class does nothing."""
 
+    def end_loop(self) -> None:
+        """Wait until servers have received all steps; raise Rewound if the job goes back."""
+        self.check_return()
+
     @property
     def step_count(self) -> int:
         """Number of steps that this job has taken."""
@@ -400,9 +431,17 @@ class Job(StateFunctions):
         """Counter and timer of the steps."""
         return StepMeter()
 
-    def report(self) -> JobReport:
-        """Return steps per second, seconds by activity, and the plan's costs, as a table."""
-        return self.meter.report(self.plan.costs())
+    def report(self, link: float | str | None = None) -> JobReport:
+        """Return steps per second, seconds by activity, and the plan's costs, as a table.
+
+        Args:
+          link: rate of each host's link, as for `Plan.costs`. The report then compares the time of
+            a step with the plan's bound.
+
+        Raises:
+          ConfigError: `link` is not a rate, or the plan has no parameter servers.
+        """
+        return self.meter.report(self.plan.costs(link))
 
     def trace(self, directory: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Trace the steps of a `with` block with JAX's profiler, each with its index.
@@ -418,7 +457,8 @@ class Job(StateFunctions):
 
         Process k of N gets rows k*B/N to (k+1)*B/N of each array in `split_axes()`, and all other
         arrays in full. A single process gets the global batch. If the number of trainers does not
-        divide the rows, and `takes_uneven_parts` is True, a part is a `dtrans.UnevenPart`.
+        divide the rows, and `takes_uneven_parts` is True, a part is a `dtrans.UnevenPart`. Parts
+        by `dtrans.Batch.speeds` are always `dtrans.UnevenPart`s.
 
         Args:
           *batch: the batch arguments of the step: pytrees of NumPy or JAX arrays.
@@ -431,7 +471,8 @@ class Job(StateFunctions):
             return batch
         trainers = self.plan.trainers if self.takes_uneven_parts else 0
         specs = self.plan.main.args[2:]
-        return part_of_batch(specs, batch, self.split_axes(), self.part, trainers)
+        axes, shares = self.split_axes(), self.shares
+        return part_of_batch(specs, batch, axes, self.part, trainers, shares)
 
     def place(self, *batch: Any) -> tuple[Any, ...]:
         """Return `shard_batch(*batch)`; a job on a mesh also copies the part to its devices."""
@@ -486,11 +527,13 @@ def _on_one_device(job: StateFunctions, state: Any, names: Collection[str]) -> d
     return {n: jax.device_put(found[n], device) for n in names}
 
 
-def _applied(job: StateFunctions, fn: Callable[..., Any]) -> one_state.Applied:
+def _applied(job: StateFunctions, fn: Callable[..., Any]) -> Applied:
     """Return the compiled `fn`, from the job's cache if the job has called `fn` before."""
     if job._functions is None:
         job._functions = weakref.WeakKeyDictionary()
     found = job._functions.get(fn)
     if found is None:
-        found = job._functions[fn] = one_state.Applied(job.plan.main, fn, job._opened)
+        found = job._functions[fn] = Applied(
+            job.plan.main, fn, job._opened, job._unstacked, job._groups
+        )
     return found

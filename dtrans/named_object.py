@@ -53,7 +53,7 @@ def _import(module: str, option: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as e:
         if e.name is None or not f"{module}.".startswith(f"{e.name}."):
-            raise  # the user's module exists, but imports a module that does not
+            raise  # the user's module exists, but imports a missing module
         raise ConfigError(
             f"{option}; the module {e.name} is neither in {folder} nor installed"
         ) from e

@@ -46,6 +46,7 @@ from dtrans.verification.outcome import Report
 if TYPE_CHECKING:
     from dtrans.costs import Costs
     from dtrans.job import Job
+    from dtrans.transfers import Transfers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +73,8 @@ def with_recipe(transform: Callable[P, PlanT]) -> Callable[P, PlanT]:
     def run(*args: P.args, **options: P.kwargs) -> PlanT:
         plan = transform(*args, **options)
         recipe = PlanRecipe(run, inspect.signature(transform).bind(*args, **options).arguments)
-        # The recipe is no field of the dataclass: `dataclasses.replace` would copy it to a changed
-        # plan, which the call in the recipe does not return.
+        # The recipe is not a dataclass field, because `dataclasses.replace` would copy it to a
+        # changed plan. The call in the recipe returns the unchanged plan.
         object.__setattr__(plan, "recipe", recipe)
         return plan
 
@@ -134,9 +135,53 @@ class Plan(abc.ABC):
     def programs(self) -> Mapping[str, Program]:
         """Program of each role, by the role's name; `trainer` if all trainers have one program."""
 
+    def costs(self, link: float | str | None = None) -> Costs:
+        """Return the memory, traffic and floating-point operations of each role in a step.
+
+        Args:
+          link: rate of each host's link in each direction: bytes per second, or text such as
+            "1gbit". The costs of a plan with parameter servers then have a bound for the time of a
+            step: the time in which the busiest link carries the step's bytes (`dtrans.costs`).
+
+        Raises:
+          ConfigError: `link` is not a rate, or the plan has no parameter servers.
+
+        Example:
+          >>> import jax.numpy as jnp, optax, dtrans
+          >>> tx, x = optax.sgd(0.5), jnp.ones((4, 250))
+          >>> step = dtrans.make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), tx)
+          >>> init = lambda: (jnp.ones(250), tx.init(jnp.ones(250)))
+          >>> plan = dtrans.pserver(dtrans.trace(step, *init(), x), dtrans.trace(init), trainers=2)
+          >>> costs = plan.costs(link="1mbit")
+          >>> costs.busiest.role, costs.link_bytes, costs.link_seconds
+          ('127.0.0.1:6174', 2000.0, 0.016)
+        """
+        costs = self._role_costs()
+        return costs if link is None else costs.over_link(link)
+
     @abc.abstractmethod
-    def costs(self) -> Costs:
-        """Return the memory, traffic and floating-point operations of each role in a step."""
+    def _role_costs(self) -> Costs:
+        """Return the costs without the rate of a link."""
+
+    @abc.abstractmethod
+    def transfers(self) -> Transfers:
+        """Return the transfers between roles in a step, with bytes.
+
+        A notebook shows the result as a drawing. A collective counts as sending its operands. Bytes
+        of the rows of tables are upper bounds, for ids that are evenly spread over the servers.
+
+        Example:
+          >>> import jax.numpy as jnp, optax, dtrans
+          >>> tx, x = optax.sgd(0.5), jnp.ones((4, 2))
+          >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params) ** 2), tx)
+          >>> init = lambda: (p := jnp.ones(2), tx.init(p))
+          >>> main, startup = dtrans.trace(step, *init(), x), dtrans.trace(init)
+          >>> print(dtrans.pserver(main, startup, pservers=["127.0.0.1:6174"]).transfers())
+          transfers of a step
+            from            to              values      bytes
+            trainer         127.0.0.1:6174  gradients       8
+            127.0.0.1:6174  trainer         parameters      8
+        """
 
     @property
     @abc.abstractmethod
@@ -165,7 +210,9 @@ class Plan(abc.ABC):
         return f"<{self._title}>"
 
     def _repr_html_(self) -> str:
-        return display.plan_html(self._title, self._header, self.rows, self.notes, code=self._code)
+        table = display.plan_html(self._title, self._header, self.rows, self.notes, code=self._code)
+        drawing = self.transfers().svg()
+        return f"{table}<details><summary>transfers of a step</summary>{drawing}</details>"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self) if cycle else str(self))
@@ -224,10 +271,9 @@ class Plan(abc.ABC):
     def on_ray(self, batches: Any = None, **options: Any) -> Job:
         """Run the job as actors of a Ray cluster, with this process as the driver.
 
-        The extra `ray` must be installed. Each role is an actor in a placement group, which repeats
-        the plan's recipe and calls `on_cluster`. The traced functions must be picklable. The driver
-        calls `init`, `step` and the other methods of the job; its state is a handle to the states
-        of the actors.
+        The extra `ray` must be installed. Each role is an actor: it repeats the plan's recipe, and
+        calls `on_cluster`. The traced functions must be picklable. The driver calls `init`, `step`
+        and the other methods of the job; its state is a handle to the states of the actors.
 
         Args:
           batches: source of each trainer's part of the batch, from which the trainer's actor reads.
@@ -305,44 +351,52 @@ class Plan(abc.ABC):
           >>> report.equal, report.complete
           (True, True)
         """
-        main, specs = self.main, self.main.args[2:]
-        if not batch:
-            batch = tuple(_traced_types(main, spec) for spec in specs)
-        if len(batch) != len(specs):
-            raise BatchError(
-                f"the step takes {len(specs)} batch arguments, {len(batch)} were given; pass "
-                "the same arguments as to dtrans.trace"
-            )
-        types = jax.tree.map(_type_of, batch)
-        input_types: dict[str, Any] = {}
-        values: dict[str, Any] = {}
-        for spec, tree, type_tree in zip(specs, batch, types, strict=True):
-            input_types.update(zip(spec.names, spec.flatten(type_tree), strict=True))
-            for name, x in zip(spec.names, spec.flatten(tree), strict=True):
-                if not isinstance(x, (jax.ShapeDtypeStruct, ShapedArray)):
-                    values[name] = x
-        traced: Any = self._run_as("verify", types)
-
-        # Asynchronous jobs and GEO-SGD do not compute `main`. For them, `replay` is the one-device
-        # program that the job must compute.
-        if traced.replay is None:
-            params, opt_state = main.args[:2]
-            state_types = values_at(main.inputs, (*params.names, *opt_state.names))
-            expected = main.specialize_flat([*state_types, *input_types.values()])
-        else:
-            expected = traced.replay
-            input_types = subset(expected.inputs, input_types)
-            values = {n: jnp.broadcast_to(x, input_types[n].shape) for n, x in values.items()}
-        startup: Program = self.startup  # type: ignore[attr-defined]
-        comparison = Comparison(
-            expected, traced, input_types, main.frozen_constants, startup, values
-        )
+        comparison = _comparison(self, batch)
         return comparison.check(repr(self)[1:-1], points=points, seed=seed)
 
     def _run_as(self, way: str, *args: Any, **options: Any) -> Job:
         with within_mesh(None):
             job: Job = runner_of(self, way)(self, *args, **options)
         return job
+
+
+def _comparison(plan: Plan, batch: tuple[Any, ...]) -> Comparison:
+    """Return the comparison of a plan's traced step with the one-device step.
+
+    Args:
+      plan: the plan.
+      batch: the batch arguments of the step: arrays, or types. Empty for the traced types.
+    """
+    main, specs = plan.main, plan.main.args[2:]
+    if not batch:
+        batch = tuple(_traced_types(main, spec) for spec in specs)
+    if len(batch) != len(specs):
+        raise BatchError(
+            f"the step takes {len(specs)} batch arguments, {len(batch)} were given; pass "
+            "the same arguments as to dtrans.trace"
+        )
+    types = jax.tree.map(_type_of, batch)
+    input_types: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    for spec, tree, type_tree in zip(specs, batch, types, strict=True):
+        input_types.update(zip(spec.names, spec.flatten(type_tree), strict=True))
+        for name, x in zip(spec.names, spec.flatten(tree), strict=True):
+            if not isinstance(x, (jax.ShapeDtypeStruct, ShapedArray)):
+                values[name] = x
+    traced: Any = plan._run_as("verify", types)
+
+    # Asynchronous jobs and GEO-SGD do not compute `main`. For them, `replay` is the one-device
+    # program that the job must compute.
+    if traced.replay is None:
+        params, opt_state = main.args[:2]
+        state_types = values_at(main.inputs, (*params.names, *opt_state.names))
+        expected = main.specialize_flat([*state_types, *input_types.values()])
+    else:
+        expected = traced.replay
+        input_types = subset(expected.inputs, input_types)
+        values = {n: jnp.broadcast_to(x, input_types[n].shape) for n, x in values.items()}
+    startup: Program = plan.startup  # type: ignore[attr-defined]
+    return Comparison(expected, traced, input_types, main.frozen_constants, startup, values)
 
 
 def _traced_types(program: Program, spec: TreeSpec) -> Any:

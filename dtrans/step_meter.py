@@ -41,13 +41,22 @@ class JobReport:
 
     @property
     def elsewhere(self) -> float:
-        """Seconds between steps, without waiting for batches: the loop mostly waits for results."""
+        """Seconds between steps, without the waits for batches; mostly waits for results."""
         return self.seconds - self.in_step - self.waiting
 
     @property
     def steps_per_second(self) -> float:
         """Steps per second, without the first step; 0 if there was only one."""
         return (self.steps - 1) / self.seconds if self.seconds else 0.0
+
+    @property
+    def link_share(self) -> float | None:
+        """Time in which the busiest link carries a step's bytes, divided by the time of a step.
+
+        1.0 is the optimum. None without the rate of a link, and before the second step.
+        """
+        needed = self.costs.link_seconds
+        return None if needed is None or not self.seconds else needed * self.steps_per_second
 
     def __str__(self) -> str:
         per_second = f"{self.steps_per_second:,.2f} a second"
@@ -60,6 +69,11 @@ class JobReport:
         for name, seconds in parts.items():
             share = f", {seconds / self.seconds:.0%}" if self.seconds else ""
             lines.append(f"  {name:17}  {seconds:.3f} s{share}")
+        if self.link_share is not None:
+            lines.append(
+                f"  {1 / self.steps_per_second:.4g} s a step; the bytes on the busiest link take "
+                f"{self.costs.link_seconds:.4g} s: {self.link_share:.0%} of the bound"
+            )
         return "\n".join([*lines, str(self.costs)])
 
     def __repr__(self) -> str:
@@ -101,7 +115,7 @@ class StepMeter:
         self.saved = str(checkpoint), self.steps
 
     def add_note(self, error: BaseException | None) -> None:
-        """Add to a KeyboardInterrupt where the job has stopped, and what it has saved."""
+        """Add the number of finished steps and the newest checkpoint to a KeyboardInterrupt."""
         if not isinstance(error, KeyboardInterrupt) or hasattr(error, "__notes__"):
             return
         saved = "it has saved no checkpoint"

@@ -1,14 +1,13 @@
-"""Eight virtual CPU devices before JAX starts, how hypothesis runs, and what tests of the endpoints
-start from.
+"""Configuration of pytest: virtual CPU devices, options of XLA and hypothesis, and shared fixtures.
 
-More than half of the time of tests is compilation. So LLVM is asked for little, here and in the
-processes that tests start, and XLA does without the emitters of fusions, which take a third of what
-is left (`make nightly` and `make compat` ask for all of it); what was compiled is kept in a folder
-of this run.
+Tests spend more than half of their time on compilation. So XLA and LLVM run few optimizations, here
+and in the processes that tests start. XLA also runs without its fusion emitters, which would take a
+third of the remaining compile time. `make nightly` and `make compat` use all optimizations. A
+temporary folder caches compiled programs during one run.
 
-Without these emitters XLA's optimizations vectorize loops by the shapes of arrays: rows of an
-array, and the same rows made alone, then differ in their last bit. So the two options belong
-together, and no file may change one.
+Without fusion emitters, XLA vectorizes loops by the shape of an array. Then rows of an array can
+differ in the last bit from the same rows computed alone. So both options must be set together, and
+no test file may change one of them.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and version("jaxlib").startswith("0.10."):
-    # another version may not know these, and ends the process then
+    # other versions of jaxlib may not know these flags, and would end the process
     plain = "--xla_cpu_use_fusion_emitters=false --xla_cpu_emitter_verification_level=0"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {plain}".strip()
 if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -44,9 +43,9 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
     # otherwise each worker rewrites every assert, and each process of a test compiles dtrans
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    layers.today()  # for the workers
+    layers.today()  # store the date for the workers
 
-import jax  # behind what it reads of the environment
+import jax  # JAX reads the environment variables set above
 
 
 if TYPE_CHECKING:
@@ -87,11 +86,12 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One more than there are processors: tests of processes mostly wait."""
+    """Return the number of workers: one more than processors, since tests of processes mostly
+    wait."""
     return (os.cpu_count() or 1) + 1
 
 
-@pytest.hookimpl(trylast=True)  # behind those that make the cases
+@pytest.hookimpl(trylast=True)  # after plugins that create cases
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     layers.mark_cases(metafunc)
 
@@ -105,9 +105,9 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m is looked at
+@pytest.hookimpl(tryfirst=True)  # before pytest evaluates -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark each test's layer, and as `soak` the tests that today's sample leaves to the night."""
+    """Mark the layer of each test. Mark as `soak` the tests that are not in today's sample."""
     layers.mark(items, config)
     late = set(layers.of_other_nights(items))
     config.hook.pytest_deselected(items=list(late))
@@ -116,7 +116,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def unit_layer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a unit test fail where it starts a process or a job: `layers` took it for another."""
+    """Fail if a unit test starts a process or a job, which means that `layers` chose a wrong
+    layer."""
     if {"unit", "plan"} & set(request.node.keywords):
 
         def refuse(*args: Any, **options: Any) -> None:
@@ -136,11 +137,13 @@ def system_fonts() -> None:
 
 
 def open_sockets() -> set[str]:
-    """The sockets and pollers that this process has open (Linux tells); ZeroMQ's threads have one
-    each at least."""
+    """Return the open sockets and pollers of this process, from Linux's /proc.
+
+    Each thread of ZeroMQ has at least one of them.
+    """
     found = set()
     for fd in Path("/proc/self/fd").glob("*"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             kind = os.readlink(fd)
             if kind.startswith("socket:") or "eventpoll" in kind:
                 found.add(f"{fd.name} {kind}")
@@ -157,13 +160,13 @@ def small_heap() -> Iterator[None]:
     from dtrans.checkpoint import runs
 
     jax.clear_caches()
-    runs._known.clear()  # which runs roles in threads of this process were in
+    runs._known.clear()  # runs that roles in threads of this process belonged to
     gc.collect()
     gc.freeze()
     yield
 
 
-# options of JAX that change numbers or how they are compiled
+# options of JAX that change numbers or the compilation
 NUMERIC = re.compile("optimization|x64|prng|threefry|promotion|precision|debug_nans")
 
 
@@ -174,8 +177,7 @@ def numeric_options() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True, scope="module")
 def same_options() -> Iterator[None]:
-    """Fail where a file leaves JAX with other options than it found: files behind it would have
-    other bits."""
+    """Fail if a test file changes options of JAX: later files would then compute other bits."""
     before = numeric_options()
     yield
     assert numeric_options() == before
@@ -188,7 +190,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["dtrans", *arguments])
-        # roles find the package from anywhere, installed or not
+        # roles find the package from any folder, installed or not
         monkeypatch.setenv(
             "PYTHONPATH",
             os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
@@ -205,18 +207,22 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Any:
 def folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
-    """Folder for temporary files, empty again at the end, as are the lists of threads and
-    sockets."""
+    """Return a folder for temporary files.
+
+    After the test, the folder must be empty, and all threads and sockets of the test must be
+    closed.
+    """
     from role_threads import RESERVED
     from zmq.utils.garbage import gc as zmq_gc
 
     from dtrans.protocol.server import server_loop
 
-    tmp_path_factory.getbasetemp()  # not below ours
+    tmp_path_factory.getbasetemp()  # create the base folder outside of ours
     where = Path(tempfile.mkdtemp(prefix="t"))  # a short path: sockets have room for 107 characters
     monkeypatch.setattr(tempfile, "tempdir", str(where))
     monkeypatch.setattr(server_loop, "TICK", 0.1)
-    if zmq_gc.thread is None:  # it frees what was sent without a copy; one for the whole process
+    # it frees messages that ZeroMQ sent without a copy; one thread for the process
+    if zmq_gc.thread is None:
         zmq_gc.start()
     sockets = open_sockets()
     yield where
@@ -231,14 +237,14 @@ def folder(
 
 @pytest.fixture
 def x64() -> Iterator[None]:
-    """64 bits."""
+    """Enable 64-bit types during the test."""
     with jax.enable_x64(True):
         yield
 
 
 @pytest.fixture
 def role_threads(folder: Path) -> Iterator[RoleThreads]:
-    """Whose threads have ended when the test has."""
+    """Run roles of a job in threads. All threads must have ended after the test."""
     from role_threads import RoleThreads
 
     made = RoleThreads()

@@ -1,12 +1,13 @@
-"""Faults that the tests must notice: one or two in each important file, and five wrong batch splits.
+"""Deliberate faults that the tests must notice: one or two for each important file, and five wrong
+batch splits.
 
-    python tests/faults.py                 plants each in a copy of the project
-    python tests/faults.py rules writer    some of them
+    python tests/faults.py                 plant each fault in a copy of the project
+    python tests/faults.py rules writer    plant only the faults of these files
 
-It runs the tests of each copy with `pytest -x`.
-It prints the test that notices a fault: the one that the fault names, which runs each day, else one
-of today's sample, else one of the night (`-m soak`). It fails where none does within five minutes
-each. A layout of the package, or of its tests, that hides a fault is found in this way.
+For each fault, the script runs tests in the copy with `pytest -x`, and prints the first test that
+fails. It runs the test that the fault names first, then today's sample of other tests, then the
+tests of the nights (`-m soak`). Each of these runs may take five minutes. The script fails if no
+test notices a fault. So it shows if a new layout of the package or of the tests hides a fault.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ MINUTES = 5
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A change of one place.
+    """Deliberate fault: a change of one place in one file.
 
     Attributes:
-      file: in the package.
-      old, new: the text that is there, once, and what is put in its place.
-      tests: the files of tests that are run, in the folder of tests.
-      noticed_by: a test of these files that runs each day and notices it, whatever the sample.
+      file: path in the package.
+      old: the right text, which occurs once in the file.
+      new: the wrong text.
+      tests: test files to run, as paths in the folder `tests`.
+      noticed_by: a test in these files that notices the fault, and that runs each day.
     """
 
     file: str
@@ -45,11 +47,11 @@ class Fault:
 
     @property
     def name(self) -> str:
-        """`rules`."""
+        """Name of the file without its suffix, such as `rules`."""
         return Path(self.file).stem
 
     def planted(self, text: str) -> str:
-        """The text of the file with the fault."""
+        """Return the text of a file with the fault."""
         assert text.count(self.old) == 1, (
             f"{self.file} has {self.old!r} {text.count(self.old)} times"
         )
@@ -60,14 +62,14 @@ BATCHES = ("verification/test_random_steps.py", "batch/test_step_zoo.py")
 TABLES = ("run/parameter_server/test_table_zoo.py",)
 
 FAULTS = (
-    Fault(  # a gather that fills with sevens is called linear
+    Fault(  # a gather that fills with sevens counts as linear
         "_jax/primitives.py",
         "linear_if=_fills_linearly",
         "linear_if=_always",
         ("test_jax_primitives.py",),
         "test_jax_primitives.py::test_linear",
     ),
-    Fault(  # rows that change places are called the same
+    Fault(  # rows that change places count as equal
         "_jax/primitives.py",
         '("rev", _F(moves=(0,), linear_in',
         '("rev", _F(moves=(0,), keeps_order=_always, linear_in',
@@ -96,7 +98,7 @@ FAULTS = (
         ("ir/test_builder.py",),
         "ir/test_builder.py::test_bodies_take_operands_in_front_of_theirs[1]",
     ),
-    Fault(  # a sum that an iteration reads in full is a partial sum in the next one
+    Fault(  # a sum that an iteration reads in full is a partial sum in the next iteration
         "engine/loops.py",
         "if is_closed and not isinstance(after, RowAxis):",
         "if False:",
@@ -104,14 +106,14 @@ FAULTS = (
         "engine/test_split.py::"
         "test_a_carried_sum_that_a_turn_reads_whole_is_reduced_before_the_loop",
     ),
-    Fault(  # what is carried is what the first turn takes
+    Fault(  # the carry equals the input of the first iteration
         "ir/interpret.py",
         "joined[i] = join(start[i], results[j])",
         "pass",
         ("ir/test_interpret.py", "zero/test_rank_values.py"),
         "ir/test_interpret.py::test_inputs_enter_the_outputs_that_are_made_of_them[scan]",
     ),
-    Fault(  # zero minus a value is that value
+    Fault(  # zero minus a value counts as the value
         "ir/folding.py",
         'for i in (1,) if name == "sub" else (1, 0):',
         "for i in (1, 0):",
@@ -201,12 +203,35 @@ FAULTS = (
         "test_a_server_that_has_two_blocks_of_a_leaf_joins_their_parts_of_a_reduction[lamb]",
     ),
     Fault(
+        "slicing/divide_update.py",
+        "and not _is_uniform(a, producers)",
+        "and False",
+        ("run/parameter_server/test_update_parts.py",),
+        "run/parameter_server/test_update_parts.py::"
+        "test_a_block_is_divided_if_its_rows_are_updated_alone[mask-False]",
+    ),
+    Fault(
         "slicing/mean.py",
         "* (1 / len(grads))",
         "* (1 / 2)",
         ("run/parameter_server/test_trainer_exit.py", "run/parameter_server/test_mesh.py"),
         "run/parameter_server/test_trainer_exit.py::"
         "test_as_paddle_the_last_gradient_counts_once_more_and_the_divisor_stays",
+    ),
+    Fault(
+        "ops/wire_types.py",
+        "total = x + rounding_error",
+        "total = x",
+        ("ops/test_wire_types.py", "parameter_server/test_compression.py"),
+        "ops/test_wire_types.py::"
+        "test_with_feedback_the_error_of_a_sum_stays_that_of_one_step[int8]",
+    ),
+    Fault(
+        "parameter_server/compression.py",
+        "rests.append(rest)",
+        "rests.append(old)",
+        ("parameter_server/test_compression.py",),
+        "parameter_server/test_compression.py::test_one_trainer_has_rounding_errors_too",
     ),
     Fault(
         "parameter_server/dispatch.py",
@@ -276,9 +301,9 @@ FAULTS = (
         "test_batch_statistics_are_the_mean_of_all_trainers[2-simulate]",
     ),
     Fault(
-        "zero/choose_slices.py",
-        "leaves[n] = Sliced(axes[n], size, -(-size // degree), degree)",
-        "leaves[n] = Sliced(axes[n], size, size // degree + 1, degree)",
+        "engine/layout.py",
+        "part = -(-shape[axis] // width // degree) * width",
+        "part = (shape[axis] // width // degree + 1) * width",
         ("zero/test_plan.py", "zero/test_transform.py"),
         "zero/test_plan.py::test_stage_1_scatters_behind_the_backward_pass[0]",
     ),
@@ -301,7 +326,7 @@ FAULTS = (
         "self.b.call(times(self.how.degree), piece)[0]",
         "piece",
         ("zero/test_loop_shapes.py",),
-        "zero/test_loop_shapes.py::test_plans_compute_the_step[and sum(p**2) in the loss]",
+        "zero/test_loop_shapes.py::test_plans_compute_the_step[a scan, and sum(p**2) in the loss]",
     ),
     Fault(
         "slicing/mean.py",
@@ -325,9 +350,37 @@ FAULTS = (
         "pipeline_parallel/test_transform.py::test_a_value_that_three_stages_read",
     ),
     Fault(
+        "pipeline_parallel/device_layout.py",
+        "tuple(min(map(speed_of",
+        "tuple(max(map(speed_of",
+        ("pipeline_parallel/test_device_layout.py",),
+        "pipeline_parallel/test_device_layout.py::test_a_stage_is_as_fast_as_its_slowest_device",
+    ),
+    Fault(
+        "engine/layout.py",
+        "sum(self.shares[: self.index])",
+        "self.index * self.shares[self.index]",
+        ("parameter_server/test_speeds.py",),
+        "parameter_server/test_speeds.py::test_random_numbers_belong_to_the_rows_of_a_trainer",
+    ),
+    Fault(
+        "step/batch_sharing.py",
+        "found[max(range(len(found)), key=missing)] += 1",
+        "found[0] += 1",
+        ("parameter_server/test_speeds.py",),
+        "parameter_server/test_speeds.py::test_shares_are_whole_rows",
+    ),
+    Fault(
+        "parameter_server/plan.py",
+        "flops = program_flops(self.trainer_program(k))",
+        "flops = program_flops(self.trainer_program(0))",
+        ("parameter_server/test_speeds.py",),
+        "parameter_server/test_speeds.py::test_costs_follow_the_shares_and_bytes_do_not",
+    ),
+    Fault(
         "pipeline_parallel/balance.py",
-        "        lambda stop: sent[stop],\n        lambda stop: first_unit[:stop]",
-        "        lambda stop: 0.0,\n        lambda stop: first_unit[:stop]",
+        "        lambda part, stop: sent[stop],\n        lambda part, stop: first_unit[:stop]",
+        "        lambda part, stop: 0.0,\n        lambda part, stop: first_unit[:stop]",
         ("pipeline_parallel/test_assign_stages.py",),
         "pipeline_parallel/test_assign_stages.py::test_balanced_is_optimal_in_all_four",
     ),
@@ -354,7 +407,15 @@ FAULTS = (
         "run/parameter_server/test_rows_ahead.py::"
         "test_bits_are_those_of_a_job_that_waits[sgd-sparse1-2]",
     ),
-    Fault(  # what a trainer and the servers agree on lags one pull behind
+    Fault(  # all tables of a group get the first rows
+        "run/parameter_server/tables/table_groups.py",
+        "            start = stop\n",
+        "",
+        ("run/parameter_server/test_table_groups.py",),
+        "run/parameter_server/test_table_groups.py::"
+        "test_groups_of_some_trainers_and_of_merged_gradients[None-False]",
+    ),
+    Fault(  # the value on which a trainer and the servers agree is one pull late
         "protocol/tables/cached_rows.py",
         "self._agree(ids, local + (rows - old), rows)",
         "self._agree(ids, local + (rows - old), old)",
@@ -362,7 +423,7 @@ FAULTS = (
         "verification/test_asynchronous_tables.py::"
         "test_turns_are_those_of_the_replay[geo-adam-lazy]",
     ),
-    Fault(  # a trainer is told of its own changes, and others are not
+    Fault(  # a trainer receives its own changes, and not those of other trainers
         "protocol/tables/changed_rows.py",
         "if other != k and len(news):",
         "if other == k and len(news):",
@@ -382,14 +443,14 @@ FAULTS = (
         "found += _size(box)",
         ("checkpoint/test_pserver_state.py", "checkpoint/test_collective_state.py"),
     ),
-    Fault(  # what is a mean and a sum is called a mean
+    Fault(  # a value that is a mean and a sum counts as a mean
         "batch/scaled.py",
         "(power,) = _merge_exponents([[ins[i]] for i in group])",
         "power = ins[group[0]]",
         ("batch/test_scaled.py",),
         "batch/test_scaled.py::test_what_does_not_scale[offset]",
     ),
-    Fault(  # each trainer normalises by its own statistics
+    Fault(  # each trainer normalizes by its own statistics
         "engine/writer.py",
         """            self.define_outputs(eqn, [PARTIAL] * len(eqn.outvars), values)
             if self.in_local:""",
@@ -412,7 +473,7 @@ FAULTS = (
         BATCHES,
         "batch/test_step_zoo.py::test_a_plan_computes_the_step[sum_loss-pserver-3-13]",
     ),
-    Fault(  # what all trainers have is added up
+    Fault(  # a value that all trainers have is added up
         "engine/values.py",
         "(scaled,) = self.b.call(on_first, value, self.pieces.index())",
         "scaled = value",
@@ -440,7 +501,7 @@ FAULTS = (
         ("protocol/test_exhaustive.py",),
         "test_a_cut_of_undone_steps_does_not_count",
     ),
-    Fault(  # parts are added up as they come
+    Fault(  # parts are added in the order of their arrival
         "protocol/server/trainer_rounds.py",
         "order = sorted(trainers)",
         "order = list(self._parts)",
@@ -455,6 +516,29 @@ FAULTS = (
         BATCHES,
         "batch/test_step_zoo.py::test_a_plan_computes_the_step[sum_loss-pserver-3-13]",
     ),
+    Fault(  # a row filter admits a row one update too late
+        "run/parameter_server/tables/table_memory.py",
+        "counts = self.stored.counts(new) + 1",
+        "counts = self.stored.counts(new)",
+        ("run/parameter_server/test_row_filters.py",),
+        "run/parameter_server/test_row_filters.py::test_the_third_update_of_a_row_admits_it[sgd]",
+    ),
+    Fault(  # a restored server has forgotten how many updates a row filter has counted
+        "run/parameter_server/tables/stored_rows.py",
+        "self._directory.put(ids, changed)",
+        "self._directory.put(ids, split_counts(changed)[1])",
+        ("run/parameter_server/test_row_filters.py", "run/parameter_server/test_cuts.py"),
+        "run/parameter_server/test_row_filters.py::"
+        "test_a_copy_of_a_server_has_its_counts[1-from_snapshot]",
+    ),
+    Fault(  # a slice of several rows looks up its first row only
+        "parameter_server/tables/trainer_rows.py",
+        "return ids if count == 1 else jnp.ravel(run_ids(ids, count))",
+        "return ids",
+        ("run/parameter_server/test_row_runs.py",),
+        "run/parameter_server/test_row_runs.py::"
+        "test_a_lazy_update_changes_consecutive_rows[windows-sync]",
+    ),
     Fault(  # rows miss a step
         "run/parameter_server/tables/missed_steps.py",
         "missed = lambda x: (seen <= i)",
@@ -462,21 +546,21 @@ FAULTS = (
         TABLES,
         "run/parameter_server/test_table_zoo.py::test_dense_is_one_device[B-rmsprop-range]",
     ),
-    Fault(  # rows that enter a reduction are left out of it
+    Fault(  # rows that enter a reduction are left out
         "parameter_server/tables/zero_gradient.py",
         "if not isinstance(kinds[0], np.ndarray) or kinds[0] != neutral:",
         "if not step.reduce:",
         TABLES,
         "run/parameter_server/test_table_zoo.py::test_dense_is_one_device[D-adafactor-bucket]",
     ),
-    Fault(  # the noise of other rows is added
+    Fault(  # noise of other rows is added
         "parameter_server/tables/zero_gradient.py",
         "if not self._is_alike(a, row.axis):",
         "if not step:",
         TABLES,
         "run/parameter_server/test_table_zoo.py::test_dense_is_one_device[D-noisy_sgd-range]",
     ),
-    Fault(  # a row is another server's
+    Fault(  # a row of another server is used
         "rows/row_buckets.py",
         "return ids // self.count * self._width + ids % self.count - self.start",
         "return ids // self.count * self._width + ids % self.count",
@@ -490,7 +574,7 @@ FAULTS = (
         TABLES,
         "run/parameter_server/test_table_zoo.py::test_dense_is_one_device[A-adagrad-bucket]",
     ),
-    Fault(  # after going back, a batch that was loaded ahead is read
+    Fault(  # after a return to a cut, a batch that was loaded before is read
         "run/base/feeder.py",
         "            self.close()\n            self._go_to(step, lambda: self._source.seek(step))",
         "            self.position = step",
@@ -528,8 +612,10 @@ FAULTS = (
 
 
 def notices(fault: Fault) -> tuple[str, float]:
-    """The first test that fails with a fault, and the seconds until then; no test, where none does
-    in time."""
+    """Return the name of the first test that fails with a fault, and the seconds until it failed.
+
+    The name is empty if no test fails in time.
+    """
     with tempfile.TemporaryDirectory(prefix="fault") as folder:
         copy = Path(folder) / "copy"
         skip = shutil.ignore_patterns(".*", "__pycache__", "runs", "*.egg-info")
@@ -567,7 +653,7 @@ def notices(fault: Fault) -> tuple[str, float]:
 
 
 def main(names: list[str]) -> int:
-    """Plant them; how many nothing noticed."""
+    """Plant the named faults, or all faults. Return the number of faults that no test noticed."""
     unnoticed = 0
     for fault in FAULTS:
         if not names or fault.name in names:

@@ -1,4 +1,4 @@
-"""The layers of the package: imports of every kind go down, and no two things share a name."""
+"""The layers of the package: imports only go down, and each name has one meaning."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def test_every_folder_is_in_a_layer(architecture):
 
 
 def test_no_import_goes_up(architecture):
-    """Lazy and type-checking ones count; the one exception is the registry of runners."""
+    """Include lazy imports and imports for type checkers.
+
+    The registry of runners is the one exception.
+    """
     assert architecture.climbs() == []
     assert "run.runners" in architecture.arrows()["plan"], "the exception is still needed"
 
@@ -61,7 +64,7 @@ def test_there_are_no_circles(architecture):
         if module not in state:
             state[module] = 1
             for target in sorted(arrows[module]):
-                if target:  # the face of the package is not a part of it
+                if target:  # the package's own __init__ is not a part of it
                     visit(target, [*way, module])
             state[module] = 2
 
@@ -78,7 +81,8 @@ def test_each_layer_is_there(architecture):
 
 
 def test_no_name_of_a_package_hides_a_module(architecture):
-    """`dtrans.checkpoint.load` the function, and not a file load.py beside it."""
+    """`dtrans.checkpoint.load` is a function, so there must be no file
+    dtrans/checkpoint/load.py."""
     for module, path in architecture.modules().items():
         package = importlib.import_module(f"dtrans.{module}".rstrip("."))
         if path.name == "__init__.py":
@@ -107,7 +111,7 @@ def test_public_classes_have_names_of_their_own(architecture):
     assert {name: modules for name, modules in where.items() if len(modules) > 1} == {}
 
 
-SAME_PART = {  # a file's name, and what such a file is in each folder that has one
+SAME_PART = {  # name of a file -> content of such a file in each folder that has one
     "all_gather": "the collective, and where sharding writes it",
     "array_fns": "small functions of arrays that equations are written with",
     "cluster": "the job as processes",
@@ -127,7 +131,8 @@ SAME_PART = {  # a file's name, and what such a file is in each folder that has 
 }
 
 
-# files that count a loop's operands: write `dtrans.ir.interpret.enter`, or ask `dtrans._jax.wiring`
+# Files that count the operands of a loop themselves. Others use `dtrans.ir.interpret.enter` or
+# `dtrans._jax.wiring`.
 OPEN_LOOPS = {
     "batch.scaled": "pairs the bodies of two loops",
 }
@@ -148,8 +153,10 @@ def test_files_of_one_name_are_the_same_part_of_different_strategies(architectur
 
 
 def test_the_page_is_what_the_code_says(architecture, tmp_path):
-    """`make architecture` writes it; walks are functions of JAX too, and are compared on the locked
-    one."""
+    """`make architecture` writes the page.
+
+    The walks also contain functions of JAX, so the test compares them with the locked version only.
+    """
     made = subprocess.run(
         [sys.executable, DOCS / "architecture.py", tmp_path],
         capture_output=True,

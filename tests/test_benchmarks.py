@@ -1,5 +1,4 @@
-"""Benchmarks: each is in the smoke test, and the table of ratios is what `make bench` prints
-last."""
+"""Benchmarks: the smoke test contains each benchmark, and `make bench` prints the ratios last."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def test_sample(benchmark, ratio, rows, other):
 
 def run(folder: Path, *options: str) -> str:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, str(folder)]
-    # benchmarks are off in a worker of xdist, which it knows by these
+    # pytest-benchmark disables benchmarks if it finds these variables of an xdist worker
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
     made = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
     assert made.returncode == 0, made.stdout + made.stderr

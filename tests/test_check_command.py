@@ -1,4 +1,4 @@
-"""`dtrans check module:function`: what it takes, what it prints, and its exit codes."""
+"""The command `dtrans check module:function`: its arguments, its output and its exit codes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dtrans import cli
 
 MODULE = """
 import jax, jax.numpy as jnp, optax
-from jax.sharding import AbstractMesh, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 import dtrans
 
-mesh = AbstractMesh((4,), ("data",))
+mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
 args = (jnp.ones(2), jnp.ones((8, 2)))
 tx = optax.sgd(0.1)
 loss = lambda w, x: jnp.mean((x @ w) ** 2)

@@ -1,4 +1,4 @@
-"""The command line: what it passes on, what it prints, and how it ends."""
+"""The command line: the options that it passes on, its output, and its exit codes."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_launch_deadline(command: Any, capsys: pytest.CaptureFixture[str], tmp_p
 
 
 def plain(text: str) -> str:
-    """Without colours, boxes and line breaks."""
+    """Return a text without colours, boxes and line breaks."""
     return " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", " ", text).split())
 
 
@@ -177,7 +177,7 @@ def test_an_installed_package_says_where_the_examples_are(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(dtrans, "__file__", str(tmp_path / "dtrans" / "__init__.py"))
-    (tmp_path / "examples").mkdir()  # another project's
+    (tmp_path / "examples").mkdir()  # the folder of another project
     (tmp_path / "examples" / "__main__.py").touch()
     assert command("example", "digits") == 1
     assert capsys.readouterr().err == (

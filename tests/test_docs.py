@@ -1,5 +1,5 @@
-"""What the documentation shows is what happens: docstring examples run, and so does the code of
-README and pages."""
+"""The documentation is true: examples in docstrings run, and so does the code of README and of the
+pages."""
 
 from __future__ import annotations
 
@@ -67,12 +67,13 @@ def test_main_entry_points_have_an_example(name):
 
 
 def sources() -> list[Path]:
-    """Return the files of the package and of what is in the repository beside it."""
+    """Return the source files of the package, of the examples and of the tools."""
     return [file for package in PACKAGES for file in Path(package.__file__).parent.rglob("*.py")]
 
 
 def names_in_texts() -> list[tuple[str, str]]:
-    """Where a name of the package stands in a docstring, a comment or a page, and the name."""
+    """Return pairs: a file, and a name of the package that a docstring, a comment or a page of this
+    file contains."""
     files = [README, ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *sources()]
     named = re.compile(r"`(dtrans\.[\w.]+)")
     return sorted(
@@ -81,7 +82,8 @@ def names_in_texts() -> list[tuple[str, str]]:
 
 
 def is_at_home(name: str) -> bool:
-    """Return True if a name is found, in the module that defines it and not in an importing one."""
+    """Return True if a name exists in the module that defines it, and not only in a module that
+    imports it."""
     found = pydoc.locate(name.rstrip("."))
     home = name.rpartition(".")[0]
     module = pydoc.locate(home)
@@ -102,7 +104,7 @@ TEXTS = [
     *(ROOT / "benchmarks").glob("*.md"),
     *sources(),
 ]
-# The sources that docstrings cite.
+# Prefixes of paths in other projects, which docstrings cite.
 ELSEWHERE = (
     "paddle/",
     "python/paddle/",
@@ -116,7 +118,8 @@ ELSEWHERE = (
 
 
 def test_paths_in_texts_lead_to_files():
-    """Readers find a path from the project's root, the package, or the folder of the text."""
+    """A path in a text must exist in the project's root, in the package, or in the folder of the
+    text."""
     missing = []
     for file in TEXTS:
         paths = re.findall(
@@ -128,12 +131,13 @@ def test_paths_in_texts_lead_to_files():
     assert not missing
 
 
-# Names of Paddle and EPL that the package also uses for things of its own.
+# Names of Paddle and EPL that the package also uses for its own objects.
 OTHER_PROJECTS = re.compile(r"epl\.\w+|DistributeTranspiler\._\w+")
 
 
 def members_of_the_package() -> dict[str, set[str]]:
-    """Of each class and each module of the package, by its last name: the names that it has."""
+    """Return the names of the members of each class and each module, by the last name of the class
+    or module."""
     found: dict[str, set[str]] = {}
     for name in MODULES:
         module = importlib.import_module(name)
@@ -152,8 +156,7 @@ def members_of_the_package() -> dict[str, set[str]]:
 
 
 def test_members_in_texts_are_there():
-    """`Class.member` and `module.Class` of this package; names of other projects are not looked
-    up."""
+    """Check `Class.member` and `module.Class` of this package, but no names of other projects."""
     members = members_of_the_package()
     missing = []
     for file in TEXTS:
@@ -168,20 +171,19 @@ def test_members_in_texts_are_there():
 
 
 def blocks_of(page: Path) -> list[tuple[str, str]]:
-    """The blocks of code on a page, with their language."""
+    """Return the blocks of code on a page, as pairs (language, code)."""
     return re.findall(r"```(python|sh)\n(.*?)```", page.read_text(), re.S)
 
 
 def saved(blocks: Iterable[tuple[str, str]], folder: Path) -> None:
-    """Blocks whose first line is the name of a file, as such files."""
+    """Write each block whose first line is the name of a file to this file."""
     for _, code in blocks:
         if name := re.match(r"# (\w+\.py)\n", code):
             (folder / name[1]).write_text(code)
 
 
 def run(folder: Path, *command: str, **variables: str) -> str:
-    """Return what a command prints, in a new process with the user's settings and nothing of
-    ours."""
+    """Return the output of a command in a new process, without variables of dtrans, JAX and XLA."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("DTRANS_", "JAX_", "XLA_"))}
     path = os.pathsep.join([os.path.dirname(sys.executable), env["PATH"]])
     env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(README.parent), "PATH": path, **variables}
@@ -191,7 +193,7 @@ def run(folder: Path, *command: str, **variables: str) -> str:
 
 
 def test_readme_runs_as_pasted_in_order(tmp_path):
-    """In one process, which begins with no devices but those that the page asks for."""
+    """Run all blocks of the README in one process. Only the first block creates devices."""
     blocks = blocks_of(README)
     saved(blocks, tmp_path)
     out = run(
@@ -209,8 +211,10 @@ def test_readme_runs_as_pasted_in_order(tmp_path):
 
 
 def test_processes_run_as_pasted_in_order(tmp_path):
-    """Run every script of two pages by the command on its page; later ones read what earlier ones
-    saved."""
+    """Run the scripts of two pages by the commands of these pages.
+
+    Later scripts read files of earlier ones.
+    """
     docs = README.parent / "docs"
     blocks = [b for page in ("processes.md", "checkpoints.md") for b in blocks_of(docs / page)]
     saved([*blocks_of(README), *blocks], tmp_path)
@@ -225,7 +229,7 @@ def test_processes_run_as_pasted_in_order(tmp_path):
 
 
 def test_the_script_for_paddles_users_trains_as_on_one_device(tmp_path):
-    """Two trainers with rows of their own have the loss of one device with all rows."""
+    """Two trainers with different rows have the loss of one device with all rows."""
     blocks = blocks_of(README.parent / "docs" / "paddle.md")
     saved(blocks, tmp_path)
     (command,) = [code for language, code in blocks if language == "sh"]
@@ -253,7 +257,8 @@ print(f"loss {loss:.6f}")
 """
 
 
-# on a busy machine Ray Train's workers take longer to start than the minute that it gives them
+# On a busy machine, the workers of Ray Train need more than a minute to start, which is Ray's
+# default limit.
 RAY = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -263,8 +268,10 @@ RAY = {
 
 @pytest.fixture(scope="module")
 def ray_address() -> Iterator[str]:
-    """Start one cluster for all scripts; actors of one that a script starts by itself starve beside
-    other tests."""
+    """Start one Ray cluster for all scripts.
+
+    A cluster for each script would start too slowly beside other tests.
+    """
     pytest.importorskip("ray", reason="the extra `ray` is not installed")
     with RayCluster(nodes=1, cpus=4) as cluster:
         yield cluster.address
@@ -288,7 +295,7 @@ def test_scripts_about_ray_run_as_pasted(script, ray_address, loss_of_one_device
 
 
 def test_readme_opens_with_what_it_is_and_the_two_commands():
-    """The first paragraph says what the package is; the commands come before any other code."""
+    """The first paragraph describes the package, and the commands come before all other code."""
     text = README.read_text()
     assert text.startswith("# dtrans\n\ndtrans takes a JAX training step")
     lines = text.splitlines()
@@ -316,7 +323,7 @@ def test_links_between_pages_lead_somewhere():
 
 
 def test_nobody_is_told_to_install_another_project():
-    """The package index has a project called dtrans that is not this one."""
+    """The package index has another project named `dtrans`."""
     import tomllib
 
     project = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]
@@ -347,17 +354,27 @@ def test_the_page_for_paddles_users_has_every_option_and_every_method():
     assert not [n for n in (*DEFAULTS, *EXTENSIONS, *methods) if f"`{n}" not in text]
 
 
-# Pages whose code continues that of the first page of a row run in one process with it.
+# Rows of pages. Later pages of a row continue the code of the first page, in the same process.
 CHAPTERS = [
     ["pipeline.md", "pipeline_schedules.md", "pipeline_stages.md", "pipeline_results.md"],
+    ["compression.md"],
+    ["early_answers.md"],
     ["epl.md"],
-    ["tables.md", "tables_placement.md", "tables_modes.md", "tables_service.md"],
+    ["mesh.md"],
+    ["speeds.md"],
+    [
+        "tables.md",
+        "tables_placement.md",
+        "tables_filters.md",
+        "tables_modes.md",
+        "tables_service.md",
+    ],
 ]
 
 
 @pytest.mark.parametrize("pages", CHAPTERS, ids=lambda pages: pages[0])
 def test_code_of_pages_runs_and_prints_what_the_pages_say(pages, tmp_path):
-    """A block of text shows the output of the block before it."""
+    """A block of text after a block of code shows the output of this code."""
     blocks = []
     for page in pages:
         text = (README.parent / "docs" / page).read_text()
@@ -370,8 +387,15 @@ def test_code_of_pages_runs_and_prints_what_the_pages_say(pages, tmp_path):
     assert printed == [*(output for _, output in blocks), ""]
 
 
+def test_pages_say_how_many_steps_the_table_has() -> None:
+    rows = re.findall(r"^\| \w+ \|", (ROOT / "docs/steps.md").read_text(), re.M)
+    count = len(rows) - len(["column", "alone", "exchanged", "servers", "pipeline", "step"])
+    for page in ("README.md", "docs/README.md", "docs/steps.md"):
+        assert re.search(rf"\b{count}\s+steps\b", (ROOT / page).read_text()), page
+
+
 def test_the_loop_between_steps_runs_in_an_empty_folder(tmp_path):
-    """After README's first job, whose names it uses."""
+    """The code continues the README's first job, and uses its names."""
     text = (README.parent / "docs" / "between_steps.md").read_text()
     loop = re.search(r"\n\n((?:    .*\n)+)", text)[1]
     first = [code for _, code in blocks_of(README) if "dtrans.nccl2" not in code]

@@ -1,5 +1,5 @@
-"""Plans are what they were: communication, blocks, owners, roles and losses, as `fingerprints.py`
-recorded them."""
+"""Plans have not changed: communication, blocks, owners, roles and losses equal the lines that
+`fingerprints.py` recorded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_plans_are_as_recorded(name: str) -> None:
     now, then = PLANS[name](), RECORDED["plans"][name]
     if (
         not AS_RECORDED
-    ):  # another JAX writes other equations: what is cut, moved and held is the same
+    ):  # another JAX writes other equations, but the same blocks, messages and bytes
         now, then = fingerprints.moved(now), fingerprints.moved(then)
     assert now == then
 
@@ -33,7 +33,8 @@ def test_plans_are_as_recorded(name: str) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_are_as_recorded(name: str) -> None:
-    """Twenty steps. Processors round differently, so that the last digits are not compared."""
+    """Compare the losses of twenty steps without their last digits, because processors round
+    differently."""
     if not AS_RECORDED:
         pytest.skip(f"recorded with jax {VERSIONS['jax']}")
     if name.startswith("characters") and VERSIONS["python"] != HERE["python"]:

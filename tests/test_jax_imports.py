@@ -1,5 +1,5 @@
-"""What the package may import: JAX's private modules never, its undocumented ones in `_jax` alone,
-and nothing that turns bytes from a wire or a file into code."""
+"""Imports of the package: no private module of JAX, undocumented modules only in `_jax`, and no
+module that runs code from a message or a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORBIDDEN_MODULES = ("pickle", "cloudpickle", "dill", "marshal", "shelve")
 
 
 def modules_of(tree):
-    """Every dotted name that a file imports or reaches through attributes, e.g.
+    """Return all dotted names that a file imports or reads as attributes, such as
     `jax.extend.core`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -42,7 +42,7 @@ def relative(path):
 
 @functools.cache
 def parsed(path):
-    """The syntax tree of a file, and the names of modules in it."""
+    """Return the syntax tree of a file, and the names of modules in it."""
     tree = ast.parse(path.read_text())
     return tree, set(modules_of(tree))
 
@@ -61,8 +61,7 @@ def test_private_and_undocumented_jax_stays_out():
     assert not faults
 
 
-# a driver hands its own actors functions, through a Ray cluster, which unpickles all that it
-# carries
+# The driver sends functions to its actors through Ray, which unpickles all arguments.
 OF_RAY = ("hosts/portable_plan.py", "hosts/ray_actor.py")
 
 
@@ -76,7 +75,7 @@ def test_nothing_is_unpickled_or_evaluated():
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         called = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
         found |= called & {"eval", "exec", "compile", "__import__"}
-        # numpy reads object arrays with pickle unless it is told not to
+        # numpy.load unpickles object arrays unless allow_pickle is False
         for keyword in (keyword for call in calls for keyword in call.keywords):
             if keyword.arg == "allow_pickle" and ast.unparse(keyword.value) != "False":
                 found.add("allow_pickle")
@@ -91,7 +90,7 @@ def test_the_boundary_is_used():
     )
 
 
-# what loops, branches, calls, names and collectives say in their parameters
+# keys of the parameters of loops, branches, calls, names and collectives
 KEYS = (
     "branches", "body_jaxpr", "cond_jaxpr", "call_jaxpr", "jaxpr", "num_consts", "num_carry",
     "length", "reverse",
@@ -108,7 +107,8 @@ REGISTERED = (
 
 
 def test_what_equations_are_is_known_in_one_place():
-    """No other file has a key of a loop, takes a jaxpr apart by its attributes, or builds one."""
+    """No other file reads a parameter of a loop, unpacks a jaxpr by its attributes, or builds a
+    jaxpr."""
     files = [path for path in FILES if not relative(path).startswith("_jax/")]
     faults = [
         f"{relative(path)}:{node.lineno}: {ast.unparse(node)}"

@@ -1,13 +1,13 @@
-"""Records of primitives: each fact holds on numbers, and every primitive that JAX and optax bind
-has one.
+"""Records of primitives: each fact of a record holds on numbers, and every primitive of JAX and
+optax has a record.
 
-Facts are checked on equations, with random operands of their types. A fact that is false fails
-here: the outputs of a "linear" primitive are compared with sums of outputs, entries that a "mover"
-  makes are looked for among its operands.
+The tests check facts on equations with random operands. For example, they compare the outputs of a
+"linear" primitive with sums of outputs, and search the operands for the output entries of a
+"mover".
 
-To find primitives without a record, public functions are called with one set of arguments after the
-other until some are right, and differentiated where that can be. Functions that could not be called
-are printed (`pytest -s`).
+To find primitives without a record, the tests call public functions with one set of arguments after
+the other, until a call succeeds. If possible, they also differentiate the function. `pytest -s`
+prints the functions that could not be called.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def functions(module: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
 def on_arrays(
     fn: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """A function of the arrays alone among the arguments, and these."""
+    """Return a function of the arrays among the arguments, and these arrays."""
     places = [i for i, a in enumerate(arguments) if isinstance(a, jax.Array)]
 
     def called(*arrays: Any) -> list[Any]:
@@ -93,10 +93,11 @@ def on_arrays(
 
 
 def unknown_to_tables(fn: Callable[..., Any], arrays: list[Any]) -> set[str] | None:
-    """The primitives of a function that no table knows; None where it cannot be called so."""
+    """Return the primitives of a function that have no record; None if the function rejects the
+    arguments."""
     try:
         jaxpr = lowered_jaxpr(fn, *arrays)
-    except Exception:  # whatever a function says to arguments that are not its own
+    except Exception:  # functions raise any exception for arguments that do not fit
         return None
     return {e.primitive.name for e in equations(jaxpr) if not is_known(e)}
 
@@ -168,13 +169,13 @@ BINARY = (
 OF_WORDS = "and or xor mulhi shift_left shift_right_arithmetic shift_right_logical"
 OF_MATRICES = "cholesky eigh eig svd qr lu schur hessenberg tridiagonal"
 REDUCED = "sum prod max min"
-# records for other versions of JAX, and of what public functions do not bind by themselves
+# records for other versions of JAX, and for primitives that no public function binds
 NOT_BOUND = (
     "copy_p eq_to expand_dims geqrf le_to log2 lt_to one_minus_square polynomial "
     "random_gamma_grad stop_gradient"
 )
 
-# for each primitive functions that bind it, and arguments
+# for each primitive: functions that bind it, with arguments
 EXAMPLES: dict[str, list[tuple[Callable[..., Any], tuple[Any, ...]]]] = {
     **{n: [(getattr(lax, n), (F,))] for n in UNARY.split()},
     **{n: [(getattr(lax, n), (F, F[::-1]))] for n in BINARY.split()},
@@ -287,11 +288,11 @@ def all_bound() -> Iterator[JaxprEqn]:
 
 
 def drawn(eqn: JaxprEqn, seed: int = 0) -> list[Any]:
-    """Return random operands: positive floating-point numbers, or small whole numbers, as indices
-    are.
+    """Return random operands: positive floating-point numbers, or small integers, which are valid
+    indices.
 
-    Indices of gathers and scatters are out of bounds as well. Operands are NumPy's, so that JAX
-    compiles nothing but the primitive itself.
+    Some indices of gathers and scatters are out of bounds. Operands are NumPy arrays, so that JAX
+    compiles only the primitive.
     """
     rng, numbers = (
         np.random.default_rng(seed),
@@ -340,7 +341,7 @@ def test_each_record_with_a_fact_has_an_example() -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_linear() -> None:
-    """f(a*x + b*y) = a*f(x) + b*f(y) in the operands of a group."""
+    """f(a*x + b*y) = a*f(x) + b*f(y) for the operands of a group."""
     for eqn in all_bound():
         x, y = drawn(eqn, 1), drawn(eqn, 2)
         for group in linear_operands(eqn):
@@ -384,8 +385,10 @@ def test_keeps_zero() -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_moves() -> None:
-    """Entries of an output are entries of operands, and a function of each entry may as well be
-    applied before."""
+    """Each entry of an output is an entry of an operand.
+
+    So a function of each entry may be applied before the primitive.
+    """
     for eqn in all_bound():
         x = drawn(eqn, 1)
         for k, out in enumerate(made(eqn, x) if facts_of(eqn).moves else []):
@@ -396,7 +399,7 @@ def test_moves() -> None:
 
 
 def shuffled(x: Any) -> Any:
-    """Return a function of each entry that keeps neither order nor zeros."""
+    """Return an elementwise function of an array that preserves neither order nor zeros."""
     return np.cos(97 * np.asarray(x)) + np.asarray(x) ** 2
 
 
@@ -417,7 +420,8 @@ def test_keeps_order() -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_elementwise() -> None:
-    """Equal operands give equal outputs, but for iterations that end when all entries are found."""
+    """Equal operands give equal outputs, except for iterations that stop when all entries have
+    converged."""
     for eqn in all_bound():
         if facts_of(eqn).elementwise:
             x, y, shape = drawn(eqn, 1), drawn(eqn, 2), eqn.outvars[0].aval.shape
@@ -432,7 +436,8 @@ def test_elementwise() -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_axes() -> None:
-    """Along an axis that is not mixed, an index of the outputs reads that index alone."""
+    """Along an axis that is not mixed, an index of the output depends only on the same index of the
+    operands."""
     for eqn in all_bound():
         axes, x, y = mixed_axes(eqn), drawn(eqn, 1), drawn(eqn, 2)
         if axes is None:
@@ -449,7 +454,7 @@ def test_axes() -> None:
 
 
 def with_part(x: Any, other: Any, index: Any) -> Any:
-    """Return a copy of an array with a part of another."""
+    """Return a copy of an array in which one part comes from another array."""
     copy = x.copy()
     copy[index] = other[index]
     return copy
@@ -463,7 +468,7 @@ JOINED = {
 
 @pytest.mark.usefixtures("x64")
 def test_reduces() -> None:
-    """Partial results are joined by the same operation."""
+    """The same operation combines partial results."""
     for eqn in all_bound():
         if op := JOINED.get(facts_of(eqn).reduces):
             (x,), (axis,) = drawn(eqn), mixed_axes(eqn) or ()
@@ -473,7 +478,7 @@ def test_reduces() -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_facts_with_a_condition() -> None:
-    """Equations for which a fact does not hold are not said to have it."""
+    """If the condition of a fact is false for an equation, the record does not claim the fact."""
     filled, applied, truncated = (
         bound()["gather"][3],
         bound()["scatter"][1],

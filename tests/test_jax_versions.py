@@ -1,5 +1,5 @@
-"""What differs from one JAX to the next is known in `dtrans._jax` and in the tables of
-primitives."""
+"""Differences between versions of JAX: only `dtrans._jax` and the tables of primitives depend on
+them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_operands_of_a_while_are_counted_by_kind():
     "consts, carried, taken, made", [(0, 1, 1, 0), (2, 0, 1, 2), (1, 2, 3, 1), (0, 1, 0, 1)]
 )
 def test_a_scan_is_written_with_other_stacks(consts, carried, taken, made):
-    """One stack more goes in and comes out; what it computes of the others stays."""
+    """Add one stacked input and one stacked output to a scan. The other outputs do not change."""
 
     def fn(fixed, carry, parts, more):
         def turn(carry, parts):
@@ -108,7 +108,8 @@ def test_a_scan_is_written_with_other_stacks(consts, carried, taken, made):
 
 
 def test_bodies_are_mapped_wherever_a_parameter_holds_them():
-    """A linear solve keeps its in a tuple that has names; a branch in one that has none."""
+    """A linear solve stores its bodies in a tuple with names, and a branch stores its bodies in a
+    plain tuple."""
     a, b = jnp.eye(3), jnp.ones(3)
 
     def fn(a, b):
@@ -146,8 +147,8 @@ ACTIVATIONS = {
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_and_their_derivatives_keep_rows(name):
-    """An unknown primitive is no error: a layer would be gathered, a leaf would live whole on one
-    server."""
+    """An unknown primitive raises no error, but a layer would be gathered, or a leaf would be
+    stored on one server."""
     fn = ACTIVATIONS[name]
     both = lambda x, g: jax.vjp(fn, x)[1](g)
     jaxpr = inline_calls(lowered_jaxpr(both, jnp.full((4, 3), 0.5), jnp.ones((4, 3))))
@@ -190,7 +191,7 @@ def test_a_name_is_found_in_both_of_its_forms():
 
 
 def test_a_key_that_is_gone_is_named():
-    """As the next JAX might have it: the message says which JAX, which equation and which key."""
+    """A future JAX may lack a key. The error names the version of JAX, the equation and the key."""
     scan = a_scan()
     counts = {"num_consts", "num_carry", "ft_in", "ft_out"}
     without = lambda keys: scan.replace(
@@ -202,14 +203,14 @@ def test_a_key_that_is_gone_is_named():
         (counts, scan_counts, "num_consts"),
     ):  # fmt: skip
         with pytest.raises(
-            TraceError, match=rf"^scan of jax {jax.__version__} has no parameter '{gone}', only "
+            TraceError,
+            match=rf"^the primitive scan of jax {jax.__version__} has no parameter '{gone}', only ",
         ):
             ask(without(keys))
 
 
 def test_a_version_that_is_answered_wrongly_is_noticed():
-    """A scan that says it in the way of the other JAX is read in that way, and not in this
-    one's."""
+    """A scan in the format of another version of JAX is read in that format."""
     scan = a_scan()
 
     class Trees:
@@ -229,7 +230,7 @@ def test_a_version_that_is_answered_wrongly_is_noticed():
 
 
 def new_primitive_of_jax():
-    """A primitive that a later JAX might bring: it doubles."""
+    """Return a primitive that a future JAX might have: it doubles its operand."""
     double = Primitive("double")
     double.def_impl(lambda x: 2 * x)
     double.def_abstract_eval(lambda x: x)
@@ -298,7 +299,7 @@ def test_an_unknown_primitive_in_an_init_is_named():
 
 
 def test_every_table_of_rules_is_of_known_primitives():
-    own = {"all_reduce"}
+    own = {"after", "all_reduce"}
     for rules in (RULES, PART_RULES, SPLIT_RULES):
         assert set(rules) - FACTS.keys() - own == set()
 

@@ -1,4 +1,4 @@
-"""Optimizers whose state has one number for each row, beside loops over rows."""
+"""Optimizers whose state has one number for each row, compared with loops over rows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A user works in any folder: one with the name of a library, or with a space and letters beyond
-ASCII in it."""
+"""Users work in any folder, such as a folder with the name of a library, with a space, or with
+letters beyond ASCII."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _written(folder: Path, text: str) -> Path:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["dtrans", "Zoë's folder"])
 def test_a_job_runs_and_saves_in_any_folder(name):
-    """Script, sockets, checkpoint and summaries, all below such a folder."""
+    """The script, the sockets, the checkpoint and the summaries are all in this folder."""
     with tempfile.TemporaryDirectory(
         prefix="t"
     ) as top:  # a short path: sockets have room for 107 characters

@@ -16,7 +16,7 @@ RANDOM_STEPS = ROOT / "tests" / "verification" / "test_random_steps.py"
 
 
 def obstacles(fault: Any) -> Iterator[str]:
-    """Yield what keeps a fault from being planted and noticed."""
+    """Yield the reasons why a fault cannot be planted or noticed."""
     count = (ROOT / "dtrans" / fault.file).read_text().count(fault.old)
     if count != 1 or fault.old == fault.new:
         yield f"{fault.file} has {fault.old!r} {count} times"

@@ -1,4 +1,5 @@
-"""The check of prose finds sentences that break its rules, and the listed folders keep to them."""
+"""The check of prose finds sentences that break its rules, and the listed folders obey these
+rules."""
 
 from __future__ import annotations
 

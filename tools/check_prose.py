@@ -9,7 +9,7 @@ CONTRIBUTING.md has the rules. A program can check these:
 - "of" shows possession: `is of`, `are of`, `of which` and `of whom` are not used.
 - Sentences of docstrings and pages have 25 words at most, pages 1,200 words, lines 100 characters.
 - No name is, starts with or ends with a participle such as `made`.
-- A statement has at most one comprehension, neither nested nor beside another.
+- A statement has at most one comprehension.
 
 `ruff check --select D401` finds verbs in another mood; this module finds sentences without a verb.
 """
@@ -43,9 +43,9 @@ NOT_VERBS = set(
 )
 # words that no sentence starts with; "when" and "where" are absent, because they begin conditions
 QUESTIONS = {"what", "whether", "how"}
-# second words that follow nouns alone
+# words that follow nouns: a docstring with one of these as its second word starts with a noun
 AFTER_NOUNS = {"of", "that", "which", "whose", "where"}
-# verbs that may precede these words
+# verbs that may also stand before these words, as in "Check that"
 BEFORE_CLAUSES = {"warn", "record", "note", "check", "ensure", "dispose", "assume", "think"}
 # endings of verbs that look like plural nouns, such as "pass" and "focus"
 VERBS_IN_S = ("ss", "focus", "bias", "canvas")
@@ -59,7 +59,7 @@ Finding = tuple[Path, int, str]
 
 
 def listed(text: str) -> list[str]:
-    """Return the names in a list, one a line. A comment begins with `#`."""
+    """Return the names in a list, one per line. A comment begins with `#`."""
     lines = (line.split("#")[0].strip() for line in text.splitlines())
     return list(filter(None, lines))
 
@@ -184,7 +184,7 @@ def check_text(text: str, line: int) -> Iterator[tuple[int, str]]:
         if clause := CLAUSES.search(re.sub(r"`[^`]*`", "x", paragraph)):
             yield line + start, f'"{clause[0]}" in: {paragraph[:60]}'
         for sentence in re.split(r"(?<=[.?!:])\s+", paragraph):
-            # code is one word
+            # a span of code counts as one word
             words = re.sub(r"`[^`]*`", "x", sentence).split()
             count = sum(re.search(r"[^\W_]", word) is not None for word in words)
             if words and words[0].lower() in QUESTIONS:

@@ -79,6 +79,7 @@ from dtrans._jax.jaxprs import (
 )
 from dtrans._jax.origins import (
     from_line_of as from_line_of,
+    is_callback_on_rows as is_callback_on_rows,
     line_of as line_of,
     origin_of as origin_of,
     scope_of as scope_of,

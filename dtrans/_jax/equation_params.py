@@ -48,8 +48,9 @@ def param(eqn: JaxprEqn, key: str) -> Any:
     """
     if key not in eqn.params:
         raise TraceError(
-            f"{eqn.primitive.name} of jax {jax.__version__} has no parameter {key!r}, only "
-            f"{', '.join(eqn.params)}; dtrans does not support this version, install an older jax"
+            f"the primitive {eqn.primitive.name} of jax {jax.__version__} has no parameter "
+            f"{key!r}, only {', '.join(eqn.params)}; dtrans does not support this version of jax, "
+            "so install an older one"
         )
     return eqn.params[key]
 

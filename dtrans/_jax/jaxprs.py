@@ -196,7 +196,7 @@ def small_jaxpr(fn: Callable[..., Any], types: Sequence[Any]) -> ClosedJaxpr:
 
 
 def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
-    """Evaluate a closed jaxpr. If this is traced, the new equations keep the old source lines."""
+    """Evaluate a closed jaxpr. Under a trace, the new equations keep the old source lines."""
     inner: Any = opened(jaxpr)
     return jax.core.eval_jaxpr(inner, constants(jaxpr), *args)
 

@@ -22,7 +22,26 @@ def within_scope(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
     """
     info, call = eqn.source_info, outer.source_info
     stack = call.name_stack + info.name_stack if len(call.name_stack) else info.name_stack
-    return eqn.replace(source_info=info.replace(name_stack=stack, traceback=call.traceback))
+    # the traceback of a callback that `vmap` wrote is the only sign of its rows
+    traceback = info.traceback if is_callback_on_rows(eqn) else call.traceback
+    return eqn.replace(source_info=info.replace(name_stack=stack, traceback=traceback))
+
+
+def is_callback_on_rows(eqn: JaxprEqn) -> bool:
+    """Return True if `jax.vmap` wrote a `pure_callback` that takes all rows at once.
+
+    Dimension 0 of each output then has the rows. In each operand, dimension 0 has the rows or has
+    size 1. A callback without `vmap` may have the same parameters, but may combine rows of its
+    operands. Only the traceback distinguishes these two cases. JAX drops the traceback if `vmap`
+    is applied to a jitted function: then the result is False.
+    """
+    if eqn.primitive.name != "pure_callback":
+        return False
+    traceback = eqn.source_info.traceback
+    if eqn.params["vmap_method"] not in ("expand_dims", "broadcast_all") or traceback is None:
+        return False
+    frames = ((f.function_name, _library_of(f.file_name)) for f in traceback.frames)
+    return ("ffi_batching_rule", "jax") in frames
 
 
 def from_line_of(eqn: JaxprEqn, source: JaxprEqn) -> JaxprEqn:

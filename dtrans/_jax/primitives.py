@@ -276,7 +276,7 @@ RECORDS: tuple[tuple[str, PrimitiveFacts], ...] = (
         _NO_FLOPS,
     ),
     ("sharding_constraint", _NO_FLOPS),
-    # primitives about which no field holds
+    # primitives without facts: all fields have their defaults
     (
         "all_gather all_gather_invariant all_to_all approx_top_k axis_index cholesky_update "
         "create_token custom_linear_solve debug_callback debug_print ffi_call io_callback "
@@ -402,7 +402,7 @@ def is_identity(eqn: JaxprEqn) -> bool:
 
 
 def warn_if_unknown(eqn: JaxprEqn, effect: str) -> None:
-    """Warn if a primitive has no record.
+    """Warn if no record has facts about an equation's primitive.
 
     Args:
       eqn: the equation.

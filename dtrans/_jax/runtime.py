@@ -120,5 +120,5 @@ def _of_job(what: str) -> Any:
         tested = ".".join(map(str, NEWEST_TESTED))
         raise TraceError(
             f"dtrans cannot read the state of jax.distributed in jax {jax.__version__} ({e}); "
-            f"install jax 0.10.2 to {tested}"
+            f"install a jax version from 0.10.2 to {tested}"
         ) from e

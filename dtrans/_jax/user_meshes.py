@@ -103,8 +103,8 @@ def _plain_constant(x: Any) -> Any:
         return x
     if not (x.is_fully_addressable or x.is_fully_replicated):
         raise TraceError(
-            f"the step closes over an array of shape {tuple(x.shape)} partly stored in "
-            "other processes; pass it as an argument of the step"
+            f"the step closes over an array of shape {tuple(x.shape)}, and other processes store "
+            "parts of this array; pass the array as an argument of the step"
         )
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(
@@ -123,7 +123,7 @@ def plain_jaxpr(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
 
 
 class _Plain:
-    """Rewriter that removes placement; it rewrites a jaxpr that occurs several times only once."""
+    """Rewriter that removes placement; a jaxpr that occurs several times is rewritten once."""
 
     def __init__(self) -> None:
         # id of a jaxpr -> (jaxpr, new jaxpr); the reference keeps the id from being reused

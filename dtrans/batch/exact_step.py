@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -27,6 +28,9 @@ from dtrans.step.capture import captured_if_marked
 from dtrans.step.halves import DividedStep, divide_again, divide_step
 
 
+Types = Sequence[jax.ShapeDtypeStruct]  # types of the inputs of a step
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExactStep:
     """Step for one trainer, whose batch is one part of the full batch.
@@ -34,16 +38,21 @@ class ExactStep:
     Attributes:
       step: step of one trainer, on its part of the batch.
       reduce: reduction of gradients over trainers: "mean" or "sum".
-      merges: maps each result, and each parameter that trainers compute, to its merge over
-        trainers: "mean", "sum", "same" (all are equal) or "concat".
+      merges: the merge over trainers of each result, and of each parameter that trainers compute:
+        "mean", "sum", "same" (all are equal) or "concat".
       joined: dimension along which each "concat" result is concatenated.
       axes: sharded dimension of each batch array; other arrays are replicated.
       rows: number of rows in the full batch.
-      part: the step that the engine wrote for one trainer, with a list of its communication.
+      part: the step that `dtrans.engine` wrote for one trainer, with a list of its collectives.
       proven: True if `step` is the user's step itself, which needs no communication.
       for_types: returns the sharded step for other types of the inputs. Parts have
         `ceil(rows / trainers)` rows.
       unpaired: source line of the equation at which the proof failed; empty if unknown.
+      shares: number of rows of each trainer, if they differ by `Batch.speeds`. `step` and `part`
+        are then for trainer 0.
+      for_trainer: returns the sharded step of a trainer, if `shares` is set. The arguments are the
+        types of the inputs with the full batch, and the index of the trainer. A number n instead
+        of types stands for n times the planned batch.
     """
 
     step: DividedStep
@@ -56,6 +65,8 @@ class ExactStep:
     proven: bool
     for_types: Callable[[Sequence[jax.ShapeDtypeStruct]], ExactStep]
     unpaired: str = ""
+    shares: tuple[int, ...] = ()
+    for_trainer: Callable[[Types | int, int], ExactStep] | None = None
 
     @property
     def local_note(self) -> str:
@@ -66,7 +77,7 @@ class ExactStep:
         if self.proven:
             return f"{how}; one device's step is the sum of the steps on parts"
         return (
-            f"{how}; one device's step depends on the whole batch ({self.reason}). The error for "
+            f"{how}; one device's step depends on the full batch ({self.reason}). The error for "
             "batch='exact' lists the alternatives"
         )
 
@@ -77,6 +88,8 @@ class ExactStep:
             what, line = self.part.exchanged[0].op, self.part.exchanged[0].line
         elif self.part.gathers:
             what, line = self.part.gathers[0].reason, self.part.gathers[0].line
+        elif self.shares:
+            return "the shares of the rows by dtrans.Batch(speeds=...)"
         else:
             what = "numbers that depend on the batch size, or random numbers for each row"
             line = self.unpaired
@@ -85,13 +98,22 @@ class ExactStep:
         return what
 
     @property
+    def undivided_state(self) -> tuple[str, ...]:
+        """State that trainers compute themselves if gradients cannot be found; else empty."""
+        return self.step.params if self.step.undivided else ()
+
+    @property
     def notes(self) -> list[str]:
         """Texts for the notes of a plan with `batch="exact"`."""
         scope = ""
         if self.part.local:
             scope = ", with dtrans.local() reductions over each trainer's rows"
+        notes = []
+        if self.step.undivided:
+            reason = self.step.undivided.split("; ")[0].split(". ")[0]
+            notes.append(f"no gradients are reduced: {reason}")
         if self.proven:
-            return [f"exact: {self.reduce} over {self.rows} rows{scope}"]
+            return [*notes, f"exact: {self.reduce} over {self.rows} rows{scope}"]
         found: dict[tuple[str, str], list[int]] = {}
         for x in self.part.exchanged:
             found.setdefault((x.op, x.line), []).append(x.nbytes)
@@ -102,7 +124,9 @@ class ExactStep:
         how = f"sum over {self.rows} rows"
         if moved:
             how += ", with an exchange across the batch"
-        return [f"exact: {how}{scope}", *moved]
+        if self.shares:
+            notes.append(f"rows of trainers, by speed: {', '.join(map(str, self.shares))}")
+        return [*notes, f"exact: {how}{scope}", *moved]
 
 
 def shard_step(
@@ -112,19 +136,21 @@ def shard_step(
     over: Sequence[str],
     adapt: Callable[[TrainerStep], TrainerStep] = lambda part: part,
     alone: Callable[[Mapping[str, str]], bool] = lambda merges: True,
+    pieces: Mapping[str, int] = MappingProxyType({}),
     open_state: bool = False,
     noun: str = "trainer",
 ) -> ExactStep:
     """Write the step of one trainer, so that all trainers together compute one device's numbers.
 
     Args:
-      step: the user's step, traced on a trainer's part, with all gradients that are used.
+      step: the user's step, traced on a trainer's part, as `DividedStep.with_reported` returns it.
       batch: the arrays to shard, and the dimension of their rows.
       trainers: number of trainers.
       over: mesh axes of the trainers.
-      adapt: rewrites the step that the engine wrote.
-      alone: takes `merges`; returns True if the strategy can run the user's step itself, and merge
-        its outputs in these ways.
+      adapt: function that rewrites the step that `dtrans.engine` wrote.
+      alone: function of `merges`. It returns True if the strategy can run the user's step on each
+        part, and merge its outputs by these rules.
+      pieces: sliced dimension of each array of state that trainers store in pieces.
       open_state: True if partial sums are allowed for parameters that trainers compute.
       noun: noun for a trainer in errors.
     """
@@ -136,13 +162,19 @@ def shard_step(
         return divide_again(step, source.specialize_flat(types)).with_reported()
 
     def written(step: DividedStep) -> TrainerStep:
-        part = trainer_step(step, axes, trainers, over, open_state=open_state, noun=noun)
+        part = trainer_step(
+            step, axes, trainers, over, pieces=pieces, open_state=open_state, noun=noun
+        )
         return dataclasses.replace(
             part, program=dataclasses.replace(part.program, name=source.name)
         )
 
     def all_grown(types: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        return {n: full_type(t, axes.get(n), trainers) for n, t in types.items()}
+        full = {}
+        for n, t in types.items():
+            state = source.inputs[n] if n in pieces else t  # its type does not depend on the batch
+            full[n] = full_type(state, axes.get(n), trainers)
+        return full
 
     def shared(part: TrainerStep, step: DividedStep, scale: PartScale | None) -> ExactStep:
         known, joined = split_merges(part.merges)
@@ -164,7 +196,7 @@ def shard_step(
     # True if the update, reported values, or a callback depend on the full batch size
     sized = step.differing_outputs(together) or step.observed.differing_outputs(together.observed)
     scale: PartScale | None = None
-    if not sized:
+    if not sized and not pieces:
         scale, unpaired = scale_of_parts(step, part, trainers)
     if scale is not None and alone((proven := shared(part, step, scale)).merges):
         return proven
@@ -174,6 +206,60 @@ def shard_step(
     again = lambda other: adapt(written(divide_again(step, other).with_reported())).program
     program = together.program.rewritten(again, all_grown, result=part.program)
     return shared(part, divide_again(step, program).with_reported(), None)
+
+
+def shard_by_speed(
+    step: DividedStep,
+    batch: Batch,
+    trainers: int,
+    over: Sequence[str],
+    adapt: Callable[[TrainerStep], TrainerStep],
+) -> ExactStep:
+    """Write the step of trainer 0, if trainers have different numbers of rows (`Batch.speeds`).
+
+    Each trainer has a separate program for its rows. The sum of the trainers' gradients is one
+    device's gradient.
+
+    Args:
+      step: the user's step, traced on an equal part of the batch.
+      batch: the arrays to shard, the dimension of their rows, and the speeds.
+      trainers: number of trainers.
+      over: mesh axes of the trainers.
+      adapt: function that rewrites the step that `dtrans.engine` wrote.
+
+    Raises:
+      ConfigError: the shares do not divide a dimension of the step that contains the rows.
+    """
+    source = step.program
+    axes = batch_axes(step, batch)
+    rows_of(source, axes, "trainer")
+
+    def for_trainer(types: Types | int, index: int) -> ExactStep:
+        if isinstance(types, int):
+            parts = trainers * types
+            types = [full_type(t, axes.get(n), parts) for n, t in source.inputs.items()]
+        program = source.specialize_flat(types)
+        full = divide_again(step, program).with_reported()
+        rows = rows_of(program, axes, "trainer")
+        shares = batch.shares(rows)
+        part = adapt(trainer_step(full, axes, trainers, over, shares=shares, index=index))
+        named = dataclasses.replace(part.program, name=source.name)
+        known, joined = split_merges(part.merges)
+        return ExactStep(
+            divide_again(step, named).with_reported(),
+            "sum",
+            known,
+            joined,
+            axes,
+            rows,
+            part,
+            False,
+            lambda other: for_trainer(other, index),
+            shares=shares,
+            for_trainer=for_trainer,
+        )
+
+    return for_trainer(1, 0)
 
 
 def shard_alone(step: DividedStep, batch: Batch, parts: int, name: str) -> ExactStep:
@@ -212,7 +298,7 @@ def parts_error(
       kind: the value of `batch` that the error proposes.
     """
     return ConfigError(
-        f"batch is 'exact', but {step.program.name} needs values of the whole batch "
+        f"batch is 'exact', but {step.program.name} needs values of the full batch "
         f"({shared.reason}), and {name} exchange gradients and results only; use dtrans.nccl2 or "
         f"dtrans.sharding, or pass batch={kind!r}, with which each part has its own statistics, "
         "random numbers and counts"
@@ -227,28 +313,23 @@ def batch_axes(step: DividedStep, batch: Batch) -> dict[str, int]:
         is not the number of batch arguments.
     """
     specs = step.program.args[2:]
-    axes = batch.axes if isinstance(batch.axes, tuple) else (batch.axes,) * len(specs)
-    if len(axes) != len(specs):
-        raise ConfigError(
-            f"axes={batch.axes!r} has {len(axes)} entries, but the step has {len(specs)} batch "
-            "arguments; pass one entry for each batch argument"
-        )
     found: dict[str, int] = {}
-    for spec, axis in zip(specs, axes, strict=True):
+    for spec, axis in zip(specs, batch.dims_of("axes", len(specs)), strict=True):
         for n in spec.names:
             t = step.program.inputs[n]
             if axis is None or not t.ndim or is_under(n, batch.unsplit_inputs):
                 continue
             if _is_key_data(step.program, n):
                 raise ConfigError(
-                    f"{n} is {t.str_short()}, a raw key of jax.random.PRNGKey, and would be "
-                    "sharded like rows; create it with jax.random.key, or pass "
+                    f"{n} is {t.str_short()}, a raw key of jax.random.PRNGKey, whose numbers would "
+                    "be split like rows; create the key with jax.random.key, or pass "
                     f"batch=dtrans.Batch(unsplit_inputs=({n!r},))"
                 )
             if axis >= t.ndim:
                 raise ConfigError(
-                    f"{n} is {t.str_short()}, which has no dimension {axis}; pass other axes than "
-                    f"{batch.axes!r}: the dimension of its rows, or None to replicate it"
+                    f"{n} is {t.str_short()}, which has no dimension {axis}, but "
+                    f"axes={batch.axes!r}; write the dimension of its rows instead of {axis}, or "
+                    f"None to replicate {n}"
                 )
             found[n] = axis
     return found

@@ -62,8 +62,8 @@ class Precomputed:
       spots: position of each value in the step.
       full: names of the values that every part gets in full; a part gets its rows of other values.
       fixed: untrained state, such as a key, on which the values may depend.
-      equations: primitives of the step in which `spots` are positions. A step with other primitives
-        is refused.
+      equations: primitives of the planned step, in which `spots` are indices. A step with other
+        primitives raises an error.
     """
 
     spots: tuple[Spot, ...]
@@ -76,8 +76,8 @@ class Precomputed:
         step = FlatStep(program)
         if step.primitives != self.equations:
             raise BatchError(
-                f"{program.name} has other equations for a batch of these shapes than for the "
-                "batch for which it was planned; make a new plan for this batch"
+                f"for a batch of these shapes, {program.name} has other equations than for the "
+                "batch of the plan; trace the step with this batch, and make a new plan"
             )
         return step
 
@@ -152,7 +152,7 @@ class Precomputed:
         ordered = closed(inner.constvars, values, invars, inner.outvars, inner.eqns, unordered)
         jaxpr = eliminate_dead(ordered)
         result = Program(
-            f"values of the whole batch of {program.name}",
+            f"values of the full batch of {program.name}",
             jaxpr,
             args,
             TreeSpec.from_tree(tuple(avals(inner.outvars)), ROOT),
@@ -162,7 +162,7 @@ class Precomputed:
 
 
 def with_rows_first(main: Program, axes: Mapping[str, int]) -> Program:
-    """Return a step whose batch arrays have rows as dimension 0; the step first transposes them.
+    """Return a step that takes batch arrays with rows as dimension 0, and transposes them back.
 
     Args:
       main: the step.
@@ -203,7 +203,7 @@ def _move_rows(axis: int) -> Callable[[Any], Any]:
 
 
 class FlatStep:
-    """Step with calls inlined; a captured loss is a separate jaxpr, `body`."""
+    """Step with calls inlined. If the loss is one equation (captured), `body` is its jaxpr."""
 
     def __init__(self, program: Program) -> None:
         keep = ("loss", "loss_seed", COLLECT)
@@ -251,5 +251,5 @@ class FlatStep:
 
 
 def _with_operands(env: Mapping[Var, Atom], eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
-    """Return equations in which the operands in `env` are replaced."""
+    """Return copies of equations in which `env[v]` replaces each operand v that is in `env`."""
     return [e.replace(invars=read_from(env, e.invars)) for e in eqns]

@@ -33,7 +33,7 @@ class PrecomputedMicroSteps:
     Attributes:
       full_step: step on the full batch; a captured loss is one equation (`dtrans.step.capture`).
       values: the writer of the parts, with the precomputed values that parts read.
-      part: step of one part of `full_step`.
+      part: the step on one part of the batch, derived from `full_step`.
       axes: sharded dimension of each batch array.
       trainers: number of trainers.
       over: mesh axes of the trainers.
@@ -108,8 +108,9 @@ def shard_by_parts(
       part: the user's step, traced on a part; None if the update may depend on the batch size.
 
     Returns:
-      The sharded step, and the writer of its parts. If the step is not `proven`, its `part` lists
-      the communication that the parts would need.
+      The sharded step, and the writer of its parts. If the parts need communication, the sharded
+      step is not `proven`, and the program in its attribute `part` contains the
+      communication.
     """
     return full_step.once(
         _Sharing(tuple(axes.items()), tuple(fixed), parts, tuple(over), noun, part)
@@ -118,7 +119,7 @@ def shard_by_parts(
 
 @dataclasses.dataclass(frozen=True)
 class _Sharing:
-    """Arguments of `shard_by_parts`, as a hashable function: `Program.once` caches its result."""
+    """Arguments of `shard_by_parts`, as a hashable function whose result `Program.once` caches."""
 
     axes: tuple[tuple[str, int], ...]
     fixed: tuple[str, ...]

@@ -48,7 +48,7 @@ from dtrans._jax import (
 )
 from dtrans.batch.trainer_step import TrainerStep
 from dtrans.ir.dataflow import backward_slice
-from dtrans.ir.display import without_addresses
+from dtrans.ir.fingerprint import canonical_text
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.program import Program
 from dtrans.ir.selection import subset, values_at
@@ -73,7 +73,7 @@ class PartScale:
     results: Mapping[str, int]
 
 
-_ZERO = None  # exponent of a value whose entries are all 0, which fits any exponent
+_ZERO = None  # exponent of a value of zeros; it counts as equal to any exponent
 Power = int | None
 
 
@@ -88,8 +88,8 @@ def scale_of_parts(
 
     Args:
       step: the user's step, traced on a trainer's part. If its loss is captured, the proof pairs
-        losses instead of gradients, which have the same exponent. So it also works for gradients
-        that do not depend on the batch.
+        losses instead of gradients, which have the same exponent. So the proof also works for
+        gradients that do not depend on the batch.
       part: the derived step of a trainer.
       trainers: number of trainers.
 
@@ -264,7 +264,7 @@ class _Pairing:
         return total
 
     def of_loss(self, x: JaxprEqn, y: JaxprEqn, ins: Sequence[Power]) -> list[Power]:
-        """Return the exponents of a captured loss and its gradients."""
+        """Return the exponents of a loss that is one equation (captured), and of its gradients."""
         if any(ins):
             raise _NoScaleError
         losses = [inline_calls(e.params["loss"], rules=True) for e in (x, y)]
@@ -319,7 +319,7 @@ class _Pairing:
 
 
 def _merge_exponents(several: Sequence[Sequence[Power]]) -> list[Power]:
-    """Merge the exponents that several bodies give for one list of values; they must agree."""
+    """Merge the exponents from several bodies; raise _NoScaleError if they differ for a value."""
     found: list[Power] = []
     for powers in zip(*several, strict=True):
         known = {p for p in powers if p is not _ZERO}
@@ -354,5 +354,5 @@ def _have_equal_params(
     here, there = params(x), params(y)
     if here.keys() != there.keys():
         return False
-    text = lambda found: without_addresses(str(dict(found)))
-    return all(here[key] is there[key] for key in here) or text(here) == text(there)
+    is_same = all(here[key] is there[key] for key in here)
+    return is_same or canonical_text(dict(here)) == canonical_text(dict(there))

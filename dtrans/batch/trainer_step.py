@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -31,8 +32,17 @@ from dtrans._jax import (
     line_of,
     opened,
 )
-from dtrans.engine.layout import PARTIAL, Gathered, Partial, ShardLayout, Shards, sharded_along
+from dtrans.engine.layout import (
+    PARTIAL,
+    Gathered,
+    Partial,
+    ShardLayout,
+    Shards,
+    UnevenShards,
+    sharded_along,
+)
 from dtrans.engine.open_sums import linear_terms
+from dtrans.engine.row_demands import row_demands
 from dtrans.engine.writer import SplitWriter, written
 from dtrans.errors import BatchError
 from dtrans.ir.cost import total_bytes
@@ -76,19 +86,19 @@ class Exchanged:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainerStep:
-    """Step of one trainer, the same program for all trainers.
+    """Step of one trainer. Trainers with equal numbers of rows run the same program.
 
     Attributes:
       program: (params, opt_state, *part of the batch) -> results; marked gradients are partial
         sums.
-      merges: maps each result, and each parameter that trainers compute, to its merge: "sum",
-        "same", or the dimension along which the parts are concatenated.
+      merges: the merge of each result, and of each parameter that trainers compute: "sum", "same",
+        or the dimension along which the parts are concatenated.
       exchanged: the collectives of the program, except reductions of gradients and results.
       gathers: records of the sharded values that are gathered, with reasons.
       scaled: see `ShardValues.scaled` in `dtrans.engine.values`.
       local: True if some equations are inside `dtrans.local`.
       takes_index: True if the last argument of the program is the trainer's index.
-      sliced: maps each replicated input that trainers only read by rows to its row dimension.
+      sliced: the row dimension of each replicated input that trainers only read by rows.
     """
 
     program: Program
@@ -107,21 +117,31 @@ def trainer_step(
     trainers: int,
     over: Sequence[str],
     *,
+    pieces: Mapping[str, int] = MappingProxyType({}),
     open_state: bool = False,
     noun: str = "trainer",
     takes_index: bool = False,
+    shares: Sequence[int] = (),
+    index: int = 0,
 ) -> TrainerStep:
     """Derive the step of one trainer from the step on the full batch.
 
     Args:
-      step: step traced on the full batch, with all gradients that are used.
+      step: step traced on the full batch, as `DividedStep.with_reported` returns it.
       axes: sharded dimension of each sharded batch array; other arrays are replicated.
       trainers: number of trainers. Each part has `ceil(size / trainers)` entries; padding does not
         change any result.
       over: mesh axes of the trainers.
+      pieces: sliced dimension of each array of state that trainers store in pieces.
       open_state: True if partial sums are allowed for parameters that trainers compute.
       noun: noun for a trainer in errors.
       takes_index: True to pass the trainer's index as the last argument, if the program reads it.
+      shares: number of rows of each trainer, if they differ; the step is then for one trainer.
+      index: index of this trainer.
+
+    Raises:
+      ConfigError: the shares do not divide a dimension of the step that contains the rows.
+      BatchError: an equation is inside `dtrans.local`, but trainers have different numbers of rows.
     """
     source = step.program
     eqns = source.eqns
@@ -148,31 +168,44 @@ def trainer_step(
     needed, _ = backward_slice(eqns, read)
     half = values_at(eqns, sorted({*needed, *step.early}))
 
-    local = _is_local(half, source, axes, trainers, noun)
+    local = _is_local(half, source, axes, trainers, noun, shares)
     inner = closed(
         source.inner.constvars, source.jaxpr.consts, source.inner.invars, wanted, half, source.jaxpr
     )
-    ours = [*step.results, *(n for n in step.frozen if outs[n] is not ins[n])]
+    computed = [n for n in step.frozen if outs[n] is not ins[n] and n not in pieces]
+    ours = [*step.results, *computed]
     opened = [n for n in before if n in step.results or (open_state and n in ours)]
     # if the update reads a sum from a loop, reduce the sum once, after the loop
     of_loops = set(outputs_of(e for e in half if e.primitive.name in LOOPS))
     ends = [*terms, *values_at(outs, opened)]
     ends += [v for v in crossing if v in of_loops]
     added = linear_terms(inner.jaxpr, variables(ends), variables(terms))
+    sharded: dict[Var, RowAxis] = {}
+    for n in before:
+        out = outs[n]
+        if n in pieces and isinstance(out, Var):
+            sharded[out] = sharded_along(pieces[n])
+    in_full = {v for v in variables(wanted) if v not in sharded}
+    demands = row_demands(half, sharded, in_full) if pieces else {}
 
     shards = Shards(trainers, tuple(over), noun, finite_padding=takes_index)
+    if shares:
+        shards = UnevenShards(trainers, tuple(over), noun, shares=tuple(shares), index=index)
     rows = {source.inputs[n].shape[axis] for n, axis in axes.items()}
 
     def joins(row: RowAxis, aval: Any) -> bool:
         """Return True if the trainers' pieces, without padding, concatenate to the value."""
         size = aval.shape[row.axis]
-        is_even = not shards.pads(size, row) and not any(n % trainers for n in rows)
+        pads = any(n % trainers for n in rows) and shards.is_even
+        is_even = not shards.pads(size, row) and not pads
         return row.order is None and (is_even or any(row.width * n == size for n in rows))
 
     def wanted_layout(i: int, layout: ShardLayout) -> ShardLayout:
         if i < len(terms):
             return PARTIAL
         i -= len(terms)
+        if i < len(before) and before[i] in pieces:
+            return sharded_along(pieces[before[i]])
         if i >= len(before) or before[i] not in opened:
             return SHARED
         if isinstance(layout, RowAxis) and not joins(layout, outs[before[i]].aval):
@@ -181,9 +214,12 @@ def trainer_step(
 
     def write(w: SplitWriter) -> TrainerStep:
         w.terms, b = added, w.b
+        w.demands, w.state = demands, {ins[n] for n in pieces}
         w.pieces.takes_index = takes_index
         for n, v in ins.items():
-            w.take(v, sharded_along(axes[n]) if n in axes else SHARED, is_input=True)
+            dim = axes.get(n, pieces.get(n))
+            # the engine prefers to gather pieces of state, and to leave the batch in parts
+            w.take(v, SHARED if dim is None else sharded_along(dim), is_input=n not in pieces)
         values, layouts = w.write(inner.jaxpr, wanted_layout)
         env: dict[Var, Atom] = dict(zip(crossing, values[len(terms) + len(before) :], strict=True))
         b.source = None
@@ -197,7 +233,7 @@ def trainer_step(
         found |= {n: env[a] for n, a in outs.items() if n not in found and isinstance(a, Var)}
         how = dict(zip(before, layouts[len(terms) :], strict=False))
         jaxpr = eliminate_dead(b.build(values_at(found, source.out_names)))
-        # placeholders: `divide_step` assigns the roles
+        # placeholders: `divide_step` later replaces the roles of the equations
         roles = (FORWARD,) * len(jaxpr.jaxpr.eqns)
         numbered = takes_index and w.pieces.reads_index
         args = source.args
@@ -227,7 +263,12 @@ def _index_last(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _is_local(
-    eqns: Sequence[JaxprEqn], source: Program, axes: Mapping[str, int], trainers: int, noun: str
+    eqns: Sequence[JaxprEqn],
+    source: Program,
+    axes: Mapping[str, int],
+    trainers: int,
+    noun: str,
+    shares: Sequence[int],
 ) -> bool:
     """Return True if some equations are inside `dtrans.local`.
 
@@ -236,6 +277,11 @@ def _is_local(
     """
     if not any(map(has_local_scope, eqns)):
         return False
+    if shares:
+        raise BatchError(
+            f"speeds of dtrans.Batch cannot be combined with dtrans.local(), which needs equally "
+            f"many rows on each {noun}; leave out one of the two"
+        )
     for n, axis in axes.items():
         rows = source.inputs[n].shape[axis]
         if rows % trainers:
@@ -256,7 +302,7 @@ def _exchanged(jaxpr: Any) -> Iterator[Exchanged]:
     eqns = list(equations(jaxpr))
     if all(collective_of(eqn) is None for eqn in eqns):
         return  # looking up source lines is slow
-    # variable -> source line of its equation, or else that of an operand
+    # variable -> source line of its equation; if unknown, the source line of an operand
     lines: dict[Any, str] = {}
     for eqn in eqns:
         around = (lines.get(v, "") for v in variables(eqn.invars))

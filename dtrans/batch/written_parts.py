@@ -11,8 +11,8 @@ So the gradient of the loss is the sum of the terms' gradients. If the loss is n
 gradients of the step are rewritten as partial sums.
 
 `given` are precomputed values (`dtrans.batch.precomputed`), which depend on no trained parameter.
-To compute them, a part would need communication, or the indices of its rows (a dropout mask).
-`number` is the index of the part, an input if the step of the part reads it.
+To compute these values, a part would need communication, or the indices of its rows (for a dropout
+mask). `number` is the index of the part, an input if the step of the part reads it.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class WrittenParts:
         if not adds_up(found) or found.takes_index > self.numbered:
             raise BatchError(
                 f"{full_step.name} needs communication for a batch of these shapes, but not for "
-                "the batch for which it was planned; make a new plan for this batch"
+                "the batch of the plan; trace the step with this batch, and make a new plan"
             )
         part = found.program
         b = Builder(part.jaxpr)
@@ -191,7 +191,7 @@ def written_parts(
         return found, found.step_of(full_step)
 
     precomputed = {spot: bool(is_rows) for spot, is_rows in ways.items() if is_rows is not None}
-    # also precompute these values, if each part only reads its rows of them
+    # also precompute values that are undecided (None), if each part reads only its rows of them
     if len(precomputed) < len(ways):
         _, step = of({spot: bool(is_rows) for spot, is_rows in ways.items()})
         read = dict(zip(ways, (f"{ROOT}/{i}" for i in range(len(ways))), strict=True))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans.checkpoint import collective_state
-from dtrans.checkpoint.assemble import as_numpy
+from dtrans.checkpoint.assemble import as_numpy, full_slice
 from dtrans.checkpoint.orbax_io import (
     Checkpoint,
     Folder,
@@ -46,8 +46,10 @@ from dtrans.ir.pytree import all_names
 from dtrans.ir.selection import values_at
 from dtrans.job import Job
 from dtrans.ops import init_on_use_p, listen_and_serv_p
+from dtrans.parameter_server.compression import encoded_copies
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.parameter_server.plan import PServerPlan
+from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.step.one_state import is_train_state_step, split_spec, split_startup
 from dtrans.step.startup import match_startup, with_numbers
 
@@ -143,12 +145,13 @@ def save_serving(
       mark: the run and the step of the saved state.
       servers_only: True to leave out the leaves that no server stores. Then only servers can
         restore the checkpoint.
-      alone: True for a cut of this server alone, for `restore_cut`.
+      alone: True for a cut (a snapshot of a running job) of only this server; see `restore_cut`.
 
     Raises:
       As `save`.
     """
-    if not alone:  # with GEO-SGD, trainers write the optimizer's state
+    # A cut of one server may lack optimizer state: with GEO-SGD, trainers write this state.
+    if not alone:
         check_plan(plan)
     layout = _layout(plan, servers_only=servers_only)
     if alone:
@@ -200,7 +203,7 @@ def _layout(plan: PServerPlan, *, servers_only: bool = False) -> PieceLayout:
 
 
 def _pieces(job: Any) -> tuple[PieceLayout, list[str]]:
-    """Return the pieces of a job, and the roles in this process that write one (*savers*)."""
+    """Return the pieces of a job's checkpoint, and the roles in this process that write pieces."""
     plan = job.plan
     savers: list[str] = []
     if isinstance(plan, PServerPlan):
@@ -215,7 +218,8 @@ def _pieces(job: Any) -> tuple[PieceLayout, list[str]]:
         if not job.is_driver:
             savers = collective_state.local_savers(job)
     else:
-        layout = PieceLayout(plan.main, step_rows(plan.main, TRAINER), {TRAINER: "trainer-0"})
+        saved = [*step_rows(plan.main, TRAINER), *_extra_rows(plan, TRAINER)]
+        layout = PieceLayout(plan.main, saved, {TRAINER: "trainer-0"})
         if job.saves:
             savers = [TRAINER]
     return layout, savers
@@ -241,7 +245,7 @@ def _mark_of_job(job: Any, layout: PieceLayout, here: Iterable[str], tag: str | 
 def _values(job: Any, state: Any, here: Iterable[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (role, arrays) for each server, trainer or rank in this process that saves arrays.
 
-    A generator copies only one saver's arrays to the host at a time.
+    This function is a generator, so that only one saver's arrays are on the host at a time.
     """
     plan = job.plan
     if isinstance(plan, PServerPlan):
@@ -256,8 +260,9 @@ def _values(job: Any, state: Any, here: Iterable[str]) -> Iterator[tuple[str, Ma
         for who in here:
             yield who, collective_state.values_to_save(plan, who, arrays)
     else:
-        # `params` and `opt_state` communicate, so all processes call them, though only one saves.
+        # These methods communicate, so all processes call them, though only one saves.
         arrays = arrays_of(plan.main, job.params(state), job.opt_state(state))
+        arrays |= job.extra_state(state)
         for who in here:
             yield who, arrays
 
@@ -376,7 +381,7 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
 def restore_cut(
     path: Folder, plan: PServerPlan, endpoint: str, job: str, step: int, *, alone: bool = False
 ) -> dict[str, Any]:
-    """Return the state of a server from a cut (`save_serving`).
+    """Return the state of a server from a cut, a snapshot that `save_serving` wrote.
 
     Args:
       path, plan, endpoint: as in `restore`.
@@ -385,7 +390,7 @@ def restore_cut(
       alone: as in `save_serving`.
 
     Raises:
-      DamagedError: the cut is damaged, or of another job or step.
+      DamagedError: the cut is damaged, or belongs to another job or step.
       StateError: the system cannot read the cut, or the plan has another step function.
     """
     saved = Checkpoint.at(path)
@@ -409,7 +414,8 @@ def _restore_server(saved: Checkpoint, plan: PServerPlan, endpoint: str) -> dict
     for row, origin in sources:
         if origin is None:
             found[row.slice_name] = jnp.zeros(row.slice_shape, row.dtype)
-    return {row.slice_name: found[row.slice_name] for row, _ in sources}
+    state = {row.slice_name: found[row.slice_name] for row, _ in sources}
+    return state | encoded_copies(plan.servers[endpoint].variables, state)
 
 
 def _table_arrays(
@@ -455,7 +461,7 @@ def _init_outputs(
 
 
 def _init_slices(saved: Checkpoint, init: Program | None) -> InitSlice | None:
-    """Return a function that computes a slice's initial values; None if it is not needed."""
+    """Return a function that computes a slice's initial values, or None without an init."""
     if init is None:
         return None
     first = _init_outputs(saved, init)
@@ -477,10 +483,25 @@ def _restore_job(path: Folder, job: Any) -> Any:
         if not servers:
             return job.state_of(_trainer_params(path, job.plan), None)
     if not isinstance(job.plan, CollectivePlan):
-        return job.state_of(*load(path, job.plan.main, job.plan.startup))
+        loaded = load(path, job.plan.main, job.plan.startup)
+        if not isinstance(job.plan, PipelinePlan):
+            return job.state_of(*loaded)
+        return job.state_of(*loaded, extra=_saved_extra(path, job.plan))
     saved = Checkpoint.at(path).of(job.plan.main)
     read = functools.partial(saved.on_host, first=_init_slices(saved, job.plan.startup))
     return collective_state.build_state(job, saved.rows, read)
+
+
+def _extra_rows(plan: PipelinePlan, who: str = "") -> list[VarDistributed]:
+    """Return a slice for each array of a pipeline's extra state: the full array, saved by `who`."""
+    return [full_slice(n, jax.typeof(x), who) for n, x in plan.extra_state.items()]
+
+
+def _saved_extra(path: Folder, plan: PipelinePlan) -> dict[str, Any]:
+    """Return the saved extra state of a pipeline by name; a checkpoint may lack some arrays."""
+    saved = Checkpoint.at(path)
+    rows = [row for row in _extra_rows(plan) if row.origin_name in saved.rows]
+    return dict(zip((row.origin_name for row in rows), saved.arrays(rows), strict=True))
 
 
 def _trainer_params(path: Folder, plan: PServerPlan) -> Any:

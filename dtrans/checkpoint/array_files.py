@@ -2,14 +2,14 @@
 
     dense/0.npy    the first array in the mapping of names and types that `write_arrays` returns
 
-The description of the piece contains a checksum of each file. A reader compares the checksums.
+A server's files form a *piece* of the checkpoint. The description of the piece contains a checksum
+of each file, and a reader compares the checksums.
 
 The files are written with direct output (O_DIRECT), which bypasses the page cache. Orbax is not
 used here, for two reasons. Orbax stores compressed data in memory until the write is complete. And
-its compression delays trainers on the same host, three times as long as a copy of the state would.
-Direct output needs a tenth of orbax's processor time, and `CHUNK` bytes of memory. Some file
-systems have no direct output, such as older tmpfs. There the data is written through the page
-cache.
+its compression delays trainers on the same host three times as long as copying the state. Direct
+output needs a tenth of orbax's processor time, and `CHUNK` bytes of memory. Some file systems have
+no direct output, such as older tmpfs. There the data is written through the page cache.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from dtrans.ir.selection import number_items
 
 
 CHUNK = 4 << 20  # maximum number of bytes of one write
-DIRECT = getattr(os, "O_DIRECT", 0)  # only Linux has it
+DIRECT = getattr(os, "O_DIRECT", 0)  # only Linux has this flag
 # errors of NumPy, `zipfile` and orbax for damaged files; RuntimeError for an unknown compression
 FORMAT_ERRORS = (ValueError, KeyError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile)
-SUMMED = 8192  # bytes of data whose sum enters a checksum
+SUMMED = 8192  # a checksum is computed from sums, each over this number of bytes
 
 
 def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
@@ -93,19 +93,19 @@ def read_arrays(
         except FileNotFoundError as e:
             raise FileNotFoundError(f"{path.name} with the array {name} is missing") from e
         except ValueError as e:
-            raise ValueError(f"{path.name} with the array {name}: {e}") from e
+            raise ValueError(f"{path.name} with the array {name} cannot be read: {e}") from e
         found[name] = x.view(np.dtype(types[name]))
     return found
 
 
 def _read(path: Path, checksum: int | None) -> np.ndarray:
-    """Return the array in a file, whose checksum is None if it is unknown."""
+    """Return the array in a file; compare the checksum, unless it is None."""
     data = np.fromfile(path, np.uint8)
     # 8 bytes of magic and version, and 2 bytes with the length of the rest of the header
     size = 10 + int.from_bytes(data[8:10].tobytes(), "little")
     header, data = data[:size].tobytes(), data[size:]
     if checksum is not None and _checksum(header, data) != checksum:
-        raise ValueError("the file has another checksum than at its write, so it is damaged")
+        raise ValueError("the file is damaged: its checksum has changed since the write")
     shape, _, dtype = np.lib.format.read_array_header_1_0(io.BytesIO(header[8:]))
     return data.view(dtype).reshape(shape)
 
@@ -113,8 +113,8 @@ def _read(path: Path, checksum: int | None) -> np.ndarray:
 def _checksum(header: bytes, data: np.ndarray) -> int:
     """Return the CRC-32 of a header, and of sums over the data.
 
-    The CRC-32 of all data would double the processor time of a cut. Each sum has 64 bits, so every
-    change of one byte changes the result.
+    The CRC-32 of all data would double the processor time of a cut (snapshot). Each sum has 64
+    bits, so every change of one byte changes the result.
     """
     size = len(data) // SUMMED * SUMMED
     sums = np.add.reduce(data[:size].view("<u8").reshape(-1, SUMMED // 8), axis=1)
@@ -205,7 +205,7 @@ def _put(descriptor: int, data: np.ndarray) -> None:
 
 
 def _set_direct(descriptor: int, direct: int) -> None:
-    """Set or clear the flag for direct output; on file systems without it, do nothing."""
+    """Set or clear the flag for direct output, if the file system has this flag."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~DIRECT
     with contextlib.suppress(OSError):
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | direct)

@@ -1,8 +1,8 @@
 """Assembly of a slice of an array from other slices, which may be cut differently.
 
-A slice covers a *box* of its origin: along each dimension a range of indices, or buckets of
-indices. The target is filled from its intersections with the boxes of the sources. If several
-sources have the same box, they must be equal.
+A slice covers a *box* of the full array: along each dimension a range of indices, or buckets of
+indices. The result is filled from the intersections of its box with the boxes of the other slices.
+Slices with the same box must be equal.
 
 Results are NumPy arrays; random keys are represented by their key data.
 """
@@ -110,8 +110,13 @@ def _choose_copy(
                 f"{_format_array(first)} and {_format_array(other)}"
             )
             if not may_differ:
-                raise StateError(f"{difference}; pass states of one job, at one step")
-            text = f"{difference}; they were saved during asynchronous steps, so the first is used"
+                raise StateError(
+                    f"{difference}; pass states that one job returned after the same step"
+                )
+            text = (
+                f"{difference}; the servers saved them during asynchronous steps, so the first is "
+                "used"
+            )
             warnings.warn(CheckpointWarning(text), stacklevel=2)
             break
     return first

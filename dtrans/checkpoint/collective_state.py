@@ -8,13 +8,17 @@ A checkpoint does not depend on the ZeRO stage. In stages 1 and 2, parameters ar
 each rank saves only the rows whose optimizer state it has, as in stage 3. So all ranks save about
 as many bytes.
 
-If ranks own whole leaves, state is packed into bins (`dtrans.zero.by_leaf.packing`), and each rank
-saves the arrays in its bins.
+If the plan assigns full leaves to ranks, state is packed into bins
+(`dtrans.zero.by_leaf.packing`). Each rank then saves the arrays in its bins.
+
+With a model axis (`mesh=`), the devices of a trainer or rank have pieces of an array. The trainer
+or rank saves the array, or its rows, without this division.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,8 +37,8 @@ from dtrans.zero.plan import ShardingPlan
 
 
 if TYPE_CHECKING:
+    from dtrans.engine.layout import Sliced
     from dtrans.zero.by_leaf.packing import BinSlot
-    from dtrans.zero.choose_slices import Sliced
 
 
 class SavedJob(Protocol):
@@ -42,9 +46,6 @@ class SavedJob(Protocol):
 
     plan: Any
     mesh: jax.sharding.Mesh | None
-
-    def slice_axis(self, name: str) -> int | None:
-        """Return the dimension along which an array is sliced, or None for an array in full."""
 
     def sharding_of(self, name: str) -> Any:
         """Return the `jax.sharding.Sharding` of an array of the state."""
@@ -54,6 +55,8 @@ def piece_names(plan: CollectivePlan) -> dict[str, str]:
     """Return the folder name of each *saver*, a rank or trainer that writes a piece."""
     if isinstance(plan, ShardingPlan):
         return {f"rank {k}": f"rank-{k}" for k in range(plan.options.degree)}
+    if plan.options.colocated:
+        return {f"trainer {k}": f"trainer-{k}" for k in range(plan.trainers)}
     return {TRAINER: "trainer-0"}
 
 
@@ -62,6 +65,8 @@ def saver_rows(plan: CollectivePlan) -> list[VarDistributed]:
     slices: Mapping[str, Sliced] = {}
     if isinstance(plan, ShardingPlan):
         slices = {**plan.slices.leaves, **plan.slices.state}
+    elif plan.options.colocated and plan.model_state is not None:
+        slices = plan.model_state.sliced
     savers = tuple(piece_names(plan))
     params, places = {*plan.main.args[0].names}, _bin_slots(plan)
     found = []
@@ -134,19 +139,17 @@ def check_job_state(job: SavedJob, state: Any) -> dict[str, jax.Array]:
 
 def state_types(plan: CollectivePlan) -> dict[str, Any]:
     """Return the global type, with padding, of each array of a job's state (dict by name)."""
-    slices: Mapping[str, Sliced] = {}
-    if isinstance(plan, ShardingPlan):
-        slices = plan.sliced
-    places = _bin_slots(plan)
+    cuts, places = plan.cuts, _bin_slots(plan)
     found = {}
     for n, t in _types(plan).items():
         if n in places:
             continue
         found[n] = t
-        if n in slices:
-            found[n] = slices[n].padded_type(t)
+        for sliced in cuts.get(n, {}).values():
+            found[n] = sliced.padded_type(found[n])
     for place in places.values():
-        found[place.bin] = slices[place.bin].padded_type(plan.program.inputs[place.bin])
+        slices = plan.sliced[place.bin]
+        found[place.bin] = slices.padded_type(plan.program.inputs[place.bin])
     return found
 
 
@@ -155,8 +158,9 @@ def local_savers(job: SavedJob) -> list[str]:
     savers, mesh = list(piece_names(job.plan)), job.mesh
     if mesh is None:
         return savers
-    # the first group of ranks saves, and the ranks of a group are adjacent in the mesh
-    devices = mesh.devices.reshape(-1)[: len(savers)]
+    # The first group of ranks saves. The ranks of a group are adjacent in the mesh, and so are the
+    # devices of a rank.
+    devices = mesh.devices.reshape(-1)[:: job.plan.devices_per_trainer][: len(savers)]
     local = []
     for saver, device in zip(savers, devices, strict=True):
         if device.process_index == jax.process_index():
@@ -172,10 +176,10 @@ def values_to_save(plan: CollectivePlan, who: str, arrays: Mapping[str, Any]) ->
     Args:
       plan: plan of the job.
       who: the rank or trainer: `rank 0`, `trainer 0`.
-      arrays: name -> array of the job's state, sharded over the devices.
+      arrays: arrays of the job's state, by name, sharded over the devices.
 
     Returns:
-      Name of a slice -> slice. The name of a leaf without slices is the name of the leaf.
+      The saved slices, by name. An array that is not sliced is saved under its name in the step.
     """
     places, found = _bin_slots(plan), {}
     for row in saver_rows(plan):
@@ -204,20 +208,41 @@ def _bin_span(plan: CollectivePlan, place: BinSlot) -> tuple[int, int]:
 
 
 def _rows(row: VarDistributed, x: Any) -> Any:
-    """Return a slice of an array, from a device of this process that has all of its rows."""
+    """Return a slice of an array, from devices of this process.
+
+    If no device has all rows of the slice, the slice is assembled on the host.
+    """
     if not isinstance(x, jax.Array):
         return x[row.index]
     if not row.is_slice and not row.origin_shape:
         return x.addressable_data(0)
-    size = row.slice_shape[row.axis]
+    wanted = dict(enumerate(zip((0,) * x.ndim, row.slice_shape, strict=True)))
+    wanted[row.axis] = row.offset, row.offset + row.slice_shape[row.axis]
+    pieces: dict[tuple[int, ...], Any] = {}  # start of a piece in the slice -> piece
     for shard in x.addressable_shards:
-        start, stop, _ = shard.index[row.axis].indices(x.shape[row.axis])
-        if start <= row.offset and row.offset + size <= stop:
-            data: Any = shard.data
-            if data.shape == row.slice_shape:
-                return data
-            return jax.lax.dynamic_slice_in_dim(data, row.offset - start, size, row.axis)
-    raise StateError(f"the devices of this process do not have {row}; pass a state of this job")
+        starts, inside = [], []
+        for dim, (first, last) in wanted.items():
+            start, stop, _ = shard.index[dim].indices(x.shape[dim])
+            begin, end = max(first, start), min(last, stop)
+            starts.append(begin - first)
+            inside.append((begin - start, end - start))
+        if any(end <= begin for begin, end in inside):
+            continue
+        data: Any = shard.data
+        if inside != [(0, n) for n in data.shape]:
+            begins = [begin for begin, _ in inside]
+            data = jax.lax.dynamic_slice(data, begins, [end - begin for begin, end in inside])
+        if data.shape == row.slice_shape:
+            return data
+        pieces.setdefault(tuple(starts), data)
+    if sum(data.size for data in pieces.values()) == math.prod(row.slice_shape):
+        shape, dtype = numpy_type(row.slice_shape, x.dtype)
+        out = np.empty(shape, dtype)
+        for at, data in pieces.items():
+            place = [slice(a, a + n) for a, n in zip(at, data.shape, strict=True)]
+            out[tuple(place)] = as_numpy(data)
+        return out
+    raise StateError(f"no device of this process has the slice {row}; pass a state of this job")
 
 
 # -- to a job --------------------------------------------------------------------------------------
@@ -248,7 +273,7 @@ def build_state(
         if n in initial:
             continue
         for part in dict.fromkeys(parts[n].values()):
-            wanted[n, part] = _part_rows(plan, n, job.slice_axis(n), part)
+            wanted[n, part] = _part_rows(plan, n, part)
             slices += [row for row, _ in wanted[n, part]]
     values = iter(read(slices))
     found: dict[tuple[str, Part], list[tuple[np.ndarray, int]]] = {}
@@ -260,9 +285,9 @@ def build_state(
 
     arrays = {}
     for n, t in types.items():
-        axis, pieces = job.slice_axis(n), []
+        pieces = []
         for device, part in parts[n].items():
-            pieces.append(as_jax(_fill_part(found[n, part], t, axis, part), t.dtype, device))
+            pieces.append(as_jax(_fill_part(found[n, part], t, part), t.dtype, device))
         arrays[n] = _global_array(job, n, t, pieces)
     params, opt_state = plan.program.args[:2]
     fields = []
@@ -271,8 +296,8 @@ def build_state(
     return CollectiveState(*fields)
 
 
-# a device's part of an array: (start, stop) along the sliced dimension, () for the full array
-Part = tuple[int, ...]
+# a device's part of an array: (dimension, start, stop) for each sliced dimension
+Part = tuple[tuple[int, int, int], ...]
 
 
 def _device_parts(job: SavedJob, name: str, aval: Any) -> dict[Any, Part]:
@@ -280,24 +305,24 @@ def _device_parts(job: SavedJob, name: str, aval: Any) -> dict[Any, Part]:
 
     The device None is JAX's default device.
     """
-    axis, mesh = job.slice_axis(name), job.mesh
+    axes, mesh = [s.axis for s in job.plan.cuts.get(name, {}).values()], job.mesh
     indices: Any = {None: [slice(None)] * aval.ndim}
     if mesh is not None:
         indices = job.sharding_of(name).addressable_devices_indices_map(aval.shape)
-    if axis is None:
-        return dict.fromkeys(indices, ())
-    return {d: index[axis].indices(aval.shape[axis])[:2] for d, index in indices.items()}
+    parts = {}
+    for device, index in indices.items():
+        spans = [(axis, *index[axis].indices(aval.shape[axis])[:2]) for axis in axes]
+        parts[device] = tuple(spans)
+    return parts
 
 
-def _part_rows(
-    plan: CollectivePlan, name: str, axis: int | None, part: Part
-) -> list[tuple[VarDistributed, int]]:
-    """Return the slices of the step's arrays that a device's part contains, each with its start.
+def _part_rows(plan: CollectivePlan, name: str, part: Part) -> list[tuple[VarDistributed, int]]:
+    """Return pairs (slice of a step's array, its start in a device's part) for this part.
 
     Args:
       name: an array of the job's state: an array of the step, or a bin, which contains several.
-      axis: the dimension along which the array is sliced; None if it is not sliced.
-      part: a device's part of the array.
+      part: a device's part of the array. Only the first sliced dimension of the part limits the
+        slices. Along other dimensions, the slices have all entries.
     """
     found = []
     types = _types(plan)
@@ -305,33 +330,41 @@ def _part_rows(
     if in_bin:
         for n, place in in_bin.items():
             start, stop = _bin_span(plan, place)
-            if part[0] <= start and stop <= part[1]:
-                found.append((full_slice(n, types[n]), start - part[0]))
+            ((_, first, last),) = part
+            if first <= start and stop <= last:
+                found.append((full_slice(n, types[n]), start - first))
         return found
     row = full_slice(name, types[name])
-    if axis is None:
+    if not part:
         return [(row, 0)]
     # rows from `stop` on are padding
-    start, stop = part[0], min(part[1], row.origin_shape[axis])
+    axis, start, stop = part[0]
+    stop = min(stop, row.origin_shape[axis])
     if start < stop:
         found.append((_rows_of(row, axis, start, stop), 0))
     return found
 
 
-def _fill_part(
-    found: Sequence[tuple[np.ndarray, int]], aval: Any, axis: int | None, part: Part
-) -> np.ndarray:
+def _fill_part(found: Sequence[tuple[np.ndarray, int]], aval: Any, part: Part) -> np.ndarray:
     """Return a part of an array: saved values, each at its start, and zeros elsewhere."""
-    if axis is None:
+    if not part:
         ((x, _),) = found
         return x
-    size = part[1] - part[0]
-    shape, dtype = numpy_type((*aval.shape[:axis], size, *aval.shape[axis + 1 :]), aval.dtype)
+    (axis, *_), *others = part
+    sizes = list(aval.shape)
+    for dim, first, last in part:
+        sizes[dim] = last - first
+    shape, dtype = numpy_type(tuple(sizes), aval.dtype)
     out = np.zeros(shape, dtype)
     for x, start in found:
         if x.ndim != out.ndim:
             x = x.reshape(-1)  # the output is a bin: a vector
-        out[(slice(None),) * axis + (slice(start, start + x.shape[axis]),)] = x
+        for dim, first, last in others:
+            x = x[(slice(None),) * dim + (slice(first, last),)]
+        # keys have one more dimension of data
+        place = [slice(n) for n in x.shape]
+        place[axis] = slice(start, start + x.shape[axis])
+        out[tuple(place)] = x
     return out
 
 

@@ -84,7 +84,7 @@ from dtrans.step.frozen import check_frozen
 
 # format of a piece: with `arrays` only; with `rows`; with `dense`
 FORMAT, FORMAT_TABLES, FORMAT_FILES = 1, 2, 3
-OVERVIEW_FILE = "metadata"  # JSON file in `overview`, as orbax names it
+OVERVIEW_FILE = "metadata"  # name that orbax gives the JSON file in `overview`
 ORBAX_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")  # files that orbax adds to a piece
 
 Folder = str | os.PathLike[str]
@@ -100,10 +100,11 @@ class Checkpoint:
       pieces: maps each saver to the name of its piece.
       types: maps the name of each array of the step to its type, as text.
       rows: saved slices of each array, by array name. Arrays that only servers have are included.
-      tables: for each slice that was saved by rows, by (saver, slice name): the files of its table
-        block, and the slice's column in these files.
+      tables: dict from (saver, slice name), for slices that were saved by rows, to a pair: the
+        files of the table block, and the slice's column in these files.
       may_differ: True if copies of an array may come from different steps.
-      origin: the identifier of the job that goes back to cuts, or "", and the step.
+      origin: a pair: the job's identifier, or "" if the job writes no cuts (snapshots); and the
+        step.
     """
 
     path: Path
@@ -168,7 +169,7 @@ class Checkpoint:
         return cls(path, first["pieces"], first["types"], by_name, tables, may_differ, origin)
 
     def check_cut(self, job: str, step: int) -> None:
-        """Raise DamagedError if the checkpoint is not the cut of a job after a step."""
+        """Raise DamagedError unless this is the cut (snapshot) of job `job` after step `step`."""
         old_job, old_step = self.origin
         if old_job != job:
             raise DamagedError(f"the cut at {self.path} belongs to another job")
@@ -189,8 +190,8 @@ class Checkpoint:
         for name in (*wanted, *self.types):
             if self.types.get(name) != wanted.get(name):
                 raise StateError(
-                    f"the checkpoint at {self.path} belongs to another step: there, {name} is "
-                    f"{self.types.get(name, 'missing')}; in {main.name}, it is "
+                    f"the checkpoint at {self.path} belongs to another step: its {name} is "
+                    f"{self.types.get(name, 'missing')}, but {name} of {main.name} is "
                     f"{wanted.get(name, 'missing')}{remedy}"
                 )
         constants = self.on_host([full_slice(n, main.inputs[n]) for n in main.frozen_constants])
@@ -392,7 +393,7 @@ class PieceLayout:
     Attributes:
       main: the traced training step of one device.
       rows: the slices in all pieces; the `endpoint` of a slice is its saver.
-      pieces: maps each saver, the role that writes a piece, to the name of its piece.
+      pieces: name of each piece, by saver (the role that writes the piece).
     """
 
     main: Program
@@ -424,7 +425,7 @@ def check_place(path: Folder, layout: PieceLayout, here: Sequence[str], mark: Ma
             f"{path} cannot be created, since this process may not write to {existing}; change the "
             "permissions of this folder, or save to another path"
         )
-    # a process without savers, such as a driver, checks for the first saver
+    # a process that writes no pieces, such as a driver, checks the place of the first piece
     for who in here or [*layout.pieces][:1]:
         _stale_pieces(path, layout, who, _about(layout, who, mark), mark)
 
@@ -470,7 +471,7 @@ def write(
             _remove(place)
         for piece in _stale_pieces(path, layout, who, about, mark):
             _remove(piece)
-        # folders that get a new entry, whose names must be flushed to the disk
+        # folders that get a new entry; the new entries must be flushed to the disk
         changed_folders = [path]
         for folder in (path, *path.parents):
             if not folder.exists():
@@ -513,7 +514,10 @@ def _about(layout: PieceLayout, who: str, mark: Mark) -> dict[str, Any]:
 def _save_piece(
     place: Path, values: Mapping[str, Any], about: Mapping[str, Any], *, serving: bool = False
 ) -> None:
-    """Write a piece under a temporary name, and rename it; a running server needs no orbax."""
+    """Write a checkpoint's piece under a temporary name, and rename it.
+
+    A running server needs no orbax.
+    """
     tables = _tables_in(values)
     by_rows = set[str]()
     for table in tables:
@@ -545,9 +549,9 @@ def _save_files(
     tables: Sequence[TableRows],
     about: Mapping[str, Any],
 ) -> None:
-    """Write a piece without orbax."""
+    """Write a piece of a checkpoint without orbax."""
     unfinished = _unfinished(place)
-    shutil.rmtree(unfinished, ignore_errors=True)  # a process that crashed has left it
+    shutil.rmtree(unfinished, ignore_errors=True)  # a crashed process may have left this folder
     unfinished.mkdir()
     types = write_arrays(unfinished / "dense", arrays)
     about = _with_tables(unfinished, tables, about)
@@ -562,12 +566,12 @@ def _save_files(
 
 
 def _checksum_of(about: Mapping[str, Any]) -> int:
-    """Return the checksum of the description of a piece, without its checksum."""
+    """Return the checksum of a piece's description, without the description's field `checksum`."""
     return zlib.crc32(json.dumps(about).encode())
 
 
 def _unfinished(place: Path) -> Path:
-    """Return the temporary name of a piece; orbax uses the same name."""
+    """Return the temporary name of a checkpoint's piece; orbax uses the same name."""
     return place.with_name(f"{place.name}.orbax-checkpoint-tmp")
 
 
@@ -581,7 +585,7 @@ def _with_tables(
 
 
 def _tables_in(values: Mapping[str, Any]) -> list[TableRows]:
-    """Return the tables in a piece that are saved by rows: those with all arrays in `values`."""
+    """Return the tables whose arrays are all in `values`; these tables are saved by rows."""
     arrays_of: dict[TableRows, set[str]] = {}
     for n, x in values.items():
         if isinstance(x, ArrayLike) and x.table is not None:
@@ -600,8 +604,8 @@ def _write_errors(who: str, place: Path) -> Iterator[None]:
         # Remove the incomplete files, which would fill the disk.
         shutil.rmtree(_unfinished(place), ignore_errors=True)
         raise StateError(
-            f"the piece of {who} cannot be written to {place}: {e}; free space, or allow this "
-            "process to write there. Earlier checkpoints are unchanged"
+            f"the piece of {who} cannot be written to {place}: {e}; free space there, or allow "
+            "this process to write there. Earlier checkpoints are unchanged"
         ) from e
 
 
@@ -618,9 +622,9 @@ def check_first(name: str, old: np.ndarray, new: np.ndarray) -> None:
     """
     if not same_values(old, new):
         raise StateError(
-            f"the init of this plan generates other rows of {name} than the init of the job that "
-            "wrote the checkpoint; the checkpoint lacks rows that no step looked up, so the same "
-            "init must generate them again; plan with the init of that job"
+            f"the checkpoint lacks rows of {name} that no step looked up. The init of this plan "
+            "would generate other rows than the init of the job that wrote the checkpoint; plan "
+            "with the init of that job"
         )
 
 
@@ -640,7 +644,7 @@ def _locate_rows(
 
 
 def _shared_rows(target: VarDistributed, row: VarDistributed) -> int:
-    """Return the number of rows of the origin that are in both slices."""
+    """Return the number of rows of the full array that are in both slices."""
     _, local = _locate_rows(target, row, np.arange(row.slice_shape[0]))
     return len(local)
 
@@ -655,7 +659,7 @@ def _select_rows(target: VarDistributed, row: VarDistributed, segment: RowSegmen
 
 
 def _merge_segments(parts: Sequence[RowSegment], targets: Sequence[VarDistributed]) -> RowSegment:
-    """Merge lists of table rows into one list with increasing ids."""
+    """Merge lists of table rows into one list with sorted ids."""
     nothing = np.empty(0, np.int64)
     parts = [RowSegment(nothing, nothing, _empty_rows(targets)), *parts]
     ids = np.concatenate([x.ids for x in parts])
@@ -689,7 +693,7 @@ def _are_one_save(abouts: Sequence[Mapping[str, Any]]) -> bool:
         if _tag_of(about) != _tag_of(abouts[0]):
             return False
         runs.append(_run_of(about))
-    # pieces without any identifier of a run are told apart by their tags alone
+    # pieces without any identifier of a run are distinguished by their tags alone
     return bool(set.intersection(*runs)) or not any(runs)
 
 
@@ -770,16 +774,17 @@ def _stale_pieces(
     if place in found and (place not in others or place in blocking):
         theirs, origins = found[place], ""
         if theirs is not None and place in others:
-            origins = f" ({_origin(theirs)}, and this is {_origin(about)})"
+            origins = f" ({_origin(theirs)}; this save is {_origin(about)})"
         raise ConfigError(f"{place} exists already{origins}; save each checkpoint to another path")
     if blocking:
         theirs = found[blocking[0]]
         origins = "torn"
         if theirs is not None:
-            origins = f"{_origin(theirs)}, and this is {_origin(about)}"
+            origins = f"{_origin(theirs)}; this save is {_origin(about)}"
         raise ConfigError(
             f"{path} contains {blocking[0].name} of another job, run or step ({origins}); save to "
-            "another path, and pass the same tag in processes that were started separately"
+            "another path. If the processes of a job were started separately, pass the same tag= "
+            "in each"
         )
     return [piece for piece in others if piece == place or piece.name not in layout.pieces.values()]
 
@@ -819,7 +824,7 @@ def _names(folder: Path) -> set[str]:
 
 
 def _remove(piece: Path) -> None:
-    """Remove a piece. It is renamed first, so that a crash cannot leave half of it."""
+    """Remove a piece of a checkpoint; rename it first, so that no crash leaves it incomplete."""
     away = piece.with_name(f".{piece.name}.{new_run()}")
     with contextlib.suppress(FileNotFoundError):  # another process may have removed the piece
         piece.rename(away)
@@ -874,7 +879,7 @@ def _from_json(fields: Mapping[str, Any]) -> VarDistributed:
 
 
 def _finished(path: Path) -> list[Path]:
-    """Return the folders of complete pieces. Incomplete pieces have longer, temporary names."""
+    """Return the folders of a checkpoint's complete pieces; other pieces have temporary names."""
     _orbax()
     found = []
     for n in _names(path):
@@ -884,13 +889,14 @@ def _finished(path: Path) -> list[Path]:
 
 
 def _read_about(piece: Path) -> dict[str, Any]:
-    """Return the description of a piece."""
+    """Return the description of a checkpoint's piece."""
     with _read_errors(piece), _one_at_a_time:
         about = dict(_handlers()[1].restore(piece / "overview"))
-        checksum = about.pop("checksum", None)  # orbax and older versions write none
+        # orbax, and older versions of dtrans, write no checksum
+        checksum = about.pop("checksum", None)
         if checksum is not None and _checksum_of(about) != checksum:
             raise ValueError(
-                f"overview/{OVERVIEW_FILE} has another checksum than at its write, so it is damaged"
+                f"overview/{OVERVIEW_FILE} is damaged: its checksum has changed since the write"
             )
         if about["format"] not in (FORMAT, FORMAT_TABLES, FORMAT_FILES):
             raise ValueError(
@@ -901,7 +907,7 @@ def _read_about(piece: Path) -> dict[str, Any]:
 
 
 def _read_arrays(piece: Path, names: Mapping[str, None]) -> dict[str, np.ndarray]:
-    """Return some of the arrays of a piece."""
+    """Return some of the arrays of a checkpoint's piece."""
     about = _read_about(piece)
     if "dense" in about:
         with _read_errors(piece):
@@ -1013,7 +1019,7 @@ def _as_replicated(x: Any) -> jax.Array:
     """Return an array of this process as a global array that another process replicates.
 
     Orbax lets the process with the first copy write a replicated array, and this process has the
-    first copy. The other copy does not exist, and is never read.
+    first copy. The other process does not exist, but nothing reads its copy.
     """
     x = words(x)
     local = jax.local_devices()[0]

@@ -2,7 +2,7 @@
 
 Servers also store arrays that are not part of the step: backups and mean squares of DC-ASGD. These
 start from initial values unless they were saved (`initial_sources`). The values of leaves that no
-server stores (`plan.frozen`) are those of trainer 0.
+server stores (`plan.frozen`) come from trainer 0.
 
 Functions check names, shapes and dtypes of a state. Their results share no memory with their
 arguments.
@@ -29,6 +29,7 @@ from dtrans.errors import ConfigError, StateError
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import TreeSpec, all_names, unflatten_all
 from dtrans.ir.selection import subset
+from dtrans.parameter_server.compression import encoded_copies
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.step.frozen import check_frozen
@@ -83,8 +84,9 @@ def gather(
     if plan.frozen:
         if trainer is None:
             raise StateError(
-                f"no server stores {plan.frozen[0]}; pass the parameters of trainer 0, "
-                "job.params(state): gather(plan, servers, trainer)"
+                f"no server stores {plan.frozen[0]}, which is not trained; pass the parameters of "
+                "trainer 0, job.params(state), as the third argument: gather(plan, servers, "
+                "trainer)"
             )
         states[TRAINER] = frozen_values(plan, trainer)
     rows = group_by_origin([*plan.overview, *trainer_rows(plan)])
@@ -99,7 +101,7 @@ def scatter(plan: PServerPlan, endpoint: str, params: Any, opt_state: Any) -> di
     """Return the state of one server, cut from a single-device `(params, opt_state)`.
 
     This is the inverse of `gather`. Pass the result to `exe.run(pserver, ...)`. It consists of new
-    arrays on the default device. Backups of DC-ASGD are copies of the parameters, and its mean
+    arrays on the default device. Backups of DC-ASGD are copies of the parameters, and the mean
     squares of gradients are 0.
 
     Args:
@@ -138,7 +140,7 @@ def server_state(
             found[row.slice_name] = jnp.zeros(row.slice_shape, row.dtype)
         else:
             found[row.slice_name] = copy_array(arrays[origin][row.index])
-    return found
+    return found | encoded_copies(plan.servers[endpoint].variables, found)
 
 
 # -- rows and arrays -------------------------------------------------------------------------------
@@ -159,7 +161,8 @@ def initial_sources(
 ) -> list[tuple[VarDistributed, str | None]]:
     """Return the slices on a server, each with the name of the array that it is restored from.
 
-    The name is None for a slice that starts from zeros.
+    The name is None for a slice that starts from zeros. Encoded parameters are left out, since
+    `encoded_copies` computes them from the parameters.
 
     Args:
       plan: the plan of the job.
@@ -169,6 +172,8 @@ def initial_sources(
     found: list[tuple[VarDistributed, str | None]] = []
     for row in plan.overview.by_endpoint(endpoint):
         variable = plan.servers[endpoint].variables[row.slice_name]
+        if variable.wire is not None:
+            continue
         source: str | None = variable.of
         if variable.origin in saved:
             source = variable.origin
@@ -215,7 +220,7 @@ def check_plan(plan: Any) -> None:
     if not isinstance(plan, PServerPlan):
         raise ConfigError(
             f"plan is a {type(plan).__name__}; expected a plan of dtrans.pserver (t.plan of a "
-            "transpiler), or a job of another plan (plan.on_mesh())"
+            "transpiler); for plans of other strategies, pass the job (plan.on_mesh())"
         )
     local = _on_no_server(plan)
     if local is not None:

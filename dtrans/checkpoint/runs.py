@@ -1,4 +1,7 @@
-"""Identifiers of runs. Each piece records them, so that pieces of two runs are never mixed.
+"""Identifiers of runs, which distinguish the files of two runs in one checkpoint.
+
+Each piece (the files of one process) records the identifiers, so that pieces of two runs are never
+mixed.
 
 All processes of a run need a common identifier. They do not communicate during a save, so they use
 a random number that was sent before:
@@ -58,10 +61,11 @@ class Mark:
       run: identifiers of the run. All pieces of one save have at least one in common.
       step: the step of the run; None if processes have no common step count.
       tag: the user's name of the save.
-      shared: True if other processes of the run know one of the identifiers. With False, a piece of
-        an earlier run cannot be told from a piece of another process of this run.
-      job: identifier of a job that goes back to cuts; empty for other jobs. After a drop of a
-        trainer, the job has another run, and pieces of undone steps are replaced.
+      shared: True if other processes of the run know one of the identifiers. With False, pieces of
+        an earlier run cannot be distinguished from pieces of this run.
+      job: identifier of a job that writes cuts (snapshots); empty for other jobs. When a failed
+        trainer is dropped, the job gets another run, and repeats steps. It then replaces the pieces
+        of these steps.
     """
 
     run: tuple[str, ...] = ()

@@ -23,12 +23,17 @@ import numpy as np
 from dtrans._jax import JaxprEqn
 
 
+# A number `RowSegment.changed` contains a count of updates, multiplied by this factor, for a row
+# that is not admitted yet. Step numbers are smaller than the factor.
+COUNTS = 1 << 40
+
+
 class ArrayLike(abc.ABC):
     """Array that is not in memory; NumPy functions convert it to an array.
 
     Args:
-      like: an array or type with its shape and dtype.
-      table: the rows of its table; None if the array does not belong to a table.
+      like: an array or type with the shape and dtype of this array.
+      table: the rows of the array's table; None if the array does not belong to a table.
     """
 
     def __init__(self, like: Any, table: TableRows | None = None) -> None:
@@ -58,6 +63,8 @@ class RowSegment:
       ids: indices of the rows within the block, increasing.
       changed: a number for each id. 1: the row exists, and no step has changed it. n + 1: the row
         exists, and step n was the last to change it. -(n + 1): the row was evicted before step n.
+        -1 - c * COUNTS, or -(n + 1) - c * COUNTS after an eviction: the row does not exist, and a
+        row filter has counted c updates.
       rows: the existing rows, as one array for the block and one for each state array.
     """
 
@@ -69,6 +76,20 @@ class RowSegment:
     def present(self) -> np.ndarray:
         """The ids of the rows that exist."""
         return self.ids[self.changed > 0]
+
+
+def split_counts(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Split numbers of rows that do not exist into counts of updates and evictions.
+
+    Args:
+      numbers: `RowSegment.changed` of rows that do not exist, or -1 for rows never used.
+
+    Returns:
+      The count of each row, and its number without the count: -(n + 1) for a row that was evicted
+      before step n, and -1 for other rows.
+    """
+    counts, others = np.divmod(-numbers, COUNTS)
+    return counts, -others
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -108,7 +129,10 @@ class TableRows(abc.ABC):
 
     @abc.abstractmethod
     def segments(self) -> Iterator[RowSegment]:
-        """Yield all existing and evicted rows by increasing id, a bounded number at a time."""
+        """Yield the rows by increasing id. A segment has a bounded number of rows.
+
+        These are rows that exist, rows that were evicted, and rows that a row filter has counted.
+        """
 
     @abc.abstractmethod
     def first(self, ids: np.ndarray) -> list[np.ndarray]:

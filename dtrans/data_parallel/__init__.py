@@ -6,6 +6,7 @@ options        the options, which check their values
 merge_rules    rules that merge the results of trainers
 reducer        buckets of gradients, and their reduction
 replica        inputs of a trainer; results that depend on reduced gradients
+device_parts   programs and buckets of one device of a model axis
 accumulation   micro-steps: a trainer processes its part of the batch piece by piece
 startup        startup program of a trainer process
 state          state of a job between steps

@@ -1,4 +1,4 @@
-"""Micro-steps: a scan in which a trainer processes its part of the batch by micro-batches.
+"""Micro-steps: a trainer's scan over the micro-batches of its part of the batch.
 
     accumulate    scan: forward, backward, add up         --> one gradient, results
     local steps   scan: forward, backward, optimize       --> parameters, optimizer state, results
@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from dtrans._jax import Atom, ClosedJaxpr, closed_with, jaxpr_as_fun, opened, small_jaxpr
 from dtrans.batch.precomputed_micro_steps import PrecomputedMicroSteps
 from dtrans.data_parallel.options import Options
-from dtrans.data_parallel.reducer import clip_to_norm
 from dtrans.errors import BatchError
 from dtrans.ir.array_fns import array_type, in_one, is_key, parts_of, sum_type
 from dtrans.ir.builder import Builder
@@ -35,6 +34,7 @@ from dtrans.ir.pytree import is_under, unused_name
 from dtrans.ir.selection import subset, values_at
 from dtrans.step.forward_backward import write_trainer_half
 from dtrans.step.halves import GRAD, DividedStep, divide_step
+from dtrans.step.local_clip import clip_to_norm
 
 
 Outputs = tuple[dict[str, Atom], dict[str, Atom]]  # (output name -> value, leaf -> gradient)
@@ -53,13 +53,15 @@ class MicroSteps:
       axes: maps batch arrays to the dimension along which they are split. Other arrays are not
         split.
       keys: random keys of the batch; each micro-step folds its index into them.
-      joined: maps a result with rule "concat" to the dimension to concatenate. The default is 0.
+      joined: the dimension along which a result with rule "concat" is concatenated (dict by name).
+        The default is 0.
       carried: parameters that trainers update locally and that the scan carries, such as batch
         statistics. All other locally updated parameters are merged like results: each micro-step
         reads the value from before the step.
       precomputed: the inputs of micro-steps that trainers compute before the scan; None if there
         are none.
       clip_norm: the norm to which the gradients of each micro-step are clipped. None for no clip.
+      clip_by: the norm that the clip limits, see `dtrans.Reduce.clip_local_by`.
       noun: the word for a trainer in errors, such as "rank".
     """
 
@@ -73,6 +75,7 @@ class MicroSteps:
     carried: Sequence[str]
     precomputed: PrecomputedMicroSteps | None
     clip_norm: float | None
+    clip_by: str
     noun: str
 
     @classmethod
@@ -99,6 +102,7 @@ class MicroSteps:
             carried=carried,
             precomputed=options.precomputed,
             clip_norm=options.reduce.clip_per_micro_batch(options.num_micro_batch),
+            clip_by=options.reduce.clip_local_by,
             noun=options.noun,
         )
 
@@ -131,8 +135,7 @@ def write_micro_steps(
     """
     micro = divide_step(_micro_program(step.program, window)).with_reported()
     if not step.early:
-        # the remaining callbacks only read parameters, so that one call after all micro-steps is
-        # enough
+        # the remaining callbacks only read parameters, so one call after all micro-steps is enough
         micro = dataclasses.replace(micro, observers=())
     source = micro.program
     vars_of = source.invars
@@ -152,7 +155,7 @@ def write_micro_steps(
         outs_of |= outputs
     if window.clip_norm is not None:
         inner.role = BACKWARD
-        clipped = inner.call(clip_to_norm(float(window.clip_norm)), *grads.values())
+        clipped = inner.call(clip_to_norm(float(window.clip_norm), window.clip_by), *grads.values())
         grads = dict(zip(grads, clipped, strict=True))
 
     # the scan also returns gradients, under names that no other output has
@@ -231,7 +234,7 @@ def micro_types(
             if rows % count:
                 raise BatchError(
                     f"{n} has {rows} rows on each {noun}, expected a multiple of the {count} "
-                    "micro-steps; pass more rows, or take fewer micro-steps"
+                    "micro-steps; pass such a batch, or plan fewer micro-steps"
                 )
             shape[axes[n]] = rows // count
         types[n] = jax.ShapeDtypeStruct(shape, t.dtype)

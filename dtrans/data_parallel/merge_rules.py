@@ -20,7 +20,7 @@ from dtrans.batch.exact_step import full_type
 from dtrans.data_parallel.options import Options
 from dtrans.errors import ConfigError
 from dtrans.ir.dataflow import propagate
-from dtrans.ir.display import without_addresses
+from dtrans.ir.fingerprint import canonical_text
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
@@ -31,8 +31,8 @@ def check_merge(name: str, way: str, t: Any, *, is_state: bool, options: Options
     """Raise ConfigError if the rule `way` cannot merge an output of type `t`."""
     if is_state and way in ("concat", "each"):
         raise ConfigError(
-            f"merge[{name!r}]={way!r}: every {options.noun} must have the same state; write "
-            "'mean', 'sum' or 'max'"
+            f"merge[{name!r}]={way!r}: {name} is state, which must be equal on every "
+            f"{options.noun}; write 'mean', 'sum' or 'max'"
         )
     if way == "each" and options.micro_steps > 1:
         raise ConfigError(
@@ -48,8 +48,8 @@ def check_merge(name: str, way: str, t: Any, *, is_state: bool, options: Options
         )
     if way == "concat" and not t.ndim:
         raise ConfigError(
-            f"merge[{name!r}]='concat': the result is {t.str_short()}, which has no dim 0; write "
-            "'each'"
+            f"merge[{name!r}]='concat': the result is {t.str_short()}, which has no dimension 0; "
+            "write 'each'"
         )
     number, flag = jnp.issubdtype(t.dtype, jnp.number), jnp.issubdtype(t.dtype, jnp.bool_)
     ordered = flag or (number and not jnp.issubdtype(t.dtype, jnp.complexfloating))
@@ -187,9 +187,9 @@ class _MergeRules:
         # an integer may be a count, a sum or a flag, so only the user knows how to merge it
         if name in self.local_state:
             raise ConfigError(
-                f"{name} is {t.str_short()}, and each {options.noun} computes another value from "
-                "its part of the batch; integers and booleans have no default merge, so write "
-                f"merge={{{name!r}: 'sum'}} or merge={{{name!r}: 'max'}}"
+                f"{name} is {t.str_short()}, and each {options.noun} computes a different value "
+                "from its part of the batch; integers and booleans have no default merge, so "
+                f"write merge={{{name!r}: 'sum'}} or merge={{{name!r}: 'max'}}"
             )
         if options.micro_steps > 1:
             raise ConfigError(
@@ -254,9 +254,9 @@ def _trace_full_batch(
             return None
         listed = " and ".join(f"{n} has {count}" for count, n in rows.items())
         raise ConfigError(
-            f"{', '.join(may_grow)} may grow with the batch, whose arrays are split over the "
-            f"{options.noun}s on dim 0, but {listed} rows; name the arrays that every "
-            f"{options.noun} needs in full in unsplit_inputs=(...)"
+            f"the shape of {', '.join(may_grow)} may depend on the size of the batch. Arrays of "
+            f"the batch are split over the {options.noun}s on dimension 0, but {listed} rows; pass "
+            f"unsplit_inputs=(...) with the arrays that every {options.noun} needs in full"
         )
     full_types = []
     for n, t in types.items():
@@ -290,7 +290,7 @@ def _differ(x: JaxprEqn, y: JaxprEqn) -> bool:
             return True
     if x.params.keys() == y.params.keys() and all(x.params[k] is y.params[k] for k in x.params):
         return False
-    return without_addresses(str(x.params)) != without_addresses(str(y.params))
+    return canonical_text(x.params) != canonical_text(y.params)
 
 
 def _find_batch_values(step: DividedStep, options: Options) -> dict[Var, int]:

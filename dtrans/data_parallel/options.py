@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self, TypeVar
-
-import jax.numpy as jnp
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self, TypeVar
 
 from dtrans.batch.exact_step import ExactStep
 from dtrans.batch.precomputed_micro_steps import PrecomputedMicroSteps
@@ -19,11 +18,13 @@ from dtrans.checks import (
     check_type,
 )
 from dtrans.errors import ConfigError
+from dtrans.ops import CASTS
 from dtrans.step.batch_sharing import Batch
+from dtrans.step.local_clip import check_local_clip
 
 
-COMPRESSED = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 CLIPPED_PER = ("step", "micro_batch")
+DATA, MODEL, SEQUENCE = "data", "model", "sequence"  # axes of the option `mesh`
 REDUCED = {"mean": "sum", "sum": "sum", "max": "max"}  # merge rule -> operation of the reduction
 MERGES = (*REDUCED, "concat", "each", "same")
 
@@ -45,12 +46,14 @@ class Reduce:
         becomes infinity.
       compress_scale: the factor that multiplies compressed gradients before the reduction, and
         divides them after it.
-      clip_local_norm: the global norm to which each trainer clips its gradients *before* the
+      clip_local_norm: the norm to which each trainer clips its gradients *before* the
         reduction, as EPL does by default. (A clip in the optimizer reads reduced gradients.)
         With this option, all reductions wait for the last gradient.
       clip_local_per: "step" applies `clip_local_norm` to the sum over a trainer's micro-batches,
         and "micro_batch" to the gradients of each micro-batch, as EPL does. With "micro_batch", a
         pipeline must store the gradients of all micro-batches until the update.
+      clip_local_by: "global_norm" limits the norm of all gradients together. "norm" limits the norm
+        of each parameter's gradient, as Paddle's `GradientClipByNorm` does.
 
     Raises:
       ConfigError: a value is out of range, or an option needs another option that is missing.
@@ -73,6 +76,7 @@ class Reduce:
     compress_scale: float = 1.0
     clip_local_norm: float | None = None
     clip_local_per: str = "step"
+    clip_local_by: str = "global_norm"
 
     def __post_init__(self) -> None:
         if self.op is not None:
@@ -80,24 +84,19 @@ class Reduce:
         check_size("bucket_MB", self.bucket_MB)
         check_int("max_buckets", self.max_buckets, or_none=True)
         check_int("chains", self.chains, or_none=True)
-        check_one_of("compress", self.compress, (*COMPRESSED, None))
+        check_one_of("compress", self.compress, (*CASTS, None))
         check_number("compress_scale", self.compress_scale, "a positive number", lambda x: x > 0)
         if self.compress is None and self.compress_scale != 1.0:
             raise ConfigError(
                 f"compress_scale={self.compress_scale!r} needs compress='bf16' or 'fp16', but "
-                "compress is None"
+                "compress is None; pass compress, or leave compress_scale out"
             )
-        check_number(
-            "clip_local_norm",
-            self.clip_local_norm,
-            "a positive number",
-            lambda x: x > 0,
-            or_none=True,
-        )
+        check_local_clip(self.clip_local_norm, self.clip_local_by)
         check_one_of("clip_local_per", self.clip_local_per, CLIPPED_PER)
         if self.clip_local_per != "step" and self.clip_local_norm is None:
             raise ConfigError(
-                f"clip_local_per={self.clip_local_per!r} needs clip_local_norm, but that is None"
+                f"clip_local_per={self.clip_local_per!r} needs clip_local_norm, but that is "
+                "None; pass clip_local_norm=1.0 or another norm"
             )
 
     def clip_per_micro_batch(self, num_micro_batch: int) -> float | None:
@@ -128,9 +127,14 @@ class Options:
     num_micro_batch: int = 1
     local_sgd: int | None = None
     trainers_per_node: int = 0  # 0 for reductions that are not hierarchical
+    # number of devices of each trainer, which divide the parameters of `dtrans.split` scopes; 0 for
+    # a mesh without a model axis
+    model: int = 0
+    sequence: int = 0  # number of devices that divide each sequence; 0 without a sequence axis
+    colocated: bool = False  # True if trainers also divide the parameters of `dtrans.split` scopes
     reduce: Reduce = Reduce()
     batch: Batch = Batch()
-    shared: ExactStep | None = None  # set when an exact batch is split
+    shared: ExactStep | None = None  # set when a batch with batch="exact" is split
     # inputs of micro-steps that trainers compute before the scan
     precomputed: PrecomputedMicroSteps | None = None
     noun: str = "trainer"  # the word for a trainer in errors
@@ -150,7 +154,8 @@ class Options:
         count, reduce = self.batch.example_count, self.reduce
         if count is not None and reduce.op == "sum":
             raise ConfigError(
-                f"example_count={count!r} needs reduce='mean', but reduce is {reduce.op!r}"
+                f"example_count={count!r} needs reduce='mean', but reduce is {reduce.op!r}; "
+                "leave one of the two options out"
             )
         if self.local_sgd is not None:
             others = {
@@ -173,7 +178,7 @@ class Options:
             )
 
     def check_exact(self) -> None:
-        """Raise ConfigError if the batch is exact, but an option needs batch='local'."""
+        """Raise ConfigError if an option needs batch='local', but `batch` is "exact"."""
         b = self.batch
         if not b.exact:
             b.check_axes()
@@ -192,17 +197,23 @@ class Options:
 
     @property
     def need_of_gradients(self) -> str:
-        """The remedy for the first option that needs the gradients of the step; "" without one."""
+        """Advice for errors about the first option that is set and needs gradients; else ""."""
+        used = [text for text, is_used in self._needs_of_gradients().items() if is_used]
+        return used[0] if used else ""
+
+    def _needs_of_gradients(self) -> dict[str, bool]:
+        """Return a dict: remedy for an option that needs gradients -> True if the option is set."""
         compress, clip = self.reduce.compress, self.reduce.clip_local_norm
-        found = {
+        return {
             "pass batch='exact'": not self.batch.exact,
             f"leave out num_micro_batch={self.num_micro_batch}": self.num_micro_batch > 1,
             f"leave out local_sgd={self.local_sgd}": self.local_sgd is not None,
             f"leave out trainers_per_node={self.trainers_per_node}": self.trainers_per_node > 0,
             f"leave out compress={compress!r}": compress is not None,
             f"leave out clip_local_norm={clip!r}": clip is not None,
+            f"leave {MODEL!r} out of mesh": self.model > 0 or self.colocated,
+            f"leave {SEQUENCE!r} out of mesh": self.sequence > 0,
         }
-        return next((text for text, is_used in found.items() if is_used), "")
 
     @property
     def local(self) -> Self:
@@ -212,7 +223,7 @@ class Options:
         return dataclasses.replace(self, batch=batch, reduce=reduce)
 
     def with_shared(self, shared: ExactStep) -> Self:
-        """Return the options for writing one trainer's step, after an exact batch was split."""
+        """Return the options for one trainer's step, after a batch with batch="exact" was split."""
         unsplit = tuple(n for n in shared.step.batch if n not in shared.axes)
         batch = dataclasses.replace(
             self.batch, kind="local", axes=0, merge=shared.merges, unsplit_inputs=unsplit
@@ -224,6 +235,11 @@ class Options:
     def micro_steps(self) -> int:
         """Number of parts into which each trainer splits its batch."""
         return self.num_micro_batch if self.local_sgd is None else self.local_sgd
+
+    @property
+    def has_devices(self) -> bool:
+        """True if a trainer has several devices."""
+        return max(self.model, self.sequence) > 1
 
     @property
     def splits_evenly(self) -> bool:
@@ -250,3 +266,49 @@ class Options:
 
 
 OptionsT = TypeVar("OptionsT", bound=Options)
+
+
+class MeshSizes(NamedTuple):
+    """Sizes of the axes in the option `mesh`.
+
+    Attributes:
+      data: number of trainers.
+      model: number of devices that divide the parameters; 0 without this axis. It is "data" if the
+        devices of the data axis divide the parameters.
+      sequence: number of devices that divide each sequence; 0 without this axis.
+    """
+
+    data: int
+    model: int | str
+    sequence: int
+
+
+def sizes_of_mesh(mesh: Any) -> MeshSizes:
+    """Return the sizes of the axes in the option `mesh`.
+
+    Raises:
+      ConfigError: the mesh is no mapping from names of axes to positive integers, or has another
+        axis.
+
+    Example:
+      >>> from dtrans.data_parallel.options import sizes_of_mesh
+      >>> sizes_of_mesh({"data": 4, "model": 2})
+      MeshSizes(data=4, model=2, sequence=0)
+    """
+    check_type("mesh", mesh, Mapping, "a dict such as {'data': 4, 'model': 2}")
+    for name, size in mesh.items():
+        if name not in (DATA, MODEL, SEQUENCE):
+            raise ConfigError(
+                f"mesh has an axis {name!r}; expected {DATA!r}, which splits the batch, "
+                f"{MODEL!r}, which splits the layers in dtrans.split scopes, and {SEQUENCE!r}, "
+                "which splits sequences"
+            )
+        if (name, size) != (MODEL, DATA):
+            check_int(f"mesh[{name!r}]", size, "a positive number of devices")
+    sizes = MeshSizes(mesh.get(DATA, 1), mesh.get(MODEL, 0), mesh.get(SEQUENCE, 0))
+    if sizes.model == DATA and sizes.sequence:
+        raise ConfigError(
+            f"mesh has {MODEL!r}: {DATA!r} and an axis {SEQUENCE!r}, which exclude each other; "
+            f"pass a number as {MODEL!r}, or leave {SEQUENCE!r} out"
+        )
+    return sizes

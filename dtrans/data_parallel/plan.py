@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,14 +15,19 @@ from dtrans.costs import Costs, RoleCost, program_flops
 from dtrans.errors import ConfigError
 from dtrans.ir.cost import nbytes, total_bytes
 from dtrans.ir.program import Program
-from dtrans.ir.pytree import all_names
-from dtrans.ops import collective_of
+from dtrans.ir.pytree import all_names, is_under
+from dtrans.ops import collective_of, moved_values
 from dtrans.plan import Plan, runner_of
+from dtrans.step.scopes import ignored_split_notes
+from dtrans.transfers import RoleTransfer, Transfers
 
 
 if TYPE_CHECKING:
     from dtrans.batch.exact_step import ExactStep
     from dtrans.data_parallel.options import Options
+    from dtrans.data_parallel.sequence_axis import SequenceAxis
+    from dtrans.engine.layout import Gathered, Sliced
+    from dtrans.tensor_parallel.model_axis import ModelState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +69,17 @@ class CollectivePlan(Plan):
       options: the options: see `dtrans.nccl2`.
       buckets: the buckets of gradients in the order of their reductions. With local steps, these
         are buckets of state.
-      merges: maps each result, and each parameter that trainers update locally, to its merge rule.
+      merges: the merge rule of each result, and of each parameter that trainers update locally
+        (dict by name).
       callers: sentences that say which trainers call each host callback of the step.
       replan: function that plans the same step with different options.
-      shared: the split of an exact batch. None with `batch="local"`.
+      shared: the split of the batch with `batch="exact"`; None with `batch="local"`.
       for_uneven_batch: function that takes the types of the step's inputs, and returns the program
         for a batch that the number of trainers does not divide. None if the number must divide
         every batch.
+      model_state: the state that the devices of a trainer divide; None without a model axis.
+      sequence: the axis of the devices that divide sequences; None for a plan without this axis.
+      device_gathers: pairs (axis, value that the devices of this axis gather).
     """
 
     main: Program
@@ -83,6 +93,11 @@ class CollectivePlan(Plan):
     shared: ExactStep | None = dataclasses.field(default=None, kw_only=True, compare=False)
     for_uneven_batch: Callable[[Sequence[Any]], Program] | None = dataclasses.field(
         default=None, kw_only=True, repr=False, compare=False
+    )
+    model_state: ModelState | None = dataclasses.field(default=None, kw_only=True, compare=False)
+    sequence: SequenceAxis | None = dataclasses.field(default=None, kw_only=True, compare=False)
+    device_gathers: tuple[tuple[str, Gathered], ...] = dataclasses.field(
+        default=(), kw_only=True, compare=False
     )
 
     _right, _code = (3,), 1
@@ -98,6 +113,17 @@ class CollectivePlan(Plan):
         """State that trainers store as slices between steps; empty except in sharding."""
         return {}
 
+    @cached_property
+    def cuts(self) -> Mapping[str, Mapping[str, Sliced]]:
+        """State that devices store as slices between steps: name -> mesh axis -> slices."""
+        cuts: dict[str, dict[str, Sliced]] = {}
+        for name, sliced in self.sliced.items():
+            cuts[name] = {self.options.over[-1]: sliced}
+        if self.model_state is not None:
+            for name, sliced in self.model_state.sliced.items():
+                cuts.setdefault(name, {})[self.model_state.axis] = sliced
+        return cuts
+
     @property
     def programs(self) -> dict[str, Program]:
         return {"trainer": self.program}
@@ -109,8 +135,33 @@ class CollectivePlan(Plan):
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """Mesh axes as pairs (name, size): one, or two for hierarchical reductions."""
-        return self.options.axes
+        """Mesh axes as pairs (name, size): the axes of the trainers, then of their devices."""
+        return (*self.options.axes, *self.device_axes)
+
+    @property
+    def device_axes(self) -> tuple[tuple[str, int], ...]:
+        """Mesh axes of the devices of one trainer, as pairs (name, size)."""
+        axes = []
+        if self.sequence is not None:
+            axes.append((self.sequence.name, self.sequence.size))
+        if self.model_state is not None and self.model_state.axis not in self.options.over:
+            axes.append((self.model_state.axis, self.model_state.size))
+        return tuple(axes)
+
+    @property
+    def has_mesh(self) -> bool:
+        """True if the user passed `mesh` with another axis than "data"."""
+        return self.model_state is not None or self.sequence is not None
+
+    @property
+    def devices_per_trainer(self) -> int:
+        """Number of devices of each trainer."""
+        return math.prod(size for _, size in self.device_axes)
+
+    @property
+    def device_count(self) -> int:
+        """Number of devices of the job."""
+        return self.trainers * self.devices_per_trainer
 
     @property
     def unsplit_inputs(self) -> tuple[str, ...]:
@@ -129,14 +180,13 @@ class CollectivePlan(Plan):
         """The program of one trainer as a pure function: (params, opt_state, *batch) -> outputs.
 
         Call it under `jax.pmap`, `jax.vmap`, or `jax.shard_map(..., check_vma=False)` with the axis
-        names in `axes`. One trainer alone needs no axis. Each trainer passes its part of the batch.
+        names in `axes`. One device alone needs no axis. Each trainer passes its part of the batch.
         Results are merged already, with two exceptions: a result with rule "concat" has only this
         trainer's rows, and a result with rule "each" has only this trainer's value.
 
         Raises:
-          ConfigError: the function is called under a `jax.shard_map` with `check_vma=True`. The
-            equations have no varying types, which JAX then checks, because dtrans traces without
-        `shard_map`.
+          ConfigError: the function is called under a `jax.shard_map` with `check_vma=True`. JAX
+            would check varying types, which programs traced outside of `shard_map` do not have.
         """
         per_trainer = runner_of(self, "function")
 
@@ -149,7 +199,7 @@ class CollectivePlan(Plan):
         def function(*args: Any) -> Any:
             flat = self.program.flatten(*args)
             program = self.program.specialize_flat(flat)
-            if self.trainers > 1 and any(map(is_varying, flat)):
+            if self.device_count > 1 and any(map(is_varying, flat)):
                 raise refusal()
             try:
                 return program.out.unflatten(per_trainer(program)(*flat))
@@ -180,21 +230,45 @@ class CollectivePlan(Plan):
         """Names of the mesh axes."""
         return tuple(name for name, _ in self.axes)
 
-    def costs(self) -> Costs:
-        sent = received = rounds = 0
-        for eqn, times in collectives(self.program.jaxpr):
-            sent += times * total_bytes(eqn.invars)
-            received += times * total_bytes(eqn.outvars)
-            rounds += times
+    def _role_costs(self) -> Costs:
+        moved = list(collectives(self.program.jaxpr))
+        sent = sum(times * total_bytes(eqn.invars) for eqn, times in moved)
+        received = sum(times * total_bytes(eqn.outvars) for eqn, times in moved)
+        rounds = sum(times for _, times in moved)
         names = all_names(self.program.args[:2])
         state = sum(nbytes(self.program.inputs[n]) for n in names)
         flops = program_flops(self.program)
-        return Costs([RoleCost("trainer", self.trainers, state, sent, received, rounds, flops)])
+        count = self.device_count
+        return Costs([RoleCost("trainer", count, state, sent, received, rounds, flops)])
+
+    def transfers(self) -> Transfers:
+        sizes: dict[tuple[str, str], int] = {}
+        for eqn, times in collectives(self.program.jaxpr):
+            over = eqn.params["over"]
+            is_inside = set(over).isdisjoint(self.options.over)
+            target = "devices of the trainer" if is_inside else "other trainers"
+            key = (target, f"{eqn.primitive.name} over {', '.join(over)}")
+            sizes[key] = sizes.get(key, 0) + times * total_bytes(eqn.invars)
+        return Transfers(RoleTransfer("trainer", *key, size) for key, size in sizes.items())
 
     @cached_property
     def bytes_per_step(self) -> dict[str, int]:
         """Bytes of each dtype that a trainer passes to collectives in a step."""
         return self.bytes_over(*self.axis_names)
+
+    def traffic(self) -> dict[tuple[str, str], int]:
+        """Return the bytes of the collectives in a step; keys are pairs (primitive, axis).
+
+        A gather counts the bytes of its output, and a reduction the bytes of its input. So a gather
+        of all parameters counts the size of the model. In a ring of N devices, each link carries
+        (N - 1)/N of this number for a gather or reduce-scatter, and twice that for an all-reduce.
+        """
+        found: dict[tuple[str, str], int] = {}
+        for eqn, times in collectives(self.program.jaxpr):
+            key = (eqn.primitive.name, " and ".join(eqn.params["over"]))
+            moved = total_bytes(moved_values(eqn))
+            found[key] = found.get(key, 0) + times * moved
+        return found
 
     def bytes_over(self, *axes: str) -> dict[str, int]:
         """Return the bytes that a trainer passes to collectives over `axes` in a step, by dtype."""
@@ -223,15 +297,15 @@ class CollectivePlan(Plan):
     def notes(self) -> list[str]:
         """Remarks to print below the table of the plan."""
         notes = [] if self.shared is None else list(self.shared.notes)
-        computed: set[str] = set()  # state of a step that is not divided at its gradients
-        if self.shared is not None and self.shared.step.undivided:
-            computed.update(self.shared.step.params)
-            reason = self.shared.step.undivided.split("; ")[0].split(". ")[0]
-            notes.insert(0, f"no gradients are reduced: {reason}")
-        moved = _listed(self.bytes_per_step) or "nothing"
-        names = " and ".join(self.axis_names)
-        notes.append(f"each trainer puts {moved} into collectives per step, over {names}")
-        if len(self.axes) > 1:
+        if self.has_mesh:
+            for (kind, axis), count in self.traffic().items():
+                notes.append(f"{kind} over {axis}: {count:,} bytes per step")
+        else:
+            moved = _listed(self.bytes_per_step) or "nothing"
+            names = " and ".join(self.axis_names)
+            notes.append(f"each trainer puts {moved} into collectives per step, over {names}")
+        notes += self.device_notes
+        if self.options.trainers_per_node:
             outer, nodes = self.axes[0]
             across = _listed(self.bytes_over(outer))
             notes.append(f"between the {nodes} nodes: {across} per step")
@@ -240,18 +314,56 @@ class CollectivePlan(Plan):
             notes.append("statistics, counts and random numbers depend on each trainer's rows only")
         averaged = {leaf for b in self.buckets for leaf in b.leaves}
         for name, way in self.merges.items():
-            if name not in computed and (name not in averaged or way != "mean"):
+            is_known = self.shared is not None and name in self.shared.undivided_state
+            if not is_known and (name not in averaged or way != "mean"):
                 notes.append(f"{name}: {way}")
         return notes + list(self.callers)
 
     @property
+    def device_notes(self) -> list[str]:
+        """Remarks about the work of a trainer's devices."""
+        if self.model_state is None:
+            remedy = "to divide it over m devices, pass mesh={'data': n, 'model': m}"
+            notes = list(ignored_split_notes(self.main.jaxpr, remedy))
+        else:
+            notes = [*self.model_state.notes, *_full_arrays(self)]
+        if self.sequence is not None:
+            notes += self.sequence.notes
+        for axis, x in self.device_gathers:
+            array = f"{x.dtype}{list(x.shape)}"
+            reader = f"{x.reason} ({x.line})" if x.line else x.reason
+            notes.append(f"gathered over {axis}: {array} for {reader}")
+        return notes
+
+    @property
+    def mesh_text(self) -> str:
+        """Text such as "mesh of 4 data x 2 model"."""
+        text = f"mesh of {' x '.join(f'{size} {name}' for name, size in self.axes)}"
+        is_colocated = self.options.colocated
+        return f"{text}, split layers on the same devices" if is_colocated else text
+
+    @property
     def _title(self) -> str:
-        return f"nccl2 plan of {self.main.name}: {self.trainers} trainers"
+        size = self.mesh_text if self.has_mesh else f"{self.trainers} trainers"
+        return f"nccl2 plan of {self.main.name}: {size}"
 
     @property
     def _header(self) -> tuple[str, ...]:
         leaves = "gradients of" if self.options.local_sgd is None else "state"
         return "bucket", leaves, "type", "bytes"
+
+
+def _full_arrays(plan: CollectivePlan) -> Iterator[str]:
+    """Yield a note for each batch array that only `dtrans.split` layers read.
+
+    If trainers also divide these layers, every trainer gets all rows of the array.
+    """
+    if not plan.options.colocated or plan.shared is None:
+        return
+    for n in all_names(plan.main.args[2:]):
+        is_full = n not in plan.shared.axes and plan.main.inputs[n].ndim > 0
+        if is_full and not is_under(n, plan.unsplit_inputs):
+            yield f"each trainer gets all rows of {n}, which only split layers read"
 
 
 def _listed(by_kind: Mapping[str, int]) -> str:

@@ -23,19 +23,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import Atom, Var
-from dtrans.data_parallel.options import COMPRESSED, REDUCED, Options
+from dtrans.data_parallel.options import REDUCED, Options
 from dtrans.data_parallel.plan import Bucket
 from dtrans.ir.array_fns import together
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import avals
 from dtrans.ir.program import DIST
 from dtrans.ir.selection import number_items, subset
-from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
+from dtrans.ops import (
+    CASTS,
+    WireType,
+    all_gather_p,
+    all_reduce_p,
+    decoded,
+    encoded,
+    reduce_scatter_p,
+)
+from dtrans.step.local_clip import clip_to_norm, limited_norms
 
 
 @dataclasses.dataclass(frozen=True)
 class ReduceSpec:
-    """Description of how one gradient is reduced. Equal for all gradients of a bucket.
+    """Options for the reduction of one gradient; equal for all gradients of a bucket.
 
     Attributes:
       compress: the type to which the gradient is cast for the reduction, such as "bf16". None for
@@ -79,7 +88,7 @@ def assign_buckets(
     for i, leaves in enumerate(groups):
         dtype = reduced[leaves[0]].aval.dtype
         itemsize = np.dtype(reduced_type(dtype, kind(leaves[0]), options)).itemsize
-        # count a value that several leaves share once
+        # if several leaves share a value, count it once
         sizes = {id(reduced[n]): reduced[n].aval.size for n in leaves}
         buckets.append(Bucket(f"bucket/{i}", tuple(leaves), dtype, sum(sizes.values()) * itemsize))
     return tuple(buckets)
@@ -118,8 +127,8 @@ def bucket_sizes(types: Sequence[Any], options: Options) -> dict[Any, float]:
     """Return the maximum size of a bucket in bytes, by dtype.
 
     `max_buckets` is divided among the dtypes in proportion to their numbers of gradients. The first
-    dtype also gets the remainder. If a dtype gets n buckets, the size of a bucket is
-    (bytes of the dtype's gradients)/(n - 1).
+    dtype also gets the remainder. If a dtype gets n buckets, the maximum size of its buckets is
+    (bytes of its gradients)/(n - 1), as in EPL.
 
     Source of `max_buckets`: epl/communicators/coalescing.py.
     """
@@ -143,7 +152,7 @@ def bucket_sizes(types: Sequence[Any], options: Options) -> dict[Any, float]:
 def reduced_type(dtype: Any, kind: ReduceSpec, options: Options) -> Any:
     """Return the type in which a gradient of type `dtype` is reduced."""
     to = kind.compress or options.reduce.compress
-    return dtype if to is None else COMPRESSED[to]
+    return dtype if to is None else CASTS[to]
 
 
 class Reducer:
@@ -175,6 +184,7 @@ class Reducer:
         self.b = b
         self.options = options
         self.clip_norm = options.reduce.clip_per_step(options.num_micro_batch)
+        self.clip_by = options.reduce.clip_local_by
         self.means: dict[str, Atom] = {}
         self.grads: dict[str, Atom] = {}
         self.kind = kind
@@ -215,9 +225,9 @@ class Reducer:
         if self.clip_norm is not None and self.grads:
             grads, bound = list(self.grads.values()), float(self.clip_norm)
             if self.scale is None:
-                clipped = self.b.call(clip_to_norm(bound), *grads)
+                clipped = self.b.call(clip_to_norm(bound, self.clip_by), *grads)
             else:
-                clipped = self.b.call(_clip_scaled_to_norm(bound), self.scale, *grads)
+                clipped = self.b.call(_clip_scaled_to_norm(bound, self.clip_by), self.scale, *grads)
             by_grad = {id(g): c for g, c in zip(grads, clipped, strict=True)}
             self.grads = {n: by_grad[id(g)] for n, g in self.grads.items()}
         self._flush()
@@ -244,7 +254,8 @@ class Reducer:
         if self.options.trainers == 1:
             self.means |= subset(self.grads, bucket.leaves)
             return
-        # reduce a variable that several leaves share once; literals cannot be keys of a dict
+        # if several leaves share a variable, reduce it once; ids are keys, since literals have no
+        # hash
         leaf_of = {id(self.grads[n]): n for n in bucket.leaves}
         unique: dict[Var, None] = {}
         literals: list[Atom] = []
@@ -276,14 +287,15 @@ class Reducer:
         elif options.reduce.op == "mean":
             x = self._by_count(x)
         if (to := self._compress(bucket)) is not None:
-            x = b.call(_compress_to(to, options.reduce.compress_scale), x)[0]
+            x = b.call(encoded(WireType(to, options.reduce.compress_scale)), x)[0]
         return x
 
     def _finish_sum(self, grad: Atom, total: Atom, bucket: Bucket) -> Atom:
         """Restore the type of a reduced sum, and divide it by the number of trainers for a mean."""
         b, options = self.b, self.options
-        if self._compress(bucket) is not None:
-            total = b.call(_restore(grad.aval.dtype, options.reduce.compress_scale), total)[0]
+        if (to := self._compress(bucket)) is not None:
+            wire, t = WireType(to, options.reduce.compress_scale), grad.aval
+            total = b.call(decoded(wire, t.shape, t.dtype), total)[0]
         if options.reduce.op == "mean" and not self._divides_first(grad):
             total = self._average(total)
         return total
@@ -299,7 +311,7 @@ class Reducer:
         return self.kind(bucket.leaves[0]).compress or self.options.reduce.compress
 
     def _chain(self, parts: list[Atom]) -> list[Atom]:
-        """Make the operands of a reduction depend on the previous reduction in the same chain."""
+        """Make operands wait for the previous reduction of their chain (`reduce.chains`)."""
         if self.options.reduce.chains is None:
             return parts
         before = self._chains.get(self._reduced % self.options.reduce.chains, ())
@@ -316,7 +328,7 @@ class Reducer:
         )
 
     def _average(self, total: Atom) -> Atom:
-        # the sum of weighted terms is the mean
+        # terms weighted by their example counts already sum to the mean
         if self.example_count is not None or self.options.trainers == 1:
             return total
         return self.b.call(_divide(self.options.trainers), total)[0]
@@ -425,18 +437,7 @@ def _weighted_share(x: jax.Array, example_count: jax.Array, total: jax.Array) ->
 
 
 @functools.cache
-def clip_to_norm(norm: float) -> Callable[..., Sequence[jax.Array]]:
-    """Return a function that clips gradients as `optax.clip_by_global_norm` does."""
-
-    def fn(*grads: jax.Array) -> Sequence[jax.Array]:
-        size = jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(g))) for g in grads))
-        return [jnp.where(size < norm, g, (g / size.astype(g.dtype)) * norm) for g in grads]
-
-    return fn
-
-
-@functools.cache
-def _clip_scaled_to_norm(norm: float) -> Callable[..., Sequence[jax.Array]]:
+def _clip_scaled_to_norm(norm: float, by: str) -> Callable[..., Sequence[jax.Array]]:
     """Return a function (scale, *gradients) that clips the gradients of a scaled loss.
 
     The function clips by the norm of gradients / scale.
@@ -444,10 +445,10 @@ def _clip_scaled_to_norm(norm: float) -> Callable[..., Sequence[jax.Array]]:
 
     def fn(scale: jax.Array, *grads: jax.Array) -> Sequence[jax.Array]:
         wide = [g.astype(jnp.promote_types(g.dtype, jnp.float32)) for g in grads]
-        size = jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(g / scale.astype(g.dtype)))) for g in wide))
+        sizes = limited_norms([g / scale.astype(g.dtype) for g in wide], by)
         return [
             jnp.where(size < norm, g, ((w / size.astype(w.dtype)) * norm).astype(g.dtype))
-            for g, w in zip(grads, wide, strict=True)
+            for g, w, size in zip(grads, wide, sizes, strict=True)
         ]
 
     return fn
@@ -467,17 +468,3 @@ def _flatten(size: int) -> Callable[[jax.Array], jax.Array]:
 @functools.cache
 def _unflatten(shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
     return lambda x: x[: math.prod(shape)].reshape(shape)
-
-
-@functools.cache
-def _compress_to(to: str, scale: float) -> Callable[[jax.Array], jax.Array]:
-    if scale == 1.0:
-        return lambda x: x.astype(COMPRESSED[to])
-    return lambda x: (x * scale).astype(COMPRESSED[to])
-
-
-@functools.cache
-def _restore(dtype: Any, scale: float) -> Callable[[jax.Array], jax.Array]:
-    if scale == 1.0:
-        return lambda x: x.astype(dtype)
-    return lambda x: x.astype(dtype) / scale

@@ -28,6 +28,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -36,17 +37,29 @@ import numpy as np
 from dtrans._jax import Atom, axes_of, equations, without_mesh
 from dtrans.batch.exact_step import ExactStep, batch_axes, full_type, shard_step
 from dtrans.batch.precomputed_micro_steps import PrecomputedMicroSteps, shard_by_parts
+from dtrans.checks import check_together
 from dtrans.data_parallel.accumulation import (
     MicroSteps,
     micro_types,
     write_local_steps,
     write_micro_steps,
 )
+from dtrans.data_parallel.colocated import plan_colocated
+from dtrans.data_parallel.device_parts import DeviceParts, refuse_calls
 from dtrans.data_parallel.merge_rules import check_merge, infer_merges, mergeable_state
-from dtrans.data_parallel.options import Options, OptionsT, Reduce
+from dtrans.data_parallel.options import (
+    DATA,
+    MODEL,
+    MeshSizes,
+    Options,
+    OptionsT,
+    Reduce,
+    sizes_of_mesh,
+)
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.data_parallel.reducer import SAME_FOR_ALL, Reducer, ReduceSpec, assign_buckets
 from dtrans.data_parallel.replica import fold_keys, take_inputs, write_from_gradients
+from dtrans.data_parallel.sequence_axis import find_sequence_axis
 from dtrans.errors import ConfigError, GradientError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
@@ -83,6 +96,7 @@ from dtrans.step.observers import (
     refuse_observers,
 )
 from dtrans.step.startup import match_startup, normalize_step
+from dtrans.tensor_parallel.model_axis import ModelState, shard_state
 
 
 @with_recipe
@@ -91,7 +105,8 @@ def nccl2(
     main: Program,
     startup: Program,
     *,
-    trainers: int,
+    trainers: int | None = None,
+    mesh: Mapping[str, int | str] | None = None,
     num_micro_batch: int = 1,
     local_sgd: int | None = None,
     trainers_per_node: int = 0,
@@ -105,6 +120,12 @@ def nccl2(
       main: `dtrans.trace(step, params, opt_state, *batch)`, for any batch shape.
       startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
       trainers: the number of trainers among which each batch is divided.
+      mesh: replaces `trainers` and `axis_name`: the number of devices along each axis, such as
+        {"data": 4, "model": 2}. The batch is divided over "data". The parameters of `dtrans.split`
+        scopes, and their optimizer state, are divided over "model". The sequences of the batch are
+        divided over "sequence" (`Batch.sequence`). With {"data": 4, "model":
+        "data"}, the trainers divide these parameters, too: they compute a split layer together, for
+        the rows of all trainers.
       num_micro_batch: the number of micro-batches into which each trainer splits its part of the
         batch. A scan adds up their gradients, and the sum is reduced once. Values that depend on
         the full batch, but not on parameters (a dropout mask), are computed before the scan.
@@ -124,7 +145,7 @@ def nccl2(
 
     Raises:
       ConfigError: an option is out of range, or names an array that the step does not have.
-      GradientError: the gradients of the step cannot be identified (see `dtrans.step.halves`), or
+      GradientError: an option needs gradients that cannot be found (see `dtrans.step.halves`), or
         the step has collectives already.
       TraceError: the outputs of `startup` do not match the arguments of `main`.
 
@@ -146,46 +167,81 @@ def nccl2(
       ([1.0, 2.0], 11.0)
     """
     main, startup = normalize_step(main, startup)
+    model: int | str = 0
+    sequence = 0
+    if mesh is not None:
+        sizes = _from_mesh(mesh, trainers, trainers_per_node, axis_name)
+        (trainers, model, sequence), axis_name = sizes, DATA
     options = Options(
-        trainers=trainers,
+        trainers=trainers,  # type: ignore[arg-type]  # `Options` checks it
         axis_name=axis_name,
+        model=0 if model == DATA else model,  # type: ignore[arg-type]
+        sequence=sequence,
+        colocated=model == DATA,
         num_micro_batch=num_micro_batch,
         local_sgd=local_sgd,
         trainers_per_node=trainers_per_node,
         reduce=Reduce.from_option(reduce),
-        batch=Batch.from_option(batch, "exact"),
+        batch=Batch.from_option(batch, "exact", one_program="dtrans.nccl2"),
     )
     return plan_data_parallel(main, startup, options)
+
+
+def _from_mesh(
+    mesh: Mapping[str, int | str], trainers: int | None, trainers_per_node: int, axis_name: str
+) -> MeshSizes:
+    """Return the sizes of the axes."""
+    others = {
+        f"trainers={trainers}": trainers is not None,
+        f"trainers_per_node={trainers_per_node}": trainers_per_node != 0,
+        f"axis_name={axis_name!r}": axis_name != "trainers",
+    }
+    check_together(others, "the mesh has the axes; leave one of the two out", f"mesh={mesh!r}")
+    return sizes_of_mesh(mesh)
 
 
 def plan_data_parallel(main: Program, startup: Program, options: Options) -> CollectivePlan:
     """Plan data-parallel training from checked options."""
     refuse_collectives(main)
-    plain = _divide_if_possible(main, options)
+    plain = divide_if_possible(main, options)
     check_names(plain, options)
+    if options.colocated:
+        return plan_colocated(plain, startup, options, partial(plan_data_parallel, main, startup))
     if options.trainers > 1:
         check_observers(plain.program, plain.observers)
+    if options.has_devices:
+        refuse_calls(plain)
     matched = match_startup(plain.program, startup)
     step, trainer_options, shared = share_step(plain, options, main)
     merges = infer_merges(step, trainer_options) if shared is None else shared.merges
+    program = write_trainer(step, trainer_options, merges)
+    buckets = assign_buckets(reduced_values(step, trainer_options, merges), trainer_options)
     for_uneven_batch = None
     if shared is not None and not options.splits_evenly:
-        for_uneven_batch = partial(_write_uneven, shared, options)
+        for_uneven_batch = partial(write_uneven, shared, options)
+    parts = DeviceParts(program, buckets, for_uneven_batch)
+    state: ModelState | None = None
+    if options.model:
+        state = shard_state(plain, MODEL, options.model)
+        parts = parts.on_model_axis(state, plain.program.inputs)
+    sequence = find_sequence_axis(plain, options)
+    if sequence is not None:
+        parts = parts.on_sequence_axis(sequence)
     return CollectivePlan(
         main=plain.program,
         startup=matched,
-        program=write_trainer(step, trainer_options, merges),
         options=options,
-        buckets=assign_buckets(reduced_values(step, trainer_options, merges), trainer_options),
         merges=merges,
         callers=callers_of(plain.observers, *callers(options)),
         replan=partial(plan_data_parallel, main, startup),
         shared=shared,
-        for_uneven_batch=for_uneven_batch,
+        model_state=state,
+        sequence=sequence,
+        **parts.fields,
     )
 
 
-def _divide_if_possible(main: Program, options: Options) -> DividedStep:
+def divide_if_possible(main: Program, options: Options) -> DividedStep:
     """Divide a step at its gradients. If the gradients cannot be found, leave the step undivided.
 
     Raises:
@@ -215,7 +271,7 @@ def callers(options: Options) -> tuple[str, str]:
     return f"{noun} 0" if options.batch.exact else each, f"{noun} 0"
 
 
-def _write_uneven(
+def write_uneven(
     shared: ExactStep, options: Options, types: Sequence[jax.ShapeDtypeStruct]
 ) -> Program:
     """Return the program for a batch that the number of trainers does not divide."""
@@ -224,18 +280,23 @@ def _write_uneven(
 
 
 def share_step(
-    plain: DividedStep, options: OptionsT, main: Program | None
+    plain: DividedStep,
+    options: OptionsT,
+    main: Program | None,
+    pieces: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[DividedStep, OptionsT, ExactStep | None]:
     """Derive the step of one trainer.
 
     Args:
       plain: the training step, divided at its gradients.
       options: the user's options.
-      main: the traced step. None if `plain` was modified after tracing, such as for 16 bits.
+      main: the traced step. None if `plain` was modified after tracing, for example to compute in
+        16 bits.
+      pieces: sliced dimension of each array of state that trainers store in pieces.
 
     Returns:
-      The step, the options for writing it, and the split of an exact batch. The split is None with
-      `batch="local"`.
+      The step, the options for writing it, and the exact split of the batch (None with
+      `batch="local"`).
 
     Raises:
       ConfigError: the options have micro-steps or a local clip, but the step is not a sum over
@@ -248,7 +309,9 @@ def share_step(
         return plain, options.local, None
     precomputed = None
     if options.num_micro_batch == 1:
-        shared = shard_step(plain, options.batch, parts, options.over, noun=options.noun)
+        shared = shard_step(
+            plain, options.batch, parts, options.over, pieces=pieces, noun=options.noun
+        )
     else:
         # reject callbacks that read rows, since each call would see only one micro-step's rows
         of_rows = [dataclasses.replace(x, reads=READS_BATCH) for x in plain.observers if x.rows]
@@ -281,7 +344,7 @@ def _refuse_mixed_rows(name: str, shared: ExactStep, options: Options, *, is_sum
       name: the name of the step.
       shared: the split of the batch.
       options: the options of the data-parallel strategy.
-      is_sum: True if no value of the full batch must be computed before the micro-steps.
+      is_sum: True if the micro-steps read no value that is precomputed from the full batch.
     """
     mixed = f"{name} has values that depend on all rows ({shared.reason})"
     if options.reduce.clip_local_norm is not None and not (shared.proven and is_sum):
@@ -292,9 +355,9 @@ def _refuse_mixed_rows(name: str, shared: ExactStep, options: Options, *, is_sum
         )
     if options.num_micro_batch > 1 and not shared.proven:
         raise ConfigError(
-            f"num_micro_batch={options.num_micro_batch} reads parts of the batch one after the "
-            f"other, but {mixed} and on a parameter; pass batch='local' to compute them from each "
-            "part alone, or leave num_micro_batch out"
+            f"with num_micro_batch={options.num_micro_batch} a step reads parts of the batch one "
+            f"after the other, but {mixed} and on a parameter; pass batch='local' to compute such "
+            "values from each part alone, or leave num_micro_batch out"
         )
 
 
@@ -341,7 +404,7 @@ def _refuse_sized(step: DividedStep, full: DividedStep, options: Options) -> Non
         name, line = found
         raise ConfigError(
             f"num_micro_batch={options.num_micro_batch}: {name} of {step.program.name} depends on "
-            f"gradients and on rows of the batch, or their number ({line}), and each "
+            f"gradients, and also on rows of the batch or on their number ({line}), and each "
             f"{options.noun} has different rows; divide inside the loss function, or leave "
             "num_micro_batch out"
         )
@@ -389,8 +452,8 @@ def _check_gradient_results(step: DividedStep) -> None:
     needed, _ = backward_slice(source.eqns, results, step.boundary.values())
     if any(source.roles[i] == BACKWARD for i in needed):
         raise GradientError(
-            f"{', '.join(step.from_gradients)}: computed from gradients, but also from another "
-            "derivative, such as that of a leaf that is not updated; take gradients with "
+            f"{', '.join(step.from_gradients)}: computed from gradients and from another "
+            "derivative, for example of a leaf that is not updated; take gradients with "
             "dtrans.value_and_grad"
         )
 
@@ -409,15 +472,15 @@ def check_example_count(step: DividedStep, options: Options, name: str) -> None:
         raise ConfigError(f"example_count={name!r} is {t.str_short()}; expected a number")
     if name in step.from_gradients:
         raise ConfigError(
-            f"example_count={name!r} is computed from gradients, which it must weight; return a "
-            "count of the batch's rows"
+            f"example_count={name!r} is computed from gradients, but the count must weight these "
+            "gradients; return a count of the batch's rows"
         )
 
 
 def refuse_collectives(main: Program) -> None:
     """Raise GradientError if the step has collectives, since gradients would be reduced twice."""
     for eqn in equations(main.jaxpr):
-        # ignore integers, which are array dimensions: jax.vmap turns its psum into such a sum
+        # ignore integer axes: jax.vmap turns a psum over its axis into a sum over this dimension
         is_local = all(isinstance(n, (int, np.integer)) for n in axes_of(eqn))
         if eqn.primitive.name == "shard_map" or not is_local:
             raise GradientError(
@@ -457,7 +520,7 @@ def write_trainer(
     source = step.program
     outs: dict[str, Atom] = source.outvars
     if options.micro_steps > 1 and options.shared is not None:
-        # remove all other callbacks, which each micro-step would call again
+        # each micro-step would call a callback that reads only parameters, so move it to the update
         step = step.with_observers(STATE, UPDATE)
     b = Builder(source.jaxpr)
     b.role = FORWARD
@@ -468,7 +531,7 @@ def write_trainer(
     else:
         outs |= _write_averaged_state(b, step, options, merges, outs)
 
-    program = Program.written(f"trainer of {source.name}", b, source.args, source.out, outs)
+    program = Program.written(f"{options.noun} of {source.name}", b, source.args, source.out, outs)
     return source.rewritten(
         lambda other: write_trainer(
             divide_again(step, other).with_reported(), options, merges, kind

@@ -86,7 +86,11 @@ def _with(indices: Array, component: int, value: Array) -> Array:
 def _owned(
     indices: Array, component: int, start: Array, local: int, size: int, clip: bool
 ) -> tuple[Array, Array]:
-    """Return the indices along the sharded dimension, and a mask of those on this shard."""
+    """Return global indices along the sharded dimension, and a mask of those in this piece.
+
+    `indices` are the indices of a gather or scatter. Their component number `component` is the
+    index along the sharded dimension.
+    """
     at = _wide(indices)[..., component]
     if clip:
         at = jnp.clip(at, 0, size - 1)
@@ -99,8 +103,8 @@ def pick_entries(
 ) -> Callable[[Array, Array, Array], Array]:
     """Return a function (piece, indices, start) that computes a shard's term of a gather.
 
-    The gather looks up single entries along the sharded dimension. The term has the entries that
-    this shard has, and zeros elsewhere.
+    The gather looks up single entries along the sharded dimension. A shard's term has the entries
+    that this shard has, and zeros elsewhere. The sum of all terms is the gather's output.
 
     Args:
       component: number of the index component that refers to the sharded dimension.

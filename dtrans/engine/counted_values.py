@@ -30,7 +30,7 @@ class CountedValues:
         self._counted: dict[tuple[Atom, int], bool] = {}
 
     def build_rows(self, var: Var, row: RowAxis) -> Atom | None:
-        """Write the piece of a counted value; return None if the value is not counted."""
+        """Write the piece of a counted value in layout `row`; return None for any other value."""
         eqn = self.values.producer(var)
         if eqn is None or not self._is_counted(var, row.axis):
             return None
@@ -42,7 +42,7 @@ class CountedValues:
         if row.order is not None and recipe is not None:
             local = self.values.shards.local(var.aval.shape[row.axis], row)
             if any(p is not None and p.size != local for _, p in recipe.needs):
-                return None  # the operand has no piece in this order
+                return None  # a shard would need other entries of the operand than those it has
         if recipe is not None:
             atoms = []
             for a, part in recipe.needs:
@@ -73,7 +73,8 @@ class CountedValues:
         # the operands of these two primitives are small, so they need not be counted
         if recipe is None or name in ("broadcast_in_dim", "random_bits"):
             return recipe is not None
-        # indices that are an input can be sliced, and are smaller than the gathered slices
+        # If the indices are an input, a shard slices the indices, which are smaller than the output
+        # of the gather.
         if name == "gather" and eqn.invars[1] in self.values.sliced:
             return True
         along = [(a, part.axis) for a, part in recipe.needs if part is not None]

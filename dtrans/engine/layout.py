@@ -16,12 +16,14 @@ the rules of this analysis. In the engine, the leaf of a `RowAxis` is the empty 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from dtrans._jax import Atom, resized
+from dtrans.errors import ConfigError
 from dtrans.rows.layout import RowAxis, RowOrder, Shared
 
 
@@ -40,6 +42,60 @@ def sharded_along(axis: int, width: int = 1) -> RowAxis:
 
 
 @dataclasses.dataclass(frozen=True)
+class Sliced:
+    """Division of an array into slices, one for each rank of a mesh axis.
+
+    Attributes:
+      axis: the dimension that is sliced.
+      size: the length of that dimension, without padding.
+      part: the length of a slice along that dimension, with padding.
+      degree: the number of ranks.
+      width: the number of adjacent entries that belong to one row of the leaf, and so are not
+        divided between two ranks.
+    """
+
+    axis: int
+    size: int
+    part: int
+    degree: int
+    width: int = 1
+
+    @classmethod
+    def from_shape(cls, shape: Sequence[int], axis: int, degree: int, width: int = 1) -> Sliced:
+        """Divide an array into the shortest slices of equal length, with padding at the end.
+
+        Args:
+          shape: the shape of the array.
+          axis, degree, width: the attributes.
+
+        Example:
+          >>> from dtrans.engine.layout import Sliced
+          >>> Sliced.from_shape((10, 3), axis=0, degree=4).part
+          3
+        """
+        part = -(-shape[axis] // width // degree) * width
+        return cls(axis, shape[axis], part, degree, width)
+
+    @property
+    def row(self) -> RowAxis:
+        """Layout of the slices."""
+        return sharded_along(self.axis, self.width)
+
+    @property
+    def padded(self) -> int:
+        """Length of the sliced dimension, with padding."""
+        return self.part * self.degree
+
+    def rank_type(self, aval: Any) -> Any:
+        """Return the type of a rank's slice."""
+        return resized(aval, self.axis, self.part)
+
+    def padded_type(self, aval: Any) -> Any:
+        """Return the type of the full array with its padding."""
+        return resized(aval, self.axis, self.padded)
+
+
+@dataclasses.dataclass(frozen=True)
 class Shards:
     """Number, mesh axes and options of the shards of a program.
 
@@ -52,6 +108,9 @@ class Shards:
         memory: then operands are gathered before a loop whose body would communicate more bytes.
       finite_padding: True to pad with copies of real entries, for programs that are differentiated
         later. The derivative of padding is multiplied by 0, and must be finite.
+      gathers_in_loops: True to shard a loop whose body gathers, even if this communicates more
+        bytes than gathering the operands once. Over a sequence, the loop then stores smaller
+        activations.
     """
 
     count: int
@@ -60,6 +119,7 @@ class Shards:
     label: str = "split"
     shares_work: bool = True
     finite_padding: bool = False
+    gathers_in_loops: bool = False
 
     def local(self, size: int, row: RowAxis) -> int:
         """Return the size of a piece, padding included; `size` is that of the full dimension."""
@@ -71,6 +131,15 @@ class Shards:
         """Return the total size of all pieces, padding included; `size` excludes padding."""
         return self.local(size, row) * self.count
 
+    @property
+    def is_even(self) -> bool:
+        """True if all pieces have equal sizes."""
+        return True
+
+    def longest_run(self, size: int) -> int:
+        """Return the largest run length that divides all pieces of a dimension without padding."""
+        return size // self.count
+
     def pads(self, size: int, row: RowAxis) -> bool:
         """Return True if some piece of a dimension of this size has padding."""
         if row.order is not None:
@@ -78,7 +147,7 @@ class Shards:
         return self.padded_size(size, row) != size
 
     def entries(self, size: int, row: RowAxis) -> np.ndarray:
-        """Return the global indices of the entries of each piece; -1 for padding."""
+        """Return an array [shards, piece size]: the global index of each entry; -1 for padding."""
         if row.order is None:
             found = np.arange(self.padded_size(size, row)).reshape(self.count, -1)
             return np.where(found < size, found, -1)
@@ -125,6 +194,63 @@ class Shards:
     def part_types(self, atoms: Iterable[Atom], layouts: Iterable[ShardLayout]) -> list[Any]:
         """Return the types of a shard's parts of several values; see `part_type`."""
         return [self.part_type(a.aval, x) for a, x in zip(atoms, layouts, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class UnevenShards(Shards):
+    """Shards that have different numbers of rows. A program is written for one of them.
+
+    No piece has padding. The programs of all shards communicate in the same order, and the values
+    of a collective have equal shapes: pieces are padded to the size of the largest piece.
+
+    Attributes:
+      shares: number of rows of each shard. The rows of a shard follow those of the shard before it.
+      index: index of the shard for which the program is written.
+    """
+
+    shares: tuple[int, ...] = ()
+    index: int = 0
+
+    @property
+    def is_even(self) -> bool:
+        return False
+
+    def local(self, size: int, row: RowAxis) -> int:
+        # all shares are checked, so that the programs of all shards can be written, or none
+        return [self._entries_of(size, share) for share in self.shares][self.index]
+
+    def padded_size(self, size: int, row: RowAxis) -> int:
+        return size
+
+    def longest_run(self, size: int) -> int:
+        return math.gcd(*(self._entries_of(size, share) for share in self.shares))
+
+    def largest(self, size: int) -> int:
+        """Return the size of the largest piece of a dimension with `size` entries."""
+        return self._entries_of(size, max(self.shares))
+
+    def entries(self, size: int, row: RowAxis) -> np.ndarray:
+        found = np.full((self.count, self.largest(size)), -1)
+        stop = 0
+        for entries, share in zip(found, self.shares, strict=True):
+            count = self._entries_of(size, share)
+            entries[:count] = np.arange(stop, stop + count)
+            stop += count
+        return found
+
+    def first(self, size: int) -> int:
+        """Return the index of the piece's first entry in a dimension with `size` entries."""
+        return self._entries_of(size, sum(self.shares[: self.index]))
+
+    def _entries_of(self, size: int, rows: int) -> int:
+        entries, rest = divmod(size * rows, sum(self.shares))
+        if rest:
+            raise ConfigError(
+                f"an array of the step has a dimension of {size} entries, which {self.noun}s with "
+                f"{' and '.join(map(str, self.shares))} rows cannot divide; leave out speeds of "
+                "dtrans.Batch"
+            )
+        return entries
 
 
 def _longest_runs(size: int, entries: np.ndarray) -> int:

@@ -9,8 +9,10 @@ no longer change. Layouts only rise in this order:
 If iterations only add to a carried partial sum, the sum is reduced once, after the loop. The
 gradient of a weight that a loop reads is an example. If the body reads the sum in another way, each
 iteration reduces it first. `dtrans.engine.sharded_scans` shards the dimension over which a `scan`
-iterates. The condition of a `while` and the index of a `cond` are replicated, so all shards run the
-same bodies.
+iterates. The index of a `cond` is replicated, so all shards run the same branch. The condition of a
+`while` is also replicated, with one exception: `jax.vmap` writes a condition for each row, and a
+loop ends when all rows are finished. Each shard then ends its loop when its rows are finished. The
+bodies of such a loop must not communicate, because shards run different numbers of iterations.
 
 If all iterations together would communicate more bytes than the operands have, the operands are
 gathered before the loop.
@@ -19,13 +21,14 @@ gathered before the loop.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from dtrans._jax import (
     COND,
     REMAT,
     SCAN,
+    WHILE,
     ClosedJaxpr,
     JaxprEqn,
     bodies,
@@ -33,12 +36,12 @@ from dtrans._jax import (
     scan_length,
     wiring,
 )
-from dtrans.engine.layout import PARTIAL, Gathered, Partial, ShardLayout
+from dtrans.engine.layout import PARTIAL, Gathered, Partial, ShardLayout, Shards
 from dtrans.ir.cost import nbytes, total_bytes
 from dtrans.ir.interpret import ForwardAnalysis, enter
 from dtrans.ir.program import is_communication
 from dtrans.ops import collective_of, moved_values
-from dtrans.rows.layout import SHARED, RowAxis, Shared, rows_or_shared
+from dtrans.rows.layout import SHARED, RowAxis, Shared, rows_or_none, rows_or_shared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +65,11 @@ class WrittenBody:
     takes_index: bool = False
 
     @property
+    def communicates(self) -> bool:
+        """True if the body has a collective."""
+        return any(collective_of(e) is not None for e in equations(self.jaxpr))
+
+    @property
     def moved(self) -> int:
         """Bytes that the body communicates in one iteration."""
         return sum(
@@ -70,7 +78,7 @@ class WrittenBody:
 
 
 def moved_bytes(eqns: Iterable[JaxprEqn]) -> dict[str, int]:
-    """Return the bytes that one shard communicates, as a dict from names of collectives.
+    """Return the bytes that one shard communicates, by the name of the collective.
 
     An all-gather counts the bytes of its output. Other collectives count the bytes of operands.
     """
@@ -107,32 +115,47 @@ class LoopPlan:
 
 
 def plan_loop(
-    eqn: JaxprEqn, ins: Sequence[ShardLayout], write: Write, *, shares_work: bool = True
+    eqn: JaxprEqn,
+    ins: Sequence[ShardLayout],
+    write: Write,
+    shards: Shards,
+    *,
+    terms: Collection[int] = (),
 ) -> LoopPlan | None:
     """Plan a loop or a branch on shards; return None if it costs less to gather its operands.
 
     Args:
       eqn: the loop or branch.
       ins: layout of each operand.
-      write: (body, layouts of its inputs, wanted layouts of its outputs or None, number of carried
-        outputs) -> rewritten body. Carried outputs may be partial sums.
-      shares_work: see `Shards`. If True, return None only if a body gathers.
+      write: (body, layouts of its inputs, wanted layouts of its outputs or None, number) ->
+        rewritten body. The first `number` outputs may be partial sums.
+      shards: number and options of the shards.
+      terms: indices of outputs that may stay partial sums after the loop.
     """
-    plan = _plan(eqn, ins, write)
+    plan = _cheapest(eqn, ins, write, terms)
+    if plan is None:
+        return None
     if (sharded := _sharded_before(eqn, plan)) and eqn.primitive.name in (SCAN, *REMAT):
-        other = _plan(eqn, [sharded.get(i, x) for i, x in enumerate(ins)], write)
-        if other.gathers <= plan.gathers:
+        ins_before = [sharded.get(i, x) for i, x in enumerate(ins)]
+        other = _cheapest(eqn, ins_before, write, terms)
+        if other is not None and other.gathers <= plan.gathers:
             plan = other
-    if eqn.primitive.name in REMAT or (shares_work and not plan.gathers):
+    if eqn.primitive.name in REMAT or shards.gathers_in_loops:
         return plan
-    iterations = scan_length(eqn) if eqn.primitive.name == SCAN else 1
-    inside = iterations * sum(b.moved for b in plan.bodies)
+    if shards.shares_work and not plan.gathers:
+        return plan
+    inside = _moved_inside(eqn, plan)
     outside = sum(nbytes(a.aval) for a, x in zip(eqn.invars, ins, strict=True) if x is not SHARED)
     return None if inside > outside else plan
 
 
+def condition_rows(eqn: JaxprEqn, plan: LoopPlan) -> RowAxis | None:
+    """Return the layout of the condition if each shard ends the loop by its rows; else None."""
+    return rows_or_none(plan.bodies[0].outs[0]) if eqn.primitive.name == WHILE else None
+
+
 def _sharded_before(eqn: JaxprEqn, plan: LoopPlan) -> dict[int, RowAxis]:
-    """Return layouts of replicated operands if each shard's body reads only a part, by index.
+    """Return the replicated operands that the first body reads only as pieces: index -> layout.
 
     The caller slices these operands once before the loop, not in each iteration.
     """
@@ -144,17 +167,67 @@ def _sharded_before(eqn: JaxprEqn, plan: LoopPlan) -> dict[int, RowAxis]:
     return found
 
 
-def _plan(eqn: JaxprEqn, ins: Sequence[ShardLayout], write: Write) -> LoopPlan:
-    """Rewrite the bodies of an equation until the layouts of carried values stop changing."""
+def _moved_inside(eqn: JaxprEqn, plan: LoopPlan) -> int:
+    """Return the bytes that all iterations communicate."""
+    iterations = scan_length(eqn) if eqn.primitive.name == SCAN else 1
+    return iterations * sum(b.moved for b in plan.bodies)
+
+
+def _cheapest(
+    eqn: JaxprEqn, ins: Sequence[ShardLayout], write: Write, terms: Collection[int]
+) -> LoopPlan | None:
+    """Return the cheaper of two plans, in communicated bytes; None if there is no plan.
+
+    In one plan, all outputs may be partial sums; in the other, only the outputs `terms` may.
+
+    In a residual stream, for example, a layer adds a partial sum to a carried value. If the carried
+    value becomes a partial sum, the next layer reduces several values that depend on it.
+    """
+
+    def moved(plan: LoopPlan) -> int:
+        sums = [i for i, x in enumerate(plan.outs) if isinstance(x, Partial) and i not in terms]
+        return _moved_inside(eqn, plan) + sum(nbytes(eqn.outvars[i].aval) for i in sums)
+
+    plan = _plan(eqn, ins, write)
+    if plan is None:
+        return None
+    has_sums = any(isinstance(x, Partial) for x in plan.outs)
+    if not has_sums or not _moved_inside(eqn, plan):
+        return plan
+    other = _plan(eqn, ins, write, terms)
+    return other if other is not None and moved(other) < moved(plan) else plan
+
+
+def _plan(
+    eqn: JaxprEqn,
+    ins: Sequence[ShardLayout],
+    write: Write,
+    terms: Collection[int] | None = None,
+) -> LoopPlan | None:
+    """Rewrite the bodies of an equation until the layouts of carried values stop changing.
+
+    Args:
+      eqn, ins, write: as in `plan_loop`.
+      terms: indices of the outputs that may be partial sums; by default all outputs may.
+
+    Returns:
+      The plan; None if rows of several shards decide together when the loop ends.
+    """
+    if terms is not None:
+        ins = list(map(rows_or_shared, ins))
     wires = wiring(eqn)
     body_ins: dict[int, list[ShardLayout]] = {}
+    carried = len(wires.carried) if terms is None else 0
+
+    def may_be(i: int, layout: ShardLayout) -> bool:
+        return terms is None or i in terms or not isinstance(layout, Partial)
 
     def run(
         number: int, body: Any, layouts: list[ShardLayout]
     ) -> tuple[WrittenBody, Sequence[ShardLayout]]:
         body_ins[number] = _drop_closed(layouts)
-        found = write(body, body_ins[number], None, len(wires.carried) if wires.outs[number] else 0)
-        return found, found.outs
+        found = write(body, body_ins[number], None, carried if wires.outs[number] else 0)
+        return found, [x if may_be(i, x) else SHARED for i, x in enumerate(found.outs)]
 
     join = _join if eqn.primitive.name == COND else _join_iterations
     layouts = ForwardAnalysis[ShardLayout](
@@ -162,14 +235,23 @@ def _plan(eqn: JaxprEqn, ins: Sequence[ShardLayout], write: Write) -> LoopPlan:
     )
     start = [x if i in wires.carried else rows_or_shared(x) for i, x in enumerate(ins)]
     entered = enter(layouts, eqn, start, run)
+    rows = rows_or_none(entered.decision) if eqn.primitive.name == WHILE else None
+    if rows is not None:  # each carried value has the rows of the condition
+        aligned = [rows if i in wires.carried else x for i, x in enumerate(start)]
+        entered = enter(layouts, eqn, aligned, run)
     written: list[WrittenBody] = []
     for k, found in entered.bodies.items():
         # the condition must be replicated: shards with different numbers of iterations would hang
-        ends = [SHARED] if wires.outs[k] is None else _drop_closed(entered.ends[k])
-        added = len(wires.carried) if wires.outs[k] else 0
+        condition = SHARED if rows is None else rows
+        ends = [condition] if wires.outs[k] is None else _drop_closed(entered.ends[k])
+        added = carried if wires.outs[k] else 0
         if list(found.outs) != ends:
             found = write(bodies(eqn)[k], body_ins[k], ends, added)
         written.append(found)
+    # shards that run different numbers of iterations would wait for each other
+    waits = any(body.communicates for body in written)
+    if rows is not None and (waits or set(entered.outs) != {rows}):
+        return None
     return LoopPlan(
         tuple(_drop_closed(entered.operands)), tuple(_drop_closed(entered.outs)), tuple(written)
     )

@@ -47,7 +47,7 @@ def _is_reduction(eqn: JaxprEqn) -> bool:
 
 
 def _levels(eqns: list[JaxprEqn]) -> list[list[int]]:
-    """Return the indices of the equations in each level."""
+    """Group indices of equations by level: the number of all-reduces that must run earlier."""
     known: dict[Var, int] = {}
     found: dict[int, list[int]] = {}
     for i, eqn in enumerate(eqns):

@@ -2,8 +2,8 @@
 
 Suppose that only one equation reads a partial sum, that this equation is linear, and that its
 output is not larger than the sum. Then each shard runs the equation on its term, and the output is
-a partial sum again. So if an input enters several products, its gradients are added first, and then
-reduced once.
+a partial sum again. For example, if several products read a parameter, each shard adds its terms of
+the gradients, and the total is reduced once.
 """
 
 from __future__ import annotations
@@ -43,12 +43,15 @@ def open_operands(
 ) -> Collection[int] | None:
     """Return the indices of operands to read as terms, so that the output stays a partial sum.
 
+    A *term* is the number or array that one shard adds to a sum over shards.
+
     Args:
       values: values of the shard.
       eqn: the equation.
       ins: layout of each operand.
-      terms: values to leave as partial sums (`linear_terms`). A linear equation that computes such
-        a value runs on terms; its replicated operands become terms of the first shard.
+      terms: values to leave as partial sums (`linear_terms`). A linear equation that computes one
+        of these values runs on terms. A replicated operand then counts as a term of the first
+        shard.
 
     Returns:
       The indices; None if partial sums must be reduced before this equation.
@@ -83,8 +86,8 @@ def open_operands(
 def linear_terms(inner: Jaxpr, outs: Collection[Var], summed: Collection[Var] = ()) -> set[Var]:
     """Return the values that may stay partial sums, because `outs` depend on them linearly.
 
-    A sum is reduced before a broadcast rather than after, because the broadcast is larger. But it
-    stays a partial sum if elementwise equations turn the broadcast into one of the `summed` values.
+    A sum is reduced before a broadcast rather than after, because the broadcast is larger. But the
+    sum stays partial if elementwise equations turn the broadcast into one of the `summed` values.
     If an equation needs the full result of a cast, the sum is reduced before the cast, because a
     cast rounds.
 

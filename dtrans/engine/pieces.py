@@ -14,12 +14,12 @@ import numpy as np
 
 from dtrans._jax import Atom, ShapedArray, Var
 from dtrans.engine.array_fns import row_of_shard, select_before, select_slots
-from dtrans.engine.layout import Shards
+from dtrans.engine.layout import Shards, UnevenShards
 from dtrans.ir.array_fns import times
 from dtrans.ir.builder import Builder
 from dtrans.ops import identity_of, trainer_index_p
 from dtrans.rows.layout import RowAxis, RowOrder
-from dtrans.rows.slices import Slice, Start
+from dtrans.rows.slices import Slice, Start, int32
 
 
 _INDEX = ShapedArray((), np.dtype(np.int32))
@@ -48,6 +48,8 @@ class Pieces:
 
     def index(self) -> Atom:
         """Return the shard's index, as an int32 scalar."""
+        if isinstance(self.shards, UnevenShards):
+            return int32(self.shards.index)
         if self._index is None and self.takes_index:
             self._index = Var(_INDEX)
             self.b.invars.insert(0, self._index)
@@ -72,8 +74,10 @@ class Pieces:
         self.b.source = source
 
     def of(self, size: int, row: RowAxis) -> Slice:
-        """Return this shard's slice of a dimension; `size` is its length without padding."""
+        """Return this shard's slice of a dimension; `size` is the length without padding."""
         local, order = self.shards.local(size, row), row.order
+        if isinstance(self.shards, UnevenShards):
+            return Slice(row.axis, self.shards.first(size), local)
         if (local, order) not in self._starts:
 
             def write(b: Builder) -> Atom:
@@ -104,8 +108,7 @@ class Pieces:
         """Return the global index of the first entry of a piece; `row` must not have an order."""
         assert row.order is None
         start = self.of(size, row).start
-        assert isinstance(start, Start)
-        return start.value(self.b)
+        return start.value(self.b) if isinstance(start, Start) else int32(start)
 
     def without_padding(self, piece: Atom, size: int, row: RowAxis, op: str) -> Atom:
         """Replace the padding of a piece by the neutral number of `op`, e.g. 0 for a sum."""

@@ -29,7 +29,7 @@ Ins = Sequence[Shared | RowAxis]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Move:
-    """Selection of a shard's entries of an operand for the positions (slots) of the result.
+    """Selection that fills the positions (slots) of a shard's result with entries of an operand.
 
     Attributes:
       axis: the axis along which entries are selected.
@@ -66,7 +66,7 @@ class RowMoves:
 
 
 def moves_of(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) -> RowMoves | None:
-    """Apply the rule of an equation; return None if there is no rule, or the rule does not apply.
+    """Return how an equation moves entries within each shard; None if no rule applies.
 
     Args:
       eqn: the equation.
@@ -151,7 +151,7 @@ def _has_padding_only(local_entries: np.ndarray, target: np.ndarray) -> bool:
 
 
 def _has(local_entries: np.ndarray, target: np.ndarray, free: np.ndarray) -> bool:
-    """Return True if a shard has, or can compute, all entries of its slots."""
+    """Return True if a shard has, or can compute, the entry for each position of its new piece."""
     wanted = target[target >= 0]
     return bool(np.isin(wanted[~free[wanted]], local_entries).all())
 
@@ -310,7 +310,10 @@ def regroup(eqn: JaxprEqn, row: RowAxis, shards: Shards) -> RowAxis | None:
 
 
 def _merge_axes(entries: np.ndarray, size: int, times: int, new: int) -> np.ndarray | None:
-    """Return the entries of a merged axis: [times, sharded axis, later axes] in row-major order."""
+    """Return each shard's entries of one axis that merges [times, sharded axis, later axes].
+
+    Return None if `times * size` does not divide `new`, the size of the merged axis.
+    """
     if new % (times * size):
         return None
     begins = np.arange(times)[:, None] * size
@@ -322,9 +325,10 @@ def _merge_axes(entries: np.ndarray, size: int, times: int, new: int) -> np.ndar
 
 
 def _split_copies(entries: np.ndarray, size: int, times: int, new: int) -> np.ndarray | None:
-    """Return the entries of the second axis, if the sharded axis is split into [times, ...].
+    """Return each shard's entries of the second axis after a split of the sharded axis.
 
-    Return None if a shard does not have the same entries in all `times` parts.
+    The split gives [times, ...]. Return None if a shard does not have the same entries in all
+    `times` parts.
     """
     shards, local = entries.shape
     if size % times or local % times:

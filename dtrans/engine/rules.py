@@ -186,12 +186,14 @@ def _reshape(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
     size = eqn.invars[0].aval.shape[row.axis]
     is_fixed = row.order is not None or shards.pads(size, row)
     if not is_fixed:
-        row = sharded_along(row.axis, size // shards.count)
+        row = sharded_along(row.axis, shards.longest_run(size))
     return _as_rows(eqn, [row], shards)
 
 
 def _moved(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) -> Strategy | None:
     """Move entries along the sharded dimension within each shard (`dtrans.engine.row_moves`)."""
+    if not shards.is_even:
+        return None
     if eqn.primitive.name == "reshape":
         (row,) = ins
         assert isinstance(row, RowAxis)
@@ -209,6 +211,20 @@ def _moved(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) ->
 
 def _keep_layouts(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
     return Strategy(tuple(map(rows_or_none, ins)), tuple(ins))
+
+
+def _gather_over_axis(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
+    """Run a collective over another mesh axis on pieces, unless it moves the sharded dimension."""
+    axes = {eqn.params[n] for n in ("axis", "cut", "joined") if n in eqn.params}
+    outs: list[Shared | RowAxis] = []
+    for x in ins:
+        outs.append(x if isinstance(x, RowAxis) and x.axis not in axes else SHARED)
+    return Strategy(tuple(map(rows_or_none, outs)), tuple(outs))
+
+
+def _after(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
+    """Keep the layout of the first operand; the second only delays the equation."""
+    return Strategy(tuple(map(rows_or_none, ins)), tuple(ins[:1]))
 
 
 def _arg_reduce(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
@@ -361,30 +377,71 @@ def _convolution(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
     """Return the strategy of a convolution.
 
     If examples or output features are sharded, so is the output. If input features are sharded, the
-    output is a sum over shards.
+    output is a sum over shards. A derivative with respect to a kernel is also a convolution, in
+    which the examples of the batch play the role of input features. For a grouped convolution, this
+    derivative has groups of examples (`batch_group_count`). If each row has
+    complete groups, shards convolve the groups of their rows.
     """
     p, numbers = eqn.params, eqn.params["dimension_numbers"]
-    if p["feature_group_count"] != 1 or p["batch_group_count"] != 1:
-        return None
+    for key, axis in (("feature_group_count", 1), ("batch_group_count", 0)):
+        way = _groups_of_rows(eqn, ins, key, numbers.lhs_spec[axis])
+        if way is not None:
+            return way
+    groups_features, groups_examples = p["feature_group_count"] > 1, p["batch_group_count"] > 1
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     a, b = ins
     row = a if isinstance(a, RowAxis) else b
     assert isinstance(row, RowAxis)
     as_ = lambda axis: dataclasses.replace(row, axis=axis)
-    if isinstance(a, RowAxis) and a.axis == lhs[0]:
+    if isinstance(a, RowAxis) and a.axis == lhs[0] and not groups_examples:
         return _fits(Strategy((a, None), (as_(out[0]),)), ins)
-    if isinstance(b, RowAxis) and b.axis == rhs[0]:
+    is_grouped = groups_features or groups_examples
+    if isinstance(b, RowAxis) and b.axis == rhs[0] and not is_grouped:
         return _fits(Strategy((None, b), (as_(out[1]),)), ins)
     input_features = lhs[1] if isinstance(a, RowAxis) else rhs[1]
-    if row.axis == input_features:
+    if row.axis == input_features and not groups_features:
         return _fits(Strategy((as_(lhs[1]), as_(rhs[1])), (SHARED,), "sum"), ins)
     return None
+
+
+def _groups_of_rows(eqn: JaxprEqn, ins: Ins, key: str, axis: int) -> Strategy | None:
+    """Return the strategy of a convolution in which each row has complete groups.
+
+    `jax.vmap` writes such a convolution if both operands have rows.
+
+    Args:
+      eqn, ins: as for `_convolution`.
+      key: the parameter with the number of groups.
+      axis: dimension of the first operand that is divided into groups.
+    """
+    (x, kernel), groups = avals(eqn.invars), eqn.params[key]
+    numbers = eqn.params["dimension_numbers"]
+    sizes = (x.shape[axis], kernel.shape[numbers.rhs_spec[0]])
+    row, size = (ins[0], sizes[0]) if isinstance(ins[0], RowAxis) else (ins[1], sizes[1])
+    assert isinstance(row, RowAxis)
+    count = size // row.width
+    if groups == 1 or not count or groups % count:
+        return None
+    operands = (
+        dataclasses.replace(row, axis=axis, width=sizes[0] // count),
+        dataclasses.replace(row, axis=numbers.rhs_spec[0], width=sizes[1] // count),
+    )
+    out = dataclasses.replace(operands[1], axis=numbers.out_spec[1])
+
+    def local_groups(outs: Sequence[Any]) -> dict[str, Any]:
+        rows = outs[0].shape[out.axis] // out.width
+        return {key: rows * (groups // count)}
+
+    # padding must be zeros: XLA may write groups as one product with zeros, and 0 * NaN is NaN
+    return _fits(Strategy(operands, (out,), params=local_groups, write="fill_padding"), ins)
 
 
 RULES: Mapping[str, Callable[[JaxprEqn, Ins, Shards], Strategy | None]] = {
     "reshape": _reshape,
     **dict.fromkeys(("device_put", "optimization_barrier"), _keep_layouts),
     "all_reduce": _keep_layouts,  # this all_reduce is over another mesh axis, so layouts stay
+    **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), _gather_over_axis),
+    "after": _after,
     "argmax": _arg_reduce,
     "argmin": _arg_reduce,
     "gather": _gather,

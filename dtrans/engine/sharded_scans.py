@@ -8,10 +8,12 @@ sharded like the scanned operands.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from dtrans._jax import SCAN, Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var, bodies, opened, scan_counts
@@ -89,7 +91,10 @@ def _adds_to(eqn: JaxprEqn, value: Var) -> bool:
 
 
 def mask_padding(body: Any, consts: int, added: Sequence[bool]) -> ClosedJaxpr:
-    """Add a flag as an input of a scan's body; if it is False (padding), no terms are added."""
+    """Add a flag as an input of a scan's body: if it is False, the iteration adds no terms.
+
+    The flag is False for iterations over padding.
+    """
     flat = inline_calls(body, rules=True)
     b = Builder(flat)
     ins = [b.input(v.aval) for v in opened(flat).invars]
@@ -99,6 +104,27 @@ def mask_padding(body: Any, consts: int, added: Sequence[bool]) -> ClosedJaxpr:
         if adds:
             (outs[i],) = b.call(_select, is_real, outs[i], ins[consts + i])
     return b.build(outs)
+
+
+def end_padding(condition: Any, axis: int, is_real: Atom) -> ClosedJaxpr:
+    """Add a mask as the first input of a loop's condition; rows outside of the mask are finished.
+
+    Args:
+      condition: the condition, which has an entry for each row.
+      axis: the dimension with the rows.
+      is_real: the mask, with an entry for each row: False for padding.
+    """
+    b = Builder(condition)
+    mask = b.input(is_real.aval)
+    ins = [b.input(v.aval) for v in opened(condition).invars]
+    (running,) = b.inline(condition, *ins)
+    return b.build(b.call(_masked(axis), running, mask))
+
+
+@functools.cache
+def _masked(axis: int) -> Callable[[Any, Any], Any]:
+    """Return a function (flags, mask) that clears the flags of rows outside of the mask."""
+    return lambda flags, mask: flags & jax.lax.broadcast_in_dim(mask, flags.shape, [axis])
 
 
 def _select(condition: Any, new: Any, old: Any) -> Any:

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
-from dtrans._jax import Atom, ClosedJaxpr, equations, opened
+from dtrans._jax import Atom, ClosedJaxpr, Var, equations, opened
 from dtrans.engine.layout import Gathered, ShardLayout, Shards, sharded_along
 from dtrans.engine.loops import moved_bytes
 from dtrans.engine.writer import SplitWriter, written
@@ -44,6 +45,8 @@ class SplitProgram:
       shards: number of shards.
       axis_name: named axis of the shards.
       gathers: records of the sharded values that are gathered, with reasons.
+      values: maps variables of the split jaxpr to the values that a shard computes for them.
+      groups: maps each value of `jaxpr` to the group of the equation that computes it.
     """
 
     jaxpr: ClosedJaxpr
@@ -52,6 +55,8 @@ class SplitProgram:
     shards: int
     axis_name: str
     gathers: tuple[Gathered, ...]
+    values: Mapping[Var, Atom] = dataclasses.field(default_factory=dict)
+    groups: Mapping[Var, str] = dataclasses.field(default_factory=dict)
 
     @property
     def moved(self) -> dict[str, int]:
@@ -66,6 +71,8 @@ def split(
     axis_name: str,
     *,
     outs: Mapping[int, int | None] | None = None,
+    groups: Mapping[Var, str] = MappingProxyType({}),
+    gathers_in_loops: bool = False,
 ) -> SplitProgram:
     """Rewrite a program for one shard, given the sharded dimensions of its inputs.
 
@@ -78,6 +85,9 @@ def split(
       axis_name: mesh axis of the shards.
       outs: index of an output -> its sharded dimension, or None to replicate it. Outputs that are
         not in `outs` keep the layouts in which they were computed.
+      groups: maps outputs of equations to labels of these equations, such as "backward". Each
+        equation that replaces such an equation gets the same label.
+      gathers_in_loops: as for `Shards`.
 
     Raises:
       ConfigError: an input, output or dimension does not exist; a sharded dimension is empty; or
@@ -106,9 +116,10 @@ def split(
     if shards == 1:
         out_axes = tuple(wanted.get(i) for i in range(len(inner.outvars)))
         return SplitProgram(flat, in_axes, out_axes, 1, axis_name, ())
-    among = Shards(shards, (axis_name,))
+    among = Shards(shards, (axis_name,), gathers_in_loops=gathers_in_loops)
 
     def write(w: SplitWriter) -> SplitProgram:
+        w.groups = groups
         for v, axis in zip(inner.invars, in_axes, strict=True):
             w.take(v, SHARED if axis is None else sharded_along(axis), is_input=True)
         results, layouts = w.write(
@@ -116,7 +127,12 @@ def split(
         )
         out_axes = tuple(x.axis if isinstance(x, RowAxis) else None for x in layouts)
         jaxpr = eliminate_dead(w.b.build(results))
-        return SplitProgram(jaxpr, in_axes, out_axes, shards, axis_name, tuple(w.gathers))
+        group_of = {}
+        for eqn, group in zip(w.b.eqns, w.b.roles, strict=True):
+            group_of.update(dict.fromkeys(eqn.outvars, group))
+        return SplitProgram(
+            jaxpr, in_axes, out_axes, shards, axis_name, tuple(w.gathers), w.computed(), group_of
+        )
 
     return written(flat, among, write)
 

@@ -37,12 +37,25 @@ def write_strategy(w: ShardValues, eqn: JaxprEqn, way: Strategy) -> list[Atom]:
     atoms = [w.read(a, row) for a, row in zip(eqn.invars, way.operands, strict=True)]
     if way.write:
         return _WRITE[way.write](w, eqn, way, atoms)
-    if way.reduce:
+    return _write_on_pieces(w, eqn, way, atoms, way.reduce)
+
+
+def _write_on_pieces(
+    w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom], op: str
+) -> list[Atom]:
+    """Copy an equation; replace padding by the neutral number of `op`, unless `op` is empty."""
+    if op:
         pieces = zip(eqn.invars, atoms, way.operands, strict=True)
-        atoms = [_without_padding(w, a, x, row, way.reduce) for a, x, row in pieces]
+        atoms = [_without_padding(w, a, x, row, op) for a, x, row in pieces]
     types = w.shards.part_types(eqn.outvars, way.outs)
     params = way.params(types) if way.params else {}
     return list(w.b.copy(eqn, atoms, types, **params))
+
+
+def _write_zeros_as_padding(
+    w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom]
+) -> list[Atom]:
+    return _write_on_pieces(w, eqn, way, atoms, "sum")
 
 
 def _without_padding(w: ShardValues, full: Atom, piece: Atom, row: RowAxis | None, op: str) -> Atom:
@@ -57,7 +70,7 @@ def _without_padding(w: ShardValues, full: Atom, piece: Atom, row: RowAxis | Non
 
 
 def _write_move(w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom]) -> list[Atom]:
-    """Write equations that move the entries of pieces into slots (`dtrans.engine.row_moves`)."""
+    """Write equations that move entries between the shards' pieces (`dtrans.engine.row_moves`)."""
     found, pieces = way.moves, atoms
     assert found is not None
     if found.params is not None:
@@ -71,7 +84,7 @@ def _write_move(w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom])
 
 
 def _in_slots(w: ShardValues, piece: Atom, move: Move, atoms: Sequence[Atom]) -> Atom:
-    """Move entries of a piece into slots; fill `move.filled` slots with `atoms[-1]`.
+    """Move entries of a piece to their positions (slots); fill `move.filled` with `atoms[-1]`.
 
     `atoms[-1]` is the padding value of a `pad` equation.
     """
@@ -159,4 +172,5 @@ _WRITE: Mapping[str, Callable[[ShardValues, JaxprEqn, Strategy, list[Atom]], lis
     "put": _write_put,
     "add_up": _write_scatter_add,
     "arg_reduce": _write_arg_reduce,
+    "fill_padding": _write_zeros_as_padding,
 }

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import abc
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,14 +38,13 @@ from dtrans.engine.layout import (
 )
 from dtrans.engine.pieces import Pieces
 from dtrans.engine.rules import Operand, Strategy
+from dtrans.engine.shard_collectives import ShardCollectives
 from dtrans.errors import ConfigError
-from dtrans.ir.array_fns import padded, times
+from dtrans.ir.array_fns import times
 from dtrans.ir.builder import Builder
 from dtrans.ir.cost import nbytes
 from dtrans.ir.dataflow import all_operands, is_zero_array, producers_of, variables
 from dtrans.ir.display import short_type
-from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
-from dtrans.ops.all_to_all import all_to_all_p
 from dtrans.rows.layout import SHARED, RowAxis, Shared, rows_or_none
 from dtrans.step.scopes import in_local_scope
 
@@ -60,7 +59,9 @@ class ShardValues(abc.ABC):
 
     Attributes:
       gathers: values that are gathered.
-      built_as_rows: maps each full value that equations read as a piece to the piece's layout.
+      built_as_rows: the layout of the piece, for each full value that equations read as a piece
+        (dict by value).
+      read_as_rows: partial sums whose pieces equations read.
       sliced: replicated input -> the only sharded layout in which equations read the input. The
         value is `SHARED` before the first read, and None after reads in several layouts.
       scaled: `scaled[v] = (w, k)` if v = w / shards**k. If v is the term of a replicated w, k is 1.
@@ -73,11 +74,13 @@ class ShardValues(abc.ABC):
     # the layouts of values whose rows are in another order than on one device; None if the writer
     # may not reorder rows
     orders: list[RowAxis] | None = None
+    # partial sums to reduce-scatter although several equations read them
+    sums_to_scatter: Collection[Var] = frozenset()
 
     def __init__(self, jaxpr: ClosedJaxpr, shards: Shards, within: str = "") -> None:
         inner = opened(jaxpr)
-        self.b = Builder(jaxpr)
         self.shards = shards
+        self.write_to(Builder(jaxpr))
         self.gathers: list[Gathered] = []
         self.within = within
         # value -> layout; values that are not in this dict are replicated
@@ -87,13 +90,18 @@ class ShardValues(abc.ABC):
         self._values: dict[Any, Atom] = {}  # (value, layout) -> value on this shard
         self._producers = producers_of(inner.eqns)
         self._uses = Counter(variables([*inner.outvars, *all_operands(inner.eqns)]))
-        self.pieces = Pieces(self.b, shards)
         self.built_as_rows: dict[Var, RowAxis] = {}
+        self.read_as_rows: set[Var] = set()
         self.sliced: dict[Var, RowAxis | Shared | None] = {}
         self.scaled: dict[Var, tuple[Atom, int]] = {}
         self.local_values: set[Atom] = set()
         self.local_terms: set[Atom] = set()  # partial sums inside `dtrans.local`
         self._reason: Callable[[], str] = str
+
+    def write_to(self, b: Builder) -> None:
+        """Write equations to this builder from now on."""
+        self.b, self.pieces = b, Pieces(b, self.shards)
+        self.collectives = ShardCollectives(b, self.shards)
 
     # -- layouts ---------------------------------------------------------------------------------
 
@@ -104,11 +112,16 @@ class ShardValues(abc.ABC):
         return self.layouts.get(atom, SHARED)
 
     def operand(self, atom: Atom) -> Operand:
-        """Return the `Operand` by which `dtrans.engine.rules.choose` knows a value."""
+        """Return the facts about a value from which `dtrans.engine.rules.choose` computes costs."""
         if isinstance(atom, Literal):
             return Operand(SHARED)
         is_converted = lambda row: (atom, row) in self._values
         return Operand(self.layout(atom), atom in self.inputs, is_converted)
+
+    def computed(self) -> dict[Var, Atom]:
+        """Return this shard's part of each value, in the layout in which it was computed."""
+        layouts = self.layouts
+        return {v: x for (v, row), x in self._values.items() if row == layouts.get(v)}
 
     def define(self, var: Var, layout: ShardLayout, value: Atom) -> None:
         """Store a value in the layout in which it was computed."""
@@ -132,7 +145,12 @@ class ShardValues(abc.ABC):
         return self.is_local or (self.b.source is not None and in_local_scope(self.b.source))
 
     def needed_by(self, reason: Callable[[], str], eqn: JaxprEqn | None = None) -> None:
-        """Set the equation or output that reads values from now on; `reason` describes it."""
+        """Record the reader of the values that are read next, for `gathers` and source lines.
+
+        Args:
+          reason: returns a text that describes the reader, an equation or an output.
+          eqn: the reader, if it is an equation.
+        """
         self._reason = reason
         self.b.source = eqn
 
@@ -143,6 +161,8 @@ class ShardValues(abc.ABC):
         key = (atom, row)
         if isinstance(atom, Literal):
             return self._rows_of(atom, row)
+        if row is not None and isinstance(self.layout(atom), Partial):
+            self.read_as_rows.add(atom)
         if row is None and atom in self.sliced:
             self.sliced[atom] = None
         if key not in self._values:
@@ -150,7 +170,7 @@ class ShardValues(abc.ABC):
         return self._values[key]
 
     def as_(self, atom: Atom, layout: ShardLayout) -> Atom:
-        """Return a value in a layout: the piece, the full value or the term."""
+        """Convert a value to a layout; return this shard's piece or term, or the full value."""
         if isinstance(layout, Partial):
             return self.term(atom)
         return self.read(atom, rows_or_none(layout))
@@ -164,7 +184,7 @@ class ShardValues(abc.ABC):
         return [self.read(a, None) for a in atoms]
 
     def term(self, atom: Atom) -> Atom:
-        """Return this shard's term of a value.
+        """Return this shard's term of a value: the terms of all shards add up to the value.
 
         If the value is replicated, the first shard has it as its term, and other shards have zeros.
         In bodies that take the shard's index as an input, each term is value / number of shards.
@@ -202,10 +222,16 @@ class ShardValues(abc.ABC):
                     self.scaled[scaled] = term, -1
                 return scaled
             if row is None:
-                return self.reduced("sum", [term])[0]
-            if self._uses[var] == 1 and var not in self.local_terms and row.order is None:
-                return self._scattered(term, row)
-            return self._rows_of(self.read(var, None), row)
+                return self.collectives.all_reduce("sum", [term])[0]
+            is_scattered = self._uses[var] == 1 or var in self.sums_to_scatter
+            is_scattered &= self.shards.is_even
+            is_scattered &= (var, None) not in self._values  # a slice of the full sum is free
+            if is_scattered and var not in self.local_terms and row.order is None:
+                self.layouts[var] = row  # further readers may also read the piece
+                return self.collectives.reduce_scatter(term, row)
+            if (var, None) not in self._values:
+                self._values[var, None] = self._converted(var, had, None)
+            return self._rows_of(self._values[var, None], row)
         if not isinstance(had, RowAxis):
             if row is None:
                 assert self.b.is_constant(var), var
@@ -216,9 +242,15 @@ class ShardValues(abc.ABC):
             return self.build_rows(var, row) or self._rows_of(self.read(var, None), row)
         if row is None:
             return self._gathered(var, had)
-        if row.axis == had.axis or row.order or had.order:
+        if row.axis == had.axis or row.order or had.order or not self.shards.is_even:
             return self._rows_of(self.read(var, None), row)
-        return self._exchanged(var, had, row)
+        piece, size = self._values[var, had], var.aval.shape[had.axis]
+        return self.collectives.all_to_all(piece, size, had, row)
+
+    @property
+    def to_scatter(self) -> set[Var]:
+        """Partial sums that several equations read, at least one of them as a piece."""
+        return {v for v in self.read_as_rows if self._uses[v] > 1}
 
     def producer(self, atom: Atom) -> JaxprEqn | None:
         """Return the equation that computes a value; None for inputs, constants and literals."""
@@ -231,23 +263,16 @@ class ShardValues(abc.ABC):
         return self._uses[var]
 
     def reduced_here(self, op: str, terms: Sequence[Atom]) -> Sequence[Atom]:
-        """All-reduce terms over shards; inside `dtrans.local`, return them unchanged."""
+        """All-reduce each shard's terms; inside `dtrans.local`, return the terms unchanged."""
         if self.in_local:
             return terms
-        return self.reduced(op, terms)
+        return self.collectives.all_reduce(op, terms)
 
-    def reduced(self, op: str, terms: Sequence[Atom]) -> list[Var]:
-        """All-reduce terms over shards."""
-        return self.b.bind(
-            all_reduce_p, *terms, op=op, name=self.shards.label, owners=(), over=self.shards.over
-        )
-
-    def _scattered(self, term: Atom, row: RowAxis) -> Atom:
-        padded_size = self.shards.padded_size(term.aval.shape[row.axis], row)
-        (wide,) = self.b.call(padded(row.axis, padded_size), term)
-        return self.b.bind(
-            reduce_scatter_p, wide, name=self.shards.label, **self._among(), axis=row.axis
-        )[0]
+    def scatter(self, var: Var, row: RowAxis) -> None:
+        """Reduce-scatter a value if it is a partial sum; equations then read its pieces."""
+        if isinstance(self.layout(var), Partial) and var not in self.local_terms:
+            term = self._values[var, PARTIAL]
+            self.define(var, row, self.collectives.reduce_scatter(term, row))
 
     def _gathered(self, var: Var, had: RowAxis) -> Atom:
         if self.in_local:
@@ -261,49 +286,8 @@ class ShardValues(abc.ABC):
         self.gathers.append(
             Gathered(var.aval.shape, var.aval.dtype, nbytes(var.aval), self._reason(), line)
         )
-        (wide,) = self.b.bind(
-            all_gather_p,
-            self._values[var, had],
-            name=self.shards.label,
-            axis=had.axis,
-            **self._among(),
-        )
-        if had.order is not None:
-            return self._in_sequence(wide, var.aval.shape[had.axis], had)
-        return self._without_end(wide, had.axis, var.aval.shape[had.axis])
-
-    def _in_sequence(self, wide: Atom, size: int, had: RowAxis) -> Atom:
-        """Drop the padding of a gathered value, and sort the entries by their global index.
-
-        Used for layouts with an order, in which shards do not have consecutive entries.
-        """
-        entries = self.shards.entries(size, had).reshape(-1)
-        places = np.flatnonzero(entries >= 0)
-        at = places[np.argsort(entries[places])].astype(np.int32)
-        return self.b.call(take_entries(had.axis), wide, self.b.constant(at))[0]
-
-    def _exchanged(self, var: Var, had: RowAxis, row: RowAxis) -> Atom:
-        shape = var.aval.shape
-        wide = self.b.call(
-            padded(row.axis, self.shards.padded_size(shape[row.axis], row)), self._values[var, had]
-        )
-        (got,) = self.b.bind(
-            all_to_all_p,
-            *wide,
-            name=self.shards.label,
-            cut=row.axis,
-            joined=had.axis,
-            **self._among(),
-        )
-        return self._without_end(got, had.axis, shape[had.axis])
-
-    def _among(self) -> dict[str, Any]:
-        return {"over": self.shards.over, "size": self.shards.count}
-
-    def _without_end(self, value: Atom, axis: int, size: int) -> Atom:
-        if value.aval.shape[axis] == size:
-            return value
-        return self.b.part(value, axis, 0, size)
+        size = var.aval.shape[had.axis]
+        return self.collectives.all_gather(self._values[var, had], size, had)
 
     def _rows_of(self, value: Atom, row: RowAxis | None) -> Atom:
         assert row is not None
@@ -319,7 +303,7 @@ class ShardValues(abc.ABC):
 
     @abc.abstractmethod
     def build_rows(self, var: Var, row: RowAxis) -> Atom | None:
-        """Write the piece of a value that depends on counters and fills alone; else return None."""
+        """Write the piece of a counted value (`dtrans.engine.counted_values`); else return None."""
 
     @abc.abstractmethod
     def carry_out(self, eqn: JaxprEqn, way: Strategy) -> list[Atom]:

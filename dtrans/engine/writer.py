@@ -9,7 +9,7 @@ bodies of remat, loops and branches.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -47,10 +47,10 @@ from dtrans.engine.layout import (
     ShardLayout,
     Shards,
 )
-from dtrans.engine.loops import LoopPlan, WrittenBody, moved_bytes, plan_loop
+from dtrans.engine.loops import LoopPlan, WrittenBody, condition_rows, moved_bytes, plan_loop
 from dtrans.engine.open_sums import linear_terms, open_operands
 from dtrans.engine.rules import Strategy, choose
-from dtrans.engine.sharded_scans import mask_padding, sharded_iterations
+from dtrans.engine.sharded_scans import end_padding, mask_padding, sharded_iterations
 from dtrans.engine.strategy_writers import write_strategy
 from dtrans.engine.values import ShardValues
 from dtrans.ir.cost import nbytes
@@ -73,21 +73,28 @@ Result = TypeVar("Result")
 class SplitWriter(ShardValues):
     """Writer of the equations of one jaxpr for one shard."""
 
-    # layouts of values that equations read only as pieces; then only the pieces are computed
+    # values that equations read only as pieces, with their layouts: only these pieces are computed
     only_as_rows: Mapping[Var, RowAxis] = MappingProxyType({})
     out_names: Sequence[str] = ()  # names of the program's outputs, for `gathers`
     # True if the program is differentiated later, so that custom derivative rules must stay
     keeps_rules = False
     # values to leave as partial sums, see `open_operands`
     terms: Collection[Var] = frozenset()
+    # layouts of values that equations need only as pieces (`row_demands`)
+    demands: Mapping[Var, RowAxis] = MappingProxyType({})
+    # sharded state, which is gathered before an equation rearranges or broadcasts the state
+    state: Set[Var] = frozenset()
+    # output of an equation -> role that the builder assigns to the written equations
+    groups: Mapping[Var, str] = MappingProxyType({})
 
     def __init__(self, jaxpr: ClosedJaxpr, shards: Shards, within: str = "") -> None:
         super().__init__(jaxpr, shards, within)
+        self.source = jaxpr
         self.bodies = BodyWriter(self)
         self._counted = CountedValues(self)
 
     def build_rows(self, var: Var, row: RowAxis) -> Atom | None:
-        """Write the piece of a value that depends on counters and fills alone; else return None."""
+        """Write the piece of a counted value (`dtrans.engine.counted_values`); else return None."""
         return self._counted.build_rows(var, row)
 
     def carry_out(self, eqn: JaxprEqn, way: Strategy) -> list[Atom]:
@@ -98,13 +105,17 @@ class SplitWriter(ShardValues):
 
     def equation(self, eqn: JaxprEqn) -> None:
         """Write one equation; add outputs that differ between shards to `local_values`."""
+        self.b.role = next((self.groups[v] for v in eqn.outvars if v in self.groups), "")
         self._write_equation(eqn)
         for v in eqn.outvars:
             if v in self.local_terms or (self.layout(v) is SHARED and self._makes_local(eqn)):
                 self.local_values.add(v)
 
     def _makes_local(self, eqn: JaxprEqn) -> bool:
-        """Return True if an equation's replicated outputs differ between shards."""
+        """Return True if full outputs of an equation differ between shards.
+
+        They differ if the equation reads such values, or reduces pieces inside `dtrans.local`.
+        """
         if not self.local_values.isdisjoint(variables(eqn.invars)):
             return True
         if eqn.primitive.name in _WITH_BODIES:
@@ -115,6 +126,9 @@ class SplitWriter(ShardValues):
     def _write_equation(self, eqn: JaxprEqn) -> None:
         self.needed_by(functools.partial(self.describe, eqn), eqn)
         ins = list(map(self.layout, eqn.invars))
+        reads_state = is_rearrangement(eqn) and not self.state.isdisjoint(variables(eqn.invars))
+        if reads_state and eqn.outvars[0] not in self.demands:
+            ins = [SHARED]
         if eqn.primitive.name in _WITH_BODIES and not all_shared(ins):
             in_sequence = self.covers_local(eqn) or self.orders is None
             iterations = None
@@ -161,6 +175,9 @@ class SplitWriter(ShardValues):
                 eqn, [PARTIAL] * len(eqn.outvars), self.b.copy(eqn, terms, _types(eqn))
             )
             return
+        for v in variables(eqn.invars):
+            if v in self.demands:
+                self.scatter(v, self.demands[v])
         as_term = bool(eqn.outvars) and eqn.outvars[0] in self.terms
         orders = None if self.in_local else self.orders
         way = choose(eqn, [self.operand(a) for a in eqn.invars], self.shards, as_term, orders)
@@ -177,8 +194,28 @@ class SplitWriter(ShardValues):
             if way.reduce:
                 values = self.reduced_here(way.reduce, values)
             self.define_outputs(eqn, way.outs, values)
-        if _is_moved_or_cast(eqn) and self.operand(eqn.invars[0]).is_input:
-            self.inputs.update(eqn.outvars)
+        # a gather has one output for each operand; other equations rearrange their first operand
+        is_gather = collective_of(eqn) is not None
+        for i, v in enumerate(eqn.outvars):
+            a = eqn.invars[i if is_gather else 0]
+            if self.operand(a).is_input and self._has_entries_of(eqn, a, v):
+                self.inputs.add(v)
+
+    def _has_entries_of(self, eqn: JaxprEqn, a: Atom, v: Var) -> bool:
+        """Return True if an output has the entries of an operand, perhaps cast or rearranged.
+
+        This includes an output that is one layer of a stacked operand. It also includes the
+        all-gather of an operand that is sliced over another mesh axis.
+        """
+        name, had = eqn.primitive.name, self.layout(a)
+        if name not in ("slice", "dynamic_slice", "all_gather", "after"):
+            return is_rearrangement(eqn) or name == "convert_element_type"
+        if had != self.layout(v):
+            return False
+        source = self.producer(a)
+        is_gathered = source is not None and collective_of(source) is not None
+        is_layer = any(n == 1 < m for m, n in zip(a.aval.shape, v.aval.shape, strict=True))
+        return collective_of(eqn) is not None or name == "after" or is_gathered or is_layer
 
     def covers_local(self, eqn: JaxprEqn) -> bool:
         """Return True if an equation, or one in its bodies, is inside `dtrans.local`."""
@@ -223,7 +260,7 @@ class SplitWriter(ShardValues):
             self.needed_by(functools.partial(self._output, i), producer)
             layout = wanted(i, PARTIAL if is_local else self.layout(a))
             if is_local and layout is SHARED:
-                results += self.reduced("sum", [self.term(a)])
+                results += self.collectives.all_reduce("sum", [self.term(a)])
             else:
                 results.append(self.as_(a, layout))
             layouts.append(layout)
@@ -249,6 +286,23 @@ class SplitWriter(ShardValues):
             moved += sum(moved_bytes([eqn, *equations_inside(eqn)]).values())
         return moved
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that one shard sends: as `moved`, but an all-reduce sends twice its bytes."""
+        reduced = 0
+        for eqn in self.b.eqns:
+            reduced += moved_bytes([eqn, *equations_inside(eqn)]).get("all_reduce", 0)
+        return self.moved + reduced
+
+    def new_writer(
+        self, only_as_rows: Mapping[Var, RowAxis], sums_to_scatter: Collection[Var] = ()
+    ) -> SplitWriter:
+        """Return a new writer for the same jaxpr; the arguments set attributes with their names."""
+        writer = SplitWriter(self.source, self.shards, self.within)
+        writer.bodies.plans, writer.orders = self.bodies.plans, self.orders
+        writer.only_as_rows, writer.sums_to_scatter = only_as_rows, sums_to_scatter
+        return writer
+
 
 class BodyWriter:
     """Writer of equations that have bodies.
@@ -266,18 +320,18 @@ class BodyWriter:
         """Return the plan of a loop, branch or remat; None if it should run on full values."""
         reader = self.outer.describe(eqn)
         inputs = [self.outer.operand(a).is_input for a in eqn.invars]
+        open_ends = {i for i, v in enumerate(eqn.outvars) if v in self.outer.terms}
 
         def write(
             body: Any, ins: Sequence[ShardLayout], outs: Sequence[ShardLayout] | None, carried: int
         ) -> WrittenBody:
-            open_ends = {i for i, v in enumerate(eqn.outvars) if v in self.outer.terms}
             added = sorted(open_ends.union(range(carried)))
             are_inputs = inputs[len(inputs) - len(ins) :]
             return self._body(eqn, body, ins, outs, added, reader, are_inputs)
 
         key = id(eqn), tuple(ins), tuple(inputs)
         if key not in self.plans:
-            self.plans[key] = plan_loop(eqn, ins, write, shares_work=self.outer.shards.shares_work)
+            self.plans[key] = plan_loop(eqn, ins, write, self.outer.shards, terms=open_ends)
         return self.plans[key]
 
     def _body(
@@ -339,12 +393,19 @@ class BodyWriter:
         new = []
         for body in plan.bodies:
             jaxpr = body.jaxpr
-            # if one branch reads the index, all branches must take it
+            # if one branch reads the shard's index, all branches must take the index as an operand
             if first and not body.takes_index:
                 jaxpr = _with_an_operand(jaxpr, first[0])
             new.append(jaxpr)
             self.outer.gathers += body.gathers
             self.outer.scaled |= body.scaled
+        rows = condition_rows(eqn, plan)
+        if rows is not None:
+            size = opened(bodies(eqn)[0]).outvars[0].aval.shape[rows.axis]
+            if self.outer.shards.pads(size, rows):  # a row of padding may never finish
+                is_real = self.outer.pieces.shard_row(self.outer.shards.entries(size, rows) >= 0)
+                new = [end_padding(new[0], rows.axis, is_real), _with_an_operand(new[1], is_real)]
+                first.insert(0, is_real)
         types = self.outer.shards.part_types(eqn.outvars, plan.outs)
         outputs = self.outer.b.copy_with_bodies(eqn, new, atoms, types, first)
         self.outer.define_outputs(eqn, plan.outs, outputs)
@@ -495,25 +556,25 @@ def _written(
     """Call `write` with a new writer for a jaxpr; return the result of `write`, and the writer.
 
     If equations read only pieces of a full value, write the jaxpr again and compute only the
-    pieces. If the second program has more gathers, return the first.
+    pieces. If the second program has more gathers, drop it. Then, if equations read pieces of
+    partial sums, write the jaxpr with reduce-scatters of these sums. If this program communicates
+    more bytes, drop it. A jaxpr with `dtrans.local` scopes is not written again for this, because
+    a scope computes something else from a piece than from a full value.
     """
-    first = SplitWriter(jaxpr, shards, within)
-    first.orders = orders
-    result = write(first)
-    if not first.built_as_rows:
-        return result, first
-    second = SplitWriter(jaxpr, shards, within)
-    second.bodies.plans = first.bodies.plans
-    second.only_as_rows, second.orders = first.built_as_rows, orders
-    again = write(second)
-    if len(second.gathers) <= len(first.gathers):
-        return again, second
-    return result, first
-
-
-def _is_moved_or_cast(eqn: JaxprEqn) -> bool:
-    """Return True if an equation only rearranges or casts the entries of its operand."""
-    return is_rearrangement(eqn) or eqn.primitive.name == "convert_element_type"
+    writer = SplitWriter(jaxpr, shards, within)
+    writer.orders = orders
+    result = write(writer)
+    if writer.built_as_rows:
+        other = writer.new_writer(writer.built_as_rows)
+        again = write(other)
+        if len(other.gathers) <= len(writer.gathers):
+            result, writer = again, other
+    if writer.to_scatter and not any(map(writer.covers_local, opened(jaxpr).eqns)):
+        other = writer.new_writer(writer.only_as_rows, writer.to_scatter)
+        again = write(other)
+        if other.sent_bytes < writer.sent_bytes:
+            result, writer = again, other
+    return result, writer
 
 
 def _with_an_operand(jaxpr: ClosedJaxpr, operand: Atom) -> ClosedJaxpr:

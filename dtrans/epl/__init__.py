@@ -1,10 +1,15 @@
 """EPL's interface for pipelines (EPL is Alibaba's Easy Parallel Library for TensorFlow).
 
-config        `Config`: EPL's configuration
-parallel      `pipeline`: returns a plan from a configuration
+config        `Config`: EPL's configuration; `init`: sets the configuration of later calls
+graph_keys    `GraphKeys`: the names of collections
 input_files   `slice_files`: the input files of each worker
+parallel      `pipeline`: returns a plan from a configuration
+
+`replicate` and `split` are the scopes of `dtrans`.
 """
 
-from dtrans.epl.config import Config as Config
+from dtrans.epl.config import Config as Config, init as init
+from dtrans.epl.graph_keys import GraphKeys as GraphKeys
 from dtrans.epl.input_files import slice_files as slice_files
 from dtrans.epl.parallel import pipeline as pipeline
+from dtrans.step.scopes import replicate as replicate, split as split

@@ -13,9 +13,11 @@ import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from dtrans.checks import check_known, check_one_of, group_options, is_number
+from dtrans.checks import check_known, check_one_of, group_options
 from dtrans.data_parallel.options import Reduce
-from dtrans.epl.config import NAMES, Config
+from dtrans.data_parallel.plan import CollectivePlan
+from dtrans.data_parallel.transform import nccl2
+from dtrans.epl.config import DEFAULTS, NAMES, Config, config_from
 from dtrans.errors import ConfigError, rename_options
 from dtrans.ir.program import Program
 from dtrans.pipeline_parallel.device_layout import Cluster
@@ -30,23 +32,25 @@ from dtrans.zero.options import Precision
 RECORDS = {"stages": Stages(), "memory": StageMemory(), "reduce": Reduce(), "batch": Batch("local")}
 ZERO_LEVELS = {"": 0, "v0": 1, "v1": 1}
 OFFLOAD_LEVELS = {"": False, "v0": True}
+COLOCATED = "cluster.colocate_split_and_replicate"
 
 
 def pipeline(
     main: Program,
     startup: Program,
-    config: Config | Mapping[str, Any],
+    config: Config | Mapping[str, Any] | None = None,
     *,
     collection: Collection[str] = (),
     cluster: Cluster | None = None,
     **options: Any,
-) -> PipelinePlan:
+) -> PipelinePlan | CollectivePlan:
     """Plan a pipeline from a configuration with EPL's keys.
 
     Args:
       main: the traced training step, (params, opt_state, *batch) -> (params, opt_state, loss, ...).
       startup: the traced init, (...) -> (params, opt_state).
-      config: EPL's configuration, or a mapping of its keys to values.
+      config: EPL's configuration, or a mapping of its keys to values. By default, the configuration
+        of `dtrans.epl.init`.
       collection: with `gradient_checkpoint.type="collection"`, the names of the values to save. The
         model assigns these names with `jax.ad_checkpoint.checkpoint_name`.
       cluster: the devices and their layout. By default `Cluster()` with the value of
@@ -56,7 +60,8 @@ def pipeline(
         "micro_batch", as in EPL.
 
     Returns:
-      The plan of `dtrans.pipeline`.
+      The plan of `dtrans.pipeline`. With `cluster.colocate_split_and_replicate`, the plan of
+      `dtrans.nccl2` for a mesh whose devices divide both the batch and the split layers.
 
     Raises:
       ConfigError: a key or an option is unknown, out of range, or contradicts another one. The
@@ -78,8 +83,13 @@ def pipeline(
       >>> [s.params for s in plan.stages], plan.schedule.name
       ([('params/a',), ('params/b',)], 'PreferBackward')
     """
-    if not isinstance(config, Config):
-        config = Config(config)
+    config = config_from(config)
+    if config[COLOCATED]:
+        if cluster is not None:
+            options = {**options, "cluster": cluster}
+        if collection:
+            options = {**options, "collection": collection}
+        return colocated(main, startup, config, options)
     check_known(
         "EPL's configuration", options, inspect.signature(pipeline_of).parameters, RECORDS, NAMES
     )
@@ -89,14 +99,8 @@ def pipeline(
             "pipeline.num_stages is missing, and the model has no dtrans.replicate scopes that "
             "determine it; set it to the number of stages"
         )
-    clip_after = config.settings.get("communication.clip_after_allreduce")
+    clip_after = config["communication.clip_after_allreduce"]
     norm = options.get("clip_local_norm")
-    if clip_after is False and norm is None:
-        raise ConfigError(
-            "communication.clip_after_allreduce=False needs clip_local_norm=, because a clip in "
-            "the optimizer always reads reduced gradients; pass clip_local_norm=, or leave the key "
-            "out"
-        )
     if clip_after and norm is not None:
         raise ConfigError(
             f"communication.clip_after_allreduce is True, but clip_local_norm is {norm!r}, which "
@@ -107,9 +111,6 @@ def pipeline(
         # EPL clips the gradients of each micro-batch before the sum over micro-batches
         options = {"clip_local_per": "micro_batch"} | options
     chosen = {name: config[key] for name, key in NAMES.items()}
-    is_exact = Batch.from_option(options.get("batch", "local"), "local", micro=True).exact
-    if is_exact and chosen["reduce"] == "mean":
-        del chosen["reduce"]  # EPL's default; exact plans infer the reduction
     num_stages = config["pipeline.num_stages"]
     if num_stages == -1:
         num_stages = "auto"
@@ -117,12 +118,16 @@ def pipeline(
     chosen |= {
         "precision": _precision(config["amp.level"], config["amp.loss_scale"]),
         "num_stages": num_stages,
-        "gradient_checkpoint": _checkpoint(config["gradient_checkpoint.type"], collection),
+        "reduce": config["communication.gradients_reduce_method"].lower(),
+        "gradient_checkpoint": _checkpoint(config["gradient_checkpoint.type"].lower(), collection),
         "sharding_stage": _level("zero.level", config["zero.level"], ZERO_LEVELS),
         "offload": _level("offload.level", config["offload.level"], OFFLOAD_LEVELS),
         "compress": "fp16" if is_fp16 else None,
         "compress_scale": float(config["communication.fp16_scale"]) if is_fp16 else 1.0,
     }
+    is_exact = Batch.from_option(options.get("batch", "local"), "local", micro=True).exact
+    if is_exact and chosen["reduce"] == "mean":
+        del chosen["reduce"]  # EPL's default; exact plans infer the reduction
     if cluster is None and not config["cluster.device_place_prefer_intra_node"]:
         cluster = Cluster(prefer_intra_node=False)
     if cluster is not None:
@@ -130,6 +135,45 @@ def pipeline(
     with rename_options(NAMES | {"op": NAMES["reduce"]}):
         records = {"batch": RECORDS["batch"], **group_options({**options, **chosen}, RECORDS)}
         return pipeline_of(main, startup, **records)
+
+
+def colocated(
+    main: Program, startup: Program, config: Config, options: dict[str, Any]
+) -> CollectivePlan:
+    """Plan a model whose replicate and split scopes share their devices.
+
+    Args:
+      main, startup: as in `pipeline`.
+      config: EPL's configuration, with `cluster.colocate_split_and_replicate`.
+      options: the number of devices as `replicas`, and `batch`. By default, the `device_count` of
+        the scopes is the number of devices.
+
+    Raises:
+      ConfigError: the number of devices is missing, or another option is set.
+    """
+    fixed = {COLOCATED: True, "pipeline.num_stages": 1}
+    for key, value in config.settings.items():
+        allowed = {str(x).lower() for x in (DEFAULTS[key], fixed.get(key, DEFAULTS[key]))}
+        if str(value).lower() not in allowed:  # texts may be in upper or lower case
+            raise ConfigError(
+                f"{key} is {value!r}, which is not supported together with {COLOCATED}; leave out "
+                "one of the two keys"
+            )
+    others = [name for name in options if name not in ("replicas", "batch")]
+    if others:
+        raise ConfigError(
+            f"{others[0]} is not supported together with {COLOCATED}; leave {others[0]} out"
+        )
+    counts = {s.device_count for s in scopes_within(main.jaxpr) if s.device_count is not None}
+    if "replicas" in options:
+        counts = {options["replicas"]}
+    if len(counts) != 1:
+        raise ConfigError(
+            f"{COLOCATED} needs one number of devices, but the device_count of the scopes is "
+            f"{sorted(counts) or 'missing'}; pass the number to dtrans.epl.pipeline as replicas="
+        )
+    mesh: dict[str, int | str] = {"data": counts.pop(), "model": "data"}
+    return nccl2(main, startup, mesh=mesh, batch=options.get("batch", Batch()))
 
 
 def _checkpoint(kind: str, collection: Collection[str]) -> str | Collection[str]:
@@ -155,12 +199,7 @@ def _precision(level: str, scale: Any) -> Precision:
     check_one_of("amp.level", level.lower(), ("", "o1"))
     if not level:
         return Precision()
-    if not is_number(scale):
-        raise ConfigError(
-            f"amp.loss_scale is {scale!r}; expected a number such as 1024, because a pipeline "
-            "needs a fixed loss scale. Skip steps that overflow with optax.apply_if_finite"
-        )
-    return Precision("fp16", loss_scaling=float(scale))
+    return Precision("fp16", loss_scaling=None if scale == "dynamic" else scale)
 
 
 def _level(key: str, level: str, levels: Mapping[str, Any]) -> Any:

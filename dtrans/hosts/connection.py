@@ -54,8 +54,8 @@ def connection(rsh: str, host: HostEntry, command: Sequence[str]) -> list[str]:
     odd = [word for word in command if not re.fullmatch(r"[\w@%+=:,./-]+", word)]
     if odd:
         raise ConfigError(
-            f"{odd[0]!r} cannot be passed to host {host.name}, because its shell would change it; "
-            "use paths of letters, digits, . _ - and / in --python and PYTHONPATH"
+            f"{odd[0]!r} cannot be passed to host {host.name}, because the shell of the host would "
+            "change the text; use paths of letters, digits, . _ - and / in --python and PYTHONPATH"
         )
     options = SSH if os.path.basename(words[0]) == "ssh" else ()
     return [*words, *options, host.name, *command]

@@ -19,4 +19,4 @@ EMITTERS: dict[str, Callable[..., str]] = {
     "jobset": emit_jobset,
     "torchx": emit_torchx,
 }
-IN_IMAGE = ("jobset", "torchx")  # roles run the interpreter of a container image, not this one
+IN_IMAGE = ("jobset", "torchx")  # roles run the interpreter of a container image

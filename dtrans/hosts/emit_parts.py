@@ -1,8 +1,8 @@
 """Values that every emitter writes: a job's command, shared variables, counts and name.
 
 A scheduler chooses the hosts when the job starts. So an emitted file itself computes the variables
-that depend on hosts: those of `Role.environment`, and DTRANS_STATUS_ENDPOINT. All other values come
-from the role table.
+that depend on hosts: the variables of `Role.environment`, and DTRANS_STATUS_ENDPOINT. All other
+values come from the role table.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class EmitParts:
 
 
 def parts_of(table: RoleTable) -> EmitParts:
-    """Return the shared values of a table.
+    """Return the values that all roles of a table share.
 
     Raises:
       ConfigError: the table has no command, or its roles differ in more than their index.
@@ -54,7 +54,8 @@ def parts_of(table: RoleTable) -> EmitParts:
     if len(found) > 1:
         raise ConfigError(
             f"the {table.title} differ in command, variables or cores, but a scheduler's file has "
-            "one set of these for all; give the same to each role"
+            "one command, one set of variables and one number of cores for all of them; plan "
+            "equal roles"
         )
     ((argv, environment, cores),) = found
     if not argv:

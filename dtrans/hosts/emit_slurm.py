@@ -80,8 +80,8 @@ def emit_slurm(table: RoleTable, nodes: int | None = None) -> str:
         fewer nodes if `place` leaves some empty. By default each process has its own node.
 
     Raises:
-      ConfigError: the table has no command. With `nodes`: it has no servers, or fewer processes
-        than nodes.
+      ConfigError: the table has no command; or `nodes` is given, and the table has no servers or
+        fewer processes than nodes.
 
     Example:
       >>> import dtrans
@@ -231,7 +231,8 @@ def _observers(parts: EmitParts) -> list[str]:
 def _cores(parts: EmitParts) -> str:
     """Return the option with the number of processors of each process, for `sbatch` and `srun`.
 
-    Before Slurm 22.05, `srun` inherited the number from `sbatch`.
+    `srun` needs the option as well: from Slurm 22.05 on, it does not inherit the number from
+    `sbatch`.
     """
     if parts.cores is None:
         return ""

@@ -25,7 +25,7 @@ from dtrans.hosts.connection import absolute_path, connection, rsh_name
 from dtrans.hosts.host_list import HostEntry
 
 
-LIMIT = 60.0  # seconds until a host must answer; before the answer it imports JAX
+LIMIT = 60.0  # seconds until a host, which first imports JAX, must answer
 NO_COMMAND = (126, 127)  # exit codes of a shell, and of ssh, for a command that cannot be run
 
 
@@ -73,7 +73,8 @@ def check_hosts(
       python: the interpreter on hosts whose entry names none.
       script: the path of the script, which every host must have; empty if there is none.
       ports: the number of free ports that each host chooses.
-      cuts: the folder of the cuts, which every host must share, or None.
+      cuts: the folder of cuts (snapshots of servers), which all hosts must share; None without
+        cuts.
       limit: seconds until a host must answer.
 
     Raises:
@@ -107,7 +108,7 @@ def check_hosts(
 
 @contextlib.contextmanager
 def _probe_in(cuts: str | os.PathLike[str] | None) -> Iterator[str]:
-    """Create a file in the folder of the cuts while the block runs; yield the file's path.
+    """Create a file in the folder of cuts (snapshots) while the block runs; yield its path.
 
     A host that finds the file shares the folder. If `cuts` is None, the path is empty.
     """
@@ -120,7 +121,8 @@ def _probe_in(cuts: str | os.PathLike[str] | None) -> Iterator[str]:
         file, path = tempfile.mkstemp(prefix=".probe-", dir=folder)
     except OSError as e:
         raise ConfigError(
-            f"cuts={folder!r} cannot be written: {e.strerror}; allow it, or name another folder"
+            f"cuts={folder!r} cannot be written: {e.strerror}; change its permissions, or name "
+            "another folder"
         ) from e
     os.close(file)
     try:
@@ -142,7 +144,7 @@ def _unreachable(found: FoundHost) -> str:
 
 
 class _Question:
-    """Request to one host, by a process here that runs `remote_agent` on the host.
+    """Request to one host, by a local process that starts `remote_agent` on the host.
 
     Args:
       host: the host.

@@ -43,7 +43,7 @@ CARRIED = (
     "MKL_",
     "PYTHON",
 )
-AT_ONCE = 8  # connections to one host that are opened at the same time; sshd refuses some above ten
+AT_ONCE = 8  # connections to one host that are opened at once; sshd may refuse more than ten
 
 
 def launch_on_hosts(
@@ -123,7 +123,7 @@ class SeveralHosts(Site):
         endpoints: Sequence[str] = (),
         cuts: str | os.PathLike[str] | None = None,
     ) -> tuple[Role, ...]:
-        """Place and return every role of the job, with endpoints on free ports of its host."""
+        """Place and return every role of the job; endpoints are free ports of the role's host."""
         table = role_table(mode, trainers, pservers if mode == "pserver" else None)
         slots = _slots(len(table), self._hosts)
         names = [host.name for host in self._hosts]
@@ -151,7 +151,7 @@ class SeveralHosts(Site):
 
         Args:
           counts: the number of roles on each host.
-          cuts: the folder of the cuts, which these hosts must share, or None.
+          cuts: the folder of the cuts (snapshots), which these hosts must share, or None.
         """
         idle = ", ".join(host.name for host in self._hosts if host.name not in counts)
         if idle:
@@ -179,7 +179,7 @@ class SeveralHosts(Site):
         if not is_loopback(host.address):
             found[ALLOW_REMOTE] = "1"
         if role.mode == "nccl2":
-            # a role's device is its index among the roles of its host
+            # the index of a role's device is the role's index among the roles of its host
             neighbours = [name for name, other in self._places.items() if other is host]
             found |= jax_variables(neighbours.index(role.name))
         return found
@@ -226,7 +226,7 @@ class SeveralHosts(Site):
         self._states.change(child.role.name, "running", child.remote_pid)
 
     def _environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables that a role gets in addition to those of its host."""
+        """Return the variables that a role gets in addition to its host's environment."""
         return carried_variables(env, CARRIED, self._carried)
 
 

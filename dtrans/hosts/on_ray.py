@@ -172,7 +172,10 @@ class RayJob(Job):
     def init(self, *args: Any) -> RayState:
         spec = self.plan.startup.args
         if len(args) != len(spec):
-            raise ConfigError(f"init takes {len(spec)} arguments, {len(args)} were given")
+            raise ConfigError(
+                f"init takes {len(spec)} arguments, {len(args)} were given; pass the same "
+                "arguments as to dtrans.trace"
+            )
         return self._begin("init", _arrays(spec, args))
 
     def state_of(self, params: Any, opt_state: Any) -> RayState:
@@ -245,8 +248,8 @@ class RayJob(Job):
         if self._has_batches:
             if batch:
                 raise BatchError(
-                    "this job was made by on_ray(batches), so its trainers read their batches "
-                    "themselves; call job.step(state) without a batch"
+                    "this job was created by plan.on_ray(batches), so its trainers read their "
+                    "batches themselves; call job.step(state) without a batch"
                 )
             return None
         specs = self.plan.main.args[2:]
@@ -383,12 +386,10 @@ def _shape(plan: Any, processes: int | None) -> tuple[int, int]:
             )
         return plan.trainers, 1
     if isinstance(plan, PipelinePlan):
-        total, each = (
-            plan.options.num_stages,
-            plan.options.replicas * max(plan.model.sharding.shards),
-        )
+        total = plan.options.num_stages
+        each = plan.options.replicas * max(plan.model.device_counts)
     else:
-        total, each = plan.trainers, 1
+        total, each = plan.trainers, plan.devices_per_trainer
     count = total if processes is None else processes
     check_int("processes", count, "a number of actors")
     if total % count:

@@ -48,7 +48,7 @@ class PortableProgram:
         if not isinstance(program.specializer, TracedFunction):
             raise ConfigError(
                 f"on_ray: actors trace the step again, but program {program.name} was not "
-                "returned by dtrans.trace(...); make the plan from such programs"
+                "returned by dtrans.trace(...); plan with programs that dtrans.trace returned"
             )
         types = []
         for t in program.inputs.values():

@@ -2,7 +2,7 @@
 
 Each actor becomes a process of the job, as if a launcher had started it: it sets the environment
 variables of its role (`dtrans.Role.environment`), and calls `plan.on_cluster()`. Only methods that
-run in an actor import Ray. JAX must not create devices before `begin`, which connects them.
+run in an actor import Ray. JAX must not create devices before `begin` has connected the roles.
 """
 
 from __future__ import annotations
@@ -168,11 +168,11 @@ class RoleActor(RoleProcess):
     def read(self, what: str, wanted: bool) -> list[Any] | None:
         """Return the leaves of the parameters or of the optimizer state.
 
-        All trainers must call it, because some jobs gather the arrays by collectives.
+        All trainers must call this method, because some jobs gather the arrays by collectives.
 
         Args:
           what: "params" or "opt_state".
-          wanted: False to return None.
+          wanted: False for a trainer whose leaves the driver does not read; the result is None.
         """
         spec = self._job.plan.main.args[("params", "opt_state").index(what)]
         found = getattr(self._job, what)(self._state)

@@ -44,7 +44,7 @@ from dtrans.run.net import ended_roles
 from dtrans.run.net.net_options import ALLOW_REMOTE
 
 
-BLAME = 5.0  # seconds to wait, after a role's PeerError, for the role that caused it
+BLAME = 5.0  # seconds to wait, after a role's PeerError, for the error of the role that caused it
 # prefixes of the variables that actors get from the driver
 CARRIED = ("JAX_", "XLA_", "TF_CPP_", "DTRANS_")
 ROLE_VARIABLES = (
@@ -172,7 +172,7 @@ class RayPlacement:
 
     @property
     def groups(self) -> tuple[tuple[str, int, Mapping[str, float], str], ...]:
-        """The kind, number, bundle and strategy of each placement group: the trainers' first."""
+        """The kind, number, bundle and strategy of each placement group; trainers come first."""
         trainers = (TRAINER, self.trainers, self.trainer_resources, self.trainers_on)
         if not self.pservers:
             return (trainers,)
@@ -384,7 +384,7 @@ class RayGroup:
             if failure is not None:
                 error = self._to_blame(failure, waiting)
                 if not isinstance(error, CheckpointError):
-                    self.end()  # after a failed save, the job continues
+                    self.end()  # any error except a failed save ends the job
                 raise error from failure.cause
             if ref in calls:
                 found[name] = self._ray.get(ref)
@@ -427,7 +427,7 @@ class RayGroup:
     def end(self) -> None:
         """Kill all actors, and remove their placement groups."""
         if not self._ray.is_initialized():
-            return  # Ray has ended the actors with the driver's connection
+            return  # Ray ended the actors when the driver disconnected
         from ray.util.placement_group import remove_placement_group
 
         for name in self.trainers:

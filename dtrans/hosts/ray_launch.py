@@ -106,7 +106,7 @@ class ScriptActor(RoleProcess):
         self._events.put(signum)
 
     def tell_ended(self, role: str, how: str, epoch: int) -> None:
-        """Inform the process that another role has ended in an epoch."""
+        """Inform the process that another role has ended in an epoch (part between failures)."""
         self._events.put((role, how, epoch))
 
     def run(
@@ -184,8 +184,8 @@ class RayChild(Child):
 
     Args:
       role: the role.
-      node: the name of its node in messages.
-      actor: its `ScriptActor`.
+      node: the name of the role's node in messages.
+      actor: the role's `ScriptActor`.
       order: the arguments of `ScriptActor.run`.
       ray: the module.
       events, emit: as for `Child`.
@@ -255,7 +255,7 @@ class RayChild(Child):
             self._actor.signal.remote(signum)
 
     def tell_ended(self, role: str, how: str, epoch: int) -> None:
-        """Inform this role that another role has ended in an epoch."""
+        """Inform this role that another role has ended in an epoch (part between failures)."""
         self._actor.tell_ended.remote(role, how, epoch)
 
     def reap(self) -> None:

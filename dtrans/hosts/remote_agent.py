@@ -47,7 +47,7 @@ WITHOUT_INIT = ("dtrans", "dtrans.run", "dtrans.run.net", "dtrans.run.distribute
 
 
 def main() -> None:
-    """Carry out the order on standard input."""
+    """Read the launcher's order from standard input, and carry it out."""
     # unbuffered, since Python would wait at exit for a thread that reads a buffered file
     stdin = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115
     line = stdin.readline()
@@ -134,7 +134,7 @@ def _local_address(name: str) -> str:
 
 
 def _free_ports(address: str, count: int) -> list[int]:
-    """Return different free ports. All are bound at the same time, so that they differ."""
+    """Return `count` free ports. All are bound at the same time, so no port is returned twice."""
     with contextlib.ExitStack() as stack:
         sockets = []
         found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
@@ -223,7 +223,7 @@ def _attend(child: Child, events: SimpleQueue[Any], ended: EndedRoles, silence: 
         if event is child:
             return ending
         if event is None:
-            # The launcher is lost. After SIGTERM, None means that the grace period has passed.
+            # No event: the launcher is lost, or the time after SIGTERM has passed.
             child.signal(signal.SIGKILL if ending else signal.SIGTERM)
             limit, ending = time.monotonic() + GRACE, True
             continue

@@ -51,7 +51,7 @@ class RemoteChild(Child):
       settled: set when the role has started, or has failed to start.
     """
 
-    gate = ()  # no gate is needed, since the agent waits for its order
+    gate = ()  # the command needs no prefix that delays it, since the agent waits for its order
 
     def __init__(
         self,
@@ -121,11 +121,11 @@ class RemoteChild(Child):
             self._send_message({"signal": int(signum)})
 
     def tell_ended(self, role: str, how: str, epoch: int) -> None:
-        """Inform this role that another role has ended in an epoch."""
+        """Inform this role that another role has ended in an epoch (part between failures)."""
         self._send_message({"ended": [role, how, epoch]})
 
     def reap(self) -> None:
-        """Reap the connection of an ended role."""
+        """Reap the process that was the connection to an ended role."""
         self._over.set()
         self.settled.set()
         super().reap()

@@ -349,7 +349,8 @@ def pserver_roles(
     costs = {c.role: c for c in plan.costs()}
     needs = {}
     for role in roles:
-        cost = costs[role.current_endpoint if role.is_pserver else TRAINER]
+        name = role.current_endpoint if role.is_pserver else role.name
+        cost = costs[name if name in costs else TRAINER]
         needs[role.name] = _Needs(cores, cost.state_bytes, cost.sent, cost.received)
     return _table("pserver", roles, command, env, needs)
 
@@ -367,11 +368,11 @@ def collective_roles(
     """Implement `plan.roles` for nccl2 mode and sharding.
 
     Args:
-      processes: number of processes; by default one per trainer. A process has
-        `trainers / processes` devices.
+      processes: number of processes; by default one per trainer. A process has the devices of
+        `trainers / processes` trainers.
     """
     count = plan.trainers if processes is None else processes
-    each = _each("trainers", plan.trainers, count)
+    each = _each("trainers", plan.trainers, count) * plan.devices_per_trainer
     (cost,) = plan.costs()
     needs = _Needs(cores, each * cost.state_bytes, each * cost.sent, each * cost.received)
     roles = _connected(count, endpoints)
@@ -670,7 +671,7 @@ class _Links:
         return out, self.into - self.on * received + others * sent
 
     def put(self, j: int, host: int) -> None:
-        """Place a server."""
+        """Place server `j` on a host."""
         out, into = self.with_server(j)
         self.out[host], self.into[host] = out[host], into[host]
         self.count[host] += 1

@@ -1,7 +1,7 @@
 """Small array functions, which transforms write into programs with `Builder.call`.
 
-`Builder.call` caches a trace for each function and type. For the same reason, the functions of this
-module that return a function are cached: equal arguments return the same function.
+`Builder.call` caches one trace for each function object and type. So functions of this module that
+return a function are cached, too: equal arguments return the same object.
 """
 
 from __future__ import annotations

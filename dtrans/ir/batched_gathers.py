@@ -138,7 +138,7 @@ def _with_rewritten_bodies(eqn: JaxprEqn, inside: Mapping[int, Facts[Fact]]) -> 
 
 
 def _components(indices: Atom, before: Sequence[JaxprEqn]) -> list[Atom]:
-    """Return the operands of the `concatenate` that computes `indices`; [] for other equations."""
+    """Return the operands of the `concatenate` that computes `indices`; [] if none does."""
     eqn = next((e for e in before if len(e.outvars) == 1 and e.outvars[0] is indices), None)
     if eqn is None or eqn.primitive.name != "concatenate":
         return []

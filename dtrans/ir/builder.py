@@ -1,9 +1,9 @@
 """Construction of jaxprs from equations of other jaxprs.
 
 `Builder` writes a new jaxpr, usually from a jaxpr that `inline_calls` flattened. The builder copies
-equations of the old jaxpr with other operands, and adds new equations. Output types are inferred by
-the primitive's own rule. The new jaxpr contains only the constants that it reads. Equations are
-never mutated, and copies keep their source information.
+equations of the old jaxpr with other operands, and adds new equations. The primitive's rule infers
+the output types. The new jaxpr contains only the constants that it reads. Equations are never
+mutated, and copies keep their source information.
 """
 
 from __future__ import annotations
@@ -178,6 +178,10 @@ class Builder:
             strides=None,
         )
         return piece
+
+    def trim(self, value: Atom, axis: int, size: int) -> Atom:
+        """Return the first `size` entries along an axis; write a slice if there are more."""
+        return value if value.aval.shape[axis] == size else self.part(value, axis, 0, size)
 
     def copy(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html as html_escape
+import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -124,21 +125,46 @@ def text(program: ShownProgram) -> str:
     return "\n".join(lines)
 
 
+MANY_OPS = 40  # ops of a program that a notebook shows without folding
+# Script that hides the rows without the text in the search box, and opens the groups with it.
+_SEARCH = (
+    "const text = this.value.toLowerCase();"
+    "for (const group of this.parentNode.querySelectorAll('details')) {"
+    "let found = 0;"
+    "for (const row of group.querySelectorAll('tr')) {"
+    "const fits = row.textContent.toLowerCase().includes(text);"
+    "row.style.display = fits ? '' : 'none'; found += fits;}"
+    "group.open = text !== '' && found > 0;}"
+)
+
+
 def html(program: ShownProgram) -> str:
-    """Return a program as an HTML table, with a colour for each role."""
+    """Return a program as HTML, with a foldable table for each run of ops that have one role.
+
+    A program of more than `MANY_OPS` ops opens folded, with a search box.
+    """
     esc = html_escape.escape
-    rows = "".join(
-        f"<tr><td style='color:{COLOURS[op.role]};text-align:left'>{op.role}</td>"
-        f"<td style='text-align:left'><code>{esc(op_line(op))}</code></td></tr>"
-        for op in program.ops
-    )
+    is_long = len(program.ops) > MANY_OPS
+    groups = ""
+    for role, ops in itertools.groupby(program.ops, lambda op: op.role):
+        rows = []
+        for op in ops:
+            code = f"<code>{esc(op_line(op))}</code>"
+            rows.append(f"<tr><td style='text-align:left'>{code}</td></tr>")
+        groups += (
+            f"<details{'' if is_long else ' open'}><summary style='color:{COLOURS[role]}'>{role}: "
+            f"{len(rows)} ops</summary><table>{''.join(rows)}</table></details>"
+        )
+    search = ""
+    if is_long:
+        search = f'<input type="search" placeholder="search ops" oninput="{esc(_SEARCH)}">'
     inputs = ", ".join(f"{esc(n)}: {esc(short_type(t))}" for n, t in program.inputs.items())
     outputs = ", ".join(f"{esc(n)}: {esc(short_type(t))}" for n, t in program.outputs.items())
     return (
         f"<details open><summary><b>program {esc(program.name)}</b>: {len(program.ops)} ops"
         f"{f'; {GUESSED}' if program.guessed else ''}</summary>"
-        f"<p>in <code>{inputs}</code></p><table>{rows}</table><p>out "
-        f"<code>{outputs}</code></p></details>"
+        f"<p>in <code>{inputs}</code></p>{search}{groups}<p>out <code>{outputs}</code></p>"
+        "</details>"
     )
 
 

@@ -322,7 +322,7 @@ class _Writer:
 def _array(x: Any) -> str:
     """Return the dtype and shape of an array, and a digest of its bytes."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        # this may run inside a trace, when a plan is specialized for another batch size
+        # a specialization for another batch size may call this function inside a trace
         with jax.ensure_compile_time_eval():
             words = jax.random.key_data(x)
         return f"{jax.random.key_impl(x)} {_array(words)}"

@@ -1,9 +1,9 @@
 """Constant folding: find values that have one number in all entries, or that equal an input.
 
-The fact about a value is its number as a 0-d NumPy array, or the input that it equals as an
-`Alias`. Any other fact means that the value is unknown. `fold` is the rule for one equation. The
-caller passes two functions: `is_factor` allows the folding of 0 * x to 0, and `number_of` computes
-numbers.
+The fact about a value is a 0-d NumPy array, the number in all its entries; or an `Alias`, the input
+that it equals. Any other fact means that the value is unknown. `fold` is the rule for one equation.
+The caller passes two functions: `is_factor` allows the folding of 0 * x to 0, and `number_of`
+computes numbers.
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ _IN_NUMPY: Mapping[str, Callable[..., Any]] = {
 
 
 def number_by_numpy(eqn: JaxprEqn, numbers: Sequence[Number]) -> Any:
-    """Compute an equation with NumPy; return None for a primitive that is not in the table above.
+    """Compute an equation with NumPy; return None for a primitive that is not in `_IN_NUMPY`.
 
-    JAX would initialize its devices here. The roles of a job must not do this while they plan.
+    JAX would initialize its devices here, which the roles of a job must not do while they plan.
     """
     compute = _IN_NUMPY.get(eqn.primitive.name)
     if compute is None:

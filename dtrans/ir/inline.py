@@ -42,8 +42,8 @@ def inline_calls(
 ) -> ClosedJaxpr:
     """Replace every call by its body, at any depth.
 
-    Loops and branches stay. The name stack of the call is prepended to the name stacks of its
-    equations. Constants of bodies become constants of the result.
+    Loops and branches stay. Equations of a body get the name stack of the call as a prefix.
+    Constants of bodies become constants of the result.
 
     Args:
       jaxpr: the jaxpr.

@@ -279,8 +279,8 @@ class Facts(Generic[Fact]):
     Attributes:
       values: fact of each variable that the analysis reached.
       default: returns the fact of any other value, such as a literal.
-      entered: maps the index of each equation with bodies to an `Entered`. Its attribute `bodies`
-        maps the index of each body to the `Facts` of that body.
+      entered: an `Entered` for each equation with bodies, by the equation's index. Its attribute
+        `bodies` contains the `Facts` of each body, by index.
     """
 
     values: dict[Var, Fact]

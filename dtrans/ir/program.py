@@ -135,7 +135,7 @@ class Program(NamedJaxpr):
         """
         return cls(name, b.build(values_at(values, out.names)), args, out, tuple(b.roles), b.labels)
 
-    # -- what it is ------------------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------------
 
     @cached_property
     def in_names(self) -> tuple[str, ...]:
@@ -194,7 +194,7 @@ class Program(NamedJaxpr):
         """Fingerprint in parts: `loss`, `update` and `exchange` (see `dtrans.ir.fingerprint`)."""
         return fingerprint.program_parts(self, _PARTS)
 
-    # -- running it ------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
     def flatten(self, *args: Any) -> list[Any]:
         """Flatten the arguments of a call into the list of input arrays.
@@ -204,7 +204,8 @@ class Program(NamedJaxpr):
         """
         if len(args) != len(self.args):
             raise TraceError(
-                f"program {self.name} takes {len(self.args)} arguments, {len(args)} were given"
+                f"program {self.name} takes {len(self.args)} arguments, {len(args)} were given; "
+                "pass the same arguments as to dtrans.trace"
             )
         flat: list[Any] = []
         for i, (spec, arg) in enumerate(zip(self.args, args, strict=True)):
@@ -333,7 +334,7 @@ class Program(NamedJaxpr):
         # Strong types lead to other equations, so a program with weak types fits no call.
         return {} if _has_weak_types(self.inner) else {self._signature: self}
 
-    # -- showing it ------------------------------------------------------------------------------
+    # -- display -----------------------------------------------------------------------------------
 
     def __str__(self) -> str:
         return display.text(self)
@@ -366,7 +367,7 @@ def _call_error(program: Program) -> NotRunnableError:
     kinds = sorted({op.type for op in program.ops if op.role == RPC})
     return NotRunnableError(
         f"program {program.name} contains communication ({', '.join(kinds)}), so it cannot be "
-        "called; run it with dtrans.Executor(), or the whole job with plan.on_mesh()"
+        "called; run it with dtrans.Executor(), or run the full job with plan.on_mesh()"
     )
 
 

@@ -129,8 +129,8 @@ class TreeSpec:
         found, treedef = jax.tree.flatten(tree)
         if treedef != self.treedef:
             raise TraceError(
-                f"{what} has another structure than it was traced with:\n  traced {self.treedef}\n "
-                f" now    {treedef}"
+                f"{what} does not have the structure with which it was traced:\n  traced "
+                f"{self.treedef}\n  now    {treedef}"
             )
         arrays = []
         for spec, leaf in zip(self.leaves, found, strict=True):
@@ -171,8 +171,8 @@ class TreeSpec:
         return self.unflatten(values_at(values, self.names))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Pickling a PyTreeDef copies the sentinel objects in Equinox nodes, so that it no longer
-        # equals the original. Pickling a tree keeps them.
+        # Pickling a PyTreeDef copies the sentinel objects in Equinox nodes, and the copy does not
+        # equal the original. Pickling a tree keeps the sentinels.
         return _unpickled, (jax.tree.unflatten(self.treedef, self.leaves),)
 
 
@@ -287,16 +287,13 @@ def without(spec: TreeSpec, part: TreeSpec) -> TreeSpec:
     In a NamedTuple, whose fields are fixed, None replaces the child.
     """
     full = jax.tree.unflatten(spec.treedef, spec.leaves)
-
-    def is_part(child: Any) -> bool:
-        leaves, treedef = jax.tree.flatten(child, is_leaf=lambda x: isinstance(x, Static))
-        return treedef == part.treedef and tuple(leaves) == part.leaves
-
+    is_part = functools.partial(_has_spec, part)
     if isinstance(full, dict):
         gone = next(k for k, child in full.items() if is_part(child))
         remaining: Any = {k: child for k, child in full.items() if k != gone}
     else:
-        # Prefer position 1: an empty optimizer state () may equal other results, and comes second.
+        # Try position 1, the place of the optimizer state, first: an empty state () may also equal
+        # other results.
         places = sorted(range(len(full)), key=lambda i: i != 1)
         place = next(i for i in places if is_part(full[i]))
         if hasattr(full, "_fields"):
@@ -305,3 +302,29 @@ def without(spec: TreeSpec, part: TreeSpec) -> TreeSpec:
             remaining = type(full)(child for i, child in enumerate(full) if i != place)
     leaves, treedef = jax.tree.flatten(remaining)
     return TreeSpec(treedef, tuple(leaves))
+
+
+def replace_child(spec: TreeSpec, part: TreeSpec, new: TreeSpec) -> TreeSpec:
+    """Return a spec whose first child that equals `part` is `new`.
+
+    `spec` is a tuple, a list, a dict or a NamedTuple.
+    """
+    full = jax.tree.unflatten(spec.treedef, spec.leaves)
+    child = jax.tree.unflatten(new.treedef, new.leaves)
+    if isinstance(full, dict):
+        key = next(k for k, x in full.items() if _has_spec(part, x))
+        full = {**full, key: child}
+    else:
+        place = next(i for i, x in enumerate(full) if _has_spec(part, x))
+        if hasattr(full, "_fields"):
+            full = full._replace(**{full._fields[place]: child})
+        else:
+            full = type(full)([*full[:place], child, *full[place + 1 :]])
+    leaves, treedef = jax.tree.flatten(full)
+    return TreeSpec(treedef, tuple(leaves))
+
+
+def _has_spec(spec: TreeSpec, tree: Any) -> bool:
+    """Return True if a pytree of names and static leaves has this spec."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, Static))
+    return treedef == spec.treedef and tuple(leaves) == spec.leaves

@@ -35,7 +35,8 @@ class Same:
 
 
 Known = Count | Same | None
-# the fact about the value, then about each entry of its last dimension; () if unknown
+# facts about an array: about all its entries, then about each index of its last dimension;
+# () if nothing is known
 Fact = tuple[Known, ...]
 
 Entry = int | None  # index in the last dimension; None for the value with all its entries
@@ -54,7 +55,7 @@ def numbers_of(jaxpr: Any) -> Facts[Fact]:
 
 
 def known_of(fact: Fact, component: Entry = None) -> Known:
-    """Select from the facts about an array `x` the one about `x`, or about `x[..., component]`."""
+    """Return the fact about an array `x`, or about `x[..., component]`, from the facts about x."""
     place = 0 if component is None else 1 + component
     if place < len(fact):
         return fact[place]
@@ -139,7 +140,7 @@ def _of_constant(aval: Any, value: Any) -> Fact:
 
 
 def _of_value(value: np.ndarray[Any, Any]) -> Known:
-    """Return `Count` or `Same` for a constant array; None if neither is true."""
+    """Return `Count` or `Same` for a constant array; None if neither fact holds."""
     first, last = value.flat[0], value.flat[-1]
     if first == last and np.all(value == first):
         of_one_row = value.shape == (1,) and value.dtype.kind != "b" and value[0] == 0

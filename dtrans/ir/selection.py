@@ -51,10 +51,10 @@ def number_items(items: Iterable[V]) -> dict[V, int]:
 
 
 def select(items: Iterable[K], among: Container[Any]) -> list[K]:
-    """Return the items that are in a collection, in their order."""
+    """Return the items that are in `among`, in their order."""
     return [item for item in items if item in among]
 
 
 def exclude(items: Iterable[K], unwanted: Container[Any]) -> list[K]:
-    """Return the items that are not in a collection, in their order."""
+    """Return the items that are not in `unwanted`, in their order."""
     return [item for item in items if item not in unwanted]

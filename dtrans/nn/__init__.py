@@ -2,7 +2,8 @@
 
 bags      `embedding_bag`: sums or means of the rows in each bag
 sampled   noise-contrastive estimation, and samplers of noise classes
-tree      hierarchical softmax over a complete binary tree, or over Huffman's tree
+tree      hierarchical softmax over a complete binary tree, over Huffman's tree, or along paths of
+          the batch
 """
 
 from dtrans.nn.bags import embedding_bag as embedding_bag
@@ -16,6 +17,7 @@ from dtrans.nn.sampled import (
 from dtrans.nn.tree import (
     ClassTree as ClassTree,
     complete_tree as complete_tree,
+    custom_hierarchical_sigmoid as custom_hierarchical_sigmoid,
     hierarchical_sigmoid as hierarchical_sigmoid,
     huffman_tree as huffman_tree,
 )

@@ -89,8 +89,8 @@ def custom_sampler(probabilities: Any) -> Sampler:
     total = weights.sum()
     if weights.ndim != 1 or not np.all(weights >= 0) or not 0 < total < np.inf:
         raise ConfigError(
-            "probabilities is invalid; expected a 1-d array of numbers, 0 or more, at least one of "
-            "them positive"
+            "probabilities is invalid; expected a 1-d array of numbers that are 0 or more, "
+            "with at least one positive number"
         )
     share = weights / total
     ends = np.cumsum(share)

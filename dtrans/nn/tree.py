@@ -5,8 +5,8 @@ root to its leaf. Each inner node has a row w of weights and a bias b. The proba
 the right is sigmoid(w x + b).
 
 Source: Morin and Bengio, 2005. Paddle's `hierarchical_sigmoid` has the same complete tree
-(paddle/fluid/operators/math/matrix_bit_code.h, `SimpleCode`). `ClassTree.nodes` and
-`ClassTree.turns` correspond to Paddle's `path_table` and `path_code`.
+(paddle/fluid/operators/math/matrix_bit_code.h, `SimpleCode`). `custom_hierarchical_sigmoid` takes
+Paddle's `path_table` and `path_code`, which contain the path of each row (`CustomCode`).
 """
 
 from __future__ import annotations
@@ -146,6 +146,63 @@ def hierarchical_sigmoid(
             f"expected ({tree.inner}, d), (rows, d) and (rows,)"
         )
     nodes, turns = jnp.asarray(tree.nodes)[labels], jnp.asarray(tree.turns)[labels]
+    return _path_loss(weight, bias, x, nodes, turns)
+
+
+def custom_hierarchical_sigmoid(
+    weight: jax.Array,
+    bias: jax.Array | None,
+    x: jax.Array,
+    path_table: jax.Array,
+    path_code: jax.Array,
+) -> jax.Array:
+    """Return the negative log-probability of each row's path in a tree.
+
+    The batch contains the paths. So rows may use trees of any shape, and `weight` can be an
+    embedding table whose rows trainers request (`dtrans.pserver(sparse=...)`).
+
+    Args:
+      weight: the weights of each inner node, of shape (nodes, d).
+      bias: the bias of each inner node, of shape (nodes,) or (nodes, 1), or None.
+      x: the inputs, of shape (rows, d).
+      path_table: the numbers of the inner nodes on each row's path, of shape (rows, depth).
+        Shorter paths are padded with -1. The order of the nodes does not matter.
+      path_code: the turn at each node, 1 for right and 0 for left, of shape (rows, depth).
+
+    Returns:
+      An array of shape (rows,).
+
+    Raises:
+      ConfigError: shapes do not match.
+
+    Example:
+      >>> import jax.numpy as jnp, dtrans.nn
+      >>> weight, x = jnp.zeros((3, 2)), jnp.ones((2, 2))
+      >>> path_table, path_code = jnp.array([[0, 2], [1, -1]]), jnp.array([[1, 0], [0, 0]])
+      >>> loss = dtrans.nn.custom_hierarchical_sigmoid(weight, None, x, path_table, path_code)
+      >>> [round(value, 4) for value in loss.tolist()]
+      [1.3863, 0.6931]
+    """
+    shape = path_table.shape
+    is_matrix = x.ndim == weight.ndim == len(shape) == 2
+    if not is_matrix or shape != path_code.shape or len(x) != shape[0]:
+        raise ConfigError(
+            f"weight, x, path_table and path_code have the shapes {weight.shape}, {x.shape}, "
+            f"{shape} and {path_code.shape}; expected (nodes, d), (rows, d), (rows, depth) and "
+            "(rows, depth)"
+        )
+    if weight.shape[1] != x.shape[1]:
+        raise ConfigError(
+            f"weight and x have the shapes {weight.shape} and {x.shape}; expected (nodes, d) and "
+            "(rows, d)"
+        )
+    return _path_loss(weight, bias, x, path_table, path_code)
+
+
+def _path_loss(
+    weight: jax.Array, bias: jax.Array | None, x: jax.Array, nodes: jax.Array, turns: jax.Array
+) -> jax.Array:
+    """Sum the loss of each row over the nodes of its path."""
     at = jnp.maximum(nodes, 0)
     logits = jnp.einsum("bd,bkd->bk", x, weight[at])
     if bias is not None:

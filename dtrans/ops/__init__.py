@@ -17,6 +17,7 @@ after             an array that is available only after another array
 trainer_index     index of a trainer
 exact_sum         sums whose bits do not depend on the order and placement of the numbers
 moved_rows        movement of rows by their ids on the host, for verification only
+wire_types        types of arrays in messages, and their encoding
 
 A new collective is a file that calls `new_collective`; other primitives call `communication`. A
 runner raises an error for a primitive that it does not implement.
@@ -82,3 +83,11 @@ from dtrans.ops.rpc import (
 )
 from dtrans.ops.split_concat import concat_p as concat_p, split_byref_p as split_byref_p
 from dtrans.ops.trainer_index import trainer_index_p as trainer_index_p
+from dtrans.ops.wire_types import (
+    CASTS as CASTS,
+    WIRE_TYPES as WIRE_TYPES,
+    WireType as WireType,
+    decoded as decoded,
+    encode_with_feedback as encode_with_feedback,
+    encoded as encoded,
+)

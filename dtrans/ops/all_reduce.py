@@ -3,9 +3,9 @@
     x... = all_reduce x...   [op, name, owners, over]
 
 Among servers, `over` lists their endpoints. Each server runs this equation with one operand and the
-same `name`. The result is the reduction of the owners' operands, in the order of `owners`. All
-other servers have no rows to reduce, and their operands are ignored. With a single owner this is a
-broadcast.
+same `name`. `owners` lists the servers that have operands to reduce. The result is the reduction of
+these operands, in the order of `owners`. The operands of all other servers are ignored. With a
+single owner this is a broadcast.
 
 Among trainers, `over` lists the names of their mesh axes. `owners` is empty, because all trainers
 have parts.

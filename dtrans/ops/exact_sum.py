@@ -55,7 +55,7 @@ class DigitFormat:
 
     @property
     def size(self) -> int:
-        """Length of the vector of a part."""
+        """Length of a part: a position, flags, and the digits."""
         return 2 + self.count
 
 
@@ -75,17 +75,17 @@ def part_type(dtype: Any) -> ShapedArray:
 
 
 def part_of(x: jax.Array) -> jax.Array:
-    """Add up numbers of shape (n,); return the sum as a part."""
+    """Add up numbers of shape (n,); return the sum as a part (vector of digits)."""
     return exact_part_p.bind(x)
 
 
 def joined(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Add two parts; each may be the concatenated parts of several sums."""
+    """Add two parts (vectors of digits), or two concatenations of the parts of several sums."""
     return exact_join_p.bind(a, b)
 
 
 def sum_of(part: jax.Array) -> jax.Array:
-    """Round a part to a float."""
+    """Round a part (vector of digits) to a float."""
     return exact_total_p.bind(part)
 
 
@@ -131,7 +131,7 @@ def _add_digits(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _round_digits(part: jax.Array) -> jax.Array:
-    """Round a part to a float."""
+    """Round a part (vector of digits) to a float."""
     d, dtype = digit_format(part.dtype), _summed_type(part.dtype)
     place, kinds, *digits = part
     below, carry = jnp.zeros((), dtype), jnp.zeros((), d.integer)
@@ -148,7 +148,7 @@ def _round_digits(part: jax.Array) -> jax.Array:
 
 
 def _align(parts: jax.Array, place: jax.Array, d: DigitFormat) -> jax.Array:
-    """Return the digits of parts, starting at position `place`; lower digits are dropped."""
+    """Return the digits of parts, starting at position `place`; drop lower digits."""
     at = jnp.arange(d.count) - (place - parts[:, :1])
     moved = jnp.take_along_axis(parts[:, 2:], jnp.maximum(at, 0), 1)
     return jnp.where(at < 0, 0, moved)
@@ -161,7 +161,7 @@ def _power(n: jax.Array, dtype: Any) -> jax.Array:
 
 
 def digit_format(dtype: Any) -> DigitFormat:
-    """Return the format of parts whose vectors have this dtype."""
+    """Return the digit format whose vectors of digits have this dtype."""
     return DIGITS[_summed_type(dtype)]
 
 

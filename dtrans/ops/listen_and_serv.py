@@ -10,16 +10,15 @@ lr_sched. Then there is a block for each parameter block. If the optimizer reduc
 have several levels. A level ends with a block of role dist, which has `all_reduce` equations. The
 next level reads their results.
 
-A trainer may leave a synchronous job early. `on_trainer_exit` defines the updates after this.
-"drop": updates use the mean of the remaining trainers' gradients (`dtrans.slicing.mean.sent_by`).
-"paddle": the last gradient of the trainer is used once more, then zeros, and the mean is over all
-trainers. "error": the job ends. (In Paddle, a race decides. When the server gets the message
-`complete`, it plans to zero the gradient after its next update, but the end of a step reverts this.
-If `complete` arrives before all other trainers have received parameters, every later update uses
-the gradient.)
+A trainer may leave a synchronous job early. `on_trainer_exit` defines the later updates. "drop":
+updates use the mean of the remaining trainers' gradients (`dtrans.slicing.mean.sent_by`). "paddle":
+the last gradient of the trainer is used once more, then zeros, and the mean is over all trainers.
+"error": the job ends. (In Paddle, a race decides. When the server gets the message `complete`, it
+plans to zero the gradient after its next update, but the end of a step reverts this. If `complete`
+arrives before all other trainers have received parameters, every later update uses the gradient.)
 
-Each trainer sends its gradient under a separate name (`BlockGradient.sent`). Optimize blocks read
-the mean or the sum of the trainers' gradients.
+Each trainer sends its gradient under a separate name (`BlockGradient.sent`), perhaps encoded
+(`BlockGradient.wire`). Optimize blocks read the mean or the sum of the trainers' gradients.
 
 With sync_mode=False an update uses one gradient. An optimize block may read
 `params/w.block0.bak`: the parameter block as the trainer that sent the gradient last received it.
@@ -37,6 +36,7 @@ from typing import Any
 
 from dtrans._jax import ClosedJaxpr, NamedJaxpr
 from dtrans.ops.primitive import communication
+from dtrans.ops.wire_types import WireType
 
 
 BACKUP = ".bak"
@@ -64,6 +64,8 @@ class BlockGradient:
         single entry for all trainers.
       op: the reduction, "mean" or "sum". Or "same" for an argument of the step, which is equal on
         all trainers.
+      wire: the type in which trainers send the gradient; None for the gradient's own type. A server
+        decodes the gradients of all trainers before the reduction.
     """
 
     name: str
@@ -71,6 +73,11 @@ class BlockGradient:
     index: int
     sent: Mapping[int, str]
     op: str = "mean"
+    wire: WireType | None = None
+
+    def sent_type(self, t: Any) -> Any:
+        """Return the type of the array that a trainer sends; `t` is the gradient's type."""
+        return t if self.wire is None else self.wire.type_of(t)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

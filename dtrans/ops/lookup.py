@@ -80,7 +80,7 @@ geo_init_p = communication("fake_init", lambda *args, types, **_: list(types))
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowsProgram:
-    """Function of a count `n`. It returns a program from row ids and init inputs to `n` rows."""
+    """Function of `n` that returns the program for `n` rows, given their ids and init's inputs."""
 
     write: Callable[[int], ClosedJaxpr]
 

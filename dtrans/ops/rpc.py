@@ -101,8 +101,8 @@ class CommunicatorConfig:
         if self.min_send_grad_num_before_recv > self.send_queue_size:
             raise ConfigError(
                 f"min_send_grad_num_before_recv={self.min_send_grad_num_before_recv} must not "
-                f"exceed send_queue_size={self.send_queue_size}, because only the "
-                "answer to a request for parameters acknowledges gradients"
+                f"exceed send_queue_size={self.send_queue_size}, because gradients are "
+                "acknowledged only by the answer to a request for parameters"
             )
         if self.max_merge_var_num > MAX_MERGED:
             raise ConfigError(

@@ -2,14 +2,18 @@
 
 transpiler   `DistributeTranspiler`, `GeoSgdTranspiler`
 strategies   `sharding`
-config       `DistributeTranspilerConfig`, `Embedding`
+config       `DistributeTranspilerConfig`, `Embedding`, `CountFilterEntry`, `ProbabilityEntry`
 optimizers   Paddle's optimizers, decays and clips, which compute what Paddle's kernels compute
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dtrans.paddle.config import Embedding as Embedding
+from dtrans.paddle.config import (
+    CountFilterEntry as CountFilterEntry,
+    Embedding as Embedding,
+    ProbabilityEntry as ProbabilityEntry,
+)
 from dtrans.paddle.strategies import sharding as sharding
 
 

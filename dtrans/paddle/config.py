@@ -9,7 +9,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from dtrans.checks import check_flag, check_one_of, check_type, did_you_mean, is_int
+from dtrans.checks import (
+    check_flag,
+    check_int,
+    check_number,
+    check_one_of,
+    check_type,
+    did_you_mean,
+    is_int,
+)
 from dtrans.errors import ConfigAssertionError, ConfigError
 from dtrans.ops import CommunicatorConfig
 from dtrans.parameter_server.dispatch import PSDispatcher, RoundRobin, check_dispatcher
@@ -22,7 +30,7 @@ from dtrans.parameter_server.options import (
     Mode,
     Sync,
 )
-from dtrans.parameter_server.tables.options import Rows
+from dtrans.parameter_server.tables.options import MOST_UPDATES, Rows
 
 
 MIN_BLOCK_SIZE = 8192
@@ -54,6 +62,8 @@ EXTENSIONS: dict[str, Any] = {
     "dc_asgd_decay": None,
     "on_trainer_exit": "drop",
     "communicator": None,
+    "clip_local_norm": None,
+    "clip_local_by": "global_norm",
     "geo_sgd_block_on_pull": False,
     "merge": None,
     "sparse": None,
@@ -79,12 +89,66 @@ _PSERVER_OPTIONS = (
     "communicator",
     "on_trainer_exit",
 )
+_CLIP_OPTIONS = ("clip_local_norm", "clip_local_by")
 # options for GEO-SGD
 _GEO_OPTIONS = ("geo_sgd_mode", "geo_sgd_need_push_nums", "geo_sgd_block_on_pull")
 # options for mode="nccl2"
 _NCCL2_OPTIONS = ("nccl_comm_num", "hierarchical_allreduce_inter_nranks")
 
 COLLECTIVE_MODES = ("grad_allreduce", "local_sgd")
+
+
+@dataclasses.dataclass(frozen=True)
+class CountFilterEntry:
+    """Row filter that admits a row to a table in the update number `count_filter` of the row.
+
+    Attributes:
+      count_filter: the number of updates with a gradient of the row; 0 and 1 admit each row at
+        once. Paddle counts the lookups of a row instead.
+
+    Raises:
+      ConfigError: `count_filter` is not a number of updates.
+
+    Source: `CountFilterEntry` in python/paddle/distributed/entry_attr.py.
+
+    Example:
+      >>> import dtrans
+      >>> entry = dtrans.paddle.CountFilterEntry(10)
+      >>> dtrans.paddle.Embedding(entry=entry).rows(servers=2).admit_count
+      10
+    """
+
+    count_filter: int
+
+    def __post_init__(self) -> None:
+        wanted = f"a number of updates from 0 to {MOST_UPDATES:,}"
+        check_int("count_filter", self.count_filter, wanted, least=0, most=MOST_UPDATES)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbabilityEntry:
+    """Row filter that admits a row to a table with a probability in each update of the row.
+
+    Attributes:
+      probability: the probability, between 0 and 1.
+
+    Raises:
+      ConfigError: `probability` is not between 0 and 1.
+
+    Source: `ProbabilityEntry` in python/paddle/distributed/entry_attr.py.
+
+    Example:
+      >>> import dtrans
+      >>> entry = dtrans.paddle.ProbabilityEntry(0.1)
+      >>> dtrans.paddle.Embedding(entry=entry).rows(servers=2).admit_probability
+      0.1
+    """
+
+    probability: float
+
+    def __post_init__(self) -> None:
+        wanted = "a number between 0 and 1"
+        check_number("probability", self.probability, wanted, lambda x: 0 < x < 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,27 +161,32 @@ class Embedding:
       is_distributed: like `is_sparse`, but row n is on server `n % servers`.
       lazy_mode: True if rows that no trainer looks up stay unchanged (an option of Paddle's Adam).
         With False every optimizer updates all rows, as on one device.
+      entry: the row filter: a `CountFilterEntry`, a `ProbabilityEntry`, or None.
 
     Raises:
-      ConfigError: an attribute is neither True nor False.
+      ConfigError: an attribute has a wrong type.
 
-    Source: `fluid.layers.embedding`; `lazy_mode` of `fluid.optimizer.Adam`.
+    Source: `fluid.layers.embedding`; `lazy_mode` of `fluid.optimizer.Adam`; `entry` of
+    `paddle.static.nn.sparse_embedding`.
 
     Example:
       >>> import dtrans
       >>> table = dtrans.paddle.Embedding(is_distributed=True)
       >>> dtrans.DistributeTranspilerConfig(sparse={"params/emb": table})
       DistributeTranspilerConfig(sparse={'params/emb': Embedding(is_sparse=True,
-      is_distributed=True, lazy_mode=False)})
+      is_distributed=True, lazy_mode=False, entry=None)})
     """
 
     is_sparse: bool = True
     is_distributed: bool = False
     lazy_mode: bool = False
+    entry: CountFilterEntry | ProbabilityEntry | None = None
 
     def __post_init__(self) -> None:
         for name in ("is_sparse", "is_distributed", "lazy_mode"):
             check_flag(name, getattr(self, name))
+        wanted = "a dtrans.paddle.CountFilterEntry, a dtrans.paddle.ProbabilityEntry or None"
+        check_type("entry", self.entry, _ENTRIES, wanted)
 
     def rows(self, servers: int) -> Rows:
         """Return the `dtrans.Rows` with the same meaning.
@@ -126,9 +195,15 @@ class Embedding:
           servers: the number of servers.
         """
         update: Literal["lazy", "dense"] = "lazy" if self.lazy_mode else "dense"
-        if self.is_distributed:
-            return Rows(update, "bucket", servers)
-        return Rows(update)
+        rows = Rows(update, "bucket", servers) if self.is_distributed else Rows(update)
+        if isinstance(self.entry, CountFilterEntry):
+            return dataclasses.replace(rows, admit_count=max(1, self.entry.count_filter))
+        if isinstance(self.entry, ProbabilityEntry):
+            return dataclasses.replace(rows, admit_probability=self.entry.probability)
+        return rows
+
+
+_ENTRIES = (CountFilterEntry, ProbabilityEntry, type(None))
 
 
 class DistributeTranspilerConfig:
@@ -156,6 +231,9 @@ class DistributeTranspilerConfig:
       runtime_split_send_recv: with sync_mode=False, True if a communicator in each trainer sends
         and receives in the background, so that steps do not wait.
       communicator: a `dtrans.CommunicatorConfig`, in place of Paddle's environment variables.
+      clip_local_norm, clip_local_by: an extension: with sync_mode=False, or in nccl2 mode, each
+        trainer clips its gradients before it sends or reduces them; see `dtrans.Reduce`. In Paddle,
+        `fluid.clip.set_gradient_clip` does this.
       half_async: with runtime_split_send_recv=True, True if each step waits for the communicator.
         (In Paddle, the threads of a trainer wait for each other. A dtrans trainer has one thread.)
         Without a communicator it has no effect, since steps wait anyway.
@@ -216,6 +294,8 @@ class DistributeTranspilerConfig:
     dc_asgd_decay: float | None
     on_trainer_exit: Literal["drop", "paddle", "error"]
     communicator: CommunicatorConfig | None
+    clip_local_norm: float | None
+    clip_local_by: str
     geo_sgd_block_on_pull: bool
     merge: Mapping[str, str] | None
     sparse: Mapping[str, Embedding] | Literal["auto"] | None
@@ -277,6 +357,9 @@ class DistributeTranspilerConfig:
         self._check_async()
         communicator = self.communicator or CommunicatorConfig()
         delay = DelayCompensation(self.dc_asgd_lambda, self.dc_asgd_decay)
+        clip = (self.clip_local_norm, self.clip_local_by)
+        if (sync_mode and self.sync_mode) or self.completely_not_async:
+            self._refuse(_CLIP_OPTIONS, "sync_mode=False or mode='nccl2', and asynchronous updates")
         if sync_mode and self.sync_mode:
             if self.enable_dc_asgd:
                 raise ConfigAssertionError(
@@ -287,10 +370,10 @@ class DistributeTranspilerConfig:
             return Sync(runtime_split=True)
         compensation = delay if self.enable_dc_asgd else None
         if not self.runtime_split_send_recv:
-            return Async(compensation)
+            return Async(compensation, None, *clip)
         if self.half_async:
-            return HalfAsync(compensation, communicator)
-        return Async(compensation, communicator)
+            return HalfAsync(compensation, communicator, *clip)
+        return Async(compensation, communicator, *clip)
 
     def _check_async(self) -> None:
         """Raise ConfigError for options of asynchronous modes that contradict each other."""
@@ -320,8 +403,9 @@ class DistributeTranspilerConfig:
             )
         if self.enable_dc_asgd and self.runtime_split_send_recv and not self.half_async:
             raise ConfigError(
-                "enable_dc_asgd=True with runtime_split_send_recv=True needs half_async=True, "
-                "it is False: if a step does not wait, servers cannot know which parameters it used"
+                "enable_dc_asgd=True with runtime_split_send_recv=True needs half_async=True, it "
+                "is False: if a step does not wait, servers cannot know which parameters the step "
+                "used"
             )
 
     def check(self) -> None:
@@ -340,7 +424,7 @@ class DistributeTranspilerConfig:
             )
         if self.mode != "nccl2" and self.use_hierarchical_allreduce:
             raise ConfigError(
-                f"use_hierarchical_allreduce=True needs mode='nccl2', it is {self.mode!r}"
+                f"use_hierarchical_allreduce=True needs mode='nccl2', but mode is {self.mode!r}"
             )
         for name, default in DEFAULTS.items():
             if isinstance(default, bool) and name != "slice_var_up":
@@ -350,7 +434,7 @@ class DistributeTranspilerConfig:
         kind: Any = self.collective_mode
         if self.mode != "collective" and kind is not None:
             raise ConfigError(
-                f"collective_mode={kind!r} needs mode='collective', it is {self.mode!r}"
+                f"collective_mode={kind!r} needs mode='collective', but mode is {self.mode!r}"
             )
         if self.mode == "collective" and kind not in COLLECTIVE_MODES:
             known = " or ".join(map(repr, COLLECTIVE_MODES))
@@ -361,13 +445,13 @@ class DistributeTranspilerConfig:
         if self.mode != "pserver":
             self._refuse(
                 (*_PSERVER_OPTIONS, "runtime_split_send_recv", "sparse", *_GEO_OPTIONS),
-                f"mode='pserver', it is {self.mode!r}",
+                f"mode='pserver', but mode is {self.mode!r}",
             )
             return
-        self._refuse(_NCCL2_OPTIONS, "mode='nccl2', it is 'pserver'")
+        self._refuse(_NCCL2_OPTIONS, "mode='nccl2', but mode is 'pserver'")
         if self.geo_sgd_mode:
             self._refuse(
-                (*_PSERVER_OPTIONS, "merge"),
+                (*_PSERVER_OPTIONS, *_CLIP_OPTIONS, "merge"),
                 "geo_sgd_mode=False: in GEO-SGD trainers update their own parameters",
             )
             return

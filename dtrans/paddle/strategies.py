@@ -15,8 +15,8 @@ import inspect
 import math
 from typing import Any
 
-from dtrans.checks import check_known, check_one_of, group_options
-from dtrans.data_parallel.options import Reduce
+from dtrans.checks import check_int, check_known, check_one_of, group_options
+from dtrans.data_parallel.options import DATA, MODEL, Reduce
 from dtrans.errors import ConfigError, rename_options
 from dtrans.ir.program import Program
 from dtrans.step.batch_sharing import Batch
@@ -47,12 +47,14 @@ RECORDS = {"slices": Slicing(), "reduce": Reduce(), "batch": Batch("local")}
 # Paddle's options that `dtrans.sharding` does not have: the one value that is accepted, and the
 # remedy in the error for other values
 ELSEWHERE: dict[str, tuple[Any, str]] = {
-    "mp_degree": (1, "dtrans.pipeline has tensor parallelism: mark the layers with dtrans.split"),
     "pp_degree": (
         1,
         "dtrans.pipeline has stages, and shards their state with StageMemory(sharding_stage=...)",
     ),
-    "hybrid_dp": (False, "dp_degree is the number of groups of ranks"),
+    "hybrid_dp": (
+        False,
+        "it has an effect only with several groups of ranks; pass their number as dp_degree",
+    ),
     "sharding_segment_strategy": (
         "segment_broadcast_MB",
         "segment_broadcast_MB always determines the segments",
@@ -77,6 +79,7 @@ def sharding(
     *,
     stage: int = 1,
     sharding_degree: int = 8,
+    mp_degree: int = 1,
     dp_degree: int = 1,
     partition_algor: str = "rows",
     fuse_grad_size_in_MB: float = 32,
@@ -100,7 +103,8 @@ def sharding(
       startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
       stage: 1 shards the optimizer state; 2 also shards gradients; 3 also shards parameters.
       sharding_degree: the number of ranks in a group. Each group shards one copy of the state.
-      dp_degree: the number of groups.
+      mp_degree: the number of devices of a rank, which divide the layers in `dtrans.split` scopes.
+      dp_degree: the number of groups. A job has mp_degree * sharding_degree * dp_degree devices.
       partition_algor: "rows" divides each parameter into slices; Paddle's "greedy_even" and
         "use_order" place complete parameters on ranks.
       fuse_grad_size_in_MB: the size of a bucket, whose gradients are reduced together.
@@ -128,7 +132,8 @@ def sharding(
         message contains Paddle's name of the option.
       GradientError, TraceError: as `dtrans.sharding`.
 
-    Source: `sharding_configs` and `amp_configs` of Paddle's DistributedStrategy.
+    Source: `sharding_configs` and `amp_configs` of Paddle's DistributedStrategy;
+      `_get_hybrid_degree` and `_build_groups` of fleet's ShardingOptimizer.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, dtrans
@@ -146,6 +151,8 @@ def sharding(
       dtrans.errors.ConfigError: optimize_cast=True is not supported: with amp=True parameters are \
 gathered in 16 bits, and each rank casts its slices; leave optimize_cast out
     """
+    if dp_degree != 1 and options.get("hybrid_dp") in (True, False):
+        del options["hybrid_dp"]  # Paddle: several groups are always hybrid data parallel
     for name, (neutral, remedy) in ELSEWHERE.items():
         if (value := options.pop(name, neutral)) != neutral:
             raise ConfigError(f"{name}={value!r} is not supported: {remedy}; leave {name} out")
@@ -160,10 +167,11 @@ gathered in 16 bits, and each rank casts its slices; leave optimize_cast out
             f"decr_ratio is {decr_ratio!r}; expected 1 / incr_ratio: pass "
             f"decr_ratio={1 / incr_ratio!r}"
         )
+    sizes, phrases = _sizes(sharding_degree, mp_degree)
     flat = {
         **options,
+        **sizes,
         "stage": stage,
-        "degree": sharding_degree,
         "replicas": dp_degree,
         "partition": partition_algor,
         "bucket_MB": fuse_grad_size_in_MB,
@@ -172,7 +180,7 @@ gathered in 16 bits, and each rank casts its slices; leave optimize_cast out
         "chains": None if comm_stream_num == 1 else comm_stream_num,
         "num_micro_batch": gradient_merge_acc_step,
     }
-    with rename_options(NAMES):
+    with rename_options(NAMES | phrases):
         if amp and amp_dtype == "float16":
             scaling = LossScaling(
                 init_loss_scaling, use_dynamic_loss_scaling, incr_ratio, incr_every_n_steps
@@ -181,3 +189,21 @@ gathered in 16 bits, and each rank casts its slices; leave optimize_cast out
         elif amp:
             flat["precision"] = "bf16"
         return sharding_of(main, startup, **group_options(flat, RECORDS))
+
+
+def _sizes(sharding_degree: int, mp_degree: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the options of `dtrans.sharding` for two degrees, and phrases to replace in errors."""
+    check_int("mp_degree", mp_degree, "a positive number of devices")
+    if mp_degree == 1:
+        return {"degree": sharding_degree}, {}
+    check_int("sharding_degree", sharding_degree, "a positive number of ranks")
+    mesh = {DATA: sharding_degree, MODEL: mp_degree}
+    phrases = {
+        f"mesh={mesh}": f"sharding_degree={sharding_degree} with mp_degree={mp_degree}",
+        f"mesh={{..., {MODEL!r}: {mp_degree}}}": f"mp_degree={mp_degree}",
+        f"{mp_degree} devices of the mesh divide": f"mp_degree={mp_degree} divides",
+        "a mesh in which": "mp_degree so that",
+        "a mesh for split layers": f"mp_degree={mp_degree}",
+        f"leave {MODEL!r} out of mesh": "leave mp_degree out",
+    }
+    return {"mesh": mesh}, phrases

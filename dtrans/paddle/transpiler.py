@@ -171,7 +171,9 @@ class DistributeTranspiler:
                 "endpoints, such as '127.0.0.1:6174,127.0.0.1:6175'"
             )
         if not (sync_mode and self.config.sync_mode):
-            raise ConfigError(f"sync_mode=False needs mode='pserver', it is {self.config.mode!r}")
+            raise ConfigError(
+                f"sync_mode=False needs mode='pserver', but mode is {self.config.mode!r}"
+            )
         endpoints = parse_endpoints(trainers, "trainer")
         check_trainer_endpoint(trainer_id, current_endpoint, endpoints)
         collective_mode, chains = self.config.collective_mode, self.config.nccl_comm_num
@@ -185,7 +187,12 @@ class DistributeTranspiler:
             trainers=len(endpoints),
             trainers_per_node=self._trainers_per_node(endpoints),
             local_sgd=1 if collective_mode == "local_sgd" else None,
-            reduce=Reduce(bucket_MB=bucket_size, chains=None if chains == 1 else chains),
+            reduce=Reduce(
+                bucket_MB=bucket_size,
+                chains=None if chains == 1 else chains,
+                clip_local_norm=self.config.clip_local_norm,
+                clip_local_by=self.config.clip_local_by,
+            ),
             batch=Batch("local", merge=self.config.merge or {}),
         )
         self._trainer_id, self._endpoints = trainer_id, endpoints
@@ -296,8 +303,8 @@ class DistributeTranspiler:
     def _server(self, endpoint: str, method: str) -> ServerPrograms:
         if isinstance(self.plan, CollectivePlan):
             raise ConfigError(
-                f"{method} needs mode='pserver', it is {self.config.mode!r}; in this mode every "
-                "process is a trainer, and runs get_trainer_startup_program() and "
+                f"{method} needs mode='pserver', but mode is {self.config.mode!r}; in this mode "
+                "every process is a trainer, and runs get_trainer_startup_program() and "
                 "get_trainer_program()"
             )
         return self.plan.servers[endpoint]

@@ -11,6 +11,7 @@ server_balance     bytes on each server, for a plan and for other dispatchers
 step_traffic       the values that roles send in a step, and their costs
 trainer_program    the programs of trainers
 server_program     the programs of servers
+compression        the types in which gradients and parameters are sent
 exchange_rounds    exchange of values between trainers, through servers
 geo_sgd            `mode=Geo(...)`: servers add up the changes of trainers
 dc_asgd            gradients compensated for their delay

@@ -40,8 +40,8 @@ def choose_averages(step: DividedStep, merge: Mapping[str, str]) -> tuple[str, .
         if not any(is_under(n, [prefix]) for n in computed):
             known = ", ".join(computed) or "none"
             raise ConfigError(
-                f"merge[{prefix!r}] matches no leaf that trainers compute; expected one of, or a "
-                f"prefix of: {known}"
+                f"merge[{prefix!r}] matches no leaf that trainers compute; expected one of these "
+                f"leaves, or a prefix of their names: {known}"
             )
     chosen = []
     for n in computed:
@@ -60,7 +60,7 @@ def choose_averages(step: DividedStep, merge: Mapping[str, str]) -> tuple[str, .
 
 
 def add_averages(step: DividedStep, leaves: Sequence[str]) -> DividedStep:
-    """Extend the update: the new value of each leaf is the value sent in place of its gradient."""
+    """Extend the update: for each leaf, trainers send its new value instead of a gradient."""
     if not leaves:
         return step
     half = step.optimize

@@ -6,9 +6,11 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from dtrans.checks import check_flag, check_int, check_one_of
+from dtrans.ops import listen_and_serv_p
 from dtrans.parameter_server.overview import VarsDistributed
 from dtrans.parameter_server.replica_placement import backups_of
 from dtrans.parameter_server.server_balance import bytes_by_server
+from dtrans.slicing.divide_update import copied_state_bytes
 
 
 if TYPE_CHECKING:
@@ -26,14 +28,14 @@ class Cuts:
       every: number of steps between two cuts. An asynchronous server counts the steps of all
         trainers.
       at_loss: True to also write a cut when a process is lost. Each server then stores the states
-        after its two newest steps, which takes the memory of one more state. Of a table, it stores
-        only old values of the rows that a step has changed. After the failure of a trainer, the job
-        repeats only the incomplete step. Requires synchronous servers, and trainers that compute
-        no leaves.
-      replicas: 1 to store a copy of each server's state on another server, on another host if the
-        servers have several. The failure of one server then repeats only the incomplete step, too.
-        Implies `at_loss`. Requires several servers, with a trained parameter and `extra_bytes` of
-        memory on each.
+        after its two newest steps, which takes the memory of one more state. For a table, the
+        server stores only old values of the rows that a step has changed. After the failure of a
+        trainer, the job repeats only the incomplete step. Requires synchronous servers, and a step
+        in which trainers compute no leaves themselves, such as batch statistics.
+      replicas: 1 to store a copy of each server's state on another server. If the servers run on
+        several hosts, the copy is on another host. The failure of one server then repeats only the
+        incomplete step, too. Implies `at_loss`. Requires several servers. Each of them needs a
+        trained parameter, and more memory: `extra_bytes` returns how much.
 
     Raises:
       ConfigError: a value is out of range.
@@ -56,13 +58,16 @@ class Cuts:
             object.__setattr__(self, "at_loss", True)
 
     def extra_bytes(self, plan: PServerPlan) -> dict[str, int]:
-        """Return the bytes that each server of a plan stores in memory besides its state.
+        """Return the memory of each server that `plan.costs()` does not count, in bytes.
 
-        With `at_loss`, a server stores the state before the newest one. With `replicas`, it also
-        stores its merged gradients of two steps, until its backup has received them. For each
-        copy of another server's state, it stores two states and at most four sets of gradients.
-        Tables have one copy, with the rows that exist; the result counts all rows. It does not
-        count buffers of connections, and old values and gradients of the table rows of a step.
+        With `at_loss`, a server also stores the state before the newest step. If the server sends
+        parameters early, `plan.costs()` already counts the optimizer state of that older state.
+        With `replicas`, a server also stores its merged gradients of two steps, until its backup
+        has received them. For each copy of another server's state, it stores two states and at
+        most four sets of gradients.
+
+        The copy of a table has only the rows that exist, but the result counts all rows. The result
+        counts neither buffers of connections, nor old values and gradients of a step's table rows.
 
         Args:
           plan: the plan.
@@ -86,16 +91,28 @@ class Cuts:
         by_kind = bytes_by_server(_without_tables(plan), plan.servers)
         sizes = {ep: sum(found.values()) for ep, found in by_kind.items()}
         tables = {ep: sum(x.values()) - sizes[ep] for ep, x in plan.server_bytes.items()}
-        extra = dict(sizes) if self.at_loss else dict.fromkeys(sizes, 0)
+        extra = dict.fromkeys(sizes, 0)
+        if self.at_loss:
+            counted = _counted_copies(plan)
+            extra = {ep: size - counted[ep] for ep, size in sizes.items()}
         if self.replicas:
             for primary, backup in backups_of(list(sizes)).items():
                 gradients = by_kind[primary]["params"]  # as large as the parameters
-                # Messages of a step stay in memory until the server sends those of the next step.
+                # Messages of a step stay in memory until the server sends the next step's messages.
                 extra[primary] += 2 * gradients
                 # Gradients of even and odd steps have separate buffers. Each has a second buffer,
                 # for gradients that arrive while an update still reads the first one.
                 extra[backup] += 2 * sizes[primary] + 4 * gradients + tables[primary]
         return extra
+
+
+def _counted_copies(plan: PServerPlan) -> dict[str, int]:
+    """Return the bytes of old optimizer state that `plan.costs()` counts, by server."""
+    found = {}
+    for endpoint, programs in plan.servers.items():
+        serve = [e for e in programs.main.eqns if e.primitive is listen_and_serv_p]
+        found[endpoint] = sum(map(copied_state_bytes, serve))
+    return found
 
 
 def _without_tables(plan: PServerPlan) -> VarsDistributed:

@@ -59,7 +59,7 @@ def compensate(
       units: the server's blocks.
       trainers: the number of trainers.
       delay: the options of the compensation.
-      leaves: names of all parameters. A backup must not have one of these names.
+      leaves: names of all parameters. No backup of a block may have one of these names.
       averages: leaves that servers average (`dtrans.parameter_server.averaged_leaves`). They have
         no gradients to correct.
 
@@ -112,7 +112,7 @@ def _backups(
 
 
 def moving_suffixes(mode: Mode) -> tuple[str, ...]:
-    """Return suffixes of added arrays (backups, mean squares) that change at zero gradients."""
+    """Return the name suffixes of added arrays that change even if all gradients are zero."""
     delay = mode.delay if isinstance(mode, Async | HalfAsync) else None
     if delay is None or delay.decay is None:
         return ()

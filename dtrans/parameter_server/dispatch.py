@@ -33,7 +33,7 @@ class VarBlock:
 
     Attributes:
       varname: name of the variable.
-      offset: index of the block within the variable, 0, 1, ...; Paddle calls it `offset`.
+      offset: index of the block within the variable, from 0. The name of this field is Paddle's.
       size: the number of elements.
     """
 
@@ -53,7 +53,7 @@ class VarBlock:
 def slice_variable(
     var_list: Iterable[Variable], slice_count: int, min_block_size: int
 ) -> list[VarBlock]:
-    """Cut variables into blocks of whole rows, and return the blocks of all variables in order.
+    """Cut variables into blocks of complete rows; return the blocks of all variables in order.
 
     A variable becomes at most `slice_count` blocks of equal size, but the last block may be
     smaller. The other blocks have at least `min_block_size` elements. A variable with two or more

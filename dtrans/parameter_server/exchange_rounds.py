@@ -1,6 +1,6 @@
 """Rounds of all-reduces within a step: trainers exchange values through the servers.
 
-Some steps need values of the whole batch before the gradients are complete (`dtrans.batch`): a
+Some steps need values of the full batch before the gradients are complete (`dtrans.batch`): a
 masked mean needs the masks of all rows, and batch normalisation needs statistics of all rows.
 Trainers are connected to servers only. So in a round every trainer sends its values to one server,
 which reduces them and answers with the result. The servers take turns.
@@ -51,11 +51,11 @@ def reduce_results(part: TrainerStep) -> TrainerStep:
         if collective is not None:
             line = line_of(collective) or "an unknown line"
             raise ConfigError(
-                f"batch is 'exact', but the body of {eqn.primitive.name} needs values of the whole "
+                f"batch is 'exact', but the body of {eqn.primitive.name} needs values of the full "
                 f"batch ({collective.primitive.name} for {line}), so with parameter servers each "
                 "iteration would wait for all trainers; use dtrans.nccl2 or dtrans.sharding, or "
-                "pass batch='local', where each trainer has its own statistics, random numbers and "
-                "counts"
+                "pass batch='local', where each trainer has its own statistics, random numbers "
+                "and counts"
             )
         b.keep(eqn)
     outs = dict(zip(part.program.out_names, inner.outvars, strict=True))
@@ -133,7 +133,8 @@ def _is_collective(eqn: JaxprEqn) -> bool:
 def _communicating_remat(eqn: JaxprEqn) -> Any:
     """Return the body of a remat that communicates, or None for any other equation.
 
-    Such a body is inlined; otherwise it would communicate again when backward recomputes it.
+    Such a body is inlined. Otherwise its recomputation in the backward pass would communicate
+    again.
     """
     if eqn.primitive.name not in REMAT or _collective_inside(eqn) is None:
         return None

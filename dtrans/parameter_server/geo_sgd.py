@@ -148,8 +148,8 @@ def with_shared_leaves(step: DividedStep) -> DividedStep:
         dtype = step.program.outputs[n].dtype
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise ConfigError(
-                f"{n} is {dtype}, but servers of dtrans.Geo add up changes of floating-point "
-                "parameters; use another mode"
+                f"{n} is {dtype}, but with dtrans.Geo servers add up changes of parameters, which "
+                "must be floating-point; use another mode"
             )
     frozen = tuple(n for n in step.params if n not in chosen)
     return dataclasses.replace(step, optimized=chosen, frozen=frozen)
@@ -243,8 +243,9 @@ class GeoTrainerSide:
         )
 
     def _with_tables(self, step: DividedStep, trainer_id: int) -> Program:
-        """Return one trainer's program in a plan with tables: a step on the batch's rows, and a
-        `send`.
+        """Return one trainer's program in a plan with tables.
+
+        The program is a step that reads and updates the batch's rows of the tables, and a `send`.
 
         Args:
           step: the step; its `optimized` contains every parameter that the update changes.
@@ -362,7 +363,8 @@ class GeoTrainerSide:
         for n, group in row_groups.items():
             rows += group
             tables.append((n, len(group) - 1))
-        # Without tables the parameter is left out, so that fingerprints of such plans stay equal.
+        # Without tables, the parameter `tables` is left out, so that fingerprints of plans stay
+        # equal.
         optional = {"tables": tuple(tables)} if tables else {}
         blocks = values_at(self.placement.blocks, params)
         new = b.bind(

@@ -120,7 +120,7 @@ def _term(eqn: JaxprEqn, ins: Sequence[_Term]) -> _Term:
             return ins[0]
         return _any_function_of(ins[0])
 
-    # the sum of a parameter and its update
+    # a sum that may add an update to its parameter
     if name in ("add", "add_any", "sub"):
         first, second = ins
         if name != "sub" and kinds[0] != "old":

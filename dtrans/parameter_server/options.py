@@ -6,11 +6,19 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from dtrans.checks import check_flag, check_int, check_number, check_one_of, check_type
+from dtrans.checks import (
+    check_flag,
+    check_int,
+    check_number,
+    check_one_of,
+    check_together,
+    check_type,
+)
 from dtrans.errors import ConfigError
-from dtrans.ops import ON_TRAINER_EXIT, CommunicatorConfig
+from dtrans.ops import CASTS, ON_TRAINER_EXIT, WIRE_TYPES, CommunicatorConfig
 from dtrans.parameter_server.dispatch import PSDispatcher, RoundRobin, check_dispatcher
 from dtrans.step.batch_sharing import Batch
+from dtrans.step.local_clip import check_local_clip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,20 +62,56 @@ class Sync:
       runtime_split: True if `send` and `recv` transfer full leaves and cut them into blocks at run
         time (Paddle's `completely_not_async`). With False the trainer's program has equations that
         cut and concatenate. Results are equal.
+      compress: the type in which trainers send gradients. Servers add the gradients in the leaf's
+        own type. The job is then no longer exact.
+
+        - "bf16" or "fp16": a cast to 16 bits.
+        - "int8": one byte for each number, and a scale for each block.
+        - "e3m0": half a byte for each number (the nearest power of two), and a scale for each
+          block.
+
+        With "int8" and "e3m0" a trainer adds the rounding errors of a step to its next gradients
+        (error feedback).
+      compress_scale: the factor that multiplies gradients before the cast to "bf16" or "fp16", and
+        divides them after it.
+      compress_params: "bf16" or "fp16": the type in which servers send parameters. Servers update
+        parameters that are not rounded.
 
     Raises:
-      ConfigError: a value is out of range.
+      ConfigError: a value is out of range, or two options contradict each other.
 
     Example:
       >>> import dtrans
-      >>> dtrans.Sync().runtime_split
+      >>> dtrans.Sync(compress="bf16").runtime_split
       False
     """
 
     runtime_split: bool = False
+    compress: str | None = None
+    compress_scale: float = 1.0
+    compress_params: str | None = None
 
     def __post_init__(self) -> None:
         check_flag("runtime_split", self.runtime_split)
+        check_one_of("compress", self.compress, (*WIRE_TYPES, None))
+        check_one_of("compress_params", self.compress_params, (*CASTS, None))
+        check_number("compress_scale", self.compress_scale, "a positive number", lambda x: x > 0)
+        if self.compress not in CASTS and self.compress_scale != 1.0:
+            raise ConfigError(
+                f"compress_scale={self.compress_scale!r} needs compress='bf16' or 'fp16', but "
+                f"compress is {self.compress!r}; leave compress_scale out"
+            )
+        if self.runtime_split:
+            why = "trainers encode each block before they send it; leave one of the two options out"
+            check_together(self.compression, why, "runtime_split=True")
+
+    @property
+    def compression(self) -> dict[str, bool]:
+        """Text of each option that compresses messages -> True if the option is set."""
+        return {
+            f"compress={self.compress!r}": self.compress is not None,
+            f"compress_params={self.compress_params!r}": self.compress_params is not None,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +126,9 @@ class Async:
         A step puts its gradients into a queue, and continues with the parameters received last. If
         sends are slower than steps, gradients of several steps are merged. None: each step waits
         for its sends and receives.
+      clip_local_norm, clip_local_by: each trainer clips its gradients before it sends them; see
+        `dtrans.Reduce`. (A clip by norm in the optimizer needs all gradients at once, which
+        asynchronous servers do not have.)
 
     Raises:
       ConfigError: a value is out of range, or both `delay` and `communicator` are set.
@@ -94,8 +141,11 @@ class Async:
 
     delay: DelayCompensation | None = None
     communicator: CommunicatorConfig | None = None
+    clip_local_norm: float | None = None
+    clip_local_by: str = "global_norm"
 
     def __post_init__(self) -> None:
+        check_local_clip(self.clip_local_norm, self.clip_local_by)
         check_type("delay", self.delay, OPTIONAL_DELAY, "a dtrans.DelayCompensation or None")
         if self.communicator is not None:
             check_type("communicator", self.communicator, CommunicatorConfig)
@@ -116,6 +166,9 @@ class HalfAsync:
     Attributes:
       delay: options of delay compensation; None turns it off.
       communicator: options of the background thread that sends and receives.
+      clip_local_norm, clip_local_by: each trainer clips its gradients before it sends them; see
+        `dtrans.Reduce`. (A clip by norm in the optimizer needs all gradients at once, which
+        asynchronous servers do not have.)
 
     Raises:
       ConfigError: a value is out of range.
@@ -128,8 +181,11 @@ class HalfAsync:
 
     delay: DelayCompensation | None = None
     communicator: CommunicatorConfig = CommunicatorConfig()
+    clip_local_norm: float | None = None
+    clip_local_by: str = "global_norm"
 
     def __post_init__(self) -> None:
+        check_local_clip(self.clip_local_norm, self.clip_local_by)
         check_type("delay", self.delay, OPTIONAL_DELAY, "a dtrans.DelayCompensation or None")
         check_type("communicator", self.communicator, CommunicatorConfig)
 
@@ -173,7 +229,7 @@ class BlockPlacement:
     Attributes:
       slice_var_up: True cuts leaves into blocks of rows, except leaves that the optimizer cannot
         update in blocks; the printed plan lists these with the reason. "require" raises
-        OptimizerError for such leaves. False places every leaf whole on one server.
+        OptimizerError for such leaves. False places every leaf in full on one server.
       split_method: a subclass of `PSDispatcher`: `RoundRobin`, `HashName`, `SizeBalanced`, or a
         subclass that the user defines.
       min_block_size: the minimum number of elements in a block, at least 1.
@@ -232,8 +288,35 @@ def check_options(
         )
     if found.merge and isinstance(mode, Geo):
         raise ConfigError(
-            f"merge={found.merge!r} cannot be used with dtrans.Geo, where each trainer keeps its "
-            "own leaves without gradients; leave merge out"
+            f"merge={found.merge!r} cannot be used with dtrans.Geo, where each trainer has "
+            "separate values of the leaves without gradients; leave merge out"
         )
     found.check_merge(("mean", "own"))
+    _check_speeds(found, trainers, mode)
+    if found.has_shares and isinstance(mode, Sync):
+        why = "trainers of different speeds send exact gradients; leave one of the two options out"
+        check_together(mode.compression, why, "batch=dtrans.Batch(speeds=...)")
     return found
+
+
+def _check_speeds(batch: Batch, trainers: int, mode: Mode) -> None:
+    """Raise ConfigError if `Batch.speeds` does not fit the other options."""
+    if not batch.speeds:
+        return
+    speeds = f"batch=dtrans.Batch(speeds={list(batch.speeds)})"
+    if len(batch.speeds) != trainers:
+        raise ConfigError(
+            f"{speeds} has {len(batch.speeds)} entries, but trainers={trainers}; pass one speed "
+            "for each trainer"
+        )
+    if not isinstance(mode, Sync):
+        raise ConfigError(
+            f"{speeds} cannot be combined with mode=dtrans.{type(mode).__name__}(...), whose "
+            "trainers do not wait for each other, so a fast trainer takes more steps; leave out "
+            "speeds"
+        )
+    if not batch.exact:
+        raise ConfigError(
+            f"{speeds} cannot be combined with kind={batch.kind!r}, which gives the gradients of "
+            "all trainers equal weights; pass kind='exact', or leave out speeds"
+        )

@@ -13,13 +13,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from dtrans.rows.row_buckets import RowBuckets
 from dtrans.rows.writer import RowRange, RowSet
 from dtrans.slicing.server_update import ServerVariable
+
+
+VariableKind: TypeAlias = Literal["Param", "RemotePrefetch", "Optimizer"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +40,8 @@ class VarDistributed:
       offset: the first index of the slice along `axis`.
       block_id: index of the parameter's block that contains the slice.
       is_slice: True if the slice is smaller than its origin.
-      vtype: "Param", or "Optimizer" for optimizer state.
+      vtype: "Param" for a parameter that trainers receive in full, "RemotePrefetch" for a table
+        whose rows trainers request, "Optimizer" for optimizer state.
       endpoint: the server's endpoint.
       buckets: the slice's rows, if they are placed in buckets; None for a contiguous range that
         begins at `offset`.
@@ -52,7 +56,7 @@ class VarDistributed:
     offset: int
     block_id: int
     is_slice: bool
-    vtype: Literal["Param", "Optimizer"]
+    vtype: VariableKind
     endpoint: str
     buckets: RowBuckets | None = None
 
@@ -138,6 +142,7 @@ def overview_of(
     servers: Mapping[str, Mapping[str, ServerVariable]],
     types: Mapping[str, Any],
     params: Collection[str],
+    tables: Collection[str] = (),
 ) -> VarsDistributed:
     """Return the overview of the arrays on servers.
 
@@ -147,22 +152,24 @@ def overview_of(
         `params/w.block0.trainer_1_bak` has the origin `params/w.trainer_1_bak`.
       types: types of the step's arrays, by name.
       params: names of parameters.
+      tables: names of the parameters whose rows trainers request.
     """
     found: list[VarDistributed] = []
     for endpoint, variables in servers.items():
         for name, x in variables.items():
             origin_type = types[x.of]
+            stored = x.stored_type(origin_type)
             axis, offset = (x.part.axis, x.part.first) if x.part else (0, 0)
-            vtype: Literal["Param", "Optimizer"] = "Optimizer"
+            vtype: VariableKind = "Optimizer"
             if x.origin in params:
-                vtype = "Param"
+                vtype = "RemotePrefetch" if x.origin in tables else "Param"
             found.append(
                 VarDistributed(
                     origin_name=x.origin,
                     origin_shape=tuple(origin_type.shape),
                     slice_name=name,
-                    slice_shape=tuple(x.stored_type(origin_type).shape),
-                    dtype=origin_type.dtype,
+                    slice_shape=tuple(stored.shape),
+                    dtype=stored.dtype,
                     axis=axis,
                     offset=offset,
                     block_id=x.block,

@@ -1,7 +1,7 @@
 """Placement: the server of each block of each leaf.
 
 `place` combines three rules. Row analysis finds the leaves that may be cut, Paddle's slice rule
-computes the sizes of blocks, and a dispatcher chooses the servers. All other leaves stay whole. If
+computes the sizes of blocks, and a dispatcher chooses the servers. All other leaves stay uncut. If
 the optimizer updates several leaves together, these leaves form a unit on one server. Each unit is
 placed on the server with the fewest bytes so far.
 
@@ -103,7 +103,8 @@ def dispatched(placement: Placement, split_method: type[PSDispatcher]) -> Placem
     fixed: list[Block] = []  # dispatchers do not choose the servers of buckets
     for leaf in placement.blocks:
         if leaf in placement.unsliced:
-            # A unit is named after its first leaf, so each unit is added once.
+            # The leaves of a unit share one server. The unit has the name of its first leaf, so
+            # this adds it once.
             if leaf in unit_by_name:
                 tied.append(unit_by_name[leaf])
         elif leaf not in placement.order:

@@ -15,13 +15,14 @@ import jax
 
 from dtrans.batch.exact_step import ExactStep
 from dtrans.checks import is_int
-from dtrans.costs import Costs
+from dtrans.costs import Costs, program_flops
 from dtrans.errors import ConfigError, UnknownEndpointError
 from dtrans.ir import fingerprint
 from dtrans.ir.display import short_type
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import TreeSpec, all_names
 from dtrans.ir.selection import number_items
+from dtrans.parameter_server.compression import Compression
 from dtrans.parameter_server.dispatch import HashName, PSDispatcher, RoundRobin, SizeBalanced
 from dtrans.parameter_server.options import BlockPlacement, Geo, Mode, Sync
 from dtrans.parameter_server.overview import VarsDistributed, overview_of
@@ -36,6 +37,7 @@ from dtrans.slicing.blocks import Placement
 from dtrans.slicing.server_update import ServerVariable
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.halves import OptimizeHalf
+from dtrans.transfers import Transfers
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,6 +134,7 @@ class PServerPlan(Plan):
       tables: leaves that trainers request by rows instead of in full.
       shared: the split of the batch over trainers in an exact step; None for local steps.
       callers: for each host callback of the step, a sentence with the role that calls it.
+      compression: the types in which gradients and parameters are sent.
     """
 
     main: Program
@@ -144,6 +147,7 @@ class PServerPlan(Plan):
     tables: Tables = dataclasses.field(compare=False)
     shared: ExactStep | None = dataclasses.field(default=None, compare=False)
     callers: tuple[str, ...] = ()
+    compression: Compression = dataclasses.field(default_factory=Compression)
 
     _right, _code, _header = (1, 2), 0, ("block", "rows", "bytes", "endpoint")
 
@@ -179,6 +183,12 @@ class PServerPlan(Plan):
         """True if the batch size need not be a multiple of the number of trainers."""
         return self.shared is not None and self.sync_mode
 
+    @property
+    def shares(self) -> Callable[[int], tuple[int, ...]] | None:
+        """Function from the rows of a batch to those of each trainer; None for equal parts."""
+        has_shares = self.shared is not None and bool(self.shared.shares)
+        return self.options.batch.shares if has_shares else None
+
     # -- programs --------------------------------------------------------------------------------
 
     @property
@@ -191,6 +201,8 @@ class PServerPlan(Plan):
         """The program of trainer 0: (params, *batch) -> (params, loss[, aux]).
 
         With `dtrans.Geo` it is (params, opt_state, *batch) -> (params, opt_state, loss[, aux]).
+        With error feedback (`dtrans.Sync(compress="int8")`), `(params, rounding_errors)` replaces
+        params.
         """
         return self.trainer_program(0)
 
@@ -215,7 +227,7 @@ class PServerPlan(Plan):
     def for_uneven_batch(
         self, types: Sequence[jax.ShapeDtypeStruct], trainer_id: int
     ) -> tuple[ExactStep, Program]:
-        """Return the batch split and a trainer's program for a batch that cannot be split evenly.
+        """Return the batch split and a trainer's program for a batch that is not split evenly.
 
         Args:
           types: types of the inputs of `main`, with the global batch.
@@ -265,6 +277,14 @@ class PServerPlan(Plan):
             types[n] = short_type(self.main.inputs[n])
         return types
 
+    @property
+    def trainer_specs(self) -> tuple[TreeSpec, ...]:
+        """Structures of a trainer's state, which are the first arguments of a trainer's program."""
+        params, opt_state = self.main.args[:2]
+        if self.push_every:
+            return params, opt_state
+        return (self.compression.trainer_spec(params),)
+
     # -- state of servers ------------------------------------------------------------------------
 
     @cached_property
@@ -274,7 +294,8 @@ class PServerPlan(Plan):
         Source: Paddle's `program._parameters_on_pservers`.
         """
         variables = {ep: programs.variables for ep, programs in self.servers.items()}
-        return overview_of(variables, self.main.inputs, frozenset(self.main.args[0].names))
+        params = frozenset(self.main.args[0].names)
+        return overview_of(variables, self.main.inputs, params, self.tables.of)
 
     @cached_property
     def server_bytes(self) -> dict[str, dict[str, int]]:
@@ -330,6 +351,7 @@ class PServerPlan(Plan):
             self.tables,
             self.trainers,
             self.push_every,
+            self.compression,
         )
 
     @property
@@ -341,8 +363,29 @@ class PServerPlan(Plan):
         """
         return self.traffic.bytes_per_step
 
-    def costs(self) -> Costs:
-        return self.traffic.costs({ep: sum(x.values()) for ep, x in self.server_bytes.items()})
+    def _role_costs(self) -> Costs:
+        costs = self.traffic.costs({ep: sum(x.values()) for ep, x in self.server_bytes.items()})
+        if self.shares is None:
+            return costs
+        trainer, *servers = costs
+        trainers = []
+        for k, speed in enumerate(self.options.batch.speeds):
+            flops = program_flops(self.trainer_program(k))
+            trainers.append(
+                dataclasses.replace(trainer, role=_role(k), count=1, flops=flops, speed=speed)
+            )
+        return Costs([*trainers, *servers], costs.link_steps)
+
+    def transfers(self) -> Transfers:
+        transfers = self.traffic.transfers()
+        if self.shares is None:
+            return transfers
+        found = []
+        for t in transfers:
+            for k in range(self.trainers if "trainer" in (t.source, t.target) else 1):
+                ends = [_role(k) if end == "trainer" else end for end in (t.source, t.target)]
+                found.append(dataclasses.replace(t, source=ends[0], target=ends[1]))
+        return Transfers(found)
 
     # -- description -----------------------------------------------------------------------------
 
@@ -357,7 +400,7 @@ class PServerPlan(Plan):
 
     @cached_property
     def notes(self) -> list[str]:
-        """Remarks below the placement table: batch split, traffic, whole leaves, and others."""
+        """Remarks below the placement table: batch split, traffic, uncut leaves, and others."""
         return plan_notes(self)
 
     @property
@@ -369,6 +412,11 @@ class PServerPlan(Plan):
             f"pserver plan of {self.main.name}: {self.trainers} trainers, {len(self.servers)} "
             f"pservers, {mode}"
         )
+
+
+def _role(trainer_id: int) -> str:
+    """Return the name of a trainer in the costs of a plan whose trainers differ."""
+    return f"trainer {trainer_id}"
 
 
 class _Servers(dict[str, ServerPrograms]):

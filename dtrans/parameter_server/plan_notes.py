@@ -8,21 +8,25 @@ from dtrans.batch.exact_step import shard_step
 from dtrans.errors import BatchError
 from dtrans.parameter_server.exchange_rounds import TRAINERS
 from dtrans.step.halves import divide_step
+from dtrans.step.scopes import ignored_split_notes
 
 
 def plan_notes(plan: Any) -> list[str]:
-    """Return the remarks: the batch split, servers, traffic, the update, and state on trainers.
+    """Return the remarks: batch split, compression, servers, traffic, update, state on trainers.
 
     Args:
       plan: a `PServerPlan`. (This module cannot import the class, whose module imports this one.)
     """
     notes = _batch_notes(plan)
+    notes += plan.compression.notes
     notes += _server_notes(plan)
     notes += plan.traffic.notes
     for leaf, reason in plan.placement.unsliced.items():
         notes.append(f"{leaf}: whole on {plan.placement.blocks[leaf][0].endpoint}: {reason}")
     notes += _shared_state_notes(plan)
     notes += plan.callers
+    remedy = "dtrans.nccl2(mesh={'data': n, 'model': m}) divides it over m devices"
+    notes += ignored_split_notes(plan.main.jaxpr, remedy)
     notes += _update_notes(plan)
     if plan.frozen:
         notes.append(f"on the trainers only: {', '.join(plan.frozen)}")
@@ -31,7 +35,10 @@ def plan_notes(plan: Any) -> list[str]:
 
 def _batch_notes(plan: Any) -> list[str]:
     if plan.shared is not None:
-        return list(plan.shared.notes)
+        notes = list(plan.shared.notes)
+        if plan.compression.is_used:
+            notes = [n.replace("exact:", "exact before rounding:", 1) for n in notes]
+        return notes
     if plan.trainers == 1 or plan.push_every:
         return []
     # each trainer runs the step on its own part of the batch
@@ -39,7 +46,8 @@ def _batch_notes(plan: Any) -> list[str]:
     try:
         return [shard_step(step, plan.options.batch, plan.trainers, TRAINERS).local_note]
     except BatchError as e:
-        # The plan works if the user replicates these arrays: `plan.on_mesh(unsplit_inputs=...)`.
+        # This is a note and no error, because the plan works if the user replicates the arrays that
+        # the error names: `plan.on_mesh(unsplit_inputs=...)`.
         return [
             "local: each trainer computes its own numbers, and the updates average these; dtrans "
             f"could not compare them with one device's numbers: {e}"

@@ -16,10 +16,10 @@ def bytes_by_server(
     overview: VarsDistributed, endpoints: Iterable[str]
 ) -> dict[str, dict[str, int]]:
     """Return the bytes of "params" (parameters) and "opt_state" on each server, by endpoint."""
-    keys = {"Param": "params", "Optimizer": "opt_state"}
     found = {endpoint: {"params": 0, "opt_state": 0} for endpoint in endpoints}
     for row in overview:
-        found[row.endpoint][keys[row.vtype]] += row.nbytes
+        key = "opt_state" if row.vtype == "Optimizer" else "params"
+        found[row.endpoint][key] += row.nbytes
     return found
 
 

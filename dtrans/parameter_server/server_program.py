@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, ShapedArray, Var
+from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import FORWARD, LR_SCHED, RPC, Program
 from dtrans.ir.pytree import TreeSpec
 from dtrans.ir.selection import subset, values_at
-from dtrans.ops import RowsProgram, init_on_use_p, listen_and_serv_p
+from dtrans.ops import RowsProgram, encoded, init_on_use_p, listen_and_serv_p
 from dtrans.parameter_server.plan import ServerPrograms
 from dtrans.parameter_server.tables.choose import Table
 from dtrans.parameter_server.tables.touched_rows import ServedTables, TableBlock
@@ -85,7 +86,7 @@ class ServerProgramWriter:
         param_names = []
         for block in self._blocks(endpoint):
             if not block.is_table:
-                param_names.append(block.name)
+                param_names.append(work.sent.get(block.name, block.name))
         # Trainers also receive the optimizer state that their forward pass reads.
         for n in self.spec.requested:
             if self.spec.holder_of(n) == endpoint:
@@ -187,6 +188,7 @@ class ServerProgramWriter:
             leaf_moves=b.leaf in table.zero.moves,
             on_trainers=table.on_trainers,
             staleness=table.staleness,
+            row_filter=table.row_filter,
         )
 
     def init(self, endpoint: str, work: ServerWork) -> Program:
@@ -208,6 +210,13 @@ class ServerProgramWriter:
                 write = RowsProgram(functools.partial(self._rows, table, variables))
                 rows = b.bind(init_on_use_p, *b.invars, table=table.name, types=types, write=write)
                 found |= zip(table.arrays, rows, strict=True)
+            elif table.row_filter is not None:
+                raise ConfigError(
+                    f"sparse: {table.leaf} cannot have {table.row_filter}, since a server cannot "
+                    f"compute single rows of the initial {', '.join(table.arrays)}, and so stores "
+                    f"all rows from the start; leave {table.row_filter.option} out, or draw each "
+                    "row independently in init"
+                )
 
         names = [n for n in spec.names if n not in found]
         parts = [(init_outs[variables[n].of], _find_slice(variables[n])) for n in names]
@@ -215,6 +224,8 @@ class ServerProgramWriter:
             found[n] = value
             if variables[n].zeros:
                 (found[n],) = b.call(jnp.zeros_like, value)
+            if (wire := variables[n].wire) is not None:
+                (found[n],) = b.call(encoded(wire), value)
         for name, value in found.items():
             if variables[name].part is not None and isinstance(value, Var):
                 b.labels.setdefault(value, name)

@@ -16,7 +16,9 @@ class MeshState:
     """State of a parameter-server job that runs in one process: a pytree of arrays.
 
     Attributes:
-      params: the trainers' parameters, by name; replicated over the trainers' devices.
+      params: the trainers' parameters and rounding errors, by name. Parameters are replicated over
+        the trainers' devices. Rounding errors (`dtrans.parameter_server.compression`) have a row
+        for each trainer.
       servers: a dict for each server, by endpoint; it contains the server's arrays, by name
         (`params/w.block0`, `opt_state/0/mu/w.block0`).
     """

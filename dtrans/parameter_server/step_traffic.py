@@ -15,8 +15,11 @@ from dtrans.costs import Costs, RoleCost, program_flops
 from dtrans.ir.cost import flops, nbytes, total_bytes
 from dtrans.ir.program import DIST, Program
 from dtrans.ops import OptimizeBlock, all_reduce_p, exchange_p, send_rows_p
+from dtrans.parameter_server.compression import Compression
 from dtrans.parameter_server.tables.choose import ID, Tables, table_notes
 from dtrans.slicing.blocks import Placement
+from dtrans.slicing.divide_update import copied_state_bytes
+from dtrans.transfers import RoleTransfer, Transfers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +65,7 @@ class StepTraffic:
       tables: leaves that trainers request by rows instead of in full.
       trainers: the number of trainers.
       push_every: the number of steps between two pushes in GEO-SGD; 0 in other modes.
+      compression: the types in which gradients and parameters are sent.
     """
 
     trainer: Program
@@ -71,6 +75,7 @@ class StepTraffic:
     tables: Tables
     trainers: int
     push_every: int
+    compression: Compression = dataclasses.field(default_factory=Compression)
 
     def costs(self, state_bytes: Mapping[str, int]) -> Costs:
         """Return the costs of each role: memory, traffic and operations.
@@ -81,7 +86,59 @@ class StepTraffic:
         costs = [self._trainer_cost()]
         for endpoint in self.servers:
             costs.append(self._server_cost(endpoint, state_bytes[endpoint]))
-        return Costs(costs)
+        return Costs(costs, link_steps=self.push_every or 1)
+
+    def transfers(self) -> Transfers:
+        """Return what each role sends in a step, or with GEO-SGD in `push_every` steps."""
+        found = []
+        for endpoint in self.servers:
+            for what, size in self._to_server(endpoint).items():
+                found.append(RoleTransfer("trainer", endpoint, what, size))
+            for what, size in self._from_server(endpoint).items():
+                found.append(RoleTransfer(endpoint, "trainer", what, size))
+        for endpoint in self.servers:
+            size = 0
+            for values in self.rounds:
+                size += sum(r.nbytes for r in values if endpoint in r.owners)
+            if size:
+                found.append(RoleTransfer(endpoint, "other pservers", "partial results", size))
+        return Transfers(found)
+
+    def _to_server(self, endpoint: str) -> dict[str, int]:
+        """Return the bytes that a trainer sends to a server in a step, by kind of value."""
+        gradients = 0
+        for b in self.placement.table:
+            if b.endpoint == endpoint and not b.is_table and b.leaf not in self.unsent:
+                gradients += nbytes(self.compression.sent_gradient(b))
+        found = {"changes" if self.push_every else "gradients": gradients}
+        found["arguments"] = sum(sizes.get(endpoint, 0) for sizes in self.arguments.values())
+        exchanges = self._exchanges_with(endpoint)
+        found["values of the batch"] = sum(_exchange_bytes(eqn)[0] for eqn in exchanges)
+        for name, (sent, _) in self._row_bytes.items():
+            found[f"rows of {name}"] = self._share(name, endpoint, sent)
+        return {what: size for what, size in found.items() if size}
+
+    def _from_server(self, endpoint: str) -> dict[str, int]:
+        """Return the bytes that a server sends to a trainer in a step, by kind of value."""
+        parameters = 0
+        for b in self.placement.table:
+            if b.endpoint == endpoint and not b.is_table:
+                parameters += nbytes(self.compression.sent_param(b))
+        found = {"parameters": parameters}
+        exchanges = self._exchanges_with(endpoint)
+        found["values of the batch"] = sum(_exchange_bytes(eqn)[1] for eqn in exchanges)
+        for name, (_, received) in self._row_bytes.items():
+            found[f"rows of {name}"] = self._share(name, endpoint, received)
+        return {what: size for what, size in found.items() if size}
+
+    def _share(self, table: str, endpoint: str, size: int) -> int:
+        """Return the bytes for one server, if the ids of a table are evenly spread."""
+        blocks = self.placement.blocks[table]
+        rows = sum(b.rows for b in blocks if b.endpoint == endpoint)
+        return size * rows // sum(b.rows for b in blocks)
+
+    def _exchanges_with(self, endpoint: str) -> list[JaxprEqn]:
+        return [eqn for eqn in self.exchanges if eqn.params["endpoint"] == endpoint]
 
     def _trainer_cost(self) -> RoleCost:
         step, inputs = self.bytes_per_step, self.trainer.inputs
@@ -104,22 +161,9 @@ class StepTraffic:
         )
 
     def _server_cost(self, endpoint: str, state_bytes: int) -> RoleCost:
-        # Add the traffic with one trainer: gradients and arguments arrive, parameters are sent.
-        from_trainer = to_trainer = 0
-        for b in self.placement.table:
-            if b.endpoint == endpoint:
-                to_trainer += b.nbytes
-                if b.leaf not in self.unsent:
-                    from_trainer += b.nbytes
-        for sizes in self.arguments.values():
-            from_trainer += sizes.get(endpoint, 0)
-        rounds = 1
-        for eqn in self.exchanges:
-            if eqn.params["endpoint"] == endpoint:
-                sent, received = _exchange_bytes(eqn)
-                from_trainer += sent
-                to_trainer += received
-                rounds += 1
+        from_trainer = sum(self._to_server(endpoint).values())
+        to_trainer = sum(self._from_server(endpoint).values())
+        rounds = 1 + len(self._exchanges_with(endpoint))
 
         # Add the traffic with other servers. In an all-reduce, each owner sends its partial result
         # to all servers that take part.
@@ -136,7 +180,7 @@ class StepTraffic:
         return RoleCost(
             endpoint,
             count=1,
-            state_bytes=state_bytes,
+            state_bytes=state_bytes + copied_state_bytes(serve),
             sent=self.trainers * to_trainer + to_servers,
             received=self.trainers * from_trainer + from_servers,
             rounds=rounds,
@@ -149,9 +193,9 @@ class StepTraffic:
         send = recv = 0
         for b in self.placement.table:
             if not b.is_table:
-                recv += b.nbytes
+                recv += nbytes(self.compression.sent_param(b))
                 if b.leaf not in self.unsent:
-                    send += b.nbytes
+                    send += nbytes(self.compression.sent_gradient(b))
         for sizes in self.arguments.values():
             send += sum(sizes.values())
         for sent, received in self._row_bytes.values():

@@ -5,6 +5,9 @@
     at the end            `send_barrier`, a `recv` for each parameter, `fetch_barrier`, and `concat`
                           for leaves of several blocks
 
+If messages are compressed, equations encode the blocks before each `send`, and decode parameters
+after `concat` (`dtrans.parameter_server.compression`).
+
 Programs of asynchronous trainers have no barriers. With `runtime_split`, `send` and `recv` transfer
 full leaves, so `split_byref` and `concat` are left out.
 """
@@ -24,11 +27,12 @@ from dtrans.ir.array_fns import is_key, keys_of, times, words_type
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
 from dtrans.ir.program import DIST, FORWARD, RPC, Program
-from dtrans.ir.pytree import without
+from dtrans.ir.pytree import replace_child, without
 from dtrans.ir.selection import subset, values_at
 from dtrans.ops import (
     CommunicatorConfig,
     concat_p,
+    decoded,
     fake_init_p,
     fetch_barrier_p,
     recv_p,
@@ -38,6 +42,13 @@ from dtrans.ops import (
     split_byref_p,
 )
 from dtrans.parameter_server.averaged_leaves import add_averages
+from dtrans.parameter_server.compression import (
+    ROUNDING_ERROR,
+    Compression,
+    encoded_blocks,
+    sent_name,
+    zeros,
+)
 from dtrans.parameter_server.exchange_rounds import TRAINERS, sort_by_rounds
 from dtrans.parameter_server.tables.lookups import find_lookups
 from dtrans.parameter_server.tables.trainer_rows import TableWriter, without_unused
@@ -71,6 +82,7 @@ class TrainerCommConfig:
       numbers: numbers in the update that depend on the batch size; trainers send them as arguments.
       parts: arrays of the batch. If the update reads a value that forward computes from these
         arrays, trainers send the value as an argument. If None, such a step is an error.
+      compression: the types in which gradients and parameters are sent.
     """
 
     trainers: int
@@ -86,9 +98,10 @@ class TrainerCommConfig:
     calls_once: bool = False
     numbers: BatchNumbers = dataclasses.field(default_factory=BatchNumbers)
     parts: tuple[str, ...] | None = None
+    compression: Compression = dataclasses.field(default_factory=Compression)
 
     def hand_over(self, step: DividedStep) -> DividedStep:
-        """Turn the values of forward that the update reads into inputs of the update."""
+        """Return the step with new inputs of the update: the forward values that it reads."""
         if self.parts is None:
             return step
         return hand_over(step, self.parts, drawn=True)
@@ -116,12 +129,14 @@ class TrainerSide:
       placement: every block and its server.
       init: the single-device init.
       comm: options of the communication with servers.
+      shared: the split of the batch over trainers in an exact step; None for local steps.
     """
 
     step: DividedStep
     placement: Placement
     init: Program
     comm: TrainerCommConfig
+    shared: ExactStep | None = None
 
     @property
     def runtime_split(self) -> bool:
@@ -130,6 +145,9 @@ class TrainerSide:
 
     def program(self, trainer_id: int) -> Program:
         """Return the program of one trainer: (params, *batch) -> (params, loss[, aux])."""
+        if self.shared is not None and self.shared.for_trainer is not None:
+            part = self.shared.for_trainer(1, trainer_id)
+            return self._of_part(part, trainer_id, self.comm)
         return write_trainer(self.step, self.placement, trainer_id, self.comm)
 
     def startup(self, trainer_id: int) -> Program:
@@ -139,14 +157,18 @@ class TrainerSide:
     def uneven(
         self, shared: ExactStep, types: Sequence[jax.ShapeDtypeStruct], trainer_id: int
     ) -> tuple[ExactStep, Program]:
-        """Return the batch split and a trainer's program for a batch that cannot be split evenly.
+        """Return the batch split and a trainer's program for a batch that is not split evenly.
 
-        Each trainer's part of the batch is padded to `ceil(rows / trainers)` rows.
+        Each trainer's part of the batch is padded to `ceil(rows / trainers)` rows. With
+        `Batch.speeds`, parts have different numbers of rows, without padding.
 
         Args:
           shared: the split of batches that can be split evenly.
           types: types of the inputs of the full step.
         """
+        if shared.for_trainer is not None:
+            part = shared.for_trainer(types, trainer_id)
+            return part, self._of_part(part, trainer_id, self.comm)
         uneven = shared.for_types(types)
         # The gradients of parts of different sizes add up to the full gradient. A server that
         # takes the mean divides by the number of trainers, so each trainer first multiplies its
@@ -154,10 +176,18 @@ class TrainerSide:
         scale = self.comm.trainers
         if shared.reduce == "sum":
             scale = self.comm.scale
-        step = self.comm.server_update(divide_step(uneven.step.program))
-        check_same_update(self.step, step)
         comm = dataclasses.replace(self.comm, scale=scale)
-        return uneven, write_trainer(step, self.placement, trainer_id, comm)
+        return uneven, self._of_part(uneven, trainer_id, comm)
+
+    def _of_part(self, part: ExactStep, trainer_id: int, comm: TrainerCommConfig) -> Program:
+        """Return the program of one trainer for another split of the batch.
+
+        Raises:
+          BatchError: the update depends on the split.
+        """
+        step = comm.server_update(divide_step(part.step.program))
+        check_same_update(self.step, step)
+        return write_trainer(step, self.placement, trainer_id, comm)
 
 
 def write_trainer(
@@ -171,8 +201,10 @@ def write_trainer(
     vars_of = source.invars
     b = Builder(source.jaxpr)
     empty = {n: Var(without_rows(vars_of[n].aval)) for n in comm.tables}
-    b.invars += [empty.get(n, vars_of[n]) for n in (*step.params, *step.batch)]
     writer = TrainerCommWriter(b, placement, trainer_id, comm)
+    b.invars += [empty.get(n, vars_of[n]) for n in step.params]
+    writer.take_rounding_errors()
+    b.invars += values_at(vars_of, step.batch)
 
     # Receive the optimizer state that forward reads.
     writer.receive_state(subset(vars_of, comm.state_servers))
@@ -191,7 +223,7 @@ def write_trainer(
             value = results[n]
         writer.send_argument(n, value, servers)
     new = writer.finish([n for n in step.optimized if n not in comm.tables])
-    outs = {**source.outvars, **results, **new, **empty}
+    outs = {**source.outvars, **results, **new, **empty, **writer.new_rounding_errors}
     if comm.tables:
         without_unused(b, values_at(outs, out_names(step)))
     if comm.calls_once and comm.trainers > 1:
@@ -202,8 +234,11 @@ def write_trainer(
         check_same_update(step, other)
         return write_trainer(other, placement, trainer_id, comm)
 
-    out = without(source.out, source.args[1])
-    args = (source.args[0], *source.args[2:])
+    state, out = source.args[0], without(source.out, source.args[1])
+    if comm.compression.rounding_errors:
+        state = comm.compression.trainer_spec(state)
+        out = replace_child(out, source.args[0], state)
+    args = (state, *source.args[2:])
     program = Program.written(f"trainer {trainer_id}", b, args, out, outs)
     return source.rewritten(rewrite, result=program)
 
@@ -233,7 +268,9 @@ def write_trainer_startup(
     for n in comm.tables:
         t = step.program.inputs[n]
         (outs[n],) = b.bind(fake_init_p, table=n, shape=t.shape, dtype=t.dtype)
-    spec = step.program.args[0]
+    for n, t in comm.compression.rounding_error_types.items():
+        (outs[n],) = b.call(zeros(t.shape, t.dtype))
+    spec = comm.compression.trainer_spec(step.program.args[0])
     return Program.written(f"trainer {trainer_id} startup", b, startup.args, spec, outs)
 
 
@@ -297,6 +334,13 @@ class TrainerCommWriter:
         # The outputs of `send` equations are operands of a barrier, so that it follows the sends.
         self.tokens: list[Var] = []
         self._tables: TableWriter | None = None
+        self._rounding_errors: dict[str, Var] = {}  # leaf -> error before the step
+        self.new_rounding_errors: dict[str, Any] = {}  # name -> rounding error after the step
+
+    def take_rounding_errors(self) -> None:
+        """Add an input for each rounding error to the program."""
+        for leaf, t in self.comm.compression.rounding_errors.items():
+            self._rounding_errors[leaf] = self.b.input(t)
 
     def on_rows(self, step: DividedStep) -> Callable[..., HalfWriter] | None:
         """Return a function that creates the writer of a step with tables; None without tables."""
@@ -356,7 +400,10 @@ class TrainerCommWriter:
             return
 
         parts: list[Any] = [grad]
-        if len(blocks) > 1 and not self.comm.runtime_split:
+        if leaf in self.comm.compression.gradients:
+            parts = self._encode(leaf, grad)
+            self.b.labels.update(zip(parts, names, strict=True))
+        elif len(blocks) > 1 and not self.comm.runtime_split:
             self.b.role = DIST
             parts = self.b.bind(split_byref_p, grad, sections=_row_counts(blocks))
             self.b.labels.update(zip(parts, names, strict=True))
@@ -364,6 +411,19 @@ class TrainerCommWriter:
         params = {"epmap": _endpoints(blocks), "names": names, **self._merge(leaf)}
         params |= {**self._at_run_time(blocks), **self.common}
         self.tokens += self.b.bind(send_p, *parts, **params)
+
+    def _encode(self, leaf: str, grad: Any) -> list[Any]:
+        """Write the equations that encode the blocks of a gradient; return the encoded blocks."""
+        self.b.role = DIST
+        wire = self.comm.compression.gradients[leaf]
+        sections = _row_counts(self.placement.blocks[leaf])
+        if leaf not in self._rounding_errors:
+            return self.b.call(encoded_blocks(wire, sections), grad)
+        *parts, rest = self.b.call(
+            encoded_blocks(wire, sections), grad, self._rounding_errors[leaf]
+        )
+        self.new_rounding_errors[f"{ROUNDING_ERROR}/{leaf}"] = rest
+        return parts
 
     def _merge(self, leaf: str) -> dict[str, Any]:
         """Return the equation parameter `merge`, the rule that merges values of several steps."""
@@ -482,24 +542,25 @@ class TrainerCommWriter:
         Returns:
           The received leaves, by name.
         """
-        b = self.b
+        b, compression = self.b, self.comm.compression
         b.role = RPC
         arrived: list[Var] = []
         for leaf in leaves:
-            blocks = self.placement.blocks[leaf]
-            names = _names(blocks)
+            blocks, wire = self.placement.blocks[leaf], compression.params.get(leaf)
+            names = tuple(sent_name(x.name, wire) for x in blocks)
             received = b.bind(
                 recv_p,
                 *after,
                 epmap=_endpoints(blocks),
                 names=names,
-                types=tuple(ShapedArray(x.shape, x.dtype) for x in blocks),
+                types=tuple(map(compression.sent_param, blocks)),
                 **self.common,
             )
             b.labels.update(zip(received, names, strict=True))
             arrived += received
         if barrier:
-            # without a `recv` (all leaves are tables), the barrier itself needs all parameters
+            # If all leaves are tables, there is no `recv`. The barrier then gets the parameters
+            # that a `recv` would have, such as `sync_mode`.
             params = self.me if arrived else self.common
             endpoints = self.placement.endpoints
             arrived = b.bind(fetch_barrier_p, *arrived, endpoints=endpoints, **params)
@@ -508,11 +569,15 @@ class TrainerCommWriter:
         new: dict[str, Var] = {}
         first = 0
         for leaf in leaves:
-            names = _names(self.placement.blocks[leaf])
-            parts = arrived[first : first + len(names)]
+            blocks, wire = self.placement.blocks[leaf], compression.params.get(leaf)
+            names = tuple(sent_name(x.name, wire) for x in blocks)
+            parts: list[Any] = arrived[first : first + len(names)]
             first += len(names)
             if len(parts) > 1:
                 b.labels.update(zip(parts, names, strict=True))
-                parts = b.bind(concat_p, *parts, axis=0)
+                parts = list(b.bind(concat_p, *parts, axis=0))
+            if wire is not None:
+                shape = parts[0].aval.shape
+                parts = b.call(decoded(wire, shape, blocks[0].dtype), *parts)
             (new[leaf],) = parts
         return new

@@ -13,7 +13,7 @@ correct the gradient for its delay (`dtrans.parameter_server.dc_asgd`). GEO-SGD 
 Only servers store the optimizer state. Each server computes only its own rows of the single-device
 init (`dtrans.slicing.partial_init`).
 
-The job computes the numbers of one device on the global batch. If a step needs values of the whole
+The job computes the numbers of one device on the global batch. If a step needs values of the full
 batch before its end, such as batch statistics, trainers communicate in `exchange` equations
 (`dtrans.parameter_server.exchange_rounds`).
 
@@ -27,10 +27,17 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from dtrans._jax import JaxprEqn, equations, jaxprs_in_params, line_of, without_mesh
-from dtrans.batch.exact_step import ExactStep, batch_axes, full_type, shard_alone, shard_step
+from dtrans.batch.exact_step import (
+    ExactStep,
+    batch_axes,
+    full_type,
+    shard_alone,
+    shard_by_speed,
+    shard_step,
+)
 from dtrans.endpoints import parse_endpoints
 from dtrans.errors import ConfigError, GradientError, TraceError
 from dtrans.ir.dataflow import bits_of, needed_equations, outputs_of, propagate
@@ -38,6 +45,7 @@ from dtrans.ir.program import DIST, Program, is_communication
 from dtrans.ir.selection import subset
 from dtrans.ops import CommunicatorConfig
 from dtrans.parameter_server.averaged_leaves import choose_averages
+from dtrans.parameter_server.compression import choose_compression, compress_work
 from dtrans.parameter_server.dc_asgd import compensate, moving_suffixes
 from dtrans.parameter_server.exchange_rounds import TRAINERS, reduce_results
 from dtrans.parameter_server.geo_sgd import EACH_TRAINER, plan_geo_sgd
@@ -59,8 +67,15 @@ from dtrans.parameter_server.plan import (
     ServerPrograms,
 )
 from dtrans.parameter_server.server_program import ServerProgramWriter
-from dtrans.parameter_server.tables.choose import choose_tables, exactly_summed_leaves
-from dtrans.parameter_server.tables.options import Rows, check_sparse, check_staleness
+from dtrans.parameter_server.tables.choose import AUTO, choose_tables, exactly_summed_leaves
+from dtrans.parameter_server.tables.frozen_tables import with_frozen_tables
+from dtrans.parameter_server.tables.options import (
+    Rows,
+    check_row_filters,
+    check_sparse,
+    check_staleness,
+)
+from dtrans.parameter_server.tables.row_runs import with_row_runs
 from dtrans.parameter_server.tables.touched_rows import mark_tables, resized
 from dtrans.parameter_server.trainer_program import TrainerCommConfig, TrainerSide
 from dtrans.plan import with_recipe
@@ -74,6 +89,7 @@ from dtrans.step.batch_sharing import Batch
 from dtrans.step.forward_backward import refuse_across, refuse_nested
 from dtrans.step.halves import DividedStep, asks_for, divide_step
 from dtrans.step.handed_values import hand_over
+from dtrans.step.local_clip import clip_marked_gradients
 from dtrans.step.observers import GRADIENTS, UPDATE, callers_of, check_observers, refuse_observers
 from dtrans.step.startup import match_startup, normalize_step
 
@@ -123,7 +139,7 @@ def pserver(
         trainer that closes early also ends the job if the step has `exchange` rounds.
       batch: "exact", "local", or a `dtrans.Batch`.
 
-        - "exact": the job computes one device's numbers. If the step needs values of the whole
+        - "exact": the job computes one device's numbers. If the step needs values of the full
           batch, trainers exchange them through the servers; the plan counts these rounds.
           Asynchronous trainers cannot exchange values, so such a step raises ConfigError.
         - "local": each trainer runs the step on its part of the batch, and keeps its own value of
@@ -138,7 +154,7 @@ def pserver(
 
     Raises:
       ConfigError: an option is out of range, or a leaf in `sparse` cannot be a table. Also raised
-        if the mode is asynchronous, and the step needs values of the whole batch.
+        if the mode is asynchronous, and the step needs values of the full batch.
       BatchError: arrays of an exact step's batch differ in their number of rows.
       GradientError: the gradients of the step are ambiguous (see `dtrans.step.halves`), or a result
         of the step depends on the gradients of several trainers.
@@ -169,6 +185,13 @@ def pserver(
     endpoints = parse_endpoints(pservers)
     batch = check_options(trainers, mode, placement, on_trainer_exit, batch)
     check_staleness(sparse := check_sparse(sparse), mode)
+    check_row_filters(sparse, mode)
+    if batch.has_shares and sparse is not None:
+        raise ConfigError(
+            f"sparse={sparse!r} cannot be combined with batch=dtrans.Batch(speeds=...): tables are "
+            "planned for equally many lookups of all trainers; leave out one of the two"
+        )
+    main = with_row_runs(with_frozen_tables(main, sparse, AUTO), sparse, AUTO)
     options = PServerOptions(
         mode, placement, on_trainer_exit, batch, trainers, len(endpoints), sparse
     )
@@ -183,6 +206,9 @@ def pserver(
     if isinstance(mode, Geo):
         return plan_geo_sgd(plain, startup, endpoints, options)
     step = plain
+    if not isinstance(mode, Sync) and mode.clip_local_norm is not None:
+        refuse_clipped_tables(mode.clip_local_norm, sparse)
+        step = divide_step(clip_marked_gradients(main, mode.clip_local_norm, mode.clip_local_by))
     if shared is not None and not shared.proven:
         step = divide_step(shared.step.program)
         on_trainer_exit = refuse_paddle_exit(on_trainer_exit, shared)
@@ -190,11 +216,12 @@ def pserver(
     # Choose the communication, and derive the update that servers run.
     comm = dataclasses.replace(trainer_comm(step, trainers, mode, batch), parts=parts)
     refuse_exchange_in_update(comm.hand_over(step))
-    # If the split is proven, the outputs do not depend on the batch size.
+    # If trainers run the user's step itself on their parts (`proven`), no number of its update
+    # depends on the batch size.
     if comm.sync_mode and (shared is None or not shared.proven):
-        comm = dataclasses.replace(comm, numbers=batch_size_numbers(step, batch, comm))
+        comm = dataclasses.replace(comm, numbers=batch_size_numbers(step, batch, comm, shared))
     step = comm.server_update(step)
-    check_step(step, comm, on_trainer_exit)
+    check_step(step, comm, on_trainer_exit, is_exact=shared is not None)
 
     # Choose tables and place blocks. Row analysis finds the rows that a value of the update needs.
     analysis = analyse(step.optimize, step.optimized)
@@ -228,8 +255,10 @@ def pserver(
     caller = "trainer 0" if calls_once else EACH_TRAINER
     argument_servers = {n: update.readers_of(n) for n in step.arguments}
     state_servers = {n: update.holder_of(n) for n in step.state_read}
+    compression = choose_compression(step, mode, placed, comm.averages, tables.names)
     comm = dataclasses.replace(
         comm,
+        compression=compression,
         tables=tables.names,
         argument_servers=argument_servers,
         state_servers=state_servers,
@@ -242,7 +271,7 @@ def pserver(
         trainers,
         comm.sync_mode,
         on_trainer_exit,
-        compensation(step, mode, comm),
+        adapted_work(step, mode, comm),
         tables.of,
         lambda sizes: analyse_for(resized(placed, sizes)),
     )
@@ -255,11 +284,12 @@ def pserver(
         options=options,
         placement=placed,
         servers=programs,
-        trainer_side=TrainerSide(step, placed, startup, comm),
+        trainer_side=TrainerSide(step, placed, startup, comm, shared),
         update=served_update(step, update, comm),
         tables=tables,
         shared=shared,
         callers=callers_of(plain.observers, caller, caller),
+        compression=compression,
     )
 
 
@@ -282,6 +312,16 @@ def served_update(step: DividedStep, update: UpdateSpec, comm: TrainerCommConfig
     )
 
 
+def refuse_clipped_tables(norm: float, sparse: Any) -> None:
+    """Raise ConfigError if trainers clip gradients, and the plan has or chooses tables."""
+    if sparse is not None:
+        raise ConfigError(
+            f"clip_local_norm is {norm!r} and sparse is {sparse!r}, but a trainer has only single "
+            "rows of a table's gradient; leave out one of the two options, or clip by value in the "
+            "optimizer"
+        )
+
+
 def check_callbacks(step: DividedStep, trainers: int, mode: Mode, *, has_tables: bool) -> None:
     """Raise GradientError if a host callback reads a value that no trainer has."""
     if trainers > 1:
@@ -302,19 +342,22 @@ def split_batch(step: DividedStep, batch: Batch, trainers: int, mode: Mode) -> E
     """Return the split of the batch over trainers, or None if each runs the step on its own part.
 
     Raises:
-      ConfigError: updates are asynchronous, and the step needs values of the whole batch.
+      ConfigError: updates are asynchronous, and the step needs values of the full batch.
     """
     if trainers == 1 or not batch.exact:
         return None
     if not isinstance(mode, Sync):
         return shard_alone(step.with_reported(), batch, trainers, "asynchronous trainers")
+    if batch.has_shares:
+        return shard_by_speed(step.with_reported(), batch, trainers, TRAINERS, reduce_results)
     return shard_step(
         step.with_reported(),
         batch,
         trainers,
         TRAINERS,
         adapt=reduce_results,
-        # Rounds can be left out only if leaves that trainers keep stay equal on all trainers.
+        # A trainer can run the user's step itself, without `exchange` rounds, only if leaves on
+        # trainers stay equal on all trainers.
         alone=lambda merges: all(merges[n] == "same" for n in step.frozen if n in merges),
     )
 
@@ -331,7 +374,9 @@ def sent_parts(
     return None
 
 
-def batch_size_numbers(step: DividedStep, batch: Batch, comm: TrainerCommConfig) -> BatchNumbers:
+def batch_size_numbers(
+    step: DividedStep, batch: Batch, comm: TrainerCommConfig, shared: ExactStep | None
+) -> BatchNumbers:
     """Return the numbers of the update that depend on the batch size.
 
     To find them, the step is also traced with twice as many rows, and the two updates are compared.
@@ -342,7 +387,10 @@ def batch_size_numbers(step: DividedStep, batch: Batch, comm: TrainerCommConfig)
     axes = batch_axes(step, batch)
     twice = [full_type(t, axes.get(n), 2) for n, t in step.program.inputs.items()]
     try:
-        other = comm.hand_over(divide_step(step.program.specialize_flat(twice)))
+        if shared is not None and shared.for_trainer is not None:
+            other = comm.hand_over(shared.for_trainer(2, 0).step)
+        else:
+            other = comm.hand_over(divide_step(step.program.specialize_flat(twice)))
     except TraceError:  # the user's step works with one batch size only
         return BatchNumbers()
     traced = comm.hand_over(step)
@@ -370,9 +418,14 @@ def refuse_paddle_exit(on_trainer_exit: str, shared: ExactStep) -> Literal["erro
     Raises:
       ConfigError: the user's option is "paddle".
     """
+    if on_trainer_exit == "paddle" and shared.shares:
+        raise ConfigError(
+            "on_trainer_exit='paddle' cannot be combined with speeds of dtrans.Batch: the trainers "
+            "have shares of one batch, and an update needs all of them; leave out one of the two"
+        )
     if on_trainer_exit == "paddle":
         raise ConfigError(
-            "on_trainer_exit='paddle' cannot be used if the step needs values of the whole batch "
+            "on_trainer_exit='paddle' cannot be used if the step needs values of the full batch "
             f"({shared.reason}): after a trainer has left, they cannot be computed; leave out "
             "on_trainer_exit, or pass batch='local'"
         )
@@ -470,7 +523,9 @@ def communicator_for(step: DividedStep, options: CommunicatorConfig) -> Communic
     return options
 
 
-def check_step(step: DividedStep, comm: TrainerCommConfig, on_trainer_exit: str) -> None:
+def check_step(
+    step: DividedStep, comm: TrainerCommConfig, on_trainer_exit: str, *, is_exact: bool
+) -> None:
     """Raise an error for a step that cannot be divided between trainers and servers.
 
     Raises:
@@ -483,7 +538,9 @@ def check_step(step: DividedStep, comm: TrainerCommConfig, on_trainer_exit: str)
             f"on_trainer_exit='paddle' cannot be used if merge averages {comm.averages[0]}: the "
             "average would count a trainer that has left as zero; pass on_trainer_exit='drop'"
         )
-    refuse_nested(step, comm.gradients_per_update)
+    # with an exact batch, each trainer computes its part of the inner derivative of one device
+    if not is_exact:
+        refuse_nested(step, comm.gradients_per_update)
     if step.from_gradients and comm.gradients_per_update > 1:
         raise GradientError(
             f"{step.from_gradients[0]} is computed from gradients, but each of {comm.trainers} "
@@ -492,10 +549,15 @@ def check_step(step: DividedStep, comm: TrainerCommConfig, on_trainer_exit: str)
         )
 
 
-def compensation(
+def adapted_work(
     step: DividedStep, mode: Sync | Async | HalfAsync, comm: TrainerCommConfig
 ) -> Callable[[ServerWork, Sequence[Unit]], ServerWork] | None:
-    """Return the function that adds delay compensation to a server's updates, or None."""
+    """Return the function that adds compression or delay compensation to a server's updates.
+
+    Return None for plans with neither.
+    """
+    if comm.compression.is_used:
+        return functools.partial(compress_work, compression=comm.compression, leaves=step.params)
     if isinstance(mode, Sync) or mode.delay is None:
         return None
     return functools.partial(
@@ -519,7 +581,9 @@ def check_async(servers: Mapping[str, ServerPrograms]) -> None:
             raise ConfigError(
                 "the optimizer reduces over several blocks (a global norm, or a test that all "
                 "gradients are finite), so it needs all gradients of a step at once; use "
-                "mode=dtrans.Sync(), or clip by value"
+                "mode=dtrans.Sync(). A trainer can clip its gradients before it sends them: leave "
+                "the clip out of the optimizer, and pass clip_local_norm=1.0 to dtrans.Async or "
+                "dtrans.HalfAsync"
             )
         if blocks and not serve.params["grad_to_block_id"]:
             params = ", ".join(serve.params["param_names"])

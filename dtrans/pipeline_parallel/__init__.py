@@ -9,9 +9,12 @@ auto_stages        chooses the number of stages for `num_stages="auto"`
 balance            divides a list of costs into parts of similar cost
 repeated_blocks    finds repeated layers in a model
 stage_programs     writes the forward and backward programs of each stage
+gather_params      gathers the parameters that replicas store as slices
 stage_vjp          differentiates one stage and selects the residuals that it saves
 stage_scan         divides a scan over layers into one scan for each stage
+unstacked_inputs   replaces stacked inputs of a function by the rows of each stage
 staged_model       the model's stages, and the programs of the stages for any batch size
+dynamic_scale      scales the loss by a dynamic scale, and skips steps whose gradients overflow
 split_stages       applies tensor parallelism inside a stage (`dtrans.split`)
 results            merges the results of micro-batches and replicas
 update             writes the update, which computes new parameters from sums of gradients
@@ -20,5 +23,6 @@ schedule           `Schedule`: the order of tasks on each device
 orders             orders of the named schedules, and checks of user-written orders
 task               `Task`, the dependencies of tasks, and the simulation of their times
 gantt              draws schedules and measured runs
+uneven_batch       plans the last batch of an epoch, with another number of micro-batches
 device_layout      assigns devices to stages and replicas
 """

@@ -8,8 +8,9 @@ another way: elementwise equations that read only inputs also move. Both lists a
 stages. The result is the division whose slowest stage takes less time.
 
 The cost of a stage is its number of floating-point operations, plus `flops_per_byte` for each byte
-that the stage sends to the next stage. A stage sends each value once. It also forwards values that
-only later stages read (skip connections). Three kinds of values are not sent:
+that the stage sends to the next stage. If stages have different speeds, the number of operations is
+divided by the relative speed of the stage. A stage sends each value once. It also forwards values
+that only later stages read (skip connections). Three kinds of values are not sent:
 
   - inputs of the step: each stage that reads an input receives it with the batch
   - values that depend on no micro-batch: each stage that reads them computes them
@@ -34,7 +35,8 @@ Policies:
                    (`dtrans.pipeline_parallel.balance.balanced`). Stages begin at repeated blocks
                    instead, if the slowest stage then has at most `SLACK` times the work. If all
                    blocks cost about the same, and their number is a multiple of the number of
-                   stages, the result is the division of REPEATED_LAYERS.
+                   stages, the result is the division of REPEATED_LAYERS. Stages of different
+                   speeds get numbers of layers in proportion to their speeds, if possible.
 
 EPL has no cost model. It avoids dividing blocks only if their number is a multiple of the number of
 stages (epl/parallel/planner.py).
@@ -99,6 +101,7 @@ def stages_of(
     policy: str | None = None,
     flops_per_byte: float = FLOPS_PER_BYTE,
     batch: Collection[Var] | None = None,
+    speeds: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
     """Return the stage index of each top-level equation.
 
@@ -113,11 +116,12 @@ def stages_of(
       flops_per_byte: the floating-point operations that a device does while it sends one byte.
       batch: the inputs that differ between micro-batches; None if all inputs do. Each stage
         recomputes the values that it reads if they depend on none of these inputs.
+      speeds: the speed of each stage; only ratios matter. None if all stages are equally fast.
 
     Raises:
       ConfigError: the forward pass has fewer equations than `num_stages`. The policy is unknown, or
         REPEATED_LAYERS finds no blocks. Scopes contradict `num_stages`, the policy, or the order
-        of the equations.
+        of the equations. Or stages have different speeds, and the policy ignores speeds.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -153,9 +157,16 @@ def stages_of(
     if len(eqns) < num_stages:
         raise ConfigError(
             f"num_stages is {num_stages}, but the step's forward pass has only {len(eqns)} "
-            "equations; ask for fewer stages"
+            "equations; reduce num_stages"
         )
 
+    relative = relative_speeds(speeds, num_stages)
+    if len(set(relative)) > 1 and policy in ("BALANCE_OP_NUM", "REPEATED_LAYERS"):
+        what = "equations" if policy == "BALANCE_OP_NUM" else "layers"
+        raise ConfigError(
+            f"speeds of dtrans.Cluster cannot be combined with policy={policy!r}, which gives each "
+            f"stage the same number of {what}; leave out policy, or pass policy='BALANCE_FLOPS'"
+        )
     costs = list(map(flops, eqns))
     if policy == "BALANCE_OP_NUM":
         return part_of_each(partition_balance([1] * len(eqns), num_stages), len(eqns))
@@ -166,7 +177,7 @@ def stages_of(
     # takes the least time.
     divisions = []
     for order in _orders(forward, costs, batch):
-        row = _OrderedEquations(forward, costs, order, flops_per_byte, batch)
+        row = _OrderedEquations(forward, costs, order, flops_per_byte, batch, relative)
         divisions.append((row, row.divide(num_stages, rule)))
     row, best = min(divisions, key=lambda pair: pair[0].slowest(pair[1]))
     if policy == "REPEATED_LAYERS":
@@ -174,6 +185,20 @@ def stages_of(
     elif policy != "BALANCE_FLOPS":
         best = _heuristic(row, num_stages, best)
     return row.stages(best)
+
+
+def relative_speeds(speeds: Sequence[float] | None, num_stages: int) -> tuple[float, ...]:
+    """Return the speed of each stage, divided by the mean speed; 1 for each stage without speeds.
+
+    Example:
+      >>> from dtrans.pipeline_parallel.assign_stages import relative_speeds
+      >>> relative_speeds([30, 10], 2), relative_speeds(None, 2)
+      ((1.5, 0.5), (1.0, 1.0))
+    """
+    if speeds is None or len(set(speeds)) == 1:
+        return (1.0,) * num_stages
+    mean = sum(speeds) / len(speeds)
+    return tuple(speed / mean for speed in speeds)
 
 
 def stage_costs(
@@ -212,7 +237,10 @@ def stage_costs(
     return tuple(map(StageCost, equations, work, sends))
 
 
-Rule: TypeAlias = Callable[[Sequence[float], Sequence[float], int], tuple[int, ...]]
+# Rule of `dtrans.pipeline_parallel.balance`: (costs, crossing, parts, speeds) -> starts of parts
+Rule: TypeAlias = Callable[
+    [Sequence[float], Sequence[float], int, Sequence[float]], tuple[int, ...]
+]
 
 
 # -- the list of equations -------------------------------------------------------------------------
@@ -227,6 +255,7 @@ class _OrderedEquations:
       order: the order of the list, as indices of equations in the program.
       flops_per_byte: the cost of sending one byte, in floating-point operations.
       batch: the inputs that differ between micro-batches; None if all inputs do.
+      speeds: the relative speed of each part into which the list is divided.
 
     Attributes:
       eqns: the equations, in the order of the list.
@@ -241,8 +270,9 @@ class _OrderedEquations:
         order: Sequence[int],
         flops_per_byte: float,
         batch: Collection[Var] | None,
+        speeds: Sequence[float],
     ) -> None:
-        self.order = order
+        self.order, self.speeds = order, speeds
         self.eqns = values_at(forward.jaxpr.eqns, order)
         self.costs = values_at(costs, order)
         count = len(order)
@@ -273,10 +303,14 @@ class _OrderedEquations:
         bounds = [*starts, len(self.order)]
         return [sum(self.costs[a:b]) for a, b in itertools.pairwise(bounds)]
 
+    def times(self, starts: Sequence[int]) -> list[float]:
+        """Return the work of each part, divided by its relative speed."""
+        return [x / speed for x, speed in zip(self.work(starts), self.speeds, strict=True)]
+
     def slowest(self, starts: Sequence[int]) -> float:
         """Return the cost of the slowest part, including the bytes that it sends."""
         sent = [*values_at(self.crossing, starts[1:]), 0.0]
-        return max(map(sum, zip(self.work(starts), sent, strict=True)))
+        return max(map(sum, zip(self.times(starts), sent, strict=True)))
 
     def divide(self, parts: int, rule: Rule, blocks: Blocks | None = None) -> tuple[int, ...]:
         """Divide the list into parts; return the position at which each part begins.
@@ -293,16 +327,16 @@ class _OrderedEquations:
         costs = self.work(positions)
         paid = np.flatnonzero(costs).tolist()
         if len(paid) < parts:
-            return tuple(
-                values_at(positions, rule(costs, values_at(self.crossing, positions), parts))
-            )
+            crossing = values_at(self.crossing, positions)
+            return tuple(values_at(positions, rule(costs, crossing, parts, self.speeds)))
         # The rules take time quadratic in the number of candidate boundaries. So between two
         # consecutive units with a cost, only the cheapest boundary is a candidate (on ties the
         # first).
         best = [0]
         for a, b in itertools.pairwise(paid):
             best.append(min(positions[a + 1 : b + 1], key=lambda i: (self.crossing[i], i)))
-        starts = rule(values_at(costs, paid), values_at(self.crossing, best), parts)
+        crossing = values_at(self.crossing, best)
+        starts = rule(values_at(costs, paid), crossing, parts, self.speeds)
         return tuple(values_at(best, starts))
 
 
@@ -340,7 +374,7 @@ def _delay_to_readers(eqns: Sequence[JaxprEqn], movable: Sequence[bool]) -> list
     """Return an order in which each movable equation directly precedes its first reader."""
     producer: dict[Var, int] = {}
     operands: list[list[int]] = []
-    moves: list[bool] = []  # An equation moves only if all its operands move.
+    moves: list[bool] = []  # True for each equation that is movable, with all its operands
     for i, eqn in enumerate(eqns):
         operands.append(values_at(producer, select(_reads(eqn), producer)))
         moves.append(not eqn.effects and movable[i] and all(values_at(moves, operands[i])))
@@ -373,11 +407,12 @@ def _heuristic(row: _OrderedEquations, parts: int, best: tuple[int, ...]) -> tup
         return best
     blocks = found[0]
     starts = row.divide(parts, balanced, blocks)
-    near = lambda mine, other: max(row.work(mine)) <= SLACK * max(row.work(other))
+    near = lambda mine, other: max(row.times(mine)) <= SLACK * max(row.times(other))
 
     # If all blocks cost about the same, users expect the same number of blocks on each stage.
     each = blocks.costs(row.costs)
-    if len(blocks) % parts == 0 and max(each) <= SLACK * min(each):
+    is_even = max(each) <= SLACK * min(each) and len(set(row.speeds)) == 1
+    if len(blocks) % parts == 0 and is_even:
         even = _even(blocks, parts)
         if near(even, starts):
             return even
@@ -496,8 +531,8 @@ def _check_order(
         latest = max((reached.get(a, -1) for a in _reads(eqn)), default=-1)
         if stage is not None and latest > stage:
             raise ConfigError(
-                f"{eqn.primitive.name} in {named[stage]} reads a value of {named[latest]}, which "
-                "begins later, and a stage cannot read from a later stage; enter the scopes in the "
-                "order in which values flow through the model"
+                f"{eqn.primitive.name} in {named[stage]} reads a value of {named[latest]}. This "
+                "stage begins later, and a stage cannot read from a later one; enter the scopes "
+                "in the order in which values flow through the model"
             )
         reached |= dict.fromkeys(eqn.outvars, max(latest, -1 if stage is None else stage))

@@ -10,6 +10,7 @@ needs a device. So the result is the least number whose duration is within a fac
 from __future__ import annotations
 
 import dataclasses
+import statistics
 
 import jax
 
@@ -75,22 +76,39 @@ def _devices(cluster: Cluster, replicas: int) -> int:
         return len(cluster.slices)
     if cluster.layout == "all":
         return 1
-    return len(cluster.devices or jax.devices()) // replicas
+    return len(cluster.devices or cluster.speeds or jax.devices()) // replicas
+
+
+def _first_stages(cluster: Cluster, count: int) -> Cluster:
+    """Return the cluster with the devices of the first stages, if it lists devices by stage."""
+    if cluster.slices is None:
+        return cluster
+    return dataclasses.replace(cluster, slices=cluster.slices[:count])
 
 
 def _makespan(forward: ForwardPass, o: PipelineOptions, timetable: Schedule) -> float:
-    """Return the duration of a step; the unit is the time of one floating-point operation."""
+    """Return the duration of a step; the unit is the time of one floating-point operation.
+
+    A device with the mean speed of the cluster takes this time. So durations for different numbers
+    of stages are comparable.
+    """
     rate, batch = o.stages.flops_per_byte, forward.micro_batch_inputs
+    count = timetable.num_stages
+    speeds = _first_stages(o.stages.cluster, count).stage_speeds([1] * count, o.replicas)
+    speeds *= timetable.chunks
+    mean = statistics.fmean(o.stages.cluster.speeds or speeds)
     stage_of = stages_of(
         forward.jaxpr,
         timetable.num_model_stages,
         policy=o.stages.policy,
         flops_per_byte=rate,
         batch=batch,
+        speeds=speeds,
     )
     work, backward = [], []
-    for cost in stage_costs(forward.jaxpr, stage_of, batch):
-        work.append(cost.flops + rate * cost.sends)
+    costs = stage_costs(forward.jaxpr, stage_of, batch)
+    for cost, speed in zip(costs, speeds, strict=True):
+        work.append(cost.flops * mean / speed + rate * cost.sends)
         # A backward pass computes two matrix products for each product of the forward pass.
         backward.append(2 * work[-1])
     return float(timetable.makespan(work, backward, work))

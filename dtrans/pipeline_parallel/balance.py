@@ -3,7 +3,9 @@
 There are two exact rules (`contiguous` and `balanced`), and EPL's balance of op counts
 (`partition_balance`). A *unit* is an entry of the list: in a pipeline, an equation or a block of
 equations. A *part* consists of consecutive units. `crossing` contains the costs of boundaries
-between parts: in a pipeline, the cost of sending the bytes that cross a boundary.
+between parts: in a pipeline, the cost of sending the bytes that cross a boundary. `speeds` contains
+the relative speed of each part: a part of speed 2 does its work in half the time. The work of a
+part, divided by its speed, is the *time* of the part.
 
 Each function returns the first unit of each part: `(0, 3, 5)` means units 0 to 2, 3 to 4, and 5 to
 the end. The result has exactly the requested number of parts, each with at least one unit. If this
@@ -16,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -28,54 +30,73 @@ from dtrans.errors import ConfigError
 SLACK = 1.1
 
 
-def contiguous(costs: Sequence[float], crossing: Sequence[float], parts: int) -> tuple[int, ...]:
+def contiguous(
+    costs: Sequence[float],
+    crossing: Sequence[float],
+    parts: int,
+    speeds: Sequence[float] | None = None,
+) -> tuple[int, ...]:
     """Divide a list of units into parts so that the cost of the slowest part is minimal.
 
-    The result is exact, in O(parts * units^2). A part of the units i to j - 1 costs
-    `sum(costs[i:j]) + crossing[j]`: its work, plus the transfer of its output to the next part.
-    Ties are broken by these criteria, in order: least total crossing; most even work (least sum of
-    squares); earliest boundaries, compared from the last part backwards.
+    The result is exact, in O(parts * units^2). Part p of the units i to j - 1 costs
+    `sum(costs[i:j]) / speeds[p] + crossing[j]`: its time, plus the transfer of its output to the
+    next part. Ties are broken by these criteria, in order: least total crossing; most even times
+    (least sum of squares); earliest boundaries, compared from the last part backwards.
 
     Args:
       costs: the cost of each unit, at least 0.
       crossing: `crossing[j]` is the cost of a boundary in front of unit j. It has the length of
         `costs`; `crossing[0]` is ignored.
       parts: the number of parts.
+      speeds: the relative speed of each part; None if all parts are equally fast.
 
     Returns:
       The first unit of each part: `parts` increasing numbers, beginning with 0.
 
     Raises:
-      ConfigError: there are fewer units than parts, or a cost is negative or not finite.
+      ConfigError: there are fewer units than parts, or a cost is negative or not finite. Or
+        `speeds` does not have one entry for each part.
 
     Example:
       >>> from dtrans.pipeline_parallel.balance import contiguous
       >>> contiguous([4, 1, 1, 1, 1, 4], [0] * 6, 2)
       (0, 3)
+      >>> contiguous([4, 1, 1, 1, 1, 4], [0] * 6, 2, speeds=[2, 1])
+      (0, 5)
       >>> contiguous([4, 1, 1, 1, 1, 4], [0, 0, 0, 9, 0, 0], 2)
       (0, 2)
     """
     _check(costs, parts)
-    sent, work = _sent(costs, crossing), _work(costs)
-    units, total = len(costs), lambda stop: work(stop) + sent[stop]
+    sent, time = _sent(costs, crossing), _time(costs, parts, speeds)
+    units, total = len(costs), lambda part, stop: time(part, stop) + sent[stop]
     limit = _extreme(units, parts, total, np.minimum, np.maximum, np.inf)
-    squares = lambda stop: work(stop) ** 2
-    return _best(units, parts, lambda stop: total(stop) <= limit, lambda stop: sent[stop], squares)
+    return _best(
+        units,
+        parts,
+        lambda part, stop: total(part, stop) <= limit,
+        lambda part, stop: sent[stop],
+        lambda part, stop: time(part, stop) ** 2,
+    )
 
 
-def balanced(costs: Sequence[float], crossing: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Divide a list of units into parts of nearly balanced work, with the least total crossing.
+def balanced(
+    costs: Sequence[float],
+    crossing: Sequence[float],
+    parts: int,
+    speeds: Sequence[float] | None = None,
+) -> tuple[int, ...]:
+    """Divide a list of units into parts of nearly equal times, with the least total crossing.
 
-    The result is exact. Two limits define "nearly balanced":
+    The result is exact. Two limits define "nearly equal":
 
-    - No part has more than `SLACK * most`. `most` is the work of the slowest part in the division
-      that minimizes this work.
-    - No part has less than `least / 2`. `least` is the work of the lightest part in the division
-      that maximizes this work, among the divisions within the first limit.
+    - No part takes longer than `SLACK * most`. `most` is the time of the slowest part in the
+      division that minimizes this time.
+    - No part takes less than `least / 2`. `least` is the time of the fastest part in the division
+      that maximizes this time, among the divisions within the first limit.
 
     On ties, parts that begin with the most expensive units are preferred, because a layer begins
-    with its matrix product. The last criterion is even work. Arguments, result and errors are those
-    of `contiguous`.
+    with its matrix product. The last criterion is even times. Arguments, result and errors are
+    those of `contiguous`.
 
     Example:
       >>> from dtrans.pipeline_parallel.balance import balanced, contiguous
@@ -84,24 +105,32 @@ def balanced(costs: Sequence[float], crossing: Sequence[float], parts: int) -> t
       ((0, 1, 3, 5), (0, 2, 4, 6))
     """
     _check(costs, parts)
-    sent, work = _sent(costs, crossing), _work(costs)
+    sent, time = _sent(costs, crossing), _time(costs, parts, speeds)
     units, first_unit = len(costs), -np.asarray(costs, float)
-    most = SLACK * _extreme(units, parts, work, np.minimum, np.maximum, np.inf)
-    within = lambda stop: np.where(work(stop) <= most, work(stop), -np.inf)
+    most = SLACK * _extreme(units, parts, time, np.minimum, np.maximum, np.inf)
+
+    def within(part: int, stop: int) -> Any:
+        times = time(part, stop)
+        return np.where(times <= most, times, -np.inf)
+
     least = _extreme(units, parts, within, np.maximum, np.minimum, -np.inf) / 2
-    fits = lambda stop: (work(stop) <= most) & (work(stop) >= least)
+
+    def fits(part: int, stop: int) -> Any:
+        times = time(part, stop)
+        return (times <= most) & (times >= least)
+
     return _best(
         units,
         parts,
         fits,
-        lambda stop: sent[stop],
-        lambda stop: first_unit[:stop],
-        lambda stop: work(stop) ** 2,
+        lambda part, stop: sent[stop],
+        lambda part, stop: first_unit[:stop],
+        lambda part, stop: time(part, stop) ** 2,
     )
 
 
 def _sent(costs: Sequence[float], crossing: Sequence[float]) -> Any:
-    """Return an array of the costs of all boundaries, with 0 at both ends of the list."""
+    """Return `crossing` as an array, with 0 for the boundaries in front of and behind all units."""
     if len(crossing) != len(costs):
         raise ConfigError(
             f"crossing has {len(crossing)} entries; expected one for each of the {len(costs)} units"
@@ -109,19 +138,30 @@ def _sent(costs: Sequence[float], crossing: Sequence[float]) -> Any:
     sent = np.append(np.asarray(crossing, float), 0.0)
     sent[0] = 0.0
     if not (np.isfinite(sent).all() and (sent >= 0).all()):
-        raise ConfigError("crossing has a cost that is negative or not finite; expected 0 or more")
+        raise ConfigError(
+            "crossing has an entry that is negative or not finite; expected numbers of 0 or more"
+        )
     return sent
 
 
-def _work(costs: Sequence[float]) -> Callable[[int], Any]:
-    """Return a function `work`. `work(stop)[start]` is the work of the units start:stop."""
+# Function of (index of a part, stop) that returns an array. Entry `start` is a property of the part
+# with the units start:stop. The result may also be one number for all starts.
+PartCost: TypeAlias = Callable[[int, int], Any]
+
+
+def _time(costs: Sequence[float], parts: int, speeds: Sequence[float] | None) -> PartCost:
+    """Return a function `time`. `time(p, stop)[start]` is the time of part p, units start:stop."""
     done = np.concatenate([[0.0], np.cumsum(np.asarray(costs, float))])
-    return lambda stop: done[stop] - done[:stop]
+    if speeds is None:
+        speeds = (1.0,) * parts
+    if len(speeds) != parts:
+        raise ConfigError(
+            f"speeds has {len(speeds)} entries; expected one for each of {parts} parts"
+        )
+    return lambda part, stop: (done[stop] - done[:stop]) / speeds[part]
 
 
-def _extreme(
-    units: int, parts: int, cost: Callable[[int], Any], best: Any, worst: Any, none: float
-) -> float:
+def _extreme(units: int, parts: int, cost: PartCost, best: Any, worst: Any, none: float) -> float:
     """Return the best possible cost of the worst part, over all divisions into `parts` parts.
 
     With `best=np.minimum, worst=np.maximum`, the result is the least possible cost of the slowest
@@ -130,23 +170,21 @@ def _extreme(
 
     Args:
       units, parts: the number of units, and of parts.
-      cost: `cost(stop)` is an array; entry `start` is the cost of the units start:stop as a part.
+      cost: the cost of a part.
       best, worst: `np.minimum` and `np.maximum`, in either order.
       none: a cost worse than all others: inf or -inf.
     """
     totals = np.full(units + 1, none)
     totals[0] = -none
-    for _ in range(parts):
+    for part in range(parts):
         now = np.full(units + 1, none)
         for stop in range(1, units + 1):
-            now[stop] = best.reduce(worst(totals[:stop], cost(stop)))
+            now[stop] = best.reduce(worst(totals[:stop], cost(part, stop)))
         totals = now
     return float(totals[units])
 
 
-def _best(
-    units: int, parts: int, fits: Callable[[int], Any], *keys: Callable[[int], Any]
-) -> tuple[int, ...]:
+def _best(units: int, parts: int, fits: PartCost, *keys: PartCost) -> tuple[int, ...]:
     """Return the starts of the parts in the best division into allowed parts.
 
     The best division has the least sum of the first key over its parts. Ties are broken by the sum
@@ -154,9 +192,8 @@ def _best(
 
     Args:
       units, parts: the number of units, and of parts.
-      fits: `fits(stop)` is an array; entry `start` is True if the units start:stop may be a part.
-      keys: functions. `key(stop)` is an array; entry `start` is the key of the part start:stop. It
-        may also be one number for all starts.
+      fits: True if a part is allowed.
+      keys: the keys of a part, the most important first.
     """
     # Dynamic programming over (part, stop): `totals[k, stop]` is the sum of key k for the best
     # division of the units before `stop`.
@@ -166,15 +203,15 @@ def _best(
     for part in range(parts):
         now = np.full((len(keys), units + 1), np.inf)
         for stop in range(1, units + 1):
-            left = np.flatnonzero(fits(stop) & np.isfinite(totals[0, :stop]))
+            left = np.flatnonzero(fits(part, stop) & np.isfinite(totals[0, :stop]))
             if not left.size:
                 continue
             for key, total in zip(keys, totals, strict=True):
-                sums = (total[:stop] + key(stop))[left]
+                sums = (total[:stop] + key(part, stop))[left]
                 left = left[sums == sums.min()]
             came_from[part, stop] = left[0]
             for k, key in enumerate(keys):
-                now[k, stop] = (totals[k, :stop] + key(stop))[left[0]]
+                now[k, stop] = (totals[k, :stop] + key(part, stop))[left[0]]
         totals = now
     # Trace the best division back from its end.
     starts = [units]
@@ -241,6 +278,8 @@ def _check(costs: Sequence[float], parts: int) -> None:
     if parts < 1:
         raise ConfigError(f"parts is {parts}; expected 1 or more")
     if len(costs) < parts:
-        raise ConfigError(f"{len(costs)} units cannot fill {parts} parts; ask for fewer parts")
+        raise ConfigError(f"parts is {parts}, but there are only {len(costs)} units; reduce parts")
     if any(not math.isfinite(c) or c < 0 for c in costs):
-        raise ConfigError("a unit has a cost that is negative or not finite; expected 0 or more")
+        raise ConfigError(
+            "costs has an entry that is negative or not finite; expected numbers of 0 or more"
+        )

@@ -15,7 +15,10 @@ all devices of one host before the devices of the next host. The second order ta
 of every host, then the second of every host. Devices outside of all grids stay idle, and
 `VirtualDevices.idle` lists them.
 
-Source: `Cluster` and its layouts of EPL (epl/cluster.py).
+Devices may have different speeds. The devices of a stage wait for each other, so the speed of a
+stage is the speed of its slowest device.
+
+Source: `Cluster` and its layouts of EPL (epl/cluster.py). Speeds: Whale (Jia et al., ATC 2022).
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dtrans.checks import check_speeds
 from dtrans.errors import ConfigError
 from dtrans.ir.selection import exclude
 
@@ -80,10 +84,14 @@ class Cluster:
       slices: the devices as [stage][replica][device], for "specific".
       prefer_intra_node: for "auto" and "all": take all devices of a host before the devices of the
         next host. If False, take the first device of every host, then the second of every host.
+      speeds: the relative speed of each device, in the order of `devices`. Without `devices`, in
+        the order in which the layout takes devices. A stage whose devices are twice as fast gets
+        twice the operations. None: all devices are equally fast.
 
     Raises:
       ConfigError: the layout is unknown, or a device is listed twice. Or the layout is "specific"
-        without `slices`, or another layout with `slices`.
+        without `slices`, or another layout with `slices`. Or `speeds` is no list of positive
+        numbers, one for each device.
 
     Source: `Cluster` of EPL (epl/cluster.py), and `cluster.device_place_prefer_intra_node` of its
     configuration. EPL's "all" ignores this option, and always takes the hosts in order.
@@ -103,6 +111,7 @@ class Cluster:
     devices: Sequence[Any] | None = None
     slices: Sequence[Sequence[Sequence[Any]]] | None = None
     prefer_intra_node: bool = True
+    speeds: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -121,6 +130,54 @@ class Cluster:
             )
         if self.devices is not None:
             _check_distinct(self.devices, "devices")
+        if self.speeds is not None:
+            object.__setattr__(self, "speeds", check_speeds(self.speeds, "device"))
+            self._check_speeds_fit()
+
+    def _check_speeds_fit(self) -> None:
+        """Raise ConfigError if there is not one speed for each device."""
+        assert self.speeds is not None
+        if self.devices is not None and len(self.speeds) != len(self.devices):
+            raise ConfigError(
+                f"speeds has {len(self.speeds)} entries, but there are {len(self.devices)} "
+                "devices; pass one speed for each device"
+            )
+        if self.devices is None and self.layout == "specific":
+            raise ConfigError(
+                "speeds needs an order of devices, but layout='specific' does not order the "
+                "devices; pass devices=[...] with one device for each speed"
+            )
+
+    def stage_speeds(self, device_counts: Sequence[int], replicas: int) -> tuple[float, ...]:
+        """Return the speed of each stage: the speed of its slowest device in any replica.
+
+        Args:
+          device_counts: the number of devices that one replica of each stage uses.
+          replicas: the number of replicas of the model.
+
+        Raises:
+          ConfigError: there are fewer speeds than devices.
+
+        Example:
+          >>> from dtrans.pipeline_parallel.device_layout import Cluster
+          >>> Cluster(speeds=[4, 1, 2, 1]).stage_speeds([1, 1], replicas=2)
+          (2.0, 1.0)
+        """
+        if self.speeds is None:
+            return (1.0,) * len(device_counts)
+        needed = replicas * sum(device_counts)
+        if needed > len(self.speeds):
+            raise ConfigError(
+                f"speeds has {len(self.speeds)} entries, but {len(device_counts)} stages with "
+                f"{replicas} replicas use {needed} devices; pass one speed for each device"
+            )
+        ordered = self
+        if self.devices is None:
+            ordered = dataclasses.replace(self, devices=_numbered(len(self.speeds)))
+        assert ordered.devices is not None
+        speed_of = dict(zip(ordered.devices, self.speeds, strict=True))
+        grids = ordered.virtual_devices(device_counts, replicas)
+        return tuple(min(map(speed_of.__getitem__, grid.flat)) for grid in grids)
 
     def virtual_devices(
         self, device_counts: Sequence[int], replicas: int | None = None, *, use_all: bool = False
@@ -153,9 +210,21 @@ class Cluster:
         found = VirtualDevices(grids, exclude(devices, used))
         if use_all and found.idle:
             raise ConfigError(
-                f"layout={self.layout!r}: {found.notes[0]}; ask for more replicas or more stages"
+                f"layout={self.layout!r}: {found.notes[0]}; "
+                "increase replicas or the number of stages"
             )
         return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _NumberedDevice:
+    """Number of a device that the plan does not know. Each device counts as a separate host."""
+
+    process_index: int
+
+
+def _numbered(count: int) -> list[_NumberedDevice]:
+    return list(map(_NumberedDevice, range(count)))
 
 
 def _auto(
@@ -294,7 +363,8 @@ def _replicas(cluster: Cluster, total: int, counts: list[int], replicas: int | N
     if replicas * per_replica > total:
         raise ConfigError(
             f"layout={cluster.layout!r}: {use}, so {replicas} replicas need "
-            f"{replicas * per_replica}, but there are {total}; ask for fewer replicas or stages"
+            f"{replicas * per_replica}, but there are {total}; reduce replicas or the number "
+            "of stages"
         )
     return replicas
 

@@ -112,7 +112,7 @@ class ForwardPass(HoldsJaxpr):
 
 
 def forward_pass(step: DividedStep) -> ForwardPass:
-    """Return the forward pass of a captured step.
+    """Return the forward pass of a captured step: its loss is one equation.
 
     Raises:
       GradientError: the step uses gradients that were not computed with `dtrans.value_and_grad`.

@@ -14,7 +14,7 @@ from dtrans.ir.selection import exclude
 from dtrans.pipeline_parallel.assign_stages import FLOPS_PER_BYTE, POLICIES
 from dtrans.pipeline_parallel.device_layout import Cluster
 from dtrans.step.batch_sharing import Batch
-from dtrans.zero.options import Precision
+from dtrans.zero.options import LossScaling, Precision
 
 
 AXIS = "replica"  # mesh axis of the replicas of a stage
@@ -33,8 +33,8 @@ class Stages:
         (`dtrans.replicate`) override the policy.
       flops_per_byte: the floating-point operations that a device does while it sends one byte; see
         `FLOPS_PER_BYTE`.
-      chunks: the number of stages on each device. Only for the schedule "Interleaved", with the
-        default 2.
+      chunks: the number of stages on each device. Only for the schedule "Interleaved", where the
+        default is 2.
       cluster: the assignment of devices to stages and replicas.
 
     Raises:
@@ -66,7 +66,9 @@ class StageMemory:
     Attributes:
       sharding_stage: 0: each replica of a stage stores the complete optimizer state. 1: each
         replica stores a slice of the optimizer state. 2: each replica also stores only a slice of
-        the gradients. The replicas then reduce-scatter the gradients after each micro-batch.
+        the gradients. The replicas then reduce-scatter the gradients after each micro-batch. 3:
+        each replica also stores only a slice of the parameters. The replicas then all-gather the
+        parameters in each forward and backward pass of a micro-batch.
       min_slice_size: leaves with fewer elements are not sliced.
       gradient_checkpoint: the values that a stage saves from forward to backward. The stage
         recomputes all other residuals. "" (the default): all residuals. "auto": only values
@@ -81,11 +83,11 @@ class StageMemory:
         update. A stage then fetches parameters for each task.
       precision: the precision of matrix products: a `dtrans.Precision`, or the value of its
         `dtype`. With "bf16", matrix products and their operands have 16 bits, forward and
-        backward. "fp16" needs a fixed loss scale: `dtrans.Precision("fp16", loss_scaling=1024)`.
+        backward. "fp16" has a dynamic loss scale: a step whose gradients are not finite changes
+        only the scale. `dtrans.Precision("fp16", loss_scaling=1024)` has a fixed scale.
 
     Raises:
-      ConfigError: a value is out of range, `offload` is combined with `sharding_stage`, or the loss
-        scale is dynamic.
+      ConfigError: a value is out of range, or `offload` is combined with `sharding_stage`.
 
     Example:
       >>> import dtrans
@@ -104,19 +106,9 @@ class StageMemory:
     def __post_init__(self) -> None:
         precision = Precision.from_option(self.precision)
         object.__setattr__(self, "precision", precision)
-        if precision.scaling is not None and precision.scaling.dynamic:
-            raise ConfigError(
-                f"precision={precision.dtype!r} has a dynamic loss scale, but a pipeline needs a "
-                f"fixed one; pass dtrans.Precision({precision.dtype!r}, loss_scaling=1024) and "
-                "skip steps that overflow with optax.apply_if_finite, or pass precision='bf16', "
-                "which needs no loss scale"
-            )
         stage = self.sharding_stage
-        if isinstance(stage, bool) or stage not in (0, 1, 2):
-            raise ConfigError(
-                f"sharding_stage is {stage!r}; expected 0, 1 or 2 (stage 3 is not supported: each "
-                "replica of a stage stores all parameters of the stage)"
-            )
+        if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+            raise ConfigError(f"sharding_stage is {stage!r}; expected 0, 1, 2 or 3")
         check_int("min_slice_size", self.min_slice_size, "a number of elements, 0 or more", least=0)
         names = self.gradient_checkpoint
         if isinstance(names, str) and names not in ("", "auto"):
@@ -174,6 +166,19 @@ class PipelineOptions:
                 "needs complete gradients on each replica, and with sharding_stage a replica has "
                 "only slices; leave out one of the two options"
             )
+        if self.reduce.clip_local_by == "norm":
+            raise ConfigError(
+                "clip_local_by is 'norm', but if one parameter is a stack of layers, a stage of "
+                "the pipeline may have only a part of it; leave clip_local_by out, or clip reduced "
+                "gradients with dtrans.paddle.optimizers.gradient_clip_by_norm in the optimizer"
+            )
+        if self.dynamic_scaling is not None and norm is not None:
+            raise ConfigError(
+                f"clip_local_norm is {norm!r} and precision={self.precision.dtype!r} has a dynamic "
+                "loss scale, but a local clip would read gradients that are still multiplied by "
+                f"the scale; pass dtrans.Precision({self.precision.dtype!r}, loss_scaling=1024), "
+                "or clip in the optimizer with optax.clip_by_global_norm"
+            )
         if not self.batch.exact:
             self.batch.check_axes()
         if self.over_parts.batch.example_count is not None:
@@ -188,9 +193,16 @@ class PipelineOptions:
         return Precision.from_option(self.memory.precision)
 
     @property
+    def dynamic_scaling(self) -> LossScaling | None:
+        """Dynamic scaling of the loss; None for a fixed scale, or without a scale."""
+        scaling = self.precision.scaling
+        return scaling if scaling is not None and scaling.dynamic else None
+
+    @property
     def loss_scale(self) -> float:
-        """Factor by which the loss is multiplied before the differentiation."""
-        return 1.0 if self.precision.scaling is None else self.precision.scaling.initial
+        """Fixed factor by which the loss is multiplied before the differentiation."""
+        scaling = self.precision.scaling
+        return 1.0 if scaling is None or scaling.dynamic else scaling.initial
 
     @property
     def local(self) -> PipelineOptions:
@@ -209,6 +221,16 @@ class PipelineOptions:
         batch = dataclasses.replace(self.batch, kind="local", merge=merge, unsplit_inputs=unsplit)
         reduce = dataclasses.replace(self.reduce, op=shared.reduce)
         return dataclasses.replace(self, batch=batch, reduce=reduce, concat_axes=shared.joined)
+
+    @property
+    def slices_gradients(self) -> bool:
+        """True if replicas store slices of gradients, as with `sharding_stage` 2 and 3."""
+        return self.replicas > 1 and self.memory.sharding_stage > 1
+
+    @property
+    def slices_params(self) -> bool:
+        """True if replicas store slices of parameters, as with `sharding_stage=3`."""
+        return self.replicas > 1 and self.memory.sharding_stage == 3
 
     @property
     def model_stages(self) -> int:

@@ -165,10 +165,13 @@ def check_tasks(
     splits_backward = any(t.kind == "W" for t in seen)
     missing = sorted(t for t in known - seen if t.kind != "W" or splits_backward)
     if missing:
-        what = f"the task {missing[0]}; add it"
+        what = f"the task {missing[0]}; add it to the order of its device"
         if len(missing) > 1:
-            what = f"{len(missing)} tasks, the first is {missing[0]}; add each of them"
-        raise ConfigError(f"the schedule {name} lacks {what} to the order of its device")
+            what = (
+                f"{len(missing)} tasks, the first is {missing[0]}; add each task to the order of "
+                "its device"
+            )
+        raise ConfigError(f"the schedule {name} lacks {what}")
 
 
 def topological_order(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -10,19 +11,26 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from dtrans.costs import Costs, RoleCost, program_flops
+from dtrans.data_parallel.plan import collectives
+from dtrans.engine.layout import Sliced
 from dtrans.errors import BatchError, ConfigError
-from dtrans.ir.cost import flops, nbytes
+from dtrans.ir.cost import flops, nbytes, total_bytes
 from dtrans.ir.pytree import all_names
-from dtrans.ir.selection import omit, select, values_at
+from dtrans.ir.selection import omit, retain, select, subset, values_at
+from dtrans.pipeline_parallel.options import AXIS, SPLIT
 from dtrans.pipeline_parallel.schedule import Schedule, schedule
 from dtrans.plan import Plan
+from dtrans.transfers import RoleTransfer, Transfers
+from dtrans.zero.mixed_precision import scale_types
 
 
 if TYPE_CHECKING:
     import jax
 
+    from dtrans._jax import JaxprEqn
     from dtrans.batch.exact_step import ExactStep
     from dtrans.ir.program import Program
+    from dtrans.pipeline_parallel.device_layout import VirtualDevices
     from dtrans.pipeline_parallel.options import PipelineOptions
     from dtrans.pipeline_parallel.stage_programs import StagePrograms
     from dtrans.pipeline_parallel.staged_model import StagedModel, StepPrograms
@@ -69,7 +77,7 @@ class ShownValues:
     Attributes:
       summaries: the summaries of the forward pass (`dtrans.summary`).
       collected: maps the name of a result or summary to its collection (`dtrans.collect`).
-      hidden: the summaries that read gradients or the update. A pipeline does not compute them.
+      hidden: the summaries of gradients, or of values of the update, which no stage computes.
     """
 
     summaries: tuple[Summary, ...]
@@ -144,14 +152,27 @@ class PipelinePlan(Plan):
         return tuple(select(self.batch, reads))
 
     @property
+    def extra_state(self) -> Mapping[str, Any]:
+        """Initial state that the user's step lacks: that of a dynamic loss scale, by name."""
+        return scale_types(self.options.precision.scaling)
+
+    @property
     def state(self) -> tuple[str, ...]:
         """Names of the parameters and arrays of optimizer state that stages store."""
         return tuple(all_names(self.update.program.args[:2]))
 
     @cached_property
+    def input_types(self) -> dict[str, Any]:
+        """Shape and dtype of each input of the divided step, by name: `main` with `extra_state`."""
+        types = self.main.inputs
+        found = subset(types, all_names(self.main.args[:2]))
+        found |= {n: jnp.asarray(x).aval for n, x in self.extra_state.items()}
+        return found | subset(types, self.batch)
+
+    @cached_property
     def types(self) -> dict[str, Any]:
         """Shape (without padding) and dtype of each array of `state` and `batch`, by name."""
-        found = omit(self.main.inputs, self.model.stacks)
+        found = omit(self.input_types, self.model.stacks)
         for n, runs in self.model.stacks.items():
             for rows in runs:
                 found[rows.name] = rows.part.of(self.main.inputs[n])
@@ -183,7 +204,7 @@ class PipelinePlan(Plan):
                     f"{n} is {t.dtype}{list(t.shape)}, but the update was planned for "
                     f"{read.dtype}{list(read.shape)}; make a plan for this batch"
                 )
-        planned = omit(self.main.inputs, self.axes)
+        planned = omit(self.input_types, self.axes)
         return self.model.specialize(types, planned)
 
     def values_for(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Program | None:
@@ -212,7 +233,15 @@ class PipelinePlan(Plan):
                 f"with dtrans.pipeline(schedule={name!r})"
             )
         options = dataclasses.replace(o, schedule=other.name)
-        return dataclasses.replace(self, options=options, schedule=other)
+        found = dataclasses.replace(self, options=options, schedule=other)
+        if self.recipe is not None:
+            changed = {"num_stages": o.num_stages, "schedule": other.name}
+            recipe = dataclasses.replace(
+                self.recipe, arguments={**self.recipe.arguments, **changed}
+            )
+            # `recipe` is an attribute, but no field: `replace` must not copy it
+            object.__setattr__(found, "recipe", recipe)
+        return found
 
     # -- sizes and costs -------------------------------------------------------------------------
 
@@ -236,38 +265,39 @@ class PipelinePlan(Plan):
             found.append(summary)
         return tuple(found)
 
-    def costs(self) -> Costs:
+    def _role_costs(self) -> Costs:
         found = []
         for stage, programs in zip(self.stages, self.step_programs.stages, strict=True):
             found.append(_cost_of_stage(self, stage, programs))
         return Costs(found)
 
+    def transfers(self) -> Transfers:
+        sizes: dict[tuple[str, str, str], int] = {}
+        for source, target, what, size in (*_point_to_point(self), *_to_replicas(self)):
+            key = (f"stage {source}", target, what)
+            sizes[key] = sizes.get(key, 0) + size
+        return Transfers(RoleTransfer(*key, size) for key, size in sizes.items() if size)
+
     def device_bytes(self, name: str) -> int:
         """Return the bytes that each device of a stage stores for one array of the state."""
-        t = self.update.program.inputs[name]
-        if name not in self.model.sharding.state:
-            return nbytes(t)
-        home, axis = self.home(name), self.model.sharding.state[name]
-        assert home is not None
-        return nbytes(t) // t.shape[axis] * -(-t.shape[axis] // self.model.sharding.shards[home])
+        t = self.types[name]
+        for sliced in self.cuts.get(name, {}).values():
+            t = sliced.rank_type(t)
+        return nbytes(t)
 
-    def padded(self, name: str) -> tuple[int, int] | None:
-        """Return (divided dimension, padded size of this dimension) for an array of the state.
-
-        The shards of the array's stage, or the replicas, divide the array. Return None if the array
-        is not divided.
-        """
-        axis = self.model.sharding.state.get(name)
-        if axis is not None:
-            home, size = self.home(name), self.types[name].shape[axis]
+    @cached_property
+    def cuts(self) -> Mapping[str, Mapping[str, Sliced]]:
+        """State that the devices of a stage store as slices: name -> mesh axis -> slices."""
+        cuts: dict[str, dict[str, Sliced]] = {}
+        for name, sliced in retain(self.update.slices, self.state).items():
+            cuts[name] = {AXIS: sliced}
+        sharding = self.model.sharding
+        for name, axis in sharding.state.items():
+            home = self.home(name)
             assert home is not None
-            shards = self.model.sharding.shards[home]
-            return axis, shards * -(-size // shards)
-        layout = self.update.layout
-        if layout is None or name not in layout.sliced:
-            return None
-        sliced = layout.sliced[name]
-        return sliced.axis, sliced.padded
+            sliced = Sliced.from_shape(self.types[name].shape, axis, sharding.shards[home])
+            cuts.setdefault(name, {})[SPLIT] = sliced
+        return cuts
 
     # -- the plan as text ------------------------------------------------------------------------
 
@@ -287,12 +317,45 @@ class PipelinePlan(Plan):
         """Remarks for the user about the plan."""
         notes = [*_notes_of_numbers(self), *_notes_of_stages(self)]
         notes += [f"{name}: {way}" for name, way in self.model.merges.items()]
+        if self.devices is not None:
+            notes += self.devices.notes
         if self.arguments:
             notes.append(f"all stages receive {', '.join(self.arguments)}, which the update reads")
         if self.shown.hidden:
             hidden = ", ".join(self.shown.hidden)
             notes.append(f"not computed, because it reads gradients or the update: {hidden}")
         return [*notes, *self.callers]
+
+    @cached_property
+    def devices(self) -> VirtualDevices | None:
+        """Devices of the stages, and idle devices; None if the plan does not know the devices.
+
+        A plan knows the devices of `Cluster(devices=...)`. With `replicas="auto"`, it also knows
+        all devices of JAX.
+
+        Raises:
+          ConfigError: the stages and replicas need more or other devices.
+        """
+        o = self.options
+        if o.stages.cluster.devices is None:
+            return None
+        return o.stages.cluster.virtual_devices(self.model.device_counts, o.replicas)
+
+    @cached_property
+    def speeds(self) -> tuple[float, ...] | None:
+        """Speed of each stage: the speed of its slowest device; None without `Cluster.speeds`.
+
+        Raises:
+          ConfigError: the stages and replicas need more devices than there are speeds.
+        """
+        o = self.options
+        if o.stages.cluster.speeds is None:
+            return None
+        return o.stages.cluster.stage_speeds(self.model.device_counts, o.replicas) * o.chunks
+
+    def check_devices(self) -> None:
+        """Raise ConfigError if the plan needs more or other devices than those it knows."""
+        _ = self.devices, self.speeds
 
     @property
     def _title(self) -> str:
@@ -306,28 +369,75 @@ def _total_bytes(types: Mapping[str, Any], names: Iterable[str]) -> int:
     return sum(nbytes(types[n]) for n in names)
 
 
+def _bytes_between(programs: StagePrograms) -> tuple[int, int]:
+    """Return the bytes to the next stage, and from it, for one micro-batch.
+
+    The next stage sends cotangents of the floating-point values that it has received.
+    """
+    types = programs.forward.outputs | programs.forward.inputs
+    floats = [n for n in programs.sends if jnp.issubdtype(types[n].dtype, jnp.inexact)]
+    return _total_bytes(types, programs.sends), _total_bytes(types, floats)
+
+
+def _point_to_point(plan: PipelinePlan) -> Iterator[tuple[int, str, str, int]]:
+    """Yield (source stage, target role, kind of values, bytes) of the transfers between stages."""
+    many, stages = plan.options.num_micro_batch, plan.step_programs.stages
+    for a, b in itertools.pairwise(stages):
+        there, back = _bytes_between(a)
+        yield a.index, f"stage {b.index}", "activations", many * there
+        yield b.index, f"stage {a.index}", "cotangents", many * back
+    for n, users in plan.model.users.items():  # once per step
+        home = plan.model.homes[n]
+        for user in users:
+            if user != home:
+                yield home, f"stage {user}", "shared parameters", plan.device_bytes(n)
+    for value, source, target in plan.update.placed.sends:
+        yield source, f"stage {target}", "values of the update", nbytes(value.aval)
+
+
+def _to_replicas(plan: PipelinePlan) -> Iterator[tuple[int, str, str, int]]:
+    """Yield (source stage, target role, kind of values, bytes) of each collective."""
+    for stage, eqn, times in _collectives_of(plan):
+        target, size = f"other devices of stage {stage}", total_bytes(eqn.invars)
+        yield stage, target, eqn.primitive.name, times * size
+
+
+def _collectives_of(plan: PipelinePlan) -> Iterator[tuple[int, JaxprEqn, int]]:
+    """Yield (stage, collective, runs in a step) for collectives over replicas or shards."""
+    many = plan.options.num_micro_batch
+    for s in plan.step_programs.stages:
+        for program in (s.forward, s.backward, s.weights):
+            if program is not None:
+                for eqn, times in collectives(program.jaxpr):
+                    yield s.index, eqn, many * times
+    for piece in plan.update.placed.pieces:
+        for eqn, times in collectives(piece.jaxpr):
+            yield piece.place, eqn, times
+
+
 def _cost_of_stage(plan: PipelinePlan, stage: Stage, programs: StagePrograms) -> RoleCost:
     """Return the costs of a step for one device of a stage."""
-    o, p = plan.options, programs
-    types = {**p.forward.inputs, **p.forward.outputs}
-    floats = {n for n, t in types.items() if jnp.issubdtype(t.dtype, jnp.inexact)}
-    # The stage also sends cotangents of the floating-point values that it has received.
-    sent = _total_bytes(types, [*p.sends, *select(p.receives, floats)])
-    received = _total_bytes(types, [*p.receives, *select(p.sends, floats)])
+    o, p, role = plan.options, programs, f"stage {stage.index}"
+    transfers = plan.transfers()
+    received = sum(t.nbytes for t in transfers if t.target == role)
+    for index, eqn, times in _collectives_of(plan):
+        if index == stage.index:
+            received += times * total_bytes(eqn.outvars)
     work = sum(program_flops(q) for q in (p.forward, p.backward, p.weights) if q is not None)
     update_work = 0
     for piece in plan.update.placed.pieces:
-        if piece.place == plan.device_of(stage.index):
+        if piece.place == stage.index:
             update_work += sum(map(flops, piece.eqns))
     many = o.num_micro_batch
     return RoleCost(
-        f"stage {stage.index}",
-        o.replicas * plan.model.sharding.shards[stage.index],
+        role,
+        o.replicas * plan.model.device_counts[plan.device_of(stage.index)],
         stage.stores,
-        many * sent,
-        many * received,
+        sum(t.nbytes for t in transfers if t.source == role),
+        received,
         many * (bool(p.receives) + bool(p.sends)),
         many * work + update_work,
+        None if plan.speeds is None else plan.speeds[stage.index],
     )
 
 
@@ -351,6 +461,8 @@ def _notes_of_numbers(plan: PipelinePlan) -> Iterator[str]:
     yield f"schedule {schedule.name}: {batches}, bubble {schedule.bubble}"
     if o.precision.dtype is not None:
         scaled = "" if o.loss_scale == 1.0 else f", loss scaled by {o.loss_scale:g}"
+        if o.dynamic_scaling is not None:
+            scaled = f", dynamic loss scale that starts at {o.dynamic_scaling.initial:g}"
         yield f"matrix products in {o.precision.dtype}{scaled}"
     if o.clip_of_each is not None:
         size = _total_bytes(plan.update.program.inputs, plan.update.sums)
@@ -363,11 +475,18 @@ def _notes_of_numbers(plan: PipelinePlan) -> Iterator[str]:
 def _notes_of_stages(plan: PipelinePlan) -> Iterator[str]:
     """Yield remarks about stages: unequal work, split stages, shared parameters."""
     work = [s.flops for s in plan.stages]
-    most, least = max(work), min(work)
-    if most > LOPSIDED * least:
+    speeds = plan.speeds or (1.0,) * len(work)
+    times = [x / speed for x, speed in zip(work, speeds, strict=True)]
+    if plan.speeds is not None:
+        shares = []
+        for stage, (x, speed) in enumerate(zip(work, speeds, strict=True)):
+            shares.append(f"stage {stage} has speed {speed:g} and {x / sum(work):.1%}")
+        yield f"operations by speed: {', '.join(shares)}"
+    most, least = times.index(max(times)), times.index(min(times))
+    if times[most] > LOPSIDED * times[least]:
         yield (
-            f"unbalanced: stage {work.index(most)} does {most / sum(work):.1%} of the operations "
-            f"and stage {work.index(least)} does {least / sum(work):.1%}; use fewer stages, or "
+            f"unbalanced: stage {most} does {work[most] / sum(work):.1%} of the operations "
+            f"and stage {least} does {work[least] / sum(work):.1%}; use fewer stages, or "
             "choose their boundaries with dtrans.replicate"
         )
     model = plan.model

@@ -172,9 +172,9 @@ class Schedule:
           forward: the time of the forward pass of one micro-batch, in any unit. A number is the
             time of all chunks of one device together. A sequence has the time of each model stage.
           backward: the time of the complete backward pass, in the same form.
-          weight: the time of W, in the same form. Without a split of the backward pass, it is
-            ignored. With a split, B takes `backward - weight`, so that all schedules do the same
-            work.
+          weight: the time of W, the gradients of weights, in the same form. Without a split of the
+            backward pass, it is ignored. With a split, B takes `backward - weight`, so that all
+            schedules do the same work.
           transfer: the time of a transfer between devices. The sender computes during a transfer.
 
         Returns:

@@ -12,20 +12,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
+import jax.numpy as jnp
+
 from dtrans._jax import Var
+from dtrans.engine.layout import Sliced
 from dtrans.engine.split import split
 from dtrans.errors import ConfigError
-from dtrans.ir.program import FORWARD, Program
+from dtrans.ir.builder import Builder
+from dtrans.ir.program import Program
 from dtrans.ir.selection import retain
 from dtrans.pipeline_parallel.forward_pass import ForwardPass
 from dtrans.pipeline_parallel.options import SPLIT, PipelineOptions
-from dtrans.pipeline_parallel.stage_programs import StagePrograms, program_of
+from dtrans.pipeline_parallel.stage_programs import StagePrograms, with_jaxpr
 from dtrans.pipeline_parallel.update_by_stage import PlacedUpdate, StagePart
-from dtrans.rows.analysis import analyse
-from dtrans.rows.layout import RowAxis
-from dtrans.step.halves import DividedStep, Gradient
-from dtrans.step.scopes import scope_of_eqn, scopes_of
+from dtrans.step.halves import DividedStep
+from dtrans.step.scopes import in_split_scope, scopes_of
 from dtrans.tensor_parallel.defaults import default_axes
+from dtrans.tensor_parallel.model_axis import state_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,20 +37,33 @@ class StageSharding:
 
     Attributes:
       shards: the number of shards of each stage; 1 for a stage that is not split.
-      state: maps each divided array, of the parameters or of the optimizer's state, to its sharded
-        dimension.
+      params: the sharded dimension of each divided parameter (dict by parameter).
+      state: the same for parameters and arrays of the optimizer's state.
     """
 
     shards: tuple[int, ...]
+    params: Mapping[str, int] = dataclasses.field(default_factory=dict)
     state: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def without_conflicts(self, slices: Mapping[str, Sliced]) -> StageSharding:
+        """Return a copy without the arrays that replicas slice along the sharded dimension.
+
+        Args:
+          slices: the slices of each array that replicas slice (dict by array).
+        """
+        state = {}
+        for n, axis in self.state.items():
+            if n not in slices or slices[n].axis != axis:
+                state[n] = axis
+        return dataclasses.replace(self, state=state)
 
 
 def shards_of(forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions) -> tuple[int, ...]:
     """Return the number of shards of each stage.
 
     Raises:
-      ConfigError: a split scope has no number of devices, two scopes of a stage have different
-        numbers, or an option excludes split scopes.
+      ConfigError: a split scope has no number of devices, or two scopes on one device of a stage
+        have different numbers.
     """
     count = [1] * o.model_stages
     named: dict[int, str] = {}  # stage -> one of the stage's split scopes, for errors
@@ -65,17 +81,13 @@ def shards_of(forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions)
             )
         count[s], named[s] = scope.device_count, str(scope)
     for s, scope_name in named.items():
-        for option in ("sharding_stage", "offload"):
-            if count[s] > 1 and getattr(o.memory, option):
+        for other in range(s % o.num_stages, s, o.num_stages):
+            if other in named and count[other] != count[s]:
                 raise ConfigError(
-                    f"{option} is {getattr(o.memory, option)!r}, which is not supported together "
-                    f"with {scope_name}; leave out one of them"
+                    f"chunks is {o.chunks}, so stages {other} and {s} run on the same devices, but "
+                    f"stage {other} is split over {count[other]} devices by {named[other]}, and "
+                    f"stage {s} over {count[s]} by {scope_name}; give both one device_count"
                 )
-        if count[s] > 1 and o.chunks > 1:
-            raise ConfigError(
-                f"chunks is {o.chunks}, which is not supported together with {scope_name}; leave "
-                "out one of them"
-            )
     return tuple(count)
 
 
@@ -93,7 +105,7 @@ def sharding_of(
       step: the training step, divided at its gradients.
       stages: the programs of the stages, not yet split.
       shards: the number of shards of each stage.
-      users: maps each parameter with a gradient to the stages that compute it.
+      users: maps each parameter to the stages that compute its gradient.
     """
     readers: dict[str, list[int]] = {}
     for stage in stages:
@@ -106,29 +118,11 @@ def sharding_of(
         p = stage.forward
         alone = {n for n in stage.params if n in users and readers[n] == [stage.index]}
         places = [i for i, n in enumerate(p.in_names) if n in alone]
-        for i, axis in default_axes(p.jaxpr, places, count, _is_split).items():
+        for i, axis in default_axes(p.jaxpr, places, count, in_split_scope).items():
             params[p.in_names[i]] = axis
     if not params:
-        return StageSharding(tuple(shards), {})
-
-    # An array of optimizer state is sharded like its parameter, if the array has an entry for each
-    # sharded row of the parameter.
-    analysis = analyse(step.optimize, step.params, {n: d for n, d in params.items() if d})
-    plain = analyse(step.optimize, step.params)
-    state = dict(params)
-    for name, v in analysis.inputs.items():
-        if isinstance(name, Gradient) or name not in step.opt_state or name not in plain.inputs:
-            continue
-        row = analysis.layout(v)
-        has_home = plain.home(plain.layout(plain.inputs[name])) is not None
-        if has_home and isinstance(row, RowAxis) and row.leaf in params and row.width == 1:
-            state[name] = row.axis
-    return StageSharding(tuple(shards), state)
-
-
-def _is_split(eqn: object) -> bool:
-    scope = scope_of_eqn(eqn)  # type: ignore[arg-type]
-    return scope is not None and scope.kind == "split"
+        return StageSharding(tuple(shards))
+    return StageSharding(tuple(shards), params, params | state_axes(step, params))
 
 
 def split_stages(
@@ -186,8 +180,7 @@ def _split(
     for n, d in zip(p.out_names, sharded.out_axes, strict=True):
         if d is not None and n not in sums:
             values[n] = d
-    role = p.roles[0] if p.roles else FORWARD
-    return program_of(p.name, sharded.jaxpr, p.in_names, p.out_names, role)
+    return with_jaxpr(p, sharded.jaxpr)
 
 
 def split_update(
@@ -198,34 +191,125 @@ def split_update(
     Args:
       placed: the update on complete arrays.
       sharding: the sharded parameters and optimizer state.
-      sums: maps each input that is a stage's sum of gradients to (leaf, stage, micro-batch).
+      sums: a triple (leaf, stage, micro-batch) for each input that is a stage's sum of gradients
+        (dict by input).
     """
-    inner = placed.program.inner
-    dims: dict[Var, int] = {}  # value -> the dimension along which the value is sharded
-    for v, n in zip(inner.invars, placed.program.in_names, strict=True):
-        leaf = sums[n][0] if n in sums else n
-        if leaf in sharding.state:
-            dims[v] = sharding.state[leaf]
-    # output -> its dimension; None if it must be complete on each shard
-    new: dict[Var, int | None] = {}
-    for n, a in placed.program.outvars.items():
-        if isinstance(a, Var):
-            new[a] = sharding.state.get(n)
-    # Values that a stage sends must be complete.
-    sent = {(v, origin) for v, origin, _ in placed.sends}
-    pieces: list[StagePart] = []
-    for p in placed.pieces:
-        if sharding.shards[p.place] == 1:
-            pieces.append(p)
-            continue
-        ins = {i: dims[v] for i, v in enumerate(p.reads) if v in dims}
-        wanted = {}
-        for i, v in enumerate(p.makes):
-            if v in new or (v, p.place) in sent:
-                wanted[i] = new.get(v)
-        sharded = split(p.jaxpr, ins, sharding.shards[p.place], SPLIT, outs=wanted)
-        for v, d in zip(p.makes, sharded.out_axes, strict=True):
-            if d is not None:
-                dims[v] = d
-        pieces.append(dataclasses.replace(p, jaxpr=sharded.jaxpr))
-    return dataclasses.replace(placed, pieces=tuple(pieces), sharded_axes=dims)
+    return _UpdateSplitter(placed, sharding, sums).split()
+
+
+class _UpdateSplitter:
+    """Writer of `split_update`, which also describes the arguments.
+
+    A value that leaves a split stage must be complete: the stage gathers a copy. A new array of the
+    state that another stage computes arrives complete: the stage takes its pieces.
+    """
+
+    def __init__(
+        self,
+        placed: PlacedUpdate,
+        sharding: StageSharding,
+        sums: Mapping[str, tuple[str, int, int | None]],
+    ) -> None:
+        self.placed, self.sharding, self.program = placed, sharding, placed.program
+        self.dims: dict[Var, int] = {}  # value -> the dimension along which the value is sharded
+        for n, v in self.program.invars.items():
+            leaf = sums[n][0] if n in sums else n
+            if leaf in sharding.state:
+                self.dims[v] = sharding.state[leaf]
+        # output -> its dimension; None if it must be complete on each shard
+        self.new: dict[Var, int | None] = {}
+        self.senders = {(v, origin) for v, origin, _ in placed.sends}
+        self.exports = {v for v, _ in self.senders}
+        for n, a in self.program.outvars.items():
+            if isinstance(a, Var):
+                self.new.setdefault(a, sharding.state.get(n))
+                if n not in self.program.invars:
+                    self.exports.add(a)
+        self.pieces: list[StagePart] = []
+        self.complete: dict[Var, tuple[Var, int]] = {}  # sharded value -> (its copy, the stage)
+        self.copies: dict[Var, Var] = {}  # copy -> the value
+
+    def split(self) -> PlacedUpdate:
+        """Return the update of one shard."""
+        for n, v in self.program.invars.items():
+            if v in self.dims and v in self.exports:
+                stage = self.placed.home[n]
+                assert stage is not None, n
+                self._gather(v, stage)
+        places: dict[Var, set[int]] = {}
+        for p in self.placed.pieces:
+            self._split_piece(p)
+            for v in p.makes:
+                places.setdefault(v, set()).add(p.place)
+                if v in self.dims and v in self.exports:
+                    self._gather(v, p.place)
+
+        outputs: dict[str, Var] = {}
+        for n, a in self.program.outvars.items():
+            stage = self.placed.home.get(n)
+            if n in self.sharding.state and stage is not None and a in places:
+                if stage not in places[a]:
+                    outputs[n] = self._take_piece(a, self.sharding.state[n], stage)
+            elif n not in self.program.invars and a in self.complete:
+                outputs[n] = self.complete[a][0]
+        sends = []
+        for v, origin, target in self.placed.sends:
+            copy, stage = self.complete.get(v, (v, origin))
+            sends.append((copy if stage == origin else v, origin, target))
+        return dataclasses.replace(
+            self.placed,
+            pieces=tuple(self.pieces),
+            sends=tuple(sends),
+            sharded_axes=self.dims,
+            copies=self.copies,
+            outputs=outputs,
+        )
+
+    def _split_piece(self, p: StagePart) -> None:
+        """Add a piece, written for one shard."""
+        p = dataclasses.replace(p, reads=tuple(self._read(v, p.place) for v in p.reads))
+        if self.sharding.shards[p.place] > 1:
+            ins = {i: self.dims[v] for i, v in enumerate(p.reads) if v in self.dims}
+            wanted = {}
+            for i, v in enumerate(p.makes):
+                if v in self.new or (v, p.place) in self.senders:
+                    wanted[i] = self.new.get(v)
+            sharded = split(p.jaxpr, ins, self.sharding.shards[p.place], SPLIT, outs=wanted)
+            for v, d in zip(p.makes, sharded.out_axes, strict=True):
+                if d is not None:
+                    self.dims[v] = d
+            p = dataclasses.replace(p, jaxpr=sharded.jaxpr)
+        self.pieces.append(p)
+
+    def _read(self, v: Var, stage: int) -> Var:
+        """Return the variable from which a stage reads a value."""
+        copy, origin = self.complete.get(v, (v, stage))
+        return v if origin == stage else copy
+
+    def _gather(self, v: Var, stage: int) -> None:
+        """Add a piece in which the shards of a stage gather a value."""
+        self.complete[v] = self._copy(v, v, stage, {0: self.dims[v]}, None), stage
+
+    def _take_piece(self, v: Var, dim: int, stage: int) -> Var:
+        """Add a piece in which each shard takes its piece of a complete value."""
+        piece = self._copy(v, self._read(v, stage), stage, {}, dim)
+        self.dims[piece] = dim
+        return piece
+
+    def _copy(self, v: Var, read: Var, stage: int, ins: Mapping[int, int], out: int | None) -> Var:
+        """Add a piece that copies a value to another layout; return the copy.
+
+        Args:
+          v: the value.
+          read: the variable from which the stage reads the value.
+          stage: the stage.
+          ins: {0: sharded dimension of the value}, or {} if the value is complete.
+          out: the sharded dimension of the copy; None for a complete copy.
+        """
+        b = Builder(self.program.jaxpr)
+        jaxpr = b.build(b.call(jnp.copy, b.input(v.aval)))
+        copied = split(jaxpr, ins, self.sharding.shards[stage], SPLIT, outs={0: out})
+        copy = Var(v.aval)
+        self.copies[copy] = v
+        self.pieces.append(StagePart(stage, copied.jaxpr, (read,), (copy,)))
+        return copy

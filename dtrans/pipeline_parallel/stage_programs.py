@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from dtrans._jax import Atom, ClosedJaxpr, Literal, ShapedArray, Var, closed_with, opened
+from dtrans.engine.layout import Sliced
 from dtrans.ir.array_fns import padded, sum_type
 from dtrans.ir.builder import Builder, extract_part
 from dtrans.ir.dataflow import avals, backward_slice, needed_equations, propagate, variables
@@ -35,7 +36,6 @@ from dtrans.pipeline_parallel.forward_pass import ForwardPass
 from dtrans.pipeline_parallel.options import AXIS, PipelineOptions
 from dtrans.pipeline_parallel.stage_vjp import StageVjp
 from dtrans.step.halves import GRAD
-from dtrans.zero.choose_slices import Sliced
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,6 +112,11 @@ def program_of(
     return Program(name, ordered, (arg,), out, (role,) * len(inner.eqns))
 
 
+def with_jaxpr(p: Program, jaxpr: ClosedJaxpr) -> Program:
+    """Return a copy of a stage's program with another jaxpr, whose inputs have the same order."""
+    return program_of(p.name, jaxpr, p.in_names, p.out_names, p.roles[0] if p.roles else FORWARD)
+
+
 class StageProgramWriter:
     """Writer of the programs of all stages of a forward pass.
 
@@ -119,7 +124,7 @@ class StageProgramWriter:
       forward: the forward pass.
       stage_of: the stage of each equation. It is never before the stages of the operands.
       o: the options of the pipeline.
-      scatter: maps each leaf whose gradient is reduce-scattered over replicas to its slices.
+      scatter: the slices of each leaf whose gradient is reduce-scattered over replicas, by leaf.
     """
 
     def __init__(
@@ -225,7 +230,8 @@ class StageProgramWriter:
             self._checkpoints(s),
         )
 
-        # The forward program. A residual that is also another output has the name of this output.
+        # Write the forward program. A residual that is also another output has the name of this
+        # output.
         out_names = [*map(names.__getitem__, outs), *results]
         residuals = vjp.names_of_saved(out_names, ins)
         outvars = dict(zip([*out_names, *residuals], opened(vjp.forward).outvars, strict=True))
@@ -415,8 +421,8 @@ def _split_backward(
     eqns = inner.eqns
     back, grads = inner.outvars[:cotangents], inner.outvars[cotangents:]
 
-    # The second program reads these values of the first program. It recomputes constants, because
-    # this is cheaper than storing them.
+    # The second program reads these values of the first program, except constants: to recompute
+    # constants is cheaper than to store them.
     first = needed_equations(eqns, back)
     computed: set[Var] = set()
     for eqn in first:

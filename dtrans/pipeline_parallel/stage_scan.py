@@ -110,13 +110,13 @@ def split_scans(forward: ForwardPass, splits: ScanSplits) -> tuple[ForwardPass, 
             b.keep(eqn)
             origin.append((i, 0))
             continue
-        for part in _write_parts(b, eqn, parts[i]):
+        for part in write_parts(b, eqn, parts[i]):
             origin += [(i, part)] * (len(b.eqns) - len(origin))
     jaxpr = b.build(forward.inner.outvars)
     return dataclasses.replace(forward, jaxpr=jaxpr), origin
 
 
-def _write_parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Iterator[int]:
+def write_parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Iterator[int]:
     """Write a scan as several scans; after the equations of each part, yield the part's index.
 
     Args:
@@ -192,7 +192,7 @@ def stages_of_parts(
 
 
 def _stages_by_origin(origin: Origins, stage_of: Sequence[int]) -> dict[tuple[int, int], int]:
-    """Return the last stage that runs an equation with a given origin, by origin."""
+    """Return a dict from each origin to the last stage that runs an equation of this origin."""
     found: dict[tuple[int, int], int] = {}
     for key, s in zip(origin, stage_of, strict=True):
         found[key] = max(s, found.get(key, s))
@@ -213,7 +213,7 @@ def stage_rows(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple
         runs: dict[Any, int] = {}
         for e, s in zip(forward.eqns, stage_of, strict=True):
             if v in e.invars:
-                runs[_sliced_rows(e)] = s
+                runs[sliced_rows(e)] = s
         if None in runs or len({*runs.values()}) < 2 or leaf not in step.optimized:
             continue
         if v in forward.inner.outvars or not _is_alone(forward, v, leaf):
@@ -254,7 +254,7 @@ def _word_for_rows(step: DividedStep) -> str:
     return word
 
 
-def _sliced_rows(eqn: JaxprEqn) -> tuple[int, int] | None:
+def sliced_rows(eqn: JaxprEqn) -> tuple[int, int] | None:
     """Return (start, stop) if an equation slices rows from its operand; else None."""
     if eqn.primitive.name != "slice" or eqn.params["strides"] is not None:
         return None
@@ -309,12 +309,12 @@ def unstack_params(
             row_var[v, (r.part.first, r.part.stop)] = new
             diff[new], sources[new] = r.name, step.program.invars[r.name]
 
-    # The equations: slices of stacks are removed, because their outputs are inputs now.
+    # Remove the equations that slice stacks, because their outputs are inputs now.
     eqns: list[JaxprEqn] = []
     left: list[int] = []
     renamed: dict[Var, Atom] = {}
     for i, eqn in enumerate(forward.eqns):
-        run = _sliced_rows(eqn)
+        run = sliced_rows(eqn)
         row = None if run is None else row_var.get((eqn.invars[0], run))
         if row is not None:
             renamed[eqn.outvars[0]] = row
@@ -369,7 +369,7 @@ def _half_of_blocks(
     placement = Placement(("here",), blocks, analysis.groups)
     work = write_server(analyse_update(analysis, placement), "here")
 
-    # The inputs: parameters and optimizer state as the server stores them, then gradients.
+    # Add the inputs: parameters and optimizer state as the server stores them, then gradients.
     b = Builder(step.optimize.jaxpr)
     state: dict[str, list[StageRows]] = {}
     values: dict[str, Atom] = {}

@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import jax
 
 from dtrans._jax import Var
+from dtrans.engine.layout import Sliced
 from dtrans.errors import BatchError
 from dtrans.ir.dataflow import outputs_of, variables
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import all_names, is_under
 from dtrans.ir.selection import retain, values_at
 from dtrans.pipeline_parallel.forward_pass import ForwardPass, forward_pass
+from dtrans.pipeline_parallel.gather_params import gather_params
 from dtrans.pipeline_parallel.options import PipelineOptions
 from dtrans.pipeline_parallel.results import results_program
 from dtrans.pipeline_parallel.split_stages import StageSharding, split_stages
@@ -57,8 +60,8 @@ class StagedModel:
       sharding: the number of shards of each stage, and the state that the shards divide.
       scan_splits: the iterations that each stage runs, for each scan over layers.
       stacks: the rows of each stacked array of the state that several stages divide, by name.
-      merges: maps each result, and each array of state that the forward pass updates, to its merge
-        rule.
+      merges: the merge rule of each result, and of each array of state that the forward pass
+        updates (dict by name).
     """
 
     captured: Program
@@ -89,6 +92,12 @@ class StagedModel:
             self._known[key] = self._programs_for(types, planned)
         return self._known[key]
 
+    @property
+    def device_counts(self) -> tuple[int, ...]:
+        """Number of devices on which one replica runs the stages k, k + num_stages, and so on."""
+        many = self.options.num_stages
+        return tuple(max(self.sharding.shards[k::many]) for k in range(many))
+
     @cached_property
     def _known(self) -> dict[Any, StepPrograms]:
         return {}
@@ -109,7 +118,8 @@ class StagedModel:
                 f"shapes, but {len(self.stage_of)} for the batch of the plan; make a plan for this "
                 "batch"
             )
-        stages = write_stages(forward, self.stage_of, self.options)
+        slices = slices_of_sums(forward.step, self.options, self.sharding.params)
+        stages = write_stages(forward, self.stage_of, self.options, slices)
         return step_programs(forward, stages, self.merges, self.sharding, self.options)
 
 
@@ -153,7 +163,10 @@ def micro_batch_of(
 
 
 def write_stages(
-    forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions
+    forward: ForwardPass,
+    stage_of: Sequence[int],
+    o: PipelineOptions,
+    slices: Mapping[str, Sliced] = MappingProxyType({}),
 ) -> tuple[StagePrograms, ...]:
     """Return the programs of each stage, for one micro-batch.
 
@@ -161,11 +174,15 @@ def write_stages(
       forward: the forward pass.
       stage_of: the stage of each equation of the forward pass.
       o: the options of the pipeline.
+      slices: the slices of each leaf whose gradient replicas reduce-scatter (dict by leaf). With
+        `sharding_stage=3`, replicas also store the leaf as slices.
     """
-    scatter = slices_of_sums(forward.step, o) if o.memory.sharding_stage == 2 else {}
     if o.precision.dtype is not None:
         forward, stage_of = _in_low_precision(forward, stage_of, o.precision.dtype)
-    return StageProgramWriter(forward, stage_of, o, scatter).stages()
+    stages = StageProgramWriter(forward, stage_of, o, slices).stages()
+    if not o.slices_params:
+        return stages
+    return tuple(gather_params(s, slices) for s in stages)
 
 
 def _in_low_precision(

@@ -2,6 +2,7 @@
 
 It runs these steps. The module of each step is on the right:
 
+scale the loss by a dynamic scale                               dynamic_scale
 capture the loss function before it is differentiated           dtrans.step.capture
 derive the step of a micro-batch, and merge rules of results    dtrans.batch
 write the forward pass as one list of equations                 forward_pass
@@ -34,9 +35,10 @@ from dtrans.ir.array_fns import array_type
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
-from dtrans.ir.selection import exclude
-from dtrans.pipeline_parallel.assign_stages import stages_of
+from dtrans.ir.selection import exclude, omit
+from dtrans.pipeline_parallel.assign_stages import scoped_stages, stages_of
 from dtrans.pipeline_parallel.auto_stages import auto_stages
+from dtrans.pipeline_parallel.dynamic_scale import with_dynamic_scale
 from dtrans.pipeline_parallel.forward_pass import ForwardPass, forward_pass
 from dtrans.pipeline_parallel.options import PipelineOptions, StageMemory, Stages
 from dtrans.pipeline_parallel.plan import PipelinePlan, ShownValues
@@ -61,7 +63,7 @@ from dtrans.pipeline_parallel.staged_model import (
     step_programs,
     write_stages,
 )
-from dtrans.pipeline_parallel.update import arguments_of, update_of
+from dtrans.pipeline_parallel.update import arguments_of, slices_of_sums, update_of
 from dtrans.plan import with_recipe
 from dtrans.rows.analysis import leaves_of_state
 from dtrans.step.batch_sharing import Batch
@@ -80,7 +82,7 @@ from dtrans.step.observers import (
 )
 from dtrans.step.scopes import scopes_within
 from dtrans.step.startup import match_startup, normalize_step
-from dtrans.zero.mixed_precision import check_scale
+from dtrans.zero.mixed_precision import check_scale, scale_spec
 
 
 # Name of the axis of micro-batches in the analysis of a step. No mesh has this axis, because
@@ -97,7 +99,7 @@ def pipeline(
     num_stages: int | Literal["auto"],
     num_micro_batch: int = 1,
     schedule: str | Schedule = "PreferBackward",
-    replicas: int = 1,
+    replicas: int | Literal["auto"] = 1,
     stages: Stages = Stages(),
     memory: StageMemory = StageMemory(),
     reduce: Reduce | str = Reduce(),
@@ -125,7 +127,8 @@ def pipeline(
         which hides transfers. "Interleaved": several stages on each device. "ZeroBubble" or
         "ZB-H1": gradients of weights fill idle time.
       replicas: the number of copies of the pipeline. Each copy gets a part of the batch, and the
-        replicas of a stage reduce their gradients.
+        replicas of a stage reduce their gradients. "auto": the largest number for which the devices
+        of `stages.cluster` suffice. The plan names devices that stay idle.
       stages: the rule that chooses the stages, and their devices: a `dtrans.Stages`.
       memory: options that reduce the memory of stages: a `dtrans.StageMemory`.
       reduce: the reduction of gradients over micro-batches and the replicas of a stage: a
@@ -176,19 +179,58 @@ def pipeline(
         num_stages = schedule.num_stages
     auto, count = num_stages == "auto", 1 if num_stages == "auto" else num_stages
     timetable = _timetable(schedule, count, num_micro_batch, stages.chunks)
+    per_scope = devices_of_scopes(main)
     options = PipelineOptions(
         num_stages=count,
         num_micro_batch=num_micro_batch,
         schedule=timetable.name,
         splits_backward=timetable.splits_backward,
         chunks=timetable.chunks,
-        replicas=replicas * devices_of_scopes(main),
+        replicas=per_scope if replicas == "auto" else replicas * per_scope,
         stages=stages,
         memory=memory,
         reduce=Reduce.from_option(reduce),
-        batch=Batch.from_option(batch, "exact", micro=True),
+        batch=Batch.from_option(batch, "exact", micro=True, one_program="dtrans.pipeline"),
     )
-    return plan_pipeline(main, startup, options, timetable, auto=auto)
+    plan = plan_pipeline(main, startup, options, timetable, auto=auto)
+    if replicas == "auto":
+        options = _fill_devices(options, plan, per_scope)
+        plan = plan_pipeline(main, startup, options, plan.schedule)
+    plan.check_devices()
+    return plan
+
+
+def _fill_devices(o: PipelineOptions, least: PipelinePlan, per_scope: int) -> PipelineOptions:
+    """Return options with as many replicas as the devices of the cluster allow.
+
+    Args:
+      o: the options.
+      least: the plan for the least number of replicas. It determines the number of stages.
+      per_scope: the number of replicas must be a multiple of this number.
+
+    Raises:
+      ConfigError: the least number of replicas needs more devices.
+    """
+    planned, cluster = least.options, o.stages.cluster
+    devices = tuple(jax.devices() if cluster.devices is None else cluster.devices)
+    needed = per_scope * sum(least.model.device_counts)
+    if len(devices) < needed:
+        raise ConfigError(
+            f"replicas is 'auto', but one replica of {planned.num_stages} stages uses {needed} "
+            f"devices, and there are {len(devices)}; pass fewer stages, or more devices in "
+            "dtrans.Cluster(devices=...)"
+        )
+    replicas = len(devices) // needed * per_scope
+    if cluster.slices is not None:
+        replicas = len(cluster.slices[0])  # the user has listed the devices of each replica
+    return dataclasses.replace(
+        o,
+        num_stages=planned.num_stages,
+        schedule=planned.schedule,
+        chunks=planned.chunks,
+        replicas=replicas,
+        stages=dataclasses.replace(o.stages, cluster=dataclasses.replace(cluster, devices=devices)),
+    )
 
 
 def devices_of_scopes(main: Program) -> int:
@@ -247,10 +289,10 @@ def plan_pipeline(
       auto: True to choose the number of stages. The function then ignores the numbers of stages in
         `o` and `timetable`.
     """
-    # The step of the global batch.
+    # Divide and check the step of the global batch.
     refuse_collectives(main)
     original, axes = divide_step(main), {}
-    refuse_across(original, STAGES_HAVE, may_send=True)
+    refuse_across(original, STAGES_HAVE, may_send=True, may_report=True)
     check_callbacks(original, o)
     if o.batch.exact:
         check_names(original.with_reported(), o.over_parts)
@@ -259,6 +301,8 @@ def plan_pipeline(
         batch = dataclasses.replace(o.batch, axes=0, unsplit_inputs=unsplit)
         o = dataclasses.replace(o, batch=batch)
         main = with_rows_first(main, axes)
+    if o.dynamic_scaling is not None:
+        main = with_dynamic_scale(main, o.dynamic_scaling)
 
     # The step of a micro-batch.
     try:
@@ -270,7 +314,7 @@ def plan_pipeline(
         raise
     # This step is not captured, because `_merges` needs the equations of the loss.
     plain = divide_step(traced).with_reported()
-    refuse_across(plain, STAGES_HAVE, may_send=True)
+    refuse_across(plain, STAGES_HAVE, may_send=True, may_report=True)
     refuse_loss_in_update(captured(main if o.batch.exact else traced))
     _check_reads(plain, o)
     shared, written = shared_by(main, traced, o, dict.fromkeys(axes, 0))
@@ -287,9 +331,9 @@ def plan_pipeline(
         part, values = step.program, precompute if precompute.out_names else None
     _check_reads(step, o)
     check_names(step, o.over_parts)
-    startup = match_startup(step.program, startup)
+    startup = match_startup(original.program, startup)
 
-    # The forward pass of a micro-batch, and the choice of stages.
+    # Write the forward pass of a micro-batch, and choose stages.
     forward = forward_pass(step)
     if o.precision.scaling is not None:
         check_scale(o.precision.scaling, forward.loss.aval.dtype, main.name)
@@ -302,10 +346,24 @@ def plan_pipeline(
     forward, stage_of, splits, rows = _assign_stages(forward, o)
     step = forward.step  # Its parameters are now rows of stacked layers.
 
-    # The programs of stages, and of the update.
-    stages = write_stages(forward, stage_of, o)
+    # Write the programs of the stages and of the update.
+    shards = shards_of(forward, stage_of, o)
+    slices = {} if max(shards) > 1 else slices_of_sums(step, o)
+    stages = write_stages(forward, stage_of, o, slices)
     homes, users = _homes(stages, step)
-    sharding = sharding_of(step, stages, shards_of(forward, stage_of, o), users)
+    sharding = sharding_of(step, stages, shards, users)
+    if max(shards) > 1 and o.slices_gradients:
+        # The programs without slices show the dimensions that shards divide. Replicas must slice
+        # other dimensions.
+        slices = slices_of_sums(step, o, sharding.params)
+        stages = write_stages(forward, stage_of, o, slices)
+    update = update_of(step, sums_of(stages), homes, users, sharding, rows, o)
+    if update.layout is not None and o.slices_gradients:
+        # Stages write slices of gradients, and the update reads them. Both have chosen the slices
+        # independently, so check that the choices are equal.
+        for leaf, _, _ in update.sums.values():
+            assert slices.get(leaf) == update.layout.slices.leaves.get(leaf), leaf
+    sharding = update.sharding
     hidden = (x for x in original.observers if not x.calls and x.reads not in EARLY)
     caller = "its stage, for each micro-batch" if o.parts > 1 else "its stage"
     return PipelinePlan(
@@ -315,7 +373,7 @@ def plan_pipeline(
         schedule=timetable,
         model=StagedModel(part, o, stage_of, homes, users, sharding, splits, rows, merges),
         step_programs=step_programs(forward, stages, merges, sharding, o),
-        update=update_of(step, sums_of(stages), homes, users, sharding, rows, o),
+        update=update,
         shared=shared,
         values=values,
         axes={n: axis for n, axis in axes.items() if axis},
@@ -360,7 +418,8 @@ def _check_reads(step: DividedStep, o: PipelineOptions) -> None:
                 f"rows of {n}; compute with the rows in the loss function, or, if all "
                 f"micro-batches share {n}, pass dtrans.Batch(unsplit_inputs=({n!r},))"
             )
-    leaves = leaves_of_state(step.optimize, step.params) if step.state_read else {}
+    # The loss scale belongs to no leaf, although the update of a 0-d leaf reads it.
+    leaves = omit(leaves_of_state(step.optimize, step.params), scale_spec().names)
     for n, output in step.state_read.items():
         if n in leaves:
             raise asks_for(output, n).refused("")
@@ -433,6 +492,7 @@ def _assign_stages(
       The forward pass with split scans, the stage of each of its equations, the splits, and the
         rows of each stack.
     """
+    speeds = _speeds_of_stages(forward, o)
 
     def stages_for(f: ForwardPass) -> tuple[int, ...]:
         return stages_of(
@@ -441,6 +501,7 @@ def _assign_stages(
             policy=o.stages.policy,
             flops_per_byte=o.stages.flops_per_byte,
             batch=f.micro_batch_inputs,
+            speeds=speeds,
         )
 
     if o.model_stages == 1 or not loops_of(forward):
@@ -455,6 +516,25 @@ def _assign_stages(
     return unstacked.forward, unstacked.stage_of, splits, unstacked.rows
 
 
+def _speeds_of_stages(forward: ForwardPass, o: PipelineOptions) -> tuple[float, ...] | None:
+    """Return the speed of each stage; None without speeds, and if scopes determine the stages.
+
+    Raises:
+      ConfigError: the number of devices of a stage depends on the choice of the stages.
+    """
+    cluster = o.stages.cluster
+    if cluster.speeds is None or scoped_stages(forward.jaxpr) is not None:
+        return None
+    if any(s.kind == "split" for s in scopes_within(forward.jaxpr)):
+        raise ConfigError(
+            "speeds of dtrans.Cluster cannot be combined with a dtrans.split scope outside of "
+            "dtrans.replicate scopes: the stage of the scope has several devices, so the speeds of "
+            "stages are unknown before stages are chosen; put the stages in dtrans.replicate "
+            "scopes, or leave out speeds"
+        )
+    return cluster.stage_speeds([1] * o.num_stages, o.replicas) * o.chunks
+
+
 def _check_checkpoint_names(forward: ForwardPass, o: PipelineOptions) -> None:
     """Raise ConfigError if `gradient_checkpoint` has a name that no value of the loss has."""
     if isinstance(o.memory.gradient_checkpoint, str):
@@ -465,8 +545,8 @@ def _check_checkpoint_names(forward: ForwardPass, o: PipelineOptions) -> None:
         if n in inside:
             raise ConfigError(
                 f"gradient_checkpoint contains {n!r}, the name of a value inside a loop, a branch "
-                "or jax.checkpoint, but stages can save only values outside of these; name an "
-                "output instead"
+                "or jax.checkpoint, and stages cannot save such values; name an output of the "
+                "loop, branch or checkpoint instead"
             )
         if n not in there:
             names = ", ".join(sorted(map(str, there)))

@@ -4,7 +4,7 @@ The update is written as a training step. The batch of this step consists of the
 over micro-batches, and of arguments that the update reads, such as a learning rate. First, the step
 adds the sums of all stages that share a leaf, and divides by the number of micro-batches. This
 result is marked as a gradient, so that the transforms for training steps can rewrite the update.
-Replicas reduce gradients as in nccl2 mode, or store slices of the optimizer state as in sharding.
+Replicas reduce gradients as in nccl2 mode, or store slices of the state as in sharding.
 Finally, the update is divided by stage (`dtrans.pipeline_parallel.update_by_stage`).
 """
 
@@ -14,20 +14,22 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dtrans._jax import Atom, Literal, Var
-from dtrans.data_parallel.reducer import ReduceSpec, clip_to_norm
+from dtrans.data_parallel.reducer import ReduceSpec
 from dtrans.data_parallel.transform import write_trainer
+from dtrans.engine.layout import Sliced
 from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import avals, backward_slice, needed_equations
 from dtrans.ir.program import FORWARD, OPTIMIZE, Program
 from dtrans.ir.pytree import TreeSpec, tuple_of, unused_name
-from dtrans.ir.selection import exclude, subset, values_at
+from dtrans.ir.selection import exclude, omit, subset, values_at
 from dtrans.pipeline_parallel.balance import contiguous, part_of_each
 from dtrans.pipeline_parallel.options import PipelineOptions
 from dtrans.pipeline_parallel.split_stages import StageSharding, split_update
@@ -36,8 +38,10 @@ from dtrans.pipeline_parallel.update_by_stage import PlacedUpdate, grouped, plac
 from dtrans.rows.analysis import leaves_of_state
 from dtrans.step.capture import value_and_grad_p
 from dtrans.step.halves import GRAD, DividedStep, Gradient, divide_step
+from dtrans.step.local_clip import clip_to_norm
 from dtrans.step.marks import mark_p
-from dtrans.zero.choose_slices import Sliced, choose_slices
+from dtrans.zero.choose_slices import choose_slices
+from dtrans.zero.mixed_precision import scale_spec
 from dtrans.zero.options import ShardingOptions, Slicing
 from dtrans.zero.rank_layout import RankLayout
 from dtrans.zero.rank_program import write_rank
@@ -51,12 +55,14 @@ class Update:
       placed: the program of one replica's update, divided into pieces.
       layout: the slices of the state that replicas store; None if each replica stores the complete
         state.
-      sums: maps each input that is a stage's sum of gradients to (leaf, stage, micro-batch). The
-        micro-batch is None for the sum over all micro-batches.
+      sharding: the state that the shards of split stages divide.
+      sums: a triple (leaf, stage, micro-batch) for each input that is a stage's sum of gradients
+        (dict by input). The micro-batch is None for the sum over all micro-batches.
     """
 
     placed: PlacedUpdate
     layout: RankLayout | None
+    sharding: StageSharding
     sums: Mapping[str, tuple[str, int, int | None]]
 
     @property
@@ -64,7 +70,7 @@ class Update:
         """Program of the update, before it is divided into pieces.
 
         Its inputs are (params, opt_state, sums and arguments). Its outputs are (params, opt_state,
-        results of gradients).
+        results that the step computes from gradients).
         """
         return self.placed.program
 
@@ -73,11 +79,10 @@ class Update:
         """Names of the step's arguments, and of precomputed values, that the update reads."""
         return tuple(exclude(self.program.args[2].names, self.sums))
 
-    def slice_axis(self, name: str) -> int | None:
-        """Return the dimension along which replicas slice an array; None if it is not sliced."""
-        if self.layout is None or name not in self.layout.sliced:
-            return None
-        return self.layout.sliced[name].axis
+    @property
+    def slices(self) -> Mapping[str, Sliced]:
+        """Slices of each input that replicas divide, by name."""
+        return {} if self.layout is None else self.layout.sliced
 
 
 def update_of(
@@ -116,15 +121,17 @@ def update_of(
                 inputs[name] = (n, s, m)
                 parts[n][m or 0].append(name)
 
-    # The update of one replica.
+    # Write the update of one replica.
     full_sums = {n: t.update(shape=types[n].shape) for n, t in sums.items()}
     step_of_sums = divide_step(_step_of_sums(step, full_sums, parts, rows, o)).with_reported()
     layout = None
     if o.replicas > 1 and o.memory.sharding_stage:
         layout = dataclasses.replace(
-            RankLayout.from_step(step_of_sums, _sharding(o), {}), groups=homes
+            RankLayout.from_step(step_of_sums, _sharding(o), {}, divided=sharding.params),
+            groups=homes,
         )
-        if o.memory.sharding_stage == 2:
+        sharding = sharding.without_conflicts(layout.sliced)
+        if o.slices_gradients:
             program = _on_sliced_sums(step_of_sums, layout, inputs, parts, o)
         else:
             program = write_rank(step_of_sums, layout)
@@ -134,7 +141,8 @@ def update_of(
 
     # Divide the update by stage. The stage of a leaf has the leaf's optimizer state. Every stage
     # has all other state.
-    leaf_of = leaves_of_state(step.optimize, step.params)
+    # The loss scale belongs to no leaf, although the update of a 0-d leaf reads it.
+    leaf_of = omit(leaves_of_state(step.optimize, step.params), scale_spec().names)
     home: dict[str, int | None] = dict.fromkeys(step.opt_state)
     home |= {n: homes[leaf] for n, leaf in leaf_of.items()}
     home |= subset(homes, step.params)
@@ -145,7 +153,7 @@ def update_of(
     if o.memory.update_groups > 1:
         leaf_of = dict(zip(step.params, step.params, strict=True)) | leaf_of
         placed = grouped(placed, _apply_groups(step, homes, leaf_of, o))
-    return Update(split_update(placed, sharding, inputs), layout, inputs)
+    return Update(split_update(placed, sharding, inputs), layout, sharding, inputs)
 
 
 def arguments_of(step: DividedStep) -> tuple[str, ...]:
@@ -155,12 +163,26 @@ def arguments_of(step: DividedStep) -> tuple[str, ...]:
     return tuple(n for n in step.batch if n in step.arguments or step.program.invars[n] in leaves)
 
 
-def slices_of_sums(step: DividedStep, o: PipelineOptions) -> dict[str, Sliced]:
-    """Return the slices of each leaf whose gradient is reduce-scattered (`sharding_stage=2`)."""
-    if o.replicas == 1:
+def slices_of_sums(
+    step: DividedStep, o: PipelineOptions, divided: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, Sliced]:
+    """Return the slices of each leaf whose gradient is reduce-scattered (`sharding_stage` 2 and 3).
+
+    Args:
+      step: the training step, divided at its gradients.
+      o: the options of the pipeline.
+      divided: the sharded dimension of each leaf that the shards of split stages divide.
+    """
+    if not o.slices_gradients:
         return {}
-    least = o.memory.min_slice_size
-    slices = choose_slices(step, o.replicas, least=least, in_layers=False, sliced_in_use=False)
+    slices = choose_slices(
+        step,
+        o.replicas,
+        least=o.memory.min_slice_size,
+        in_layers=False,
+        sliced_in_use=o.slices_params,
+        divided=divided,
+    )
     return dict(slices.leaves)
 
 
@@ -196,7 +218,7 @@ def _on_sliced_sums(
     The update reduces no gradients, because stages reduce-scatter them in each micro-batch.
 
     Args:
-      step: the update of complete sums, as a step.
+      step: the update as a training step that reads complete sums.
       layout: the slices.
       sums: see `Update`.
       parts: maps each leaf to the names of its sums, as [micro-batch][stage].
@@ -215,11 +237,15 @@ def _on_sliced_sums(
 
 
 def _sharding(o: PipelineOptions) -> ShardingOptions:
-    """Return the options of `dtrans.sharding(stage=1)` with replicas as ranks."""
+    """Return the options of `dtrans.sharding` with replicas as ranks.
+
+    Stages 1 and 2 update the same slices: they differ only in the programs of micro-batches.
+    """
     over = o.over_replicas
     slices = Slicing(min_slice_size=o.memory.min_slice_size, prefetch=0, axis_name=over.axis_name)
     fields = {f.name: getattr(over, f.name) for f in dataclasses.fields(over)}
-    return ShardingOptions(**fields, stage=1, degree=o.replicas, slices=slices)
+    stage = 3 if o.slices_params else 1
+    return ShardingOptions(**fields, stage=stage, degree=o.replicas, slices=slices)
 
 
 def _step_of_sums(
@@ -250,7 +276,7 @@ def _step_of_sums(
     spec = TreeSpec.from_tree(types)
     inputs = dict(zip(spec.names, b.inputs(values_at(types, spec.names)), strict=True))
 
-    # The gradients: sum over stages, clip each micro-batch, sum over micro-batches, mark.
+    # Compute gradients: sum over stages, clip each micro-batch, sum over micro-batches, mark.
     totals: dict[str, list[Atom]] = {}
     for n, by_micro in parts.items():
         totals[n] = [_total(b, list(map(inputs.__getitem__, names))) for names in by_micro]

@@ -67,8 +67,11 @@ class PlacedUpdate:
       sends: the transfers between stages, as tuples (variable, sending stage, receiving stage).
       home: maps each input to the stage that has it, or to None if every stage has it.
       out_at: maps each output to the stage that needs it, or to None if every stage needs it.
-      sharded_axes: maps each variable that the shards of a split stage divide to its sharded
-        dimension.
+      sharded_axes: the sharded dimension of each variable that the shards of a split stage divide
+        (dict by variable).
+      copies: the variable that each added variable copies (dict by added variable).
+      outputs: the added variable of each output that the program does not compute on its stage
+        (dict by output).
     """
 
     program: Program
@@ -77,6 +80,8 @@ class PlacedUpdate:
     home: Mapping[str, int | None]
     out_at: Mapping[str, int | None]
     sharded_axes: Mapping[Var, int] = dataclasses.field(default_factory=dict)
+    copies: Mapping[Var, Var] = dataclasses.field(default_factory=dict)
+    outputs: Mapping[str, Var] = dataclasses.field(default_factory=dict)
 
 
 def place(
@@ -118,7 +123,7 @@ def grouped(placed: PlacedUpdate, group: Mapping[str, int]) -> PlacedUpdate:
 def _split_piece(
     piece: StagePart, group_of: Mapping[Var, int], groups: Sequence[int]
 ) -> list[StagePart]:
-    """Split a piece: one for equations that several groups need, then one for each group."""
+    """Split a piece into the equations that several groups need, and a piece for each group."""
     eqns = piece.inner.eqns
     outs: dict[int | None, list[Var]] = {g: [] for g in (*groups, None)}
     for v in piece.makes:

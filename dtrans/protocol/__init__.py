@@ -9,6 +9,7 @@ wire                the format of messages: a msgpack header and raw frames
 numbered_messages   numbers of messages, to repeat lost messages after a reconnection
 token               the job's secret, and the proofs that a process knows it
 buffers, inbox      memory into which blocks are received
+row_pieces          blocks whose rows are in several arrays
 refusals            a counter of refused messages
 server_blocks       the blocks and tables of one server
 wait_reminder       the times of the log lines of a waiting process

@@ -36,7 +36,7 @@ class BufferPool:
     def __init__(self, alignment: int = ALIGNMENT) -> None:
         self._alignment = alignment
         self._owners: dict[tuple[Any, ...], list[np.ndarray]] = {}
-        # id() of an owner -> index of the owner's first aligned byte
+        # id() of an array of bytes in the pool -> index of its first aligned byte
         self._starts: dict[int, int] = {}
 
     def take(self, key: str, shape: Sequence[int], dtype: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Epochs of a job with cuts, to which roles go back after the failure of a process.
+"""Epochs of a job with cuts. After the failure of a process, roles go back to a cut.
 
     cut      copy of the job's state after a step. Each server writes its state, and each trainer
              the leaves that it computes itself
@@ -12,19 +12,19 @@ trainers connect again and repeat the steps after the cut. Only the lost process
 
 The launcher may also drop a lost trainer (`dtrans launch --on-trainer-loss drop`). The set of
 trainers is a part of the epoch. So all servers use the gradients of the same trainers in a step.
-With `--on-trainer-loss replace`, the dropped trainer starts again while the others continue. When
-it is ready, the launcher grants an epoch in which the trainer takes part again.
+With `--on-trainer-loss replace`, the dropped trainer starts again while the other roles continue.
+When it is ready, the launcher grants an epoch in which the trainer takes part again.
 
-Asynchronous trainers share no step, so each asynchronous server writes separate cuts. A server that
-lives keeps its state, and a lost server continues from its newest cut. Each trainer continues after
-the last of its steps that a server has received.
+Asynchronous trainers share no step, so each asynchronous server writes separate cuts. A surviving
+server keeps its state, and a lost server continues from its newest cut. Each trainer continues
+after the last of its steps that a server has received.
 
 Synchronous servers can also write a *cut at a failure*. The launcher then announces that the epoch
 ends. Each live server stops, and writes its states after its newest steps. A trainer begins a step
 only after all servers have completed the step before. So servers differ by at most one step, and
 the two newest states of each server contain a common step. In a job with tables, trainers may evict
-rows after a step. Such a cut then counts only if a server knows that a trainer has begun the next
-step.
+rows after a step. A state after this step may lack these evictions, unless a server knows that a
+trainer has begun the next step. Without this knowledge, the job does not continue from the state.
 
 A synchronous update is a function of the state and the gradients, so repeated steps have the same
 bits. Messages of an older epoch are never processed in a newer one: each greeting contains the
@@ -50,19 +50,20 @@ DROPS = ("drop", REPLACE)
 
 @dataclasses.dataclass(frozen=True)
 class Epoch:
-    """Part of a job between two failures of processes, or returns of dropped trainers.
+    """Part of a job. It ends with the failure of a process, or the return of a dropped trainer.
 
     Attributes:
       number: number of the epoch, from 0.
-      cut: step of the cut at the start of the epoch; None if it starts with the initial state, or
-        with the cuts of asynchronous servers.
+      cut: step of the cut (snapshot) at the start of the epoch. None if the epoch starts with the
+        initial state, or with the cuts of asynchronous servers.
       is_ending: True if a role was lost, and the launcher waits until servers have written the
         states after their newest steps.
       dropped: ids of the lost trainers that take no part in the epoch, increasing.
-      lost: names of the lost servers of an ending epoch. Other servers write their replicas.
+      lost: names of the lost servers of an ending epoch. Other servers write the replicas of
+        these servers.
       incarnations: for each trainer, the number of the epoch in which its current process was
         started; empty without this information.
-      members_since: number of the first epoch since the set of trainers changed last.
+      members_since: number of the epoch in which the set of trainers last changed.
     """
 
     number: int = 0
@@ -70,7 +71,8 @@ class Epoch:
     is_ending: bool = False
     dropped: tuple[int, ...] = ()
     lost: tuple[str, ...] = ()
-    # not compared, because the launcher writes them to the folder without its epoch
+    # Excluded from `==`: the epochs that roles read have incarnations, and the launcher's epochs
+    # have none.
     incarnations: tuple[int, ...] = dataclasses.field(default=(), compare=False)
     members_since: int = 0
 
@@ -78,8 +80,8 @@ class Epoch:
         """Return the epoch after this one.
 
         Args:
-          cut: step of the cut at its start; None as for `cut`.
-          dropped: ids of the trainers that take no part in it, increasing.
+          cut: step of the cut (snapshot) at the start of the new epoch, as for the attribute `cut`.
+          dropped: ids of the trainers that take no part in the new epoch, increasing.
 
         Example:
           >>> from dtrans.protocol.epochs import Epoch
@@ -93,10 +95,10 @@ class Epoch:
         return Epoch(number, cut, dropped=dropped, members_since=since)
 
     def is_cut_due(self, step: int, first: int, every: int) -> bool:
-        """Return True if roles write a cut after a step of a synchronous job.
+        """Return True if roles write a cut (snapshot) after a step of a synchronous job.
 
-        In an epoch without a cut at its start, roles write one before its first step. The cut at
-        the start of an epoch exists already.
+        If the epoch does not start from a cut, roles write a cut before its first step. If it
+        does, roles do not write this cut a second time.
 
         Args:
           step: number of steps of the job.
@@ -132,20 +134,22 @@ class Epoch:
 
 
 def is_cut_due_alone(step: int, newest: int | None, every: int) -> bool:
-    """Return True if an asynchronous server writes a cut after a step.
+    """Return True if an asynchronous server writes a cut (snapshot) after a step.
 
     One message of a trainer may end several steps, so `step` may jump over a multiple of `every`.
 
     Args:
       step: total number of steps of all trainers.
-      newest: step of the server's last cut; None without one.
+      newest: step of the server's last cut; None before the first cut.
       every: number of steps between two cuts.
     """
     return newest is None or step // every > newest // every
 
 
 class NewEpoch(Exception):
-    """Signal within a process: the job has a newer epoch. It is never shown to the user.
+    """Signal within a process: the job has a newer epoch, a part of the job between failures.
+
+    Users never see this exception.
 
     Attributes:
       number: the smallest possible number of the new epoch.
@@ -157,14 +161,14 @@ class NewEpoch(Exception):
 
 
 class ReplacedError(StateError):
-    """The launcher has lost this process, and has started another one or has dropped its trainer.
+    """Error: the launcher counts this process as lost, and has replaced or dropped its role.
 
     The process ends. It sends servers no reason, because an error of a trainer would end the job.
     """
 
 
 class Epochs(Protocol):
-    """Epochs of a job, as one role sees them. `dtrans.run.net.role_folder` implements it.
+    """Epochs of a job, as one role sees them; implemented by `dtrans.run.net.role_folder`.
 
     Attributes:
       incarnation: number of the epoch in which the role's process was started.
@@ -173,10 +177,10 @@ class Epochs(Protocol):
     incarnation: int
 
     def current(self) -> Epoch:
-        """Return the epoch that the launcher has granted last."""
+        """Return the epoch (a part of the job) that the launcher has granted last."""
 
     def enter(self, epoch: Epoch) -> None:
-        """Tell the launcher that this role takes part in an epoch."""
+        """Tell the launcher that this role takes part in an epoch (a part of the job)."""
 
     def leave(self) -> None:
         """Tell the launcher that this role has left the job after its last step."""

@@ -45,7 +45,18 @@ class Inbox:
 
     def missing(self) -> list[str]:
         """Return the names of the incomplete blocks."""
-        return [n for n, x in self.memory.items() if self._arrived.get(n) != x.nbytes]
+        return [n for n in self.memory if not self.has_all(n)]
+
+    def has_all(self, name: str) -> bool:
+        """Return True if all bytes of this block have arrived."""
+        return self.has_rows(name, slice(None))
+
+    def has_rows(self, name: str, rows: slice) -> bool:
+        """Return True if the bytes of this block have arrived up to the end of these rows."""
+        due = self.memory[name]
+        if rows.stop is not None:
+            due = due[: rows.stop]
+        return self._arrived.get(name, -1) >= due.nbytes
 
     def has_begun(self, name: str) -> bool:
         """Return True if bytes of this block have arrived."""
@@ -55,9 +66,14 @@ class Inbox:
         """Return the progress of a block: `8 of 32 bytes`."""
         return f"{self._arrived.get(name, 0)} of {self.memory[name].nbytes} bytes"
 
-    def renew(self, name: str, memory: np.ndarray) -> None:
-        """Replace the memory of a block, before its first byte arrives."""
-        self.memory = {**self.memory, name: memory}
+    def renew(self, memory: Mapping[str, np.ndarray]) -> None:
+        """Replace the memory of blocks, by name, before the first byte of these blocks arrives."""
+        self.memory = {**self.memory, **memory}
+
+    def drop(self, name: str) -> None:
+        """Stop expecting a block."""
+        self.memory = {n: x for n, x in self.memory.items() if n != name}
+        self._arrived.pop(name, None)
 
     def clear(self) -> None:
         """Expect all blocks again from their first byte."""
@@ -71,4 +87,4 @@ class Inbox:
         if not self.begun:
             return "computing"
         due = len(self.memory)
-        return f"sending: {due - len(self.missing())} of {due} gradients are here"
+        return f"sending: {due - len(self.missing())} of {due} gradients have arrived"

@@ -27,11 +27,11 @@ from dtrans.protocol.tables.stored_tables import StoredTables
 
 
 OBSERVER = "an observer of the job"  # user name of observers
-RATE = 50  # answers a second to all observers together, at most
-WINDOW = 10.0  # seconds over which rates are computed, at least
-STEPS = 5  # steps of a trainer in a window, on average over the trainers; fewer make it longer
+RATE = 50  # maximum number of answers per second, to all observers together
+WINDOW = 10.0  # minimum number of seconds over which rates are computed
+STEPS = 5  # mean number of steps per trainer in a window; with fewer steps, the window is longer
 LONGEST = 600.0  # seconds of the longest window
-EACH = 0.9  # seconds between two samples of the counts, at least
+EACH = 0.9  # minimum number of seconds between two samples of the counts
 
 # states of a trainer, worst first
 STATES = (
@@ -56,8 +56,8 @@ class TrainerStatus:
       doing: the trainer's progress in its step; empty if it has not connected or has left.
       step: number of steps that the trainer has made; None if the process does not count steps.
       steps_per_second: mean number of steps per second over the window.
-      staleness: number of steps of other trainers that the parameters behind the trainer's last
-        gradients did not include; None in synchronous mode.
+      staleness: number of other trainers' steps that were missing in the parameters from which the
+        trainer computed its last gradients; None in synchronous mode.
       silent: seconds since the trainer's last message; None before its first message.
       received: number of bytes received from the trainer; None if the process does not count bytes.
       sent: number of bytes sent to the trainer; None if the process does not count bytes.
@@ -99,8 +99,8 @@ class ServerStatus:
       saving: maps the name of each pending checkpoint to the seconds since its write started.
       checkpoint: fields of the last checkpoint's `CheckpointStatus`; empty before the first one.
       tables: fields of the `TableStatus` of each block of a table.
-      epoch: number of the epoch (`dtrans.protocol.epochs`); None in a job without cuts.
-      cut: step of the newest cut that the server has written; None without one.
+      epoch: number of the epoch (`dtrans.protocol.epochs`); None in a job without cuts (snapshots).
+      cut: step of the newest cut that the server has written; None before the first cut.
     """
 
     endpoint: str
@@ -292,8 +292,8 @@ class StatusReporter:
       barred: counter of refused connections.
       received: number of bytes of received messages.
       saving: maps the name of each pending checkpoint to the time at which its write started.
-      epoch: number of the epoch; None in a job without cuts.
-      cut: returns the step of the newest written cut; None without one.
+      epoch: number of the epoch; None in a job without cuts (snapshots).
+      cut: function that returns the step of the newest written cut, or None before the first cut.
     """
 
     def __init__(self, kind: Observed, trainers: ObservedTrainers, refusals: Refusals) -> None:

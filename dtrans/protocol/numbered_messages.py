@@ -87,8 +87,8 @@ class NumberedMessages:
         released = self.sent - len(self._stored)
         if not released <= heard <= self.sent:
             raise WireError(
-                f"a connection cannot be resumed after {heard} messages: {self.sent} were sent, "
-                f"and {released} of them are released"
+                f"the connection cannot be resumed after message {heard}: this process has sent "
+                f"{self.sent} messages, and has already deleted the first {released}"
             )
 
     def clear(self) -> None:

@@ -6,7 +6,8 @@ import logging
 from typing import Any
 
 
-EACH = 100  # number of refusals that are all logged; after them, every 2**n-th one is
+# The first `EACH` refusals are logged, and later only refusals whose number is a power of two.
+EACH = 100
 
 
 class Refusals:

@@ -64,14 +64,14 @@ class ServerBlocks:
       trainers: number of trainers.
       sync_mode: True if an update uses the gradients of all trainers.
       on_trainer_exit: rule for trainers that leave before other trainers do.
-      params: maps the name of each block that trainers request to the shape and dtype of the
-        array that is sent.
-      gradients: maps the name of each gradient that trainers send to its shape and dtype.
-        Gradients of tables are not included.
+      params: shape and dtype of the array that a server sends for each block that trainers request
+        (dict by block's name).
+      gradients: shape and dtype of each gradient that trainers send, by name. Gradients of tables
+        are not included.
       sent: one dict for each gradient that updates read. The dict maps the id of a trainer to the
         name under which this trainer sends the gradient.
-      arguments: maps each step argument that the update reads to a dict. The dict maps the id of a
-        trainer to the name under which this trainer sends the argument.
+      arguments: for each step argument that the update reads, a dict. It maps the id of a trainer
+        to the name under which this trainer sends the argument.
       exchanges: exchanges with other servers in a step, in order.
       backed: names of the blocks with delay compensation. For these blocks, the server stores the
         values that it has last sent to each trainer.
@@ -93,8 +93,43 @@ class ServerBlocks:
     adds_changes: bool = False
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class UpdatePart:
+    """Part of a synchronous server's update. It reads no results of other parts.
+
+    The rows of a large block may be divided over several parts. These parts are then in the order
+    of the rows.
+
+    Attributes:
+      sent: gradients that the part reads, as in `ServerBlocks.sent`.
+      params: names of the parameter blocks that the part updates.
+      rows: rows of these gradients and blocks; `slice(None)` if the part has all rows.
+    """
+
+    sent: Sequence[Mapping[int, str]]
+    params: Sequence[str]
+    rows: slice = dataclasses.field(default_factory=lambda: slice(None))
+
+
 class StepUpdate(Protocol):
     """Update of a synchronous server, which computes one step at a time."""
+
+    @property
+    def parts(self) -> Sequence[UpdatePart]:
+        """Parts of the update; empty if the update runs as one part."""
+
+    def update_part(
+        self, number: int, grads: Mapping[str, Any], present: frozenset[int], step: int
+    ) -> Mapping[str, Any]:
+        """Run one part before `begin`; return its rows of the new parameters, by block name.
+
+        The state stays unchanged until `begin`, which runs the remaining parts.
+
+        Args:
+          number: index of the part in `parts`.
+          grads: gradients by name, at least those of the part.
+          present, step: as for `begin`.
+        """
 
     @property
     def state(self) -> dict[str, Any]:
@@ -102,7 +137,7 @@ class StepUpdate(Protocol):
 
     @property
     def old(self) -> dict[str, Any] | None:
-        """Arrays of the state before the newest one, by name; None if they are not stored."""
+        """Arrays of the previous state, by name; None if the previous state is not stored."""
 
     def newest(self) -> dict[str, Any]:
         """Return the arrays of the state, by name. Tables are snapshots."""
@@ -129,7 +164,7 @@ class StepUpdate(Protocol):
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """Arrays to send for the parameters, by block name."""
+        """Arrays, or `RowPieces`, that the server sends for the parameters, by block name."""
 
     @property
     def exchange(self) -> Exchange | None:
@@ -155,6 +190,13 @@ class StepUpdate(Protocol):
 
         Returns:
           The vectors for other servers; None if the update is complete.
+        """
+
+    def create_rows(self, ids: Mapping[str, np.ndarray]) -> None:
+        """Create rows that do not exist, before `rows` reads them with `train`.
+
+        Args:
+          ids: row ids in each block of a table, by the block's name.
         """
 
     def rows(self, name: str, ids: np.ndarray, *, train: bool) -> np.ndarray:
@@ -200,6 +242,9 @@ class BlockUpdate(Protocol):
           state: the state before the update.
           values: outputs of `begin` that the update reads.
         """
+
+    def create_rows(self, ids: Mapping[str, np.ndarray]) -> None:
+        """Create rows that do not exist. See `StepUpdate.create_rows`."""
 
     def rows(
         self, name: str, ids: np.ndarray, state: Mapping[str, Any], *, train: bool

@@ -1,4 +1,4 @@
-"""The job's token: a secret that all processes of a job share, and proofs of knowing it.
+"""The job's token: a secret that all processes of a job share, and proofs that a process knows it.
 
 `dtrans launch` generates a token for each job. Other launchers set the same DTRANS_TOKEN for all
 processes, or set DTRANS_TOKEN_FILE to the path of a file with the token. A job without a token or
@@ -27,7 +27,7 @@ from dtrans.errors import ConfigError
 VARIABLE, FILE = "DTRANS_TOKEN", "DTRANS_TOKEN_FILE"
 NEW_TOKEN = "the output of `dtrans keygen --token`"
 NEEDED = f"{VARIABLE}, the same secret in all processes, for instance {NEW_TOKEN}"
-BITS = 128  # random bits that the token of a job on several hosts needs, at least
+BITS = 128  # minimum number of random bits in the token of a job on several hosts
 
 
 def new_token() -> str:

@@ -23,7 +23,7 @@ SERVER = "server"  # role whose key every listener uses
 ROLE_USER = (
     "a role of parameter servers"  # user name with which trainers and servers connect to servers
 )
-LINGER = 5.0  # seconds in which a closed link or listener sends its last messages, at most
+LINGER = 5.0  # maximum number of seconds in which a closed link or listener sends its last messages
 RETRY = 5.0  # seconds in which a process must reconnect after its connection has broken
 
 EventKind = Literal["message", "connected", "broken", "barred", "lost", "refused"]

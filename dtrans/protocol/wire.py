@@ -17,11 +17,10 @@ ones are in brackets):
                                                                  pieces + frames
     exchange       step, round, values, pieces         exchanged step, round, values,
                    + frames                                      pieces + frames
-    prefetch       step, table, count, train, pieces   rows      step, table, pieces + frames
-                   + frames
-                   [, ahead, request]                            [, ahead, last, count, request]
-    row_ids        step, gradient, count, pieces
-                   + frames
+    prefetch       step, counts, train, pieces         rows      step, pieces + frames
+                   + frames[, ahead, request]                    [, ahead, last, counts,
+                                                                 request]
+    row_ids        step, counts, pieces + frames
     save           step, name, made[, request]         saved     name, error[, request]
     saving         step
     tables         step[, request]                     report    tables[, request]
@@ -74,9 +73,9 @@ part in. A server stores a greeting of a later epoch until it is in that epoch. 
 of an earlier epoch with `rewind`. `incarnation` is the number of the epoch in which the trainer's
 process was started. A server refuses a process that the launcher has replaced. When a server begins
 an epoch, it also sends `rewind` to the trainers of the previous epoch. In a `welcome`, `epoch` is
-the server's epoch, and `cut` the step of the cut with which it begins, if there is one. `every` is
-the number of steps between two cuts. An asynchronous server adds `count`, the number of the
-trainer's steps that it has received. A `recv` with `blocks` contains the largest `count` of all
+the server's epoch, and `cut` the step of the cut (snapshot) with which it begins, if there is one.
+`every` is the number of steps between two cuts. An asynchronous server adds `count`, the number of
+the trainer's steps that it has received. A `recv` with `blocks` contains the largest `count` of all
 servers.
 
 End of a job: a trainer sends `complete`, receives `goodbye`, and answers with its own `goodbye`. A
@@ -85,31 +84,37 @@ trainer does not reconnect in time.
 
 End of a step: the last message of a step also stands for the messages that would follow it,
 `send_barrier` and `recv`. Its field `then` lists them, and its header also contains their fields.
-The step of this `recv` is the next step.
+The step of this `recv` is the next step. A synchronous trainer sends this `recv` before the
+gradients if they need several messages. The server then sends each block, or each piece of a large
+block, when its new value is complete.
 
 Rounds: `values` contains [dtype, shape, way] for each value, where `way` is the collective with its
 arguments (`dtrans.protocol.server.trainer_rounds`). The values are sent as blocks with the names
 "0", "1", and so on. In the answer, `values` contains [dtype, shape] for each merged value.
 
-Table rows: `prefetch` requests `count` rows of a table's block. The block "ids" contains their
-increasing row ids as 32-bit integers. If `train` is true, the trainer later sends the gradient of
-the same rows without row ids. An asynchronous trainer with a communicator merges gradients of
-different rows. So it sends the row ids of the merged gradient in `row_ids`, before the gradient.
+Table rows: `prefetch` requests rows of several blocks of tables. `counts` maps the name of each
+block to its number of requested rows. A block of the same name contains the increasing row ids, as
+32-bit integers. The answer `rows` contains all requested rows. If `train` is true, the trainer
+later sends the gradients of the same rows without row ids. An asynchronous trainer with a
+communicator merges gradients of different rows. So before the gradients, it sends `row_ids`, whose
+`counts` and row ids have the names of the gradients.
 
-Announced rows: with `ahead`, the rows and their gradient belong to a later step: the current step
-plus `ahead`. In an answer, `ahead` is the number of that later step. An answer that repeats changed
-rows contains `count` rows, and the block "at" contains their positions in the lookup. The field
-`last` is true in the last answer (`dtrans.protocol.tables.rows_ahead`).
+Announced rows: with `ahead`, the rows and their gradients belong to a later step: the current step
+plus `ahead`. A server sends one or several answers. In an answer, `ahead` is the number of that
+later step. If an answer has `counts`, it contains only changed rows: `counts` maps the name of each
+block to its number of changed rows. A second block, whose name ends with "@AT", contains the
+positions of these rows in the lookup. The field `last` is true in the last answer for a block
+(`dtrans.protocol.tables.rows_ahead`).
 
 GEO-SGD: a trainer stores the rows that it has requested. If `changed` is true in its `recv`, the
-server sends one `changed` for each of its table blocks, before the parameters. It contains the
-32-bit row ids ("ids") and values ("rows") of `count` rows. These are stored rows that other
-trainers have changed since the last `changed`. If the field is false, the trainer stores no rows,
-so the server sends no `changed`.
+server sends one `changed` for each of its table blocks, before the parameters. Each `changed`
+contains the 32-bit row ids ("ids") and values ("rows") of `count` rows. These are stored rows that
+other trainers have changed since the last `changed`. If the field is false, the trainer stores no
+rows, so the server sends no `changed`.
 
 Tables between two steps (`dtrans.protocol.tables.stored_tables`): `changes` contains 32-bit row
-ids. Its block "ids" has the ids of `count` changed rows, its block "gone" those of `gone` evicted
-rows.
+ids. Its block "ids" has the ids of `count` changed rows, and its block "gone" has the ids of `gone`
+evicted rows.
 
 Requests: an answer repeats the `request` number of the message that it answers. A trainer uses each
 number once, and drops an answer that it no longer waits for.
@@ -138,16 +143,18 @@ import msgpack
 import numpy as np
 
 from dtrans.errors import WireError
+from dtrans.protocol.row_pieces import RowPieces
 
 
-VERSION = 5
-# bytes of arrays in a message, at most: larger messages take longer to allocate than to copy
-MESSAGE_BYTES = 4 << 20
+VERSION = 6
+# Maximum bytes of arrays in a message. Larger messages delay the update of the first block, and
+# allocating them takes longer than copying them. Smaller ones cost more processor time.
+MESSAGE_BYTES = 2 << 20
 SMALL = 16 << 10  # bytes; smaller blocks share a frame, because a copy is cheaper than a frame
-MAX_MESSAGE = 16 << 20  # bytes of a frame, at most; `limits` computes a lower limit for a plan
-# bytes of a header without names of blocks, at most; the largest field is the plan's fingerprint
+MAX_MESSAGE = 16 << 20  # maximum bytes of a frame; `limits` computes a lower limit for a plan
+# maximum bytes of a header without names of blocks; the largest field is the plan's fingerprint
 HELLO = 512 << 10
-ROW = 256  # bytes that a block adds to a header, without its name
+ROW = 256  # bytes that a block adds to a header, without the block's name
 
 Piece = tuple[str, int, int]
 
@@ -158,8 +165,8 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "send_barrier": {"step": int},
     "recv": {"step": int},
     "exchange": {"step": int, "round": int, "values": list, "pieces": list},
-    "prefetch": {"step": int, "table": str, "count": int, "train": bool, "pieces": list},
-    "row_ids": {"step": int, "gradient": str, "count": int, "pieces": list},
+    "prefetch": {"step": int, "counts": dict, "train": bool, "pieces": list},
+    "row_ids": {"step": int, "counts": dict, "pieces": list},
     "save": {"step": int, "name": str, "made": int},
     "saving": {"step": int},
     "tables": {"step": int},
@@ -176,7 +183,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "rewind": {"epoch": int},
     "blocks": {"step": int, "pieces": list},
     "exchanged": {"step": int, "round": int, "values": list, "pieces": list},
-    "rows": {"step": int, "table": str, "pieces": list},
+    "rows": {"step": int, "pieces": list},
     "changed": {"step": int, "table": str, "count": int, "pieces": list},
     "waiting": {"reason": str},
     "refuse": {"reason": str},
@@ -217,7 +224,7 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "send_barrier": {"blocks": list},
     "recv": {"blocks": list, "changed": bool, "count": int},
     "prefetch": {"ahead": int, "request": int},
-    "rows": {"ahead": int, "last": bool, "count": int, "request": int},
+    "rows": {"ahead": int, "last": bool, "counts": dict, "request": int},
     "save": {"request": int},
     "saved": {"request": int},
     "tables": {"request": int},
@@ -311,19 +318,21 @@ def limits(blocks: Mapping[str, int]) -> tuple[int, int]:
     """Return the limits of a job's messages.
 
     Args:
-      blocks: maps the name of each block that is sent or received in a step to its size in bytes.
+      blocks: size in bytes of each block that is sent or received in a step, by name.
 
     Returns:
       The size in bytes of the largest frame, and the maximum number of unread messages to one
       process.
     """
-    header = HELLO + sum(len(n.encode()) + ROW for n in blocks)
+    # The header of a trainer's message may list each block twice: with its size or its number of
+    # rows, and in `pieces`.
+    header = HELLO + sum(2 * len(n.encode()) + ROW for n in blocks)
     steps = len(blocks) + sum(blocks.values()) // MESSAGE_BYTES
     return max(MESSAGE_BYTES, header), 1000 + 32 * steps
 
 
 def brief(value: Any) -> str:
-    """Return the repr of a value, cut to 80 characters, for an error message."""
+    """Return the repr of a value, shortened to 80 characters, for an error message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -340,8 +349,22 @@ def as_bytes(array: Any) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
+def after_bytes(block: Any, count: int) -> RowPieces:
+    """Return the part of a block, an array or `RowPieces`, after its first `count` bytes."""
+    rest, at = [], 0
+    for array in block.arrays if isinstance(block, RowPieces) else [block]:
+        if at + array.nbytes > count:
+            rest.append(as_bytes(array)[max(0, count - at) :])
+        at += array.nbytes
+    return RowPieces(rest, count)
+
+
 def messages(blocks: Iterable[tuple[str, Any]]) -> Iterator[tuple[list[list[Piece]], list[Any]]]:
-    """Split named arrays into messages; yield each message's field `pieces` and its frames."""
+    """Split named arrays into messages; yield each message's field `pieces` and its frames.
+
+    Args:
+      blocks: name of each block, with its array or its `RowPieces`.
+    """
     pieces: list[list[Piece]] = []
     frames: list[Any] = []
     size = 0
@@ -352,8 +375,7 @@ def messages(blocks: Iterable[tuple[str, Any]]) -> Iterator[tuple[list[list[Piec
             frames.append(small[0] if len(small) == 1 else np.concatenate(small))
             small.clear()
 
-    for name, array in blocks:
-        data = as_bytes(array)
+    for name, start, data in _pieces_of(blocks):
         at = 0
         while True:
             if size >= MESSAGE_BYTES:
@@ -361,7 +383,7 @@ def messages(blocks: Iterable[tuple[str, Any]]) -> Iterator[tuple[list[list[Piec
                 yield pieces, frames
                 pieces, frames, size = [], [], 0
             part = data[at : at + MESSAGE_BYTES - size]
-            piece = (name, at, part.nbytes)
+            piece = (name, start + at, part.nbytes)
             if data.nbytes < SMALL and part.nbytes == data.nbytes:
                 if not small:
                     pieces.append([])
@@ -380,6 +402,18 @@ def messages(blocks: Iterable[tuple[str, Any]]) -> Iterator[tuple[list[list[Piec
         yield pieces, frames
 
 
+def _pieces_of(blocks: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, int, np.ndarray]]:
+    """Yield for each array: the name of its block, the index of its first byte, and its bytes."""
+    for name, block in blocks:
+        if not isinstance(block, RowPieces):
+            yield name, 0, as_bytes(block)
+            continue
+        start = block.start
+        for array in block.arrays:
+            yield name, start, as_bytes(array)
+            start += array.nbytes
+
+
 def framed(
     op: str,
     blocks: Sequence[tuple[str, Any]] = (),
@@ -390,7 +424,7 @@ def framed(
 
     Args:
       op: kind of the message.
-      blocks: name and array of each block.
+      blocks: name of each block, with its array or its `RowPieces`.
       stamp: returns further header fields of each message, such as its number.
       fields: header fields of all messages.
     """

@@ -57,9 +57,9 @@ class RowAnalysis:
     Attributes:
       half: the analysed optimize half, with branches and loops split by `dtrans.rows.normalize`.
       flow: layout of each value, and how each equation runs on a block of rows.
-      groups: maps each leaf that cannot be sliced to its group.
+      groups: the group of each leaf that cannot be sliced, by leaf.
       params: names of the leaves, in leaf order.
-      axes: maps leaves whose rows are not dimension 0 to the dimension of their rows.
+      axes: the dimension of the rows, for leaves whose rows are not dimension 0 (dict by leaf).
     """
 
     half: OptimizeHalf
@@ -157,7 +157,7 @@ def analyse(
             half = dataclasses.replace(half, jaxpr=eliminate_dead(simpler))
         elif groups.keys() <= unsliced:
             return RowAnalysis(half, flow, groups, tuple(params), axes)
-        else:  # repeat, since reductions over the newly bound leaves need no communication
+        else:  # repeat, since reductions over leaves that are now unsliced need no communication
             bound += found
             unsliced |= groups.keys()
 
@@ -180,7 +180,7 @@ def _settled(
 ) -> tuple[Flow, list[Colocated]]:
     """Find layouts; repeat until the layouts of the optimizer state no longer change.
 
-    Return the final layouts, and those layouts whose leaves one server must store in full.
+    Return the result of the last pass, and the layouts whose leaves one server must store in full.
     """
     inner = half.inner
     inputs = half.invars

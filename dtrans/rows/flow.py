@@ -123,7 +123,8 @@ class FlowPass:
         leaves = leaves_of([*stuck, *rows])
         name = eqn.primitive.name
         if name == COND or (leaves and name in LOOPS):
-            # other servers send their values before the first iteration
+            # values of other servers count as shared: these servers send them before the loop or
+            # branch
             sent = list(ins)
             for i, x in enumerate(ins):
                 if leaves and isinstance(x, Colocated) and not x.leaves <= leaves:
@@ -255,12 +256,13 @@ class FlowPass:
         return text
 
 
-# claims of an input that is read in full: two, because only a single claim has an effect
+# Two different layouts, recorded for an input that is read in full: only an input with a single
+# layout is sliced.
 _NO_ROWS = frozenset({RowAxis("", 0), RowAxis("", 1)})
 
 
 def _moved(x: Layout, by: int) -> Layout | None:
-    """Convert the layout of a scanned array to that of one iteration's slice, or back.
+    """Convert the layout of a scanned array to the layout of one iteration's slice, or back.
 
     `by` is -1 for a slice, and 1 for a stacked output. Return None if the scan iterates over rows.
     """

@@ -99,7 +99,10 @@ def sendable(x: Layout) -> bool:
 
 
 def binding(layouts: Iterable[Layout]) -> list[Colocated]:
-    """Return the layouts with a reason or several leaves: one server must store these leaves."""
+    """Return the layouts that force their leaves onto one server.
+
+    These layouts have a `reason`, or several leaves.
+    """
     found = []
     for x in layouts:
         if isinstance(x, Colocated) and (x.reason or len(x.leaves) > 1):

@@ -289,7 +289,7 @@ class _Branch:
     def pruned(
         self, eqns: Sequence[int], operands: Sequence[int], wanted: Sequence[int]
     ) -> ClosedJaxpr:
-        """Return a branch with some of the equations, inputs and outputs."""
+        """Return the branch with only these equations, inputs and outputs (indices)."""
         invars = values_at(self.inner.invars, operands)
         outvars = values_at(self.inner.outvars, wanted)
         return extract_part(self.branch, invars, values_at(self.inner.eqns, eqns), outvars)

@@ -251,10 +251,12 @@ def _keys(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 def _random_bits(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
     """Slice the keys, or (with a counter-based generator) the bits that each key yields."""
-    (keys,) = eqn.invars
+    # In a program that another mesh axis divides, the equation draws a block of the bits. The start
+    # of the block is a second operand.
+    keys, *start_of_block = eqn.invars
     ndim = keys.aval.ndim
     if part.axis < ndim:
-        return _copied(eqn, part, [(keys, part)])
+        return _copied(eqn, part, [(keys, part), *((a, None) for a in start_of_block)])
     if not is_counted(eqn):
         return None
     drawn, types = eqn.replace(primitive=block_bits_p), [part.of(eqn.outvars[0].aval)]

@@ -1,8 +1,8 @@
 """Random bits of a block of rows, computed without the bits of other rows.
 
-`jax.random.normal`, `uniform`, `truncated_normal` and others draw one array of random bits with the
-equation `random_bits[bit_width=32 shape=(4096, 1024)]`. A *counter-based* generator hashes the key
-and the row-major index of an entry (64 bits) to the bits of the entry. So the primitive
+`jax.random.normal`, `uniform`, `truncated_normal` and other samplers draw one array of random bits
+with the equation `random_bits[bit_width=32 shape=(4096, 1024)]`. A *counter-based* generator hashes
+the key and the row-major index of an entry (64 bits) to the bits of the entry. So the primitive
 `block_bits_p` can compute the bits of rows `start:stop` alone. In listings, its name is
 `random_bits`, and its parameters are the rows and the full shape. The start of the rows may also be
 a value of the program, and so may the ids of all rows.

@@ -1,7 +1,7 @@
 """Assignment of a leaf's rows to buckets by their ids.
 
 Row `n` is in bucket `n % count`, and a block of the leaf has the buckets `start` to `stop`. When
-blocks are added or removed, whole buckets move. In many tables the most frequent rows have the
+blocks are added or removed, complete buckets move. In many tables the most frequent rows have the
 lowest ids. With ranges of rows, one block would have all frequent rows; with buckets, each block
 has some.
 

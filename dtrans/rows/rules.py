@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dtrans._jax import JaxprEqn, facts_of, mixed_axes
+from dtrans._jax import JaxprEqn, facts_of, is_callback_on_rows, mixed_axes
 from dtrans.rows.layout import SHARED, Layout, RowAxis, all_shared, row_axes
 
 
@@ -89,7 +89,7 @@ def _common_rows(ins: Sequence[Layout]) -> RowAxis | None:
 
 
 def _all_as(row: RowAxis, eqn: JaxprEqn) -> tuple[RowAxis | None, ...]:
-    """Return one entry for each operand: None for a scalar, `row` for others."""
+    """Return one entry for each operand: None for a scalar, `row` for an array."""
     return tuple(row if a.aval.ndim else None for a in eqn.invars)
 
 
@@ -134,14 +134,15 @@ def _broadcast_in_dim(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 def _reshape(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     """Describe a reshape that merges the row axis with axes after it, or splits the row axis.
 
-    In the result, a row is a run of `width` entries.
+    In the result, a row is a run of `width` entries. The equation may first permute the axes.
     """
     row = _common_rows(ins[:1])
-    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    if row is None or len(ins) > 1 or eqn.params["dimensions"] is not None or not old[row.axis]:
+    shape, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    if row is None or len(ins) > 1 or not shape[row.axis]:
         return None
-    count = old[row.axis] // row.width
-    before = math.prod(old[: row.axis])
+    order = eqn.params["dimensions"] or range(len(shape))
+    before = math.prod(shape[d] for d in order[: order.index(row.axis)])
+    count = shape[row.axis] // row.width
     for axis, size in enumerate(new):
         if size % count == 0 and math.prod(new[:axis]) == before:
             out = dataclasses.replace(row, axis=axis, width=size // count)
@@ -237,7 +238,7 @@ def _pad(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Slice along axes other than the row axis."""
+    """Describe a slice along axes other than the row axis."""
     row = _common_rows(ins)
     if row is None or eqn.outvars[0].aval.shape[row.axis] != eqn.invars[0].aval.shape[row.axis]:
         return None
@@ -250,7 +251,7 @@ def _slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _dynamic_slice(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Slice along axes other than the row axis.
+    """Describe a `dynamic_slice` along axes other than the row axis.
 
     Along the row axis the slice is full: XLA clamps its start to 0.
     """
@@ -299,6 +300,36 @@ def _dot_general(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     return Step((row, None) if mine == 0 else (None, row), (dataclasses.replace(row, axis=axis),))
 
 
+def _triangular_solve(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
+    """Describe `X` with `A X = B`, whose columns are independent; or `X A = B`, by rows.
+
+    `jax.vmap` of a solve with one matrix for all rows writes the rows as columns of `B`.
+    """
+    matrix, row = ins
+    if isinstance(matrix, RowAxis) or not isinstance(row, RowAxis):
+        return _along(eqn, ins)
+    free = eqn.invars[1].aval.ndim - (1 if eqn.params["left_side"] else 2)
+    if row.axis != free:
+        return _along(eqn, ins)
+    return Step((None, row), (row,))
+
+
+def _pure_callback(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
+    """Call a host function of several rows on some of the rows."""
+    row = _common_rows(ins)
+    if row is None or row.axis or not eqn.outvars or not is_callback_on_rows(eqn):
+        return None
+    count = eqn.outvars[0].aval.shape[0]
+    operands: list[RowAxis | None] = []
+    for a, layout in zip(eqn.invars, ins, strict=True):
+        has_rows = a.aval.shape[0] == count
+        if isinstance(layout, RowAxis) and not has_rows:
+            return None
+        operands.append(row if has_rows else None)
+    outs = (row,) * len(eqn.outvars)
+    return Step(tuple(operands), outs, params=lambda outs: {"result_avals": tuple(outs)})
+
+
 RULES: Mapping[str, Callable[[JaxprEqn, Sequence[Layout]], Step | None]] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "reshape": _reshape,
@@ -312,4 +343,6 @@ RULES: Mapping[str, Callable[[JaxprEqn, Sequence[Layout]], Step | None]] = {
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "dot_general": _dot_general,
+    "triangular_solve": _triangular_solve,
+    "pure_callback": _pure_callback,
 }

@@ -117,11 +117,12 @@ class Slice:
 
     def counted(self, b: Builder, aval: Any) -> Atom:
         """Write this slice of an `iota` along the axis; `aval` is the type of the result."""
-        start = self.start.value(b) if isinstance(self.start, Start) else _literal(self.start)
+        start = self.start.value(b) if isinstance(self.start, Start) else int32(self.start)
         return b.call(_counted(np.dtype(aval.dtype), aval.shape, self.axis), start)[0]
 
 
-def _literal(number: int) -> Literal:
+def int32(number: int) -> Literal:
+    """Return a number as a literal of an equation."""
     return Literal(np.int32(number), jax.typeof(np.int32(number)))
 
 

@@ -217,13 +217,19 @@ class RowWriter:
         if self.rows is None:
             return self.b.copy(eqn, atoms, types)
         if step.bodies:
-            new = list(map(self._body, bodies(eqn), step.bodies, step.ends))
+            new = list(map(self.rewrite, bodies(eqn), step.bodies, step.ends))
             return self.b.copy_with_bodies(eqn, new, atoms, types, self.rows.operands())
         params = step.params(types) if step.params else {}
         return self.b.copy(eqn, atoms, types, **params)
 
-    def _body(self, jaxpr: ClosedJaxpr, flow: Flow, outs: Sequence[Layout]) -> ClosedJaxpr:
-        """Rewrite a loop's body for the block; `outs` has the layouts of its outputs."""
+    def rewrite(self, jaxpr: ClosedJaxpr, flow: Flow, outs: Sequence[Layout]) -> ClosedJaxpr:
+        """Rewrite a jaxpr, such as the body of a loop, for the block.
+
+        Args:
+          jaxpr: the jaxpr.
+          flow: layouts of its values.
+          outs: layouts of its outputs.
+        """
         inner = opened(jaxpr)
         b = Builder(jaxpr)
         rows = None if self.rows is None else self.rows.inside(b)

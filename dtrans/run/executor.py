@@ -28,6 +28,7 @@ from dtrans.ops import (
     geo_prefetch_p,
     init_on_use_p,
     prefetch_p,
+    split_ids_p,
     trainer_index_p,
 )
 from dtrans.protocol.epochs import Epochs, ReplacedError
@@ -52,7 +53,8 @@ T = TypeVar("T")
 # A piece ends after this many bytes of gradients, which are sent while the next piece runs. Smaller
 # pieces compute more slowly.
 GROUP_BYTES = 4 << 20
-# A compiled copy moves results of up to this many bytes to the device, `device_put` larger results.
+# Largest result, in bytes, that a compiled copy moves to the device. `device_put` moves larger
+# results.
 COPIED_BYTES = 64 << 10
 
 
@@ -197,7 +199,8 @@ class Executor:
                 outs = self._cluster.carry_out(eqn, values)
             else:
                 outs = self._fabric.carry_out(eqn, values)
-            self._interrupted = program.name  # reset when the last equation has run
+            if eqn.primitive is not split_ids_p:  # `split_ids` sends no message
+                self._interrupted = program.name  # stays set if an error interrupts the program
 
     def _compute(self, piece: Compute, values: Sequence[Any]) -> Sequence[Any]:
         """Receive the table rows that a piece of the program reads, then run the piece."""
@@ -284,11 +287,15 @@ class Executor:
         """
         return self._fabric.between(what, ask)
 
+    def flush(self) -> None:
+        """Wait until the servers have received the gradients that a communicator has queued."""
+        self._fabric.flush()
+
     def connect(self, epochs: Epochs | None, epoch: int) -> None:
         """Connect again when the next program runs; keep compiled programs.
 
         Args:
-          epochs: the job's epochs (`dtrans.protocol.epochs`).
+          epochs: the job's epochs, its parts between failures (`dtrans.protocol.epochs`).
           epoch: the minimum number of the epoch to connect to.
         """
         self._fabric.abandon()
@@ -303,7 +310,7 @@ class Executor:
         return self._fabric.connections
 
     def begin_with(self, cut: GeoCut, push_every: int) -> None:
-        """Begin GEO-SGD with a cut of this trainer (`EndpointFabric.begin_with`)."""
+        """Begin GEO-SGD with a cut (snapshot) of this trainer (`EndpointFabric.begin_with`)."""
         self._fabric.begin_with(cut, push_every)
 
     @property
@@ -359,8 +366,8 @@ def _trainer_index(program: Program, *, over: Any) -> list[Any]:
 def put_on_device(values: list[Any]) -> list[Any]:
     """Replace NumPy arrays by JAX arrays, in place.
 
-    One call moves all arrays, because one call per array takes as long as a small step.
-    `device_put` shares the memory, but runs slow Python code for each array. For small arrays, a
+    One call moves all arrays, because one call per array would take as long as a small step.
+    `device_put` does not copy memory, but runs slow Python code for each array. For small arrays, a
     compiled copy is faster.
     """
     positions = [i for i, x in enumerate(values) if isinstance(x, np.ndarray)]

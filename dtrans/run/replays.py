@@ -25,7 +25,9 @@ from dtrans.ir.selection import omit, retain, subset, values_at
 from dtrans.parameter_server.options import Async, Geo, HalfAsync
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.tables.choose import Table
-from dtrans.parameter_server.tables.lookups import find_lookups, numbers_first
+from dtrans.parameter_server.tables.lookups import find_lookups
+from dtrans.parameter_server.tables.pick_ids import numbers_first
+from dtrans.parameter_server.tables.row_picks import run_ids
 from dtrans.run.parameter_server.ordered_job import (
     RecordedOrder,
     Turn,
@@ -64,7 +66,7 @@ def replay_local_steps(plan: CollectivePlan, full_step: Program) -> Program:
     count = plan.options.batch.example_count
 
     def run_trainer(trainer: int, inputs: Values) -> list[Values]:
-        """Take the local steps of one trainer; return the outputs of each."""
+        """Take the local steps of one trainer; return the outputs of each step."""
         state = subset(inputs, state_names)
         outputs: list[Values] = []
         for turn in range(steps):
@@ -110,7 +112,7 @@ def _replace_jaxpr(step: Program, jaxpr: Any, **options: Any) -> Program:
 
 
 def _part_type(t: Any, parts: int, is_cut: bool) -> jax.ShapeDtypeStruct:
-    """Return the type of one part of a batch array, if the array is cut."""
+    """Return the type of one part of a batch array; the full type unless `is_cut`."""
     shape = t.shape
     if is_cut and t.ndim:
         shape = (t.shape[0] // parts, *t.shape[1:])
@@ -148,10 +150,7 @@ def _merge(
         return sum(x * w for x, w in zip(flat, factors, strict=True)) / sum(factors)
     if way in _WAYS:
         return _WAYS[way](values, flat)
-    raise ConfigError(
-        f"plan.verify(): {name} is merged by {way!r}, which has no replay; merge it by 'mean' or "
-        "'sum'"
-    )
+    raise ConfigError(f"plan.verify() cannot replay merge[{name!r}]={way!r}; write 'mean' or 'sum'")
 
 
 _WAYS: Mapping[str, Callable[[Sequence[Sequence[Any]], list[Any]], Any]] = {
@@ -233,12 +232,12 @@ class LazyRows:
             return
         found = find_lookups(divide_step(step), [*self._tables])
         numbers: list[Any] = []
-        self._picks: dict[str, list[tuple[int | None, str]]] = {}
+        self._picks: dict[str, list[tuple[int | None, str, int]]] = {}
         for n in self._tables:
             self._picks[n] = []
-            for atom, component, outside in found.tables[n].ids:
+            for atom, component, outside, count in found.tables[n].ids:
                 numbers.append(atom)
-                self._picks[n].append((component, outside))
+                self._picks[n].append((component, outside, count))
         eqns = numbers_first([*found.eqns, *found.numbering], numbers, step.jaxpr)
         inner = step.inner
         self._numbers = closed(
@@ -284,10 +283,12 @@ class LazyRows:
         for n, picks in self._picks.items():
             rows = self._tables[n].lookups.rows
             mask = jnp.zeros(rows, jnp.int32)
-            for component, outside in picks:
+            for component, outside, count in picks:
                 ids = next(numbers)
                 if component is not None:
                     ids = ids[..., component]
+                if count > 1:
+                    ids = run_ids(ids, count)
                 if outside == "clip":
                     ids = jnp.clip(ids, 0, rows - 1)
                 elif outside == "drop":
@@ -370,7 +371,7 @@ class _ReplayedDevice:
         raise NotImplementedError
 
     def end_turn(self, turn: Turn) -> Values:
-        """Apply a trainer's gradients on the servers; return the results of its step by name."""
+        """Apply a trainer's gradients on the servers; return the step's results by name."""
         raise NotImplementedError
 
     def cached_rows(self, trainer: int) -> dict[str, Any]:
@@ -408,8 +409,9 @@ class _AsyncDevice(_ReplayedDevice):
     """Replay of asynchronous trainers: each gradient is applied to the newest parameters.
 
     Delay compensation replaces a gradient g by g + s g g (w - w'). Here w are the parameters on the
-    servers, w' the parameters that the trainer received, and s is the strength. With a decay, m
-    becomes decay m + (1 - decay) g g first, and the strength is s / sqrt(m + 1e-7).
+    servers, w' the parameters that the trainer received, and s is the strength. With a decay d, the
+    strength is s / sqrt(m + 1e-7). Here m is a running mean of g g: each gradient first sets m to d
+    m + (1 - d) g g.
     """
 
     def __init__(self, plan: PServerPlan, step: Program) -> None:
@@ -431,10 +433,11 @@ class _AsyncDevice(_ReplayedDevice):
         super().begin(state)
         self._squares: dict[str, Any] = {}
         self._is_first = True
-        self._computed: dict[int, tuple[Values, Values, Sequence[Any]]] = {}  # by trainer
+        # trainer -> (inputs, outputs, gradients) of the step that the trainer has computed
+        self._computed: dict[int, tuple[Values, Values, Sequence[Any]]] = {}
 
     def begin_turn(self, turn: Turn, batch: Values) -> None:
-        # tables are on servers only; a trainer looks up rows at the start of its step
+        # trainers store no tables: a trainer looks up rows at the start of its step
         received = self.trainers[turn.trainer] | subset(self.servers, self.plan.tables.of)
         inputs = {**received, **self.rest, **batch}
         found = evaluate(self._differentiated, *values_at(inputs, self.step.in_names))
@@ -473,7 +476,7 @@ class _AsyncDevice(_ReplayedDevice):
         return omit(outs, {*received, *self.rest})
 
     def _compensate(self, leaf: str, grad: Any, received: Any) -> Any:
-        """Return the gradient with delay compensation; unchanged if the mode has none.
+        """Return the gradient with delay compensation; unchanged if the mode has no compensation.
 
         Args:
           leaf: the parameter.
@@ -529,7 +532,8 @@ class _GeoDevice(_ReplayedDevice):
         empty = lambda: [dict(none) for _ in self.trainers]
         self._cached = empty()  # rows that the trainer caches
         self._unpushed = empty()  # rows that the trainer has looked up since its last push
-        self._stale = empty()  # cached rows that others pushed since this trainer's answer
+        # cached rows that other trainers pushed after this trainer's last answer
+        self._stale = empty()
         self._answered = empty()  # rows of this trainer's next answer
         for k in range(self.plan.trainers):
             for n, rows in none.items():
@@ -596,7 +600,7 @@ class _GeoDevice(_ReplayedDevice):
                 local[n] = _select_rows(rows, self._init[n], local[n])
 
     def _mark_pushed(self, trainer: int) -> None:
-        """Mark the pushed rows as stale on other trainers; store the rows that the answer has."""
+        """Mark the pushed rows as stale on other trainers; store the rows of the answer."""
         for n, rows in self._unpushed[trainer].items():
             for k in range(self.plan.trainers):
                 if k != trainer:

@@ -9,22 +9,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import all_names
 from dtrans.ir.selection import values_at
 from dtrans.job import Job
-from dtrans.parameter_server.options import Async
+from dtrans.parameter_server.options import Async, Sync
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.plan import Plan, register_runner
 from dtrans.run.base.platforms import resolve_for_platform
-from dtrans.run.base.spmd import Function
+from dtrans.run.base.spmd import AxisSharding, Function
 from dtrans.run.collective.job import CollectiveJob
 from dtrans.run.collective.mesh import MeshTrainers
 from dtrans.run.collective.trainers import StepLayout
-from dtrans.run.parameter_server.mesh import LateRowsJob
+from dtrans.run.parameter_server.mesh import VERIFY, LateRowsJob, MeshJob
 from dtrans.run.parameter_server.ordered_job import OrderedJob
 from dtrans.run.replays import replay_lazy, replay_local_steps, replay_turns
 from dtrans.verification.random_points import random_arguments
@@ -36,28 +36,32 @@ class _AbstractTrainers(MeshTrainers):
 
     Args:
       axes: names and sizes of the axes.
+      over: the axes that split the batch.
     """
 
-    def __init__(self, axes: Sequence[tuple[str, int]]) -> None:
+    def __init__(self, axes: Sequence[tuple[str, int]], over: tuple[str, ...]) -> None:
         names, sizes = zip(*axes, strict=True)
-        super().__init__(AbstractMesh(sizes, names))  # type: ignore[arg-type]
+        # a constructor's default differs between versions of JAX
+        auto = (AxisType.Auto,) * len(names)
+        mesh = AbstractMesh(sizes, names, axis_types=auto)
+        super().__init__(mesh, over)  # type: ignore[arg-type]
 
     def replicate(self, xs: Sequence[Any]) -> list[Any]:
         return list(xs)
 
-    def place_state(self, x: Any, axis: int | None) -> Any:
+    def place_state(self, x: Any, sharding: AxisSharding) -> Any:
         return x
 
-    def place_batch(self, arrays: Sequence[Any], shares: Sequence[Any]) -> list[Any]:
+    def place_batch(self, arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
         return list(arrays)
 
     def map_program(self, program: Program, layout: StepLayout) -> Function:
         # `verify` checks that replicated outputs are equal on all ranks. Outputs that the layout
         # takes from the first rank may differ between ranks. So every rank returns such an output
         # as a row, and the first row is selected.
-        ways: list[tuple[str, int | None]] = []
-        for way, axis in layout.ways:
-            ways.append(("each", None) if way == "first" else (way, axis))
+        ways: list[tuple[str, Any]] = []
+        for way, how in layout.ways:
+            ways.append(("each", None) if way == "first" else (way, how))
         run = super().map_program(program, dataclasses.replace(layout, ways=tuple(ways)))
 
         def step(*args: Any) -> list[Any]:
@@ -74,7 +78,7 @@ class _AbstractTrainers(MeshTrainers):
 def trace_on_mesh(plan: CollectivePlan, batch: Sequence[Any]) -> TracedStep:
     """Trace the step of trainers on a mesh. With `local_sgd`, add a replay of the local steps."""
     resolved = resolve_for_platform(plan, "cpu")
-    job = CollectiveJob(resolved, _AbstractTrainers(plan.axes), donate=False)
+    job = CollectiveJob(resolved, _AbstractTrainers(plan.axes, plan.options.over), donate=False)
     traced = trace_step(job, batch, placed_by=resolved.simulate())
     if plan.options.local_sgd is None:
         return traced
@@ -95,13 +99,21 @@ def trace_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
     """Trace the step of a job with parameter servers.
 
     A synchronous job is simulated. In an asynchronous job, trainers take turns in a fixed order.
+    Wire types round numbers, so the traced job sends arrays in their own types.
     """
+    if plan.compression.is_used:
+        exact = trace_servers(_without_compression(plan), batch)
+        why = "the rounding of compressed messages, which verify() leaves out"
+        return dataclasses.replace(exact, unfollowed=(*exact.unfollowed, why))
     tables = plan.tables.of
-    rows = min((t.lookups.rows for t in tables.values()), default=0)
+    rows = min((t.lookups.starts for t in tables.values()), default=0)
     if not plan.sync_mode:
         return dataclasses.replace(trace_turns(plan, batch), rows=rows)
     replay = replay_lazy(plan, _batch_types(plan, batch))
-    traced = dataclasses.replace(trace_simulation(plan, batch), rows=rows, replay=replay)
+    job = MeshJob(plan, jax.devices()[:1], donate=False, way=VERIFY)
+    traced = trace_step(job, batch)
+    remarks = (*traced.unfollowed, *row_filters(plan))
+    traced = dataclasses.replace(traced, rows=rows, replay=replay, unfollowed=remarks)
     if not any(t.catches_up for t in tables.values()):
         return traced
     # A second trace covers the code by which rows catch up on missed steps.
@@ -109,6 +121,15 @@ def trace_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
         trace_step(LateRowsJob(plan), batch), rows=rows, init=None, replay=replay
     )
     return dataclasses.replace(traced, other_steps=(late,))
+
+
+def _without_compression(plan: PServerPlan) -> PServerPlan:
+    """Return the plan that sends gradients and parameters in their own types."""
+    recipe = plan.recipe
+    assert recipe is not None, "only dtrans.pserver returns plans with compression"
+    exact = recipe.transform(**{**recipe.arguments, "mode": Sync()})
+    assert isinstance(exact, PServerPlan)
+    return exact
 
 
 def trace_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
@@ -124,13 +145,14 @@ def trace_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
     stacked = [spec.unflatten_named(replay.inputs) for spec in specs]
     order = job.order
     turns = order.rounds if plan.push_every else len(order.turns)
+    remarks = (*unmerged(plan), *row_filters(plan))
     return dataclasses.replace(
-        trace_step(job, stacked), replay=replay, steps_per_replay=turns, unfollowed=unmerged(plan)
+        trace_step(job, stacked), replay=replay, steps_per_replay=turns, unfollowed=remarks
     )
 
 
 def unmerged(plan: PServerPlan) -> tuple[str, ...]:
-    """Return a remark if the job merges gradients of several steps, unlike the trace."""
+    """Return a remark if the job merges gradients of several steps, which the trace does not do."""
     mode = plan.options.mode
     if not isinstance(mode, Async) or mode.communicator is None:
         return ()
@@ -140,6 +162,18 @@ def unmerged(plan: PServerPlan) -> tuple[str, ...]:
         "gradients that a communicator merges over several steps, but verify() sends step by step; "
         "set max_merge_var_num=1 to send them without merging",
     )
+
+
+def row_filters(plan: PServerPlan) -> tuple[str, ...]:
+    """Return a remark for each table with a row filter, since a traced step admits all rows."""
+    found = []
+    for n, t in plan.tables.of.items():
+        if t.row_filter is not None:
+            found.append(
+                f"the row filter of {n} ({t.row_filter}): verify() compares a step in which all "
+                "rows are admitted"
+            )
+    return tuple(found)
 
 
 @register_runner(Plan, "verify")

@@ -142,7 +142,7 @@ class Placement:
     Attributes:
       endpoints: the servers, in order.
       blocks: maps each leaf to its blocks.
-      groups: maps each leaf that cannot be sliced to its `dtrans.rows.analysis.Group`.
+      groups: the `dtrans.rows.analysis.Group` of each leaf that cannot be sliced, by leaf.
       order: all leaves that can be sliced, in the order in which they were assigned to servers.
     """
 

@@ -1,7 +1,7 @@
 """Mean or sum of the trainers' gradients on a server.
 
 Paddle adds `sum` and `scale` ops to an optimize block. Here `OptimizeBlock.grads` records the
-reduction, so that a server can change it when trainers leave.
+reduction, so that a server can change it when trainers leave. Encoded gradients are decoded first.
 """
 
 from __future__ import annotations
@@ -9,14 +9,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import jax
 
-from dtrans.ops import OptimizeBlock
+from dtrans.ops import BlockGradient, OptimizeBlock
 
 
-def reduce_gradients(op: str, grads: Sequence[jax.Array]) -> jax.Array:
-    """Return the "sum" or "mean" of gradients; for "same", return the first gradient."""
+def reduce_gradients(gradient: BlockGradient, sent: Sequence[jax.Array], t: Any) -> jax.Array:
+    """Return the sum or mean of the trainers' gradients; for the reduction "same", the first one.
+
+    Args:
+      gradient: the gradient of a block.
+      sent: the arrays that the trainers sent.
+      t: the gradient's type.
+    """
+    wire, op = gradient.wire, gradient.op
+    grads = sent if wire is None else [wire.decode(x, t) for x in sent]
     if len(grads) == 1 or op == "same":
         return grads[0]
     total = functools.reduce(jax.lax.add, grads)

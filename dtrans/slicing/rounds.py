@@ -50,7 +50,7 @@ class CrossServerValue:
 
 
 class ExchangeRounds:
-    """Levels of all values of an update: a level is the number of exchanges before it is known.
+    """Levels of all values of an update: the number of exchanges after which a value is known.
 
     Servers exchange values, such as norms, in rounds. Level 0 needs no exchange.
 
@@ -72,7 +72,8 @@ class ExchangeRounds:
         self.crossings: dict[Var, CrossServerValue] = {}
         self.eqns_of: dict[str, list[int]] = {}
         self._at_home: dict[Var, int] = {}
-        # inputs that are not shared: other servers know them after one round
+        # number of rounds after which all servers know a value: 1 for an input that some servers
+        # store
         self._shared: dict[Var, int] = {}
         for v in analysis.inputs.values():
             if analysis.layout(v) is not SHARED:

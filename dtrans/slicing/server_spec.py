@@ -69,8 +69,8 @@ class UpdateSpec:
       names: maps each name in the update to a description of its value, for errors.
       owners: maps each leaf to the servers that compute terms of its norms and similar values.
       servers: endpoint -> work of the server; a server without work is absent.
-      over: maps each value that servers exchange to the servers that compute a term of the value,
-        or read the value.
+      over: for each value that servers exchange, the servers that compute a term of the value or
+        read the value (dict by value).
     """
 
     rounds: ExchangeRounds

@@ -28,7 +28,7 @@ from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import avals, outputs_of, variables
 from dtrans.ir.program import DIST, LR_SCHED, OPTIMIZE
 from dtrans.ir.selection import values_at
-from dtrans.ops import OptimizeBlock, all_reduce_p, combine, identity_of
+from dtrans.ops import OptimizeBlock, WireType, all_reduce_p, combine, identity_of
 from dtrans.rows.layout import RowAxis
 from dtrans.rows.row_buckets import RowBuckets
 from dtrans.rows.slices import Slice
@@ -50,6 +50,7 @@ class ServerVariable:
       beside: name of the full array, if the step has no such array, e.g. `params/w.trainer_1_bak`.
       zeros: True if the initial value is zeros; then `of` determines only the type.
       buckets: the buckets of the rows, if rows are assigned to buckets.
+      wire: the type in which the variable encodes the block, for trainers; None for the block.
     """
 
     of: str
@@ -58,6 +59,7 @@ class ServerVariable:
     beside: str = ""
     zeros: bool = False
     buckets: RowBuckets | None = None
+    wire: WireType | None = None
 
     @property
     def origin(self) -> str:
@@ -66,9 +68,8 @@ class ServerVariable:
 
     def stored_type(self, aval: Any) -> Any:
         """Return the type of this variable; `aval` is the type of the full array."""
-        if self.part is None:
-            return aval
-        return self.part.of(aval)
+        stored = aval if self.part is None else self.part.of(aval)
+        return stored if self.wire is None else self.wire.type_of(stored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +79,12 @@ class ServerWork:
     Attributes:
       blocks: optimize blocks in the order in which they run.
       variables: description of each stored array, by name.
+      sent: block of a parameter -> the stored array that trainers receive, if it is not the block.
     """
 
     blocks: tuple[OptimizeBlock, ...]
     variables: Mapping[str, ServerVariable]
+    sent: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def grads(self) -> dict[str, int]:
@@ -205,8 +208,8 @@ def _write_shared(
 ) -> tuple[dict[int, LevelProgram], dict[Var, str]]:
     """Write the programs that compute a server's shared values.
 
-    Return two dicts. The first maps the number of exchanges before a program to the program. The
-    second maps each shared value that other programs read to its name.
+    Return two dicts. The first contains the programs, by the number of exchanges before a program.
+    The second contains the names of the shared values that other programs read, by value.
     """
     analysis, level_of = rounds.analysis, rounds.shared
     writers: dict[int, LevelWriter] = {}

@@ -35,7 +35,7 @@ from dtrans.step.halves import Gradient
 class LevelProgram:
     """Program of the equations of a unit that run between two exchanges of servers.
 
-    A unit is a block, or several leaves, that a server updates together. Another such program
+    A unit is a block, or several leaves, that a server updates together. A program without a unit
     computes shared values.
 
     Attributes:

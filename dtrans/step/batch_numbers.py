@@ -68,8 +68,7 @@ class BatchNumbers:
             if value is None:
                 raise BatchError(
                     f"the update of {step.program.name} has other equations for this batch size "
-                    "than for the batch size of the plan; pass batches of the size in the "
-                    "trace of the step"
+                    "than for the traced batch size; pass batches of the traced size"
                 )
             values[name] = value
             inputs[name] = Var(jax.typeof(value))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
 import numpy as np
 
-from dtrans.checks import check_int, check_one_of, check_type
+from dtrans.checks import check_int, check_one_of, check_speeds, check_type
 from dtrans.errors import BatchError, ConfigError
 from dtrans.ir.pytree import TreeSpec
 
@@ -30,6 +31,8 @@ class Batch:
       axes: the batch dimension of each batch argument, as `in_axes` of `jax.vmap`: a number, None
         for a replicated argument, or a tuple with one entry for each argument. 0-d arrays are
         always replicated.
+      sequence: the sequence dimension of each batch argument, for a mesh with an axis "sequence";
+        in the same form as `axes`. Arrays without this dimension are replicated over that axis.
       unsplit_inputs: names of batch arrays that every trainer gets in full. Every trainer also gets
         0-d arrays in full. Other arrays are split on dimension 0. With "local", each trainer folds
         its index into a `jax.random.key` that is not named here.
@@ -44,9 +47,13 @@ class Batch:
         are. The default for other values is "each". Results that depend on gradients read the
         reduced gradients, but with `local_sgd` the gradients of the trainer. Parameter servers have
         different merges, see `dtrans.pserver`.
+      speeds: the relative speed of each trainer of `dtrans.pserver`, such as [2, 1]. A trainer gets
+        a share of the rows in proportion to its speed (`shares`). By default, all trainers get
+        equal parts.
 
     Raises:
-      ConfigError: an unknown kind, a bad axis, or names that are not strings.
+      ConfigError: an unknown kind, a bad axis, names that are not strings, or a speed that is no
+        positive number.
 
     Example:
       >>> import dtrans
@@ -58,22 +65,25 @@ class Batch:
 
     kind: str | None = None
     axes: Any = 0
+    sequence: Any = 1
     unsplit_inputs: Collection[str] = ()
     example_count: str | None = None
     merge: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    speeds: Sequence[float] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "speeds", check_speeds(self.speeds, "trainer"))
         if self.kind is not None:
             check_one_of("batch", self.kind, ("exact", "local", "micro"))
-        each = self.axes if isinstance(self.axes, tuple) else (self.axes,)
-        for axis in each:
-            check_int(
-                "axes",
-                axis,
-                "a dimension, None, or a tuple with one of these for each",
-                least=0,
-                or_none=True,
-            )
+        for option, dims in (("axes", self.axes), ("sequence", self.sequence)):
+            for dim in dims if isinstance(dims, tuple) else (dims,):
+                check_int(
+                    option,
+                    dim,
+                    "a dimension, None, or a tuple with one of these for each",
+                    least=0,
+                    or_none=True,
+                )
         names: Any = self.unsplit_inputs
         merge: Any = self.merge
         if isinstance(names, str) or not isinstance(names, Collection):
@@ -86,16 +96,20 @@ class Batch:
         object.__setattr__(self, "merge", dict(merge))
 
     @classmethod
-    def from_option(cls, value: Any, kind: str, *, micro: bool = False) -> Batch:
+    def from_option(
+        cls, value: Any, kind: str, *, micro: bool = False, one_program: str = ""
+    ) -> Batch:
         """Return the `Batch` for the option `batch` of a strategy.
 
         Args:
           value: the user's option: a `Batch` or a kind.
           kind: the strategy's default kind.
           micro: True if the strategy has micro-batches, so that `batch="micro"` is allowed.
+          one_program: name of the strategy, if several devices run one program, so that they
+            cannot have different numbers of rows.
 
         Raises:
-          ConfigError: the strategy does not support this kind.
+          ConfigError: the strategy does not support this kind, or `speeds`.
         """
         if isinstance(value, str):
             value = cls(value)
@@ -105,6 +119,14 @@ class Batch:
             raise ConfigError(
                 "batch='micro' is for dtrans.pipeline only; pass batch='local': each part of the "
                 "batch then has its own batch statistics"
+            )
+        if found.speeds and one_program:
+            raise ConfigError(
+                f"batch=dtrans.Batch(speeds={list(found.speeds)}) cannot be combined with "
+                f"{one_program}, which runs one program on several devices: each would compute as "
+                "many rows as the fastest; use dtrans.pserver, whose trainers have separate "
+                "programs, or leave out speeds. For the stages of a pipeline, pass "
+                "dtrans.Cluster(speeds=...)"
             )
         return found
 
@@ -116,10 +138,73 @@ class Batch:
                 "arrays are split on dimension 0, or replicated if unsplit_inputs names them"
             )
 
+    def dims_of(self, option: str, count: int) -> tuple[int | None, ...]:
+        """Return the value of an option for each batch argument.
+
+        Args:
+          option: "axes" or "sequence".
+          count: the number of batch arguments.
+
+        Raises:
+          ConfigError: the option is a tuple with another number of entries.
+        """
+        value = getattr(self, option)
+        dims: tuple[int | None, ...] = value if isinstance(value, tuple) else (value,) * count
+        if len(dims) != count:
+            raise ConfigError(
+                f"{option}={value!r} has {len(dims)} entries, but the step has {count} batch "
+                "arguments; pass one entry for each batch argument"
+            )
+        return dims
+
     @property
     def exact(self) -> bool:
         """True if the job computes one device's numbers for every step."""
         return self.kind == "exact"
+
+    @property
+    def has_shares(self) -> bool:
+        """True if trainers have different speeds, and so different numbers of rows."""
+        return len(set(self.speeds)) > 1
+
+    def shares(self, rows: int) -> tuple[int, ...]:
+        """Return the number of rows of each trainer: the trainer's share of a batch by `speeds`.
+
+        The shares are rounded to integers by the method of largest remainders. Each share is at
+        least 1. A trainer's rows follow the rows of the trainer before it.
+
+        Args:
+          rows: the number of rows in the global batch.
+
+        Raises:
+          BatchError: there are fewer rows than trainers.
+          ConfigError: the batch has no `speeds`.
+
+        Example:
+          >>> import dtrans
+          >>> dtrans.Batch(speeds=[2, 1]).shares(13)
+          (9, 4)
+          >>> dtrans.Batch(speeds=[100, 1]).shares(8)
+          (7, 1)
+        """
+        if not self.speeds:
+            raise ConfigError("shares needs speeds; pass dtrans.Batch(speeds=[...])")
+        if rows < len(self.speeds):
+            raise BatchError(
+                f"the batch has {rows} rows for {len(self.speeds)} trainers, but each trainer "
+                f"needs at least one row; pass {len(self.speeds)} rows or more"
+            )
+        # fractions, because all processes must compute the same numbers
+        speeds = list(map(Fraction, self.speeds))
+        exact = [rows * speed / sum(speeds) for speed in speeds]
+        found = [max(1, int(x)) for x in exact]
+        missing = lambda k: exact[k] - found[k]
+        while sum(found) < rows:
+            found[max(range(len(found)), key=missing)] += 1
+        while sum(found) > rows:
+            several = [k for k, count in enumerate(found) if count > 1]
+            found[min(several, key=missing)] -= 1
+        return tuple(found)
 
     def check_merge(self, ways: Collection[str]) -> None:
         """Raise ConfigError if a value of `merge` is not in `ways`, which a strategy supports."""
@@ -160,18 +245,32 @@ def shard_batch(batch: Any, number: int, count: int, axis: int = 0) -> Any:
     return jax.tree_util.tree_map_with_path(part, batch)
 
 
-def part_of(x: Any, number: int, count: int, axis: int, name: str, trainers: int = 0) -> Any:
+def part_of(
+    x: Any,
+    number: int,
+    count: int,
+    axis: int,
+    name: str,
+    trainers: int = 0,
+    shares: Callable[[int], Sequence[int]] | None = None,
+) -> Any:
     """Return part `number` of an array that is split into `count` parts along dimension `axis`.
 
     Args:
       name: name of the array in errors.
       trainers: number of trainers in all processes. If this number does not divide the rows, the
         result is an `UnevenPart`. 0 if parts must be equal.
+      shares: function from the number of rows to the number of rows of each part. The result is
+        then an `UnevenPart`. None if parts are equal.
 
     Raises:
       BatchError: `count` does not divide the rows, and `trainers` is 0.
     """
     rows = x.shape[axis] if axis < x.ndim else 1
+    if shares is not None:
+        sizes = shares(rows)
+        start = sum(sizes[:number])
+        return UnevenPart(_along(x, axis, start, start + sizes[number]), rows)
     if trainers and rows % trainers:
         each = -(-rows // trainers) * (trainers // count)
         return UnevenPart(_along(x, axis, number * each, (number + 1) * each), rows)
@@ -190,6 +289,7 @@ def part_of_batch(
     axes: Mapping[str, int],
     part: tuple[int, int],
     trainers: int = 0,
+    shares: Callable[[int], Sequence[int]] | None = None,
 ) -> tuple[Any, ...]:
     """Return one process's part of the batch arguments of a step.
 
@@ -197,7 +297,7 @@ def part_of_batch(
       specs: structures of the batch arguments.
       axes: maps each array to split to the dimension of its rows. Other arrays are replicated.
       part: index of the part, and the number of parts.
-      trainers: as in `part_of`.
+      trainers, shares: as in `part_of`.
 
     Raises:
       BatchError: as `part_of`; or `batch` and `specs` differ in length.
@@ -213,17 +313,17 @@ def part_of_batch(
         arrays = spec.flatten(tree)
         for i, (name, x) in enumerate(zip(spec.names, arrays, strict=True)):
             if name in axes:
-                arrays[i] = part_of(x, number, count, axes[name], name, trainers)
+                arrays[i] = part_of(x, number, count, axes[name], name, trainers, shares)
         found.append(spec.unflatten(arrays))
     return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnevenPart:
-    """Rows of one process, from a batch that cannot be split evenly over the trainers.
+    """Rows of one process, from a batch that is not split evenly over the trainers.
 
     `job.shard_batch` returns it. Each trainer has `ceil(rows / trainers)` rows; the last trainers
-    have fewer, or none.
+    have fewer, or none. With speeds, the trainers have `dtrans.Batch.shares` of the rows.
 
     Attributes:
       x: this process's rows, a NumPy or JAX array.

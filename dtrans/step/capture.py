@@ -141,11 +141,11 @@ def _with_loss(traced: Program) -> Program:
 
 
 def _with_counters_first(program: Program) -> Program:
-    """Let the update read results of the loss that no batch array enters (a counter, a split key).
+    """Let the update read those results of the loss function that depend on no batch array.
 
-    The equations of these results are copied, and run before the equation `value_and_grad`. The
-    copied equations also stay in the loss function, where dead code elimination removes them if
-    possible.
+    Examples are a counter and a random key. The equations of these results are copied, and run
+    before the equation `value_and_grad`. The copied equations also stay in the loss function, where
+    dead code elimination removes them if possible.
     """
     flat = inline_calls(program.jaxpr, keep=("loss", "loss_seed", COLLECT))
     inner = opened(flat)
@@ -158,7 +158,7 @@ def _with_counters_first(program: Program) -> Program:
     body = inline_calls(eqn.params["loss"], keep=(COLLECT,), rules=True)
     loss = opened(body)
 
-    # Select the results that the update reads and that no batch array enters.
+    # Select the results that the update reads and that depend on no batch array.
     inputs = dict(zip(program.in_names, inner.invars, strict=True))
     batch: list[Var] = []
     for spec in program.args[2:]:
@@ -214,7 +214,7 @@ def _read_by_update(program: Program, inner: Jaxpr, eqn: JaxprEqn) -> dict[Var, 
 
 
 def refuse_loss_in_update(program: Program) -> None:
-    """Raise GradientError if the update of a captured step reads results of its loss function."""
+    """Raise GradientError if the update of a step reads results of the captured loss function."""
     inner = opened(inline_calls(program.jaxpr))
     eqn = next((e for e in inner.eqns if e.primitive is value_and_grad_p), None)
     if eqn is None:
@@ -231,7 +231,7 @@ def refuse_loss_in_update(program: Program) -> None:
 
 
 def differentiated(program: Program) -> Program:
-    """Return a captured step that can run: its derivative's equations replace `value_and_grad`."""
+    """Return a step that can run: the loss's derivative replaces the equation `value_and_grad`."""
     return program.rewritten(_differentiated)
 
 
@@ -265,7 +265,7 @@ def _value_and_grad(*operands: Any, loss: ClosedJaxpr, count: int) -> list[Any]:
 
 
 def loss_of(program: Program) -> JaxprEqn:
-    """Return the equation `value_and_grad` of a captured step.
+    """Return the equation `value_and_grad` of a captured step: its loss and the loss's derivative.
 
     Raises:
       GradientError: the step does not call `dtrans.value_and_grad` exactly once outside of loops

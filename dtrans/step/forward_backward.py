@@ -1,4 +1,4 @@
-"""Trainer half of a step: checks that this half can run alone, and a writer of its equations."""
+"""Trainer half of a step: a writer of its equations, and checks that the half can run alone."""
 
 from __future__ import annotations
 
@@ -32,16 +32,24 @@ def refuse_nested(step: DividedStep, trainers: int, noun: str = "trainer") -> No
         )
 
 
-def refuse_across(step: DividedStep, why: str, *, may_send: bool = False, remedy: str = "") -> None:
+def refuse_across(
+    step: DividedStep,
+    why: str,
+    *,
+    may_send: bool = False,
+    may_report: bool = False,
+    remedy: str = "",
+) -> None:
     """Raise the error of a `Need` if one half of the step needs a value of the other half.
 
     Args:
       step: the training step, divided at its gradients.
       why: the strategy's reason why the update cannot read values of forward, as a clause.
-      may_send: True if trainers can send arguments of the step and optimizer state to the update.
+      may_send: True if trainers can send the step's arguments and optimizer state to the update.
+      may_report: True if the update can compute results from gradients and optimizer state.
       remedy: sentence for errors; it names a mode in which the update can read values of forward.
     """
-    if step.across is not None:
+    if step.across is not None and not (may_report and step.across.of_state):
         raise step.across.refused(why)
     if may_send:
         return
@@ -81,7 +89,7 @@ class HalfWriter(Protocol):
         """Write the next equation."""
 
     def result(self, atom: Atom, maker: int) -> Atom:
-        """Return the value that replaces `atom`; equation number `maker` computed it."""
+        """Return the value that replaces `atom`, an output of equation number `maker`."""
 
 
 class _Copies:

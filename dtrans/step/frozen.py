@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Var, has_bodies, moved_operands, opened
-from dtrans.errors import StateError
+from dtrans.errors import GradientError, StateError
 from dtrans.ir.builder import Builder, read_from
 from dtrans.ir.folding import Alias, are_equal, fold, is_number, number_by_numpy
 from dtrans.ir.inline import inline_calls
@@ -60,7 +60,10 @@ def drop_frozen_updates(main: Program, startup: Program) -> Program:
     program = main.rewritten(lambda other: _without_updates(other, constants, zeros))
     # Another leaf's update may still read the gradient of a frozen leaf; then the leaf is no
     # longer treated as frozen.
-    graded = divide_step(program).optimize.graded & constants.keys()
+    try:
+        graded = divide_step(program).optimize.graded & constants.keys()
+    except GradientError:  # raised again for the user's step, if the strategy needs gradients
+        return main
     if not graded:
         return program
     without_gradient = {n: x for n, x in constants.items() if n not in graded}
@@ -88,9 +91,10 @@ def check_frozen(main: Program, name: str, x: Any) -> None:
     constant = main.frozen_constants.get(name)
     if constant is not None and not bool(np.all(np.asarray(x) == constant)):
         raise StateError(
-            f"{name} has other entries than {constant}, its initial value. Its leaf is frozen in "
-            f"{main.name}: it has no gradient. But on one device this state would change the leaf. "
-            "Start with a new optimizer state, or freeze the leaf with optax.set_to_zero"
+            f"the state {name} has other entries than its initial value {constant}, and belongs to "
+            f"a parameter that has no gradient in {main.name}. One device would change this "
+            "parameter, but a job would not. Start with a new optimizer state, or freeze the leaf "
+            "with optax.set_to_zero"
         )
 
 
@@ -99,7 +103,8 @@ def frozen_leaves(main: Program, begin: Mapping[str, Any]) -> tuple[dict[str, An
 
     Args:
       main: the traced training step of one device.
-      begin: maps each state array whose initial entries are all one number to this number.
+      begin: the number in all initial entries of a state array, for arrays with one such number
+        (dict by name).
 
     Returns:
       A dict: name of an unchanged leaf or state array -> the number in all its entries, or None.

@@ -29,18 +29,22 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 
 from dtrans._jax import (
+    LOOPS,
     Atom,
     ClosedJaxpr,
     HoldsJaxpr,
     JaxprEqn,
     Literal,
     Var,
+    bodies,
     equations_inside,
     has_bodies,
     jaxprs_in_params,
+    line_of,
     linear_group,
     opened,
     scope_of,
+    wiring,
 )
 from dtrans.errors import GradientError
 from dtrans.ir.dataflow import (
@@ -229,8 +233,8 @@ def marked(step: OpenStep) -> Gradients | None:
                 f"the marked gradient of {leaf} in {step.source.name} is "
                 f"{short_type(eqn.outvars[0].aval)}, but the leaf has shape {list(shape)}; "
                 "per-example gradients (dtrans.value_and_grad under vmap) cannot be averaged over "
-                "parts of the batch. Take the gradient of the mean loss, or use dtrans.nccl2, "
-                "which needs no gradients"
+                "parts of the batch. Take the gradient of the mean loss, or take the gradients of "
+                f"rows with jax.grad. {OTHER_GRADIENTS}"
             )
         marks.setdefault(leaf, []).append(eqn.outvars[0])
     if not marks:
@@ -250,7 +254,7 @@ def marked(step: OpenStep) -> Gradients | None:
         if total is None:
             raise GradientError(
                 f"{leaf} has {len(read)} marked gradients in {step.source.name}, but its update "
-                f"may read only their sum; {ADD_UP}"
+                f"may read only their sum; {ADD_UP}. {OTHER_GRADIENTS}"
             )
         found[leaf] = total.value
         terms |= total.terms
@@ -260,6 +264,13 @@ def marked(step: OpenStep) -> Gradients | None:
 
 ADD_UP = (
     "add them up before anything else reads them (grads = jax.tree.map(jnp.add, first, second))"
+)
+# Any values are the gradients of their inner product with the parameters. Servers run such steps
+# (tests/data_parallel/test_no_gradients.py).
+OTHER_GRADIENTS = (
+    "To use other values as gradients, mark them: _, grads = dtrans.value_and_grad(lambda p: "
+    "optax.tree.vdot(jax.lax.stop_gradient(grads), p))(params). Or use dtrans.nccl2 or "
+    "dtrans.sharding, which need no gradients"
 )
 
 
@@ -409,8 +420,8 @@ def _inferred(step: OpenStep) -> Gradients:
             terms |= total.terms
             sums |= total.positions
             continue
-        # A leaf that never changes, or that the loss does not read, has no gradient. But if the
-        # batch enters the new value through a derivative, this function missed a gradient.
+        # A leaf that never changes, or that the loss does not read, has no gradient. But if the new
+        # value depends on the batch through a derivative, this function missed a gradient.
         if not reach:
             from_derivative = bits_of(from_batch, out) and step.derivatives_behind([out])
             if not from_derivative:
@@ -419,12 +430,12 @@ def _inferred(step: OpenStep) -> Gradients:
         listed = "\n".join(f"  {describe(step, v)}" for v in in_order) or "  none"
         several = ""
         if reach:
-            several = f"if the gradient is a sum of candidates, {ADD_UP}; otherwise "
+            several = f". If the gradient is a sum of candidates, {ADD_UP}"
         raise GradientError(
             f"the gradient of {name} ({short_type(step.vars[name].aval)}) is ambiguous in "
             f"{step.source.name}; candidates:\n{listed}\n"
-            f"{several}take gradients with dtrans.value_and_grad in place of jax.value_and_grad, "
-            "or build the step with dtrans.make_train_step"
+            "take gradients with dtrans.value_and_grad in place of jax.value_and_grad, or build "
+            f"the step with dtrans.make_train_step{several}. {OTHER_GRADIENTS}"
         )
     return Gradients(found, False, frozenset(terms), frozenset(sums))
 
@@ -466,7 +477,8 @@ def _check_inferred(
         raise GradientError(
             f"the gradient of {name} was not found in {step.source.name}: a {eqn.primitive.name} "
             f"computes derivatives and returns the new {name}, so it may be a loop over several "
-            "updates. A step must have one update; move the loop out of the step"
+            "updates. A step must have one update; move the loop out of the step, or use "
+            "dtrans.nccl2 or dtrans.sharding, which need no gradients"
         )
 
 
@@ -490,10 +502,7 @@ def candidates_for(
 
 
 def crossing(step: OpenStep) -> set[Var]:
-    """Return the derivatives that are outputs of the step, or that other equations read.
-
-    Other equations are those that compute no derivative.
-    """
+    """Return the derivatives that the step returns, or that an equation outside backward reads."""
     used = set(variables(step.inner.outvars))
     for eqn, is_derivative in zip(step.eqns, step.derived, strict=True):
         if not is_derivative:
@@ -506,17 +515,45 @@ def _shape_keeping(step: OpenStep, out: Atom, shape: tuple[int, ...], fits: set[
 
     A path ends at the first value in `fits`.
     """
-    stack, seen, met = [out], set(), set()
+    return set(_ends_of_paths(out, shape, step.eqns, step.producers, fits)) & fits
+
+
+def _ends_of_paths(
+    out: Atom,
+    shape: tuple[int, ...],
+    eqns: Sequence[JaxprEqn],
+    producers: Mapping[Var, int],
+    stop: Collection[Var],
+) -> list[Var]:
+    """Return the values in `stop`, and the inputs, that `out` reads through values of one shape."""
+    stack, seen, ends = [out], set(), []
     while stack:
         atom = stack.pop()
         if isinstance(atom, Literal) or atom in seen or atom.aval.shape != shape:
             continue
         seen.add(atom)
-        if atom in fits:
-            met.add(atom)
-        elif atom in step.producers:
-            stack += step.eqns[step.producers[atom]].invars
-    return met
+        if atom in stop or atom not in producers:
+            ends.append(atom)
+        else:
+            stack += _operands_on_paths(eqns[producers[atom]], atom, shape)
+    return ends
+
+
+def _operands_on_paths(eqn: JaxprEqn, out: Var, shape: tuple[int, ...]) -> Sequence[Atom]:
+    """Return the operands that an output may read through values of one shape.
+
+    In the branches of a condition, such as that of `optax.MultiSteps`, an output reads only some of
+    the operands. The same holds for a call in a branch, which is not inlined.
+    """
+    if not has_bodies(eqn) or eqn.primitive.name in LOOPS:
+        return eqn.invars
+    found: list[Atom] = []
+    for body, read in zip(map(opened, bodies(eqn)), wiring(eqn).ins, strict=True):
+        operands = dict(zip(body.invars, values_at(eqn.invars, read), strict=True))
+        result = body.outvars[eqn.outvars.index(out)]
+        inputs = _ends_of_paths(result, shape, body.eqns, producer_positions(body.eqns), ())
+        found += [operands[v] for v in inputs if v in operands]
+    return found
 
 
 def _reached(step: OpenStep, out: Atom, fits: set[Var]) -> set[Var]:
@@ -528,7 +565,7 @@ def _reached(step: OpenStep, out: Atom, fits: set[Var]) -> set[Var]:
 
 
 def counts_rows(step: OpenStep, count: Var, out: Atom) -> bool:
-    """Return True if a state array counts rows of the batch, and enters no other state.
+    """Return True if a state array counts rows of the batch, and no other state depends on it.
 
     A count of rows grows by a constant other than 1; a count of steps grows by 1.
 
@@ -550,9 +587,13 @@ def counts_rows(step: OpenStep, count: Var, out: Atom) -> bool:
 
 
 def describe(step: OpenStep, var: Var) -> str:
-    """Return a value's type, primitive and name stack as text for messages."""
+    """Return a value's type, primitive, name stack and source line as text for messages."""
     eqn = step.eqns[step.producers[var]]
-    return f"{short_type(var.aval)} = {eqn.primitive.name} ({scope_of(eqn) or 'no name stack'})"
+    line = line_of(eqn)
+    return (
+        f"{short_type(var.aval)} = {eqn.primitive.name} ({scope_of(eqn) or 'no name stack'})"
+        f"{f' at {line}' if line else ''}"
+    )
 
 
 def _derived_outputs(eqn: JaxprEqn) -> list[Var]:
@@ -598,7 +639,7 @@ def _is_derivative(eqn: JaxprEqn) -> bool:
     """Return True if an equation is a derivative, or contains derivatives."""
     if "transpose(" in scope_of(eqn):
         return True
-    # The parameters contain the transposed solve, even if nothing was differentiated.
+    # Such an equation always contains its transposed solve, even if nothing was differentiated.
     if eqn.primitive.name == "custom_linear_solve":
         return False
     return any(e.primitive is mark_p or "transpose(" in scope_of(e) for e in equations_inside(eqn))

@@ -28,11 +28,14 @@ from dtrans.ir.dataflow import (
     propagate,
     variables,
 )
+from dtrans.ir.display import short_type
 from dtrans.ir.fingerprint import output_digests, value_digests
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import BACKWARD, FORWARD, OPTIMIZE, Program
+from dtrans.ir.pytree import all_names
 from dtrans.ir.selection import invert, values_at
 from dtrans.step.gradients import (
+    OTHER_GRADIENTS,
     Gradients,
     OpenStep,
     counts_rows,
@@ -48,8 +51,7 @@ from dtrans.step.observers import EARLY, Observer, observers_of
 GRAD = "@GRAD"
 ONE_GRADIENT = (
     "take the gradient of the sum of all losses with one dtrans.value_and_grad, or take each with "
-    "dtrans.value_and_grad and add them up before anything else reads them. Or use dtrans.nccl2, "
-    "which needs no gradients"
+    f"dtrans.value_and_grad and add them up before anything else reads them. {OTHER_GRADIENTS}"
 )
 
 
@@ -81,8 +83,8 @@ class DividedStep:
       gradients: maps parameters to the gradients that the update reads.
       reported: maps parameters to gradients that only a result or a callback reads: the gradient of
         a frozen leaf in a norm of all gradients, say.
-      boundary: maps each parameter with a gradient to the variable at which the step is divided:
-        the output of the gradient's mark, or the gradient itself if it has no mark.
+      boundary: for each parameter with a gradient, the variable at which the step is divided: the
+        output of the gradient's mark, or the gradient itself if it has no mark.
       optimized: parameters that the optimize half computes.
       frozen: parameters that the trainer half computes, or that never change.
       results: names of all outputs other than state, e.g. `loss`.
@@ -185,7 +187,7 @@ class DividedStep:
         return dataclasses.replace(self, observers=tuple(observers))
 
     def differing_outputs(self, other: DividedStep) -> list[str]:
-        """Return the outputs that depend on the batch size on a path without gradients.
+        """Return the outputs that depend on the batch size other than through gradients.
 
         Args:
           other: the same step, traced with another batch size.
@@ -324,12 +326,14 @@ class Need:
       advice: clause that tells the user what to write instead.
       error: class of the error.
       why: clause with the reason for the error; empty if the reason depends on the strategy.
+      of_state: True if a result reads both gradients and optimizer state.
     """
 
     what: str
     advice: str
     error: type[GradientError] = GradientError
     why: str = ""
+    of_state: bool = False
 
     def refused(self, why: str) -> GradientError:
         """Return the error for the user; `why` is a reason, used if the need has none."""
@@ -341,8 +345,10 @@ def asks_for(output: str, state: str) -> Need:
     return Need(
         f"{output} is computed from {state}",
         "keep the optimizer state (the second argument of the step) out of the loss and of the "
-        "results",
+        "results. The loss may read a moving average of parameters if the step updates the average "
+        "after the gradients",
         why="which is optimizer state, and is not available where the loss is computed",
+        of_state=True,
     )
 
 
@@ -399,10 +405,31 @@ def leave_undivided(program: Program, reason: str) -> DividedStep:
 
 
 def divide_again(step: DividedStep, program: Program) -> DividedStep:
-    """Divide a program like a given step: another trace of this step, or a rewrite of it."""
+    """Divide a program that is another trace of a divided step, or a rewrite of this step.
+
+    Raises:
+      GradientError: the type of the new state depends on the size of the batch.
+    """
+    _check_state_types(step.program, program)
     if step.undivided:
         return leave_undivided(program, step.undivided)
     return divide_step(program)
+
+
+def _check_state_types(program: Program, other: Program) -> None:
+    """Raise GradientError if two traces of a step return an array of the state in two shapes.
+
+    `other` then lacks the array's name, because `dtrans.trace` names outputs by their shapes.
+    """
+    names = set(all_names(program.args[:2])).difference(other.out_names)
+    outputs = zip(program.inner.outvars, other.inner.outvars, strict=False)
+    for n, (one, two) in zip(program.out_names, outputs, strict=False):
+        if n in names and one.aval.shape != two.aval.shape:
+            raise GradientError(
+                f"{n} in the result of {program.name} is {short_type(one.aval)} for one batch size "
+                f"and {short_type(two.aval)} for another; keep arrays with an entry for each row "
+                "out of the state, and return them after the loss"
+            )
 
 
 def _divide(program: Program) -> DividedStep:
@@ -448,8 +475,8 @@ class _StepDivider:
             raise GradientError(
                 f"no gradient was found in {self.s.source.name}: none of its parameters "
                 f"({', '.join(self.s.params[:4])}{more}) is updated from the derivative of a loss. "
-                "Take gradients with dtrans.value_and_grad, build the step with "
-                "dtrans.make_train_step, or use dtrans.nccl2, which needs no gradients"
+                "Take gradients with dtrans.value_and_grad, or build the step with "
+                f"dtrans.make_train_step. {OTHER_GRADIENTS}"
             )
         computed_frozen = self.s.changed(frozen)
         self.check_frozen(gradients, computed_frozen)
@@ -606,7 +633,8 @@ class _StepDivider:
             raise GradientError(
                 f"{reader} is updated with {what}, so each trainer would compute a different new "
                 "value from its part of the batch; take the gradient of all parameters with one "
-                "dtrans.value_and_grad, or build the step with dtrans.make_train_step"
+                "dtrans.value_and_grad, or build the step with dtrans.make_train_step. "
+                f"{OTHER_GRADIENTS}"
             )
 
     def check_trainer_half(

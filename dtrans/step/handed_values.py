@@ -2,8 +2,8 @@
 
 After the division of the step, the update contains all equations that it needs, including equations
 of forward. `hand_over` removes the equations of forward, and their values become inputs of the
-update (`DividedStep.handed`). A server has no rows of the batch, so it cannot compute these values.
-Nor can a rank that has only slices of parameters. `hand_over` also saves time if the update would
+update (`DividedStep.handed`). A server has no rows of the batch, and a rank may have only slices of
+parameters, so neither can compute these values. `hand_over` also saves time if the update would
 repeat a loop of forward: XLA merges equal equations, but not equal loops.
 
 Invariant: afterwards an equation of the update that reads the batch also reads a gradient or

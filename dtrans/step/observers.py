@@ -109,8 +109,9 @@ def observers_of(
             seeds[step.vars[name]] = by_update
     seeds |= dict.fromkeys(gradients, by_gradient)
     enters = propagate(step.eqns, seeds, {})
-    # An update may contain values of forward, such as the loss, which only the batch enters. All
-    # other outputs of the update's equations are results of the optimizer.
+    # The update may also contain equations of forward, such as those of the loss: their outputs
+    # depend on no gradient. All other outputs of the update's equations are results of the
+    # optimizer.
     for i in optimize:
         for v in step.eqns[i].outvars:
             if v not in gradients and enters.get(v, 0) > by_batch:
@@ -276,7 +277,7 @@ def _for_first(eqn: JaxprEqn, over: tuple[str, ...]) -> list[JaxprEqn]:
 
 
 def _calling(eqn: JaxprEqn) -> Callable[..., None]:
-    """Return a traceable function of (trainer index, *operands) that calls the callback for 0."""
+    """Return a traceable function (trainer index, *operands): it calls the callback on index 0."""
     fn = functools.partial(_if_first, host_function(eqn))
     if eqn.primitive.name == "io_callback":
         return lambda *args: io_callback(fn, None, *args)

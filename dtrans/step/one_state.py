@@ -6,10 +6,10 @@
 The state may be a flax `TrainState`, an nnx or Equinox model with its optimizer, or a dict of
 models. Each leaf has a kind, which dataflow decides, not its name:
 
-    parameter    forward reads the leaf, and the leaf's gradient enters its new value
+    parameter    forward reads the leaf, and the leaf's new value depends on its gradient
     constant     the step returns the leaf unchanged; forward reads the leaf, or no equation does
-    statistics   the batch enters the new value, but no gradient does: running means, or a count of
-                 rows that no other state reads
+    statistics   the new value depends on the batch, but on no gradient: running means, or a count
+                 of rows that no other state reads
     key          a typed random key, which the step splits
     follower     forward reads the leaf, and its new value is computed from new parameters: the
                  teacher of a student, say
@@ -22,32 +22,22 @@ leaves. Both have the structure of the state, with None in place of missing leav
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from dtrans._jax import (
     Var,
     closed_with,
-    jaxpr_as_fun,
-    lowered_jaxpr,
-    named_in_errors,
-    opened,
-    plain_array,
-    plain_jaxpr,
-    plain_type,
     scope_of,
 )
 from dtrans.errors import GradientError, TraceError
-from dtrans.ir.array_fns import array_type
-from dtrans.ir.dataflow import backward_slice, bits_of, propagate, variables
+from dtrans.ir.dataflow import bits_of, propagate, variables
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
-from dtrans.ir.pytree import TreeSpec, array_leaves, as_array, combine, is_array, unused_name
+from dtrans.ir.pytree import TreeSpec, array_leaves, as_array, combine, unused_name
 from dtrans.ir.selection import values_at
 from dtrans.step.gradients import OpenStep, candidates_for, counts_rows, crossing, marked
 from dtrans.step.trace import children
@@ -291,7 +281,7 @@ def split_startup(main: Program, startup: Program) -> Program:
             f"{mismatch(f'{root}/{path}', wanted.get(path), have.get(path))}; startup must be "
             f"dtrans.trace(init, ...) with init(...) -> {root}{_state_behind(main)}"
         )
-    name_of = dict(zip(_state_spec(main).names, startup.out_names, strict=True))
+    name_of = dict(zip(state_spec(main).names, startup.out_names, strict=True))
     parts = []
     for spec in main.args[:2]:
         leaves = [name_of[x] if isinstance(x, str) else x for x in spec.leaves]
@@ -331,7 +321,7 @@ def leaf_types(tree: Any) -> dict[str, str]:
     return types
 
 
-# -- states and functions of them ------------------------------------------------------------------
+# -- states ----------------------------------------------------------------------------------------
 
 
 def merge_state(main: Program, params: Any, opt_state: Any) -> Any:
@@ -352,7 +342,7 @@ def split_state(main: Program, state: Any) -> tuple[Any, Any]:
                 "(params, opt_state)"
             )
         return state[0], state[1]
-    spec_of_state = _state_spec(main)
+    spec_of_state = state_spec(main)
     leaves, structure = jax.tree.flatten(state)
     if structure == spec_of_state.treedef:
         # The user may pass a Python number in place of an array such as a count of steps.
@@ -365,100 +355,7 @@ def split_state(main: Program, state: Any) -> tuple[Any, Any]:
     return params.unflatten_named(found), opt_state.unflatten_named(found)
 
 
-def _state_spec(main: Program) -> TreeSpec:
+def state_spec(main: Program) -> TreeSpec:
     """Return the spec of the one state of a split step."""
     params, opt_state = main.args[:2]
     return _spec(combine(_tree(params), _tree(opt_state)))
-
-
-class Applied:
-    """User's function of a job's state or parameters; only the leaves that it reads are fetched.
-
-    Args:
-      main: the traced training step of one device.
-      fn: the user's function: `fn(state, *args)` for a step of one state, else
-        `fn(params, *args)`.
-      unpacked: traceable function that converts the job's leaves to the leaves of one device.
-    """
-
-    def __init__(
-        self,
-        main: Program,
-        fn: Callable[..., Any],
-        unpacked: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-    ) -> None:
-        self._spec = _state_spec(main) if main.takes_one_state else main.args[0]
-        types = values_at(main.inputs, self._spec.names)
-        self._types = list(map(array_type, types))
-        self._fn, self._unpacked = weakref.ref(fn), unpacked
-        self._known: dict[Any, tuple[tuple[str, ...], Callable[..., list[Any]], Any]] = {}
-
-    def __call__(self, leaves: Callable[[Collection[str]], Mapping[str, Any]], *args: Any) -> Any:
-        """Call the function.
-
-        Args:
-          leaves: function of names that returns the job's leaves with these names.
-          *args: the function's arguments after the state.
-        """
-        flat, structure = jax.tree.flatten(args)
-        for i, x in enumerate(flat):
-            flat[i] = plain_array(x) if is_array(x) else jnp.asarray(x)
-        key = structure, tuple(str(jax.typeof(x)) for x in flat)
-        if key not in self._known:
-            self._known[key] = self._compiled(flat, structure)
-        names, run, result = self._known[key]
-        arrays = leaves(names)
-        return jax.tree.unflatten(result, run(arrays, _move_to_job(arrays, flat)))
-
-    def _compiled(
-        self, flat: Sequence[Any], structure: Any
-    ) -> tuple[tuple[str, ...], Callable[..., list[Any]], Any]:
-        """Compile the function for arguments of these types.
-
-        Returns:
-          The names of the leaves that the function reads, the compiled function of these leaves and
-          the arguments, and the structure of the result.
-        """
-        fn = self._fn()
-        assert fn is not None
-        result: list[Any] = []
-
-        def on_trees(leaves: Any, *args: Any) -> list[Any]:
-            state = self._spec.unflatten(jax.tree.leaves(leaves))
-            outputs, tree = jax.tree.flatten(fn(state, *args))
-            result.append(tree)
-            return outputs
-
-        args = jax.tree.unflatten(structure, map(plain_type, flat))
-        state = self._spec.by_path("", self._types)
-        traced = inline_calls(
-            plain_jaxpr(lowered_jaxpr(named_in_errors(on_trees, fn), state, *args))
-        )
-        inner = opened(traced)
-        _, read = backward_slice(inner.eqns, inner.outvars)
-        state_vars = dict(zip(self._spec.names, inner.invars, strict=False))
-        names = tuple(n for n, v in state_vars.items() if v in read)
-        invars = [*(state_vars[n] for n in names), *inner.invars[len(self._types) :]]
-        run = jaxpr_as_fun(closed_with(traced, invars=invars))
-
-        def of_leaves(leaves: Mapping[str, Any], flat: Sequence[Any]) -> list[Any]:
-            found = self._unpacked(leaves)
-            return [*run(*(found[n] for n in names), *flat)]
-
-        return names, jax.jit(of_leaves), result[-1]
-
-
-def _move_to_job(arrays_of_job: Mapping[str, Any], arrays: Sequence[Any]) -> list[Any]:
-    """Copy each array onto the job's devices if it is committed to other devices."""
-    sharding = next((x.sharding for x in arrays_of_job.values()), None)
-    if sharding is None:
-        return list(arrays)
-    target = sharding
-    if isinstance(sharding, NamedSharding):
-        target = NamedSharding(sharding.mesh, PartitionSpec())
-    moved = list(arrays)
-    for i, x in enumerate(arrays):
-        is_committed = isinstance(x, jax.Array) and x.committed
-        if is_committed and x.sharding.device_set != sharding.device_set:
-            moved[i] = jax.device_put(x, target)
-    return moved

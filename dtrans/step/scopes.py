@@ -179,6 +179,11 @@ def in_local_scope(eqn: JaxprEqn) -> bool:
     return LOCAL in scope_of(eqn)
 
 
+def in_split_scope(eqn: JaxprEqn) -> bool:
+    """Return True if an equation is in `split`, or is a derivative of such an equation."""
+    return any(kind == "split" for kind, *_ in _TEXT.findall(scope_of(eqn)))
+
+
 def has_local_scope(eqn: JaxprEqn) -> bool:
     """Return True if an equation, or an equation in its bodies, is in `local`."""
     return any(map(in_local_scope, (eqn, *equations_inside(eqn))))
@@ -281,6 +286,33 @@ def scopes_within(jaxpr: ClosedJaxpr) -> tuple[Scope, ...]:
     for eqn in opened(jaxpr).eqns:
         found |= {scope.key: scope for scope in _scopes_of(eqn)}
     return tuple(found.values())
+
+
+def split_scopes(jaxpr: ClosedJaxpr) -> tuple[Scope, ...]:
+    """Return the `split` scopes in a program, each once, in order."""
+    return tuple(scope for scope in scopes_within(jaxpr) if scope.kind == "split")
+
+
+def ignored_split_notes(jaxpr: ClosedJaxpr, remedy: str) -> list[str]:
+    """Return a note for a plan that does not divide the layers in `split` scopes.
+
+    Args:
+      jaxpr: the step; the list is empty if the step has no `split` scope.
+      remedy: advice to the user, as a clause.
+
+    Example:
+      >>> import jax
+      >>> from dtrans.step.scopes import ignored_split_notes, split
+      >>> def head(x):
+      ...     with split(name="head"):
+      ...         return x * 2
+      >>> ignored_split_notes(jax.make_jaxpr(head)(1.0), "pass mesh=")
+      ["split(name='head') has no effect: every trainer computes the layer in full; pass mesh="]
+    """
+    names = " and ".join(map(str, split_scopes(jaxpr)))
+    if not names:
+        return []
+    return [f"{names} has no effect: every trainer computes the layer in full; {remedy}"]
 
 
 def _scopes_of(eqn: JaxprEqn) -> Iterator[Scope]:

@@ -110,7 +110,7 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedFunction:
-    """Function of a traced program; a call traces the program again for other shapes.
+    """Traced function with its argument structures; a call traces it again for other shapes.
 
     If `fn` can be pickled, this object can be pickled, and traces the program in another process.
 
@@ -239,7 +239,7 @@ def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[Tr
 
 
 def children(tree: Any) -> list[tuple[Any, Any]] | None:
-    """Return the (key, child) pairs of a tuple, list or dict in leaf order; None for others."""
+    """Return the (key, child) pairs of a tuple, list or dict in leaf order, else None."""
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return list(zip(tree._fields, tree, strict=True))
     if isinstance(tree, (tuple, list)):

@@ -19,7 +19,7 @@ from dtrans.ir.selection import values_at
 def fuse_transposes(
     eqns: Sequence[JaxprEqn], roles: Sequence[str], wanted: Collection[Atom]
 ) -> tuple[list[JaxprEqn], list[str]]:
-    """Replace each product that only a transpose reads by one product with swapped operands.
+    """Fuse each product with its only reader, a transpose, by swapping the operands.
 
     Args:
       eqns: equations in order.
@@ -47,7 +47,7 @@ def fuse_transposes(
 
 
 def _swaps(product: JaxprEqn, permutation: Sequence[int]) -> bool:
-    """Return True if a transpose only moves the dimensions of the second operand to the front."""
+    """Return True if a permutation of a product puts the second operand's dimensions in front."""
     p = product.params
     contracting, batch = p["dimension_numbers"]
     # A precision algorithm may treat the two operands differently, so they cannot be swapped.

@@ -1,6 +1,7 @@
-"""Tensor parallelism: chooses the dimension along which each parameter of a layer is sharded.
+"""Tensor parallelism: layers in `dtrans.split` scopes, whose parameters are sharded.
 
-`dtrans.engine` writes the program.
+`dtrans.engine` writes the programs.
 
-defaults    chooses the default dimensions
+defaults        chooses the dimension along which each parameter is sharded
+model_axis      the model axis of a mesh: its sharded state, and the program of one of its devices
 """

@@ -21,12 +21,23 @@ Megatron shards columns in one layer, and rows in the next (Shoeybi et al., 2019
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
-from dtrans._jax import REMAT, Atom, ClosedJaxpr, JaxprEqn, Literal, Var, bodies, facts_of, opened
+from dtrans._jax import (
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    facts_of,
+    has_bodies,
+    opened,
+)
 from dtrans.engine.layout import ShardLayout, Shards, sharded_along
 from dtrans.engine.rules import Operand, choose
 from dtrans.ir.inline import eliminate_dead, inline_calls
+from dtrans.ir.interpret import ForwardAnalysis, enter
 from dtrans.ir.selection import values_at
 from dtrans.rows.layout import SHARED, RowAxis, row_axes, rows_or_none
 
@@ -64,6 +75,17 @@ def default_axes(
       >>> default_axes(jax.make_jaxpr(model)(*map(jnp.ones, shapes)), params=[0, 1, 2], shards=2)
       {0: 1, 1: 0, 2: 0}
     """
+    return axes_and_reads(jaxpr, params, shards, scope, axes)[0]
+
+
+def axes_and_reads(
+    jaxpr: ClosedJaxpr,
+    params: Collection[int],
+    shards: int,
+    scope: Callable[[JaxprEqn], bool] | None = None,
+    axes: Mapping[int, int] | None = None,
+) -> tuple[dict[int, int], set[int]]:
+    """Return the result of `default_axes`, and the parameters that equations in the scope read."""
     flat = eliminate_dead(inline_calls(jaxpr))
     chooser = _AxisChooser(
         set(params), Shards(shards, ()), scope or (lambda eqn: True), dict(axes or {})
@@ -75,7 +97,35 @@ def default_axes(
         elif i in chooser.params:
             chooser.origins[v] = (i, tuple(range(v.aval.ndim)))
     chooser.follow(inner.eqns)
-    return chooser.axes
+    return chooser.axes, chooser.read
+
+
+# layout of a sharded value, or None; and `Origin` of a view of a parameter, or None
+_Fact = tuple[RowAxis | None, Origin | None]
+
+
+def _join(one: _Fact, other: _Fact) -> _Fact:
+    """Return the fact of a value that has one of two facts."""
+    return one[0] if one[0] == other[0] else None, one[1] if one[1] == other[1] else None
+
+
+def _inside(fact: _Fact) -> _Fact:
+    """Return the fact of the slice that one iteration reads from a scanned array."""
+    row, origin = fact
+    if row is not None:
+        row = sharded_along(row.axis - 1) if row.axis else None
+    return row, origin and (origin[0], origin[1][1:])
+
+
+def _stack(fact: _Fact) -> _Fact:
+    """Return the fact of the stacked outputs of iterations."""
+    row, _ = fact
+    return row and sharded_along(row.axis + 1), None
+
+
+_FACTS = ForwardAnalysis[_Fact](
+    _join, lambda eqn, ins: None, lambda aval, value: (None, None), _inside, _stack
+)
 
 
 class _AxisChooser:
@@ -94,6 +144,8 @@ class _AxisChooser:
         self.axes = axes
         self.layouts: dict[Var, ShardLayout] = {}
         self.origins: dict[Var, Origin] = {}
+        self.read: set[int] = set()  # parameters that equations in the scope read
+        self._in_scope = False  # True in a body whose equation is in the scope
 
     def layout(self, a: Atom) -> ShardLayout:
         if isinstance(a, Literal):
@@ -112,31 +164,45 @@ class _AxisChooser:
 
     def follow(self, eqns: Iterable[JaxprEqn]) -> None:
         for eqn in eqns:
-            if eqn.primitive.name in REMAT:
-                self._remat(eqn)
+            if has_bodies(eqn):
+                # the name stacks of a body do not contain the scopes of its equation
+                outside, self._in_scope = self._in_scope, self._in_scope or self.scope(eqn)
+                ins = list(map(self._fact, eqn.invars))
+                self._take(eqn.outvars, enter(_FACTS, eqn, ins, self._follow_body).outs)
+                self._in_scope = outside
                 continue
-            if self.scope(eqn):
+            if self._in_scope or self.scope(eqn):
                 self._decide(eqn)
-            ins = [Operand(self.layout(a)) for a in eqn.invars]
+            operands = [Operand(self.layout(a)) for a in eqn.invars]
             if row_axes(map(self.layout, eqn.invars)):
-                outs = choose(eqn, ins, self.shards).outs
+                outs = choose(eqn, operands, self.shards).outs
                 self.layouts.update(zip(eqn.outvars, outs, strict=True))
             if _keeps_dimensions(eqn) and (origin := self.origin(eqn.invars[0])):
                 self.origins[eqn.outvars[0]] = (origin[0], _map_dimensions(eqn, origin[1]))
 
-    def _remat(self, eqn: JaxprEqn) -> None:
-        flat = opened(inline_calls(*bodies(eqn)))
-        for a, v in zip(eqn.invars, flat.invars, strict=True):
-            self.layouts[v] = self.layout(a)
-            if origin := self.origin(a):
-                self.origins[v] = origin
+    def _follow_body(
+        self, number: int, body: Any, facts: list[_Fact]
+    ) -> tuple[None, Sequence[_Fact]]:
+        flat = opened(inline_calls(body))
+        self._take(flat.invars, facts)
         self.follow(flat.eqns)
-        for v, a in zip(eqn.outvars, flat.outvars, strict=True):
-            self.layouts[v] = self.layout(a)
+        return None, list(map(self._fact, flat.outvars))
+
+    def _fact(self, a: Atom) -> _Fact:
+        origin = None if isinstance(a, Literal) else self.origins.get(a)
+        return rows_or_none(self.layout(a)), origin
+
+    def _take(self, values: Sequence[Var], facts: Sequence[_Fact]) -> None:
+        for v, (row, origin) in zip(values, facts, strict=True):
+            self.layouts[v] = row or SHARED
+            if origin is not None:
+                self.origins[v] = origin
 
     def _decide(self, eqn: JaxprEqn) -> None:
         """Choose how to shard the parameters that an equation reads, by the rules of the module."""
         for i, a in enumerate(eqn.invars):
+            if isinstance(a, Var) and a in self.origins:
+                self.read.add(self.origins[a][0])
             origin = self.origin(a)
             if origin is None:
                 continue

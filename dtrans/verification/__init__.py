@@ -9,7 +9,12 @@ this finite field, the *job* is the distributed program, and the *step* is the o
     rationals         a float as the simplest rational number that rounds to it
     field_values      a float as an element of the field, with an approximation in float64
     numpy_rules       rules of JAX's primitives on NumPy arrays
-    rules             rules of primitives on floats: exact arithmetic, comparisons, hashes
+    rule_values       values of operands and outputs, for all rules
+    arithmetic_rules  rules of sums, products and contractions of floats
+    movement_rules    rules of equations that move, select or convert elements
+    order_rules       rules of comparisons, maxima and sorts
+    scatter_rules     rules of scatters and of reductions over windows
+    rules             the rules of all primitives on floats; hashes for functions the field lacks
     complex_rules     rules of primitives on complex numbers, and of fft
     exact_rules       rules of `dtrans.ops.exact_sum`
     matrix_rules      rules of linear solves, decompositions and ragged products

@@ -91,13 +91,13 @@ def verify(
 
     Example:
       >>> import jax, jax.numpy as jnp, dtrans
-      >>> from jax.sharding import AbstractMesh, PartitionSpec as P
+      >>> from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
       >>> grad = jax.grad(lambda w, x: jnp.mean((x @ w) ** 2))
       >>> def step(w, x):
       ...     return w - 0.1 * grad(w, x)
       >>> def rank_step(w, x):
       ...     return w - 0.1 * jax.lax.psum(grad(w, x), "data")  # should be pmean
-      >>> mesh = AbstractMesh((4,), ("data",))
+      >>> mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
       >>> specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": False}
       >>> parallel = jax.shard_map(rank_step, mesh=mesh, **specs)
       >>> try:
@@ -195,7 +195,7 @@ def _shard_maps(jaxpr: Any) -> list[Any]:
 
 
 def _no_shard_map(title: str, jaxpr: Any) -> str:
-    """Return the error text for a program without `shard_map`.
+    """Return the error text for a distributed step that has no `shard_map`.
 
     If the program has primitives with shardings for XLA, the text names them.
     """
@@ -251,7 +251,7 @@ class _HandComparison:
         self.found.try_ranges(compare, drawn=len(self.arrays) < len(self.pair.inputs))
 
     def _compare(self, rng: np.random.Generator, range_: BatchRange) -> None:
-        """Compare both steps at one random point; if the point has a near tie, try a new point."""
+        """Compare both steps at a random point; if rounding decides a branch there, try another."""
         inputs = self.pair.inputs
         for _ in range(TRIES):
             arrays = random_arrays(inputs, rng, range_, self.arrays)

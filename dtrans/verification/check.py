@@ -35,7 +35,7 @@ from dtrans.verification.random_points import (
     random_point,
 )
 from dtrans.verification.rank_collectives import mapped
-from dtrans.verification.rules import approx_of
+from dtrans.verification.rule_values import approx_of
 from dtrans.verification.state_placement import (
     StatePlacement,
     TracedStep,
@@ -45,8 +45,8 @@ from dtrans.verification.state_placement import (
 )
 
 
-STEPS = (0, 1, 2, 5)  # compare at the states of one device after these numbers of steps
-TRIES = 5  # number of random points that are tried if every point has a near tie
+STEPS = (0, 1, 2, 5)  # compare at the states that one device has after these numbers of steps
+TRIES = 5  # number of random points at which near ties are avoided
 NEAR_TIES = "a near tie at every point that was tried"
 
 
@@ -61,7 +61,7 @@ class Comparison:
       main: the one-device step, for the full batch.
       traced: the step of the job.
       batch_types: type of each batch array, by name.
-      frozen: maps each leaf that never changes to the number in all its entries; a plan may contain
+      frozen: the number in all entries of each leaf that never changes, by name. A plan may contain
         this number.
       startup: the program that returns the one-device state; None if the first state is not
         compared.
@@ -98,7 +98,7 @@ class Comparison:
         names = list(self.leaf_types)
         sizes = [math.prod(t.shape) for t in self.leaf_types.values()]
         starts = np.cumsum([0, *sizes])
-        # `placement` has no random keys and frozen leaves, so names identify their arrays.
+        # `placement` omits random keys and frozen leaves, so their arrays are found by name.
         by_name = [n for n, t in self.leaf_types.items() if n in self.frozen or values.is_key(t)]
         found = []
         for name, where in zip(self.traced.state_names, self.placement.where, strict=True):
@@ -229,13 +229,14 @@ class Comparison:
     ) -> dict[str, Any] | None:
         """Return the one-device outputs at a point near a state, and compare if `compared` is True.
 
-        If all of `TRIES` points have a near tie, field elements decide the ties at one more point.
-        Equal programs then decide equally, so equal outputs count as compared. But a difference may
-        come from the decisions alone, so a difference does not count. An example is Adafactor: its
-        first updates all have the norm at which Adafactor clips, and later states have no tie.
+        A near tie is a decision between two values that differ by no more than rounding. If all of
+        `TRIES` points have one, field elements decide the ties at one more point. Equal programs
+        then decide equally, so equal outputs count as compared. But a difference may come from the
+        decisions alone, so a difference does not count. An example is Adafactor: its first updates
+        all have the norm at which Adafactor clips, and later states have no tie.
 
         Returns:
-          The outputs by name; None if the evaluation has a near tie at every point.
+          The outputs by name; None if none of the points could be evaluated.
         """
         for _ in range(TRIES):
             with contextlib.suppress(NearTie):
@@ -314,7 +315,7 @@ class Findings:
     """Results of a comparison at the points so far.
 
     Attributes:
-      differences: maps each output that differs to its difference.
+      differences: difference of each output that differs, by name.
       compared, skipped, unfollowed, points: as in `Report`; the dicts are ordered sets.
       not_finite: True if a compared value has an infinity or NaN.
       concludes_equal_only: True if the comparison can prove that outputs are equal, but not that

@@ -1,7 +1,7 @@
 """Rules of primitives on complex numbers, which are pairs of elements of the finite field.
 
 Modulo p = 2**61 - 1 no square is -1. So the pairs a + bi form the field GF(p**2), in which
-conjugation is exact. `exp`, `abs` and `log` combine hashes of real numbers. The rules of other
+conjugation is exact. `exp`, `abs` and `log` combine hashes of real numbers. The rules of all other
 functions hash the real part and the imaginary part.
 
 The field lacks most roots of unity, so an fft multiplies each dimension by a keyed random matrix
@@ -29,7 +29,8 @@ from dtrans.verification.field_values import (
     from_integers,
     real,
 )
-from dtrans.verification.rules import REAL, Rule, approx_of, axes_last, by_jax
+from dtrans.verification.rule_values import Rule, approx_of, axes_last, by_jax
+from dtrans.verification.rules import REAL
 
 
 def is_of_complex(eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
@@ -225,7 +226,7 @@ def _product_along(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 @functools.lru_cache(64)
 def _random_matrix(name: str, rows: int, columns: int) -> Array:
-    """Return a random matrix of elements, with the name and shape as the seed."""
+    """Return a random matrix of field elements, with the name and shape as the seed."""
     numbers = np.arange(rows * columns, dtype=np.uint64).reshape(rows, columns)
     return field.hashed(("fft", name, rows, columns), numbers)
 

@@ -10,10 +10,12 @@ Read `field_values` first. The rules of primitives are in `rules` and `rank_coll
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -33,7 +35,9 @@ from dtrans._jax import (
     is_reversed,
     line_of,
     linear_solve,
+    lowered_jaxpr,
     opened,
+    plain_type,
     scan_length,
     shard_map_of,
     wiring,
@@ -44,6 +48,7 @@ from dtrans.verification.complex_rules import COMPLEX, is_of_complex
 from dtrans.verification.exact_rules import EXACT_SUMS
 from dtrans.verification.field_values import Complex, Real, UnfollowedError, Unknown
 from dtrans.verification.matrix_rules import MATRICES
+from dtrans.verification.movement_rules import move_rows
 from dtrans.verification.rank_collectives import (
     GROUPS,
     Ranked,
@@ -52,14 +57,14 @@ from dtrans.verification.rank_collectives import (
     mapped,
     shard,
 )
-from dtrans.verification.rules import REAL, move_rows, plain
+from dtrans.verification.rules import REAL, plain
 from dtrans.verification.value_log import ValueLog
 
 
 # Largest number of evaluations of equations. An equation in a loop counts in every iteration. A
 # larger number would take minutes.
 MOST_EQUATIONS = 200_000
-# Primitives that `World` evaluates without a rule from the tables.
+# Primitives that a method of `World` evaluates, and not a rule of another module.
 HANDLED = (
     SCAN,
     *LOOPS,
@@ -71,8 +76,8 @@ HANDLED = (
     "init_on_use",
     "move_rows",
 )
-# `empty` is uninitialized memory on a GPU. `empty2` (initial value of a scan's outputs) is not in
-# the list, because it is zero on every platform.
+# Primitives whose outputs differ from run to run; `empty` is uninitialized memory on a GPU.
+# `empty2` (initial value of a scan's outputs) is absent, because it is zero on every platform.
 NOT_REPEATABLE = ("rng_uniform", "empty")
 TO_FLOATS = ("convert_element_type", "bitcast_convert_type")
 CALLS = (
@@ -120,7 +125,7 @@ class World:
         Args:
           jaxpr: the jaxpr.
           args: value of each input, for all ranks.
-          consts: values of the constants; by default those of a closed jaxpr.
+          consts: values of the constants; by default the constants of a closed jaxpr.
 
         Returns:
           The value of each output, for all ranks.
@@ -223,9 +228,9 @@ class World:
         if is_identity(eqn):
             return operands[:1]
         if getattr(eqn.primitive, "communicates", False):
-            raise UnfollowedError("it needs a server or another trainer")
+            raise UnfollowedError("the equation needs a server or another trainer")
         if name in NOT_REPEATABLE:
-            raise UnfollowedError("its outputs differ from run to run")
+            raise UnfollowedError("the outputs differ from run to run")
         if name == "move_rows":
             return move_rows(eqn, operands)
         if name in EXACT_SUMS:
@@ -240,9 +245,9 @@ class World:
         if name in MATRICES:
             return MATRICES[name](eqn, operands)
         if of_complex:
-            raise UnfollowedError("it has no rule for complex numbers")
+            raise UnfollowedError("there is no rule for complex numbers")
         if name not in REAL:
-            raise UnfollowedError("it has no rule for floats")
+            raise UnfollowedError("there is no rule for floats")
         return REAL[name](eqn, operands)
 
     def unknown_outputs(self, eqn: JaxprEqn, reason: str) -> list[Ranked]:
@@ -259,7 +264,9 @@ class World:
         """Evaluate a collective for each group of ranks."""
         over = mesh_axes(eqn)
         if len(over) < len(axes_of(eqn)):
-            raise UnfollowedError("it reduces over mesh axes and array dimensions at once")
+            raise UnfollowedError(
+                "the equation reduces over mesh axes and array dimensions at once"
+            )
         rule, groups = GROUPS[eqn.primitive.name], groups_of(self.axes, over)
         if (subgroups := eqn.params.get("axis_index_groups")) is not None:
             groups = _split_groups(groups, subgroups)
@@ -287,7 +294,7 @@ class World:
     def _shard_map(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
         """Evaluate the body of a `shard_map` for all ranks of its mesh."""
         if self.count != 1:
-            raise UnfollowedError("it is a shard_map in the body of another shard_map")
+            raise UnfollowedError("the equation is a shard_map in the body of another shard_map")
         sharded = shard_map_of(eqn)
         # Along automatic axes the body sees global values, so only manual axes have ranks.
         axes = retain(sharded.axes, sharded.manual)
@@ -369,25 +376,49 @@ def run_scan(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ra
 
 
 def run_while(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ranked]:
-    """Evaluate a loop until no rank's condition holds."""
+    """Evaluate a loop until no rank's condition holds.
+
+    `jax.vmap` writes a condition for each row. Only rows whose condition holds then get new values.
+    """
     (condition, body), wires, now = bodies(eqn), wiring(eqn), list(operands)
+    holds = opened(condition).outvars[0].aval
     while True:
-        (continues,) = world.run(condition, values_at(now, wires.ins[0]))
-        if (unknown := _first_unknown(continues)) is not None:
+        (conditions,) = world.run(condition, values_at(now, wires.ins[0]))
+        if (unknown := _first_unknown(conditions)) is not None:
             return [world.replicate(unknown)] * len(eqn.outvars)
-        if not any(map(bool, continues)):
+        continues = [bool(np.any(x)) for x in conditions]
+        if not any(continues):
             return values_at(now, wires.carried)
         if world.evaluated > MOST_EQUATIONS:
             return world.unknown_outputs(eqn, f"the loop evaluates {MOST_EQUATIONS:,} equations")
         new = world.run(body, values_at(now, wires.ins[1]))
-        if not all(map(bool, continues)) and _communicates(body):
-            raise UnfollowedError("it communicates, and ranks leave it at different iterations")
+        if holds.shape:
+            select = _select_rows(holds, tuple(v.aval for v in eqn.outvars))
+            new = world.run(select, [conditions, *new, *values_at(now, wires.carried)])
+        if not all(continues) and _communicates(body):
+            raise UnfollowedError(
+                "the loop communicates, and ranks leave the loop at different iterations"
+            )
         for i, j in wires.carried.items():
             ranks = list(now[i])
             for r, runs in enumerate(continues):
                 if runs:
                     ranks[r] = new[j][r]
             now[i] = tuple(ranks)
+
+
+@functools.cache
+def _select_rows(condition: Any, types: tuple[Any, ...]) -> Any:
+    """Return the jaxpr (condition of each row, new values, old values) -> values of the rows."""
+
+    def select(running: jax.Array, new: list[jax.Array], old: list[jax.Array]) -> list[jax.Array]:
+        found = []
+        for x, y in zip(new, old, strict=True):
+            mask = jax.lax.broadcast_in_dim(running, x.shape, range(running.ndim))
+            found.append(jax.lax.select(mask, x, y))
+        return found
+
+    return lowered_jaxpr(select, plain_type(condition), *[[*map(plain_type, types)]] * 2)
 
 
 def run_cond(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ranked]:

@@ -66,7 +66,7 @@ def multiply(x: Operand, y: Operand) -> Array:
     """Return x * y."""
     if x.size <= CHUNK or x.shape != y.shape:
         return _multiply(x, y)
-    # In chunks, because the dozen temporaries of a chunk fit into the CPU's cache.
+    # Work in chunks, because the dozen temporaries of a chunk fit into the CPU's cache.
     found: Array = np.empty(x.size, np.uint64)
     shape, x, y = x.shape, x.reshape(-1), y.reshape(-1)
     for k in range(0, x.size, CHUNK):
@@ -99,7 +99,7 @@ def power(x: Array, n: int) -> Array:
 
 
 def inverse(x: Array) -> Array:
-    """Return 1 / x, and 0 for x = 0: only the float64 value of 1 / 0 is infinite."""
+    """Return 1 / x, and 0 for x = 0, because the field has no infinity."""
     flat = x.ravel()
     found = _inverses(np.where(flat == 0, np.uint64(1), flat))
     return np.where(flat == 0, np.uint64(0), found).reshape(x.shape)

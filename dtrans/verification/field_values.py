@@ -263,7 +263,7 @@ def choose(condition: Array, x: Real, y: Real) -> Real:
 
 
 def hashed(name: object, *xs: Any, approx: Any) -> Real:
-    """Replace a function that the field lacks by a keyed hash of its arguments.
+    """Replace a function that the finite field lacks by a keyed hash of its arguments.
 
     Args:
       name: name of the function.

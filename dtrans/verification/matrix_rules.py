@@ -17,11 +17,11 @@ from dtrans._jax import JaxprEqn
 from dtrans.verification import field, field_values as values
 from dtrans.verification.field import Array
 from dtrans.verification.field_values import Complex, Real, UnfollowedError, real
-from dtrans.verification.rules import Rule, approx_of_all, by_jax, elements_in
+from dtrans.verification.rule_values import Rule, approx_of_all, by_jax, elements_in
 
 
 def _parts_of(x: Any) -> list[Array]:
-    """Return the elements of an array: one array for reals, two for complex numbers."""
+    """Return the field elements of an array: one array for reals, two for complex numbers."""
     if isinstance(x, Complex):
         return [x.real.elements, x.imag.elements]
     return [elements_in(x)]
@@ -83,7 +83,7 @@ def _triangular_solve(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Solve a triangular system, row by row."""
     a, b = operands
     if isinstance(a, Complex) or isinstance(b, Complex):
-        raise UnfollowedError("it has no rule for complex numbers")
+        raise UnfollowedError("there is no rule for complex numbers")
     (approx,) = by_jax(eqn, approx_of_all(operands))
     p, transpose = eqn.params, lambda x: np.swapaxes(x, -1, -2)
     left, right, lower = elements_in(a), elements_in(b), bool(p["lower"])
@@ -121,7 +121,7 @@ def _forward(lower: Array, right: Array) -> Array:
 def _tridiagonal_solve(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Solve a tridiagonal system by elimination below the diagonal (Thomas algorithm)."""
     if any(isinstance(x, Complex) for x in operands):
-        raise UnfollowedError("it has no rule for complex numbers")
+        raise UnfollowedError("there is no rule for complex numbers")
     (approx,) = by_jax(eqn, approx_of_all(operands))
     below, diagonal, above, right = map(elements_in, operands)
     count = diagonal.shape[-1]
@@ -147,7 +147,9 @@ def _ragged_dot(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     contract, batch = p.dot_dimension_numbers
     ragged, group = p.lhs_ragged_dimensions, p.rhs_group_dimensions
     if any(map(len, batch)) or np.ndim(sizes) != 1 or len(ragged) != 1 or len(contract[0]) != 1:
-        raise UnfollowedError("it has no rule for batch dimensions, or several ragged ones")
+        raise UnfollowedError(
+            "there is no rule for batch dimensions, or for more than one ragged dimension"
+        )
     float64 = np.dtype(np.float64)
     (approx,) = by_jax(eqn, approx_of_all(operands), preferred_element_type=float64)
     (row,), ends = ragged, np.cumsum(sizes)

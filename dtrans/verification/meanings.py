@@ -136,7 +136,7 @@ class Meanings:
         return self._of_ranks(ranks, axes)
 
     def _of_one(self, x: Array, *, alone: bool) -> Meaning:
-        """Return the meaning of an array that is the same on all ranks.
+        """Return the meaning (relation to a step value) of an array that is equal on all ranks.
 
         Args:
           x: elements of the array.
@@ -211,8 +211,8 @@ class Meanings:
           parts: the arrays.
           in_order: function that decides if parts are in order (`InOrder`).
           over: noun phrase for texts: the parts are on "ranks", or along a dimension.
-          axes: if each part is the array of a rank, maps the name of each mesh axis to its size;
-            otherwise None.
+          axes: size of each mesh axis, by name, if each part is the array of a rank; otherwise
+            None.
           ways: the searches, in order: False for pieces, True for partial sums over rows.
         """
         first = next((x for x in parts if is_random(x).any()), parts[0])
@@ -236,7 +236,7 @@ class Meanings:
     def _pieces(
         self, parts: Sequence[Array], in_order: InOrder, *, partial: bool
     ) -> StepValue | None:
-        """Return the value of the one-device step whose pieces, or partial sums, are the parts."""
+        """Return the value of the one-device step that has `parts` as its pieces or terms."""
         of_parts: list[dict[int, Match]] = []
         for x in parts:
             matches: dict[int, Match] = {}
@@ -363,7 +363,7 @@ def _divided(x: Array, factor: Fraction) -> Array:
 
 
 def _elements_of_ranks(value: Sequence[Any]) -> list[Array]:
-    """Return the elements of each rank's array; leave out arrays that are not floats."""
+    """Return the field elements of each rank's array; leave out arrays that are not floats."""
     found = []
     for x in value:
         elements = elements_of_value(x)
@@ -382,7 +382,7 @@ def _is_constant(x: Array) -> bool:
 
 
 def _is_rational(element: int) -> bool:
-    """Return True if an element is a quotient of small integers.
+    """Return True if a field element is a quotient of small integers.
 
     A random element passes this test with a probability of 1 in 4 million.
     """

@@ -31,9 +31,9 @@ import numpy as np
 from dtrans._jax import axes_of
 from dtrans.verification.evaluate import World
 from dtrans.verification.meanings import NOTHING, Kind, Meaning, Meanings
+from dtrans.verification.movement_rules import MOVES
 from dtrans.verification.outcome import Cause
 from dtrans.verification.rank_collectives import GROUPS
-from dtrans.verification.rules import MOVES
 from dtrans.verification.step_values import StepValues
 from dtrans.verification.value_log import Computation, ValueLog
 
@@ -111,7 +111,7 @@ class _Walk:
     def _region(self, last: int) -> set[int]:
         """Return `last`, and the earlier computations on which it depends through wrong values.
 
-        A wrong value here is an output without a meaning.
+        A wrong value here is an output without a meaning: without a known relation to a step value.
         """
         found = {last}
         waiting = self._sources(last)
@@ -145,9 +145,10 @@ class _Walk:
     def _before_use(self, number: int) -> int:
         """Return the computation at fault if the search has ended at computation `number`.
 
-        All operands of this computation have a meaning. If it must not read multiples, but an
-        operand is a multiple, the computation that created the multiple is at fault. Otherwise
-        `number` itself is at fault.
+        All operands of computation `number` have a meaning: a known relation to a step value. The
+        computation may need step values themselves, not multiples of them. If an operand is a
+        multiple then, the computation that created the multiple is at fault. Otherwise `number`
+        itself is at fault.
         """
         name = self._log.computations[number].name
         if name in HOMOGENEOUS or name in MOVES or name in GROUPS:
@@ -259,7 +260,7 @@ class _Walk:
         return sorted(found)
 
     def _meanings_of(self, number: int) -> list[Meaning]:
-        """Return the meanings of a computation's outputs."""
+        """Return the meanings (relations to step values) of a computation's outputs."""
         if number not in self._found:
             computation = self._log.computations[number]
             found = [self._meanings.of(x, computation.axes) for x in computation.outputs]
@@ -269,7 +270,7 @@ class _Walk:
         return self._found[number]
 
     def _term_of(self, number: int) -> Meaning | None:
-        """Return the meaning of an output that is one row from a stack of partial sums, else None.
+        """Return the meaning of an output that is one row of a stack of partial sums, else None.
 
         `Meanings` finds partial sums over consecutive rows of the batch. It does not find other
         partial sums, such as the sum of one trainer, but it finds the stack of all trainers' sums.
@@ -313,7 +314,7 @@ class _Walk:
         return Cause(computation.name, line, origin, value, tuple(operands), behind)
 
     def _meaning_of(self, operand: Sequence[Any], axes: Mapping[str, int]) -> Meaning:
-        """Return the meaning of an operand, from the computation that has it as an output."""
+        """Return the meaning (relation to a step value) of an operand of a computation."""
         for source in self._log.sources(operand):
             outputs = self._log.computations[source].outputs
             for output, meaning in zip(outputs, self._meanings_of(source), strict=True):

@@ -24,7 +24,7 @@ def random_point(
     fixed: frozenset[str],
     rng: np.random.Generator,
 ) -> dict[str, Any]:
-    """Return a value for each input: random elements, with float64 values near those of a real run.
+    """Return a value for each input: random field elements, and float64 values near a real run.
 
     Arrays other than floats are unchanged.
 

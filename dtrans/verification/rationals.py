@@ -64,7 +64,7 @@ def rational_of(value: float, dtype: str) -> Fraction:
 
 @functools.lru_cache(1 << 16)
 def element_of(value: float, dtype: str) -> int:
-    """Return the element of the simplest fraction that rounds to a float.
+    """Return the field element of the simplest fraction that rounds to a float.
 
     Each of inf, -inf and NaN has a constant element.
     """
@@ -75,7 +75,7 @@ def element_of(value: float, dtype: str) -> int:
 
 
 def exact_elements(x: Array) -> Array:
-    """Return the elements of the exact values of float64 numbers; inf and NaN become zero.
+    """Return the field elements of the exact values of float64 numbers; zero for inf and NaN.
 
     Example:
       >>> import numpy as np
@@ -93,7 +93,7 @@ def exact_elements(x: Array) -> Array:
 
 
 def elements_of(x: Any, dtype: Any) -> Array:
-    """Return the elements of an array of integers, booleans, or floats of the given dtype."""
+    """Return the field elements of an array of integers, booleans, or floats of a dtype."""
     x = np.asarray(x)
     if x.dtype.kind in "biu":
         if x.dtype == np.uint64:

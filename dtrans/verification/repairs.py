@@ -176,8 +176,8 @@ def _multiple(x: Any, factor: Fraction) -> Any:
     if isinstance(x, Real):
         return scaled(x, factor)
     if isinstance(x, np.ndarray):
-        # If the division has a remainder, no repair makes the integer right, so it does not matter
-        # that the remainder is dropped.
+        # Dropping the remainder of the division is harmless: if there is one, no repair makes the
+        # integer right.
         return x * factor.numerator // factor.denominator
     return x
 

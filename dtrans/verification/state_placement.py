@@ -47,7 +47,7 @@ class TracedStep:
       rows: number of rows of the smallest table, an upper bound of row ids; 0 without tables.
       other_steps: steps of the same plan in other processes, which must also equal the one-device
         step.
-      equal_parts: maps some batch arrays to the dimension of their rows, and a number of parts.
+      equal_parts: for some batch arrays, a pair: the dimension of the rows, and a number of parts.
         The comparison then uses batches in which all parts are equal, so that a mean over one part
         equals the mean over the full batch.
       unfollowed: reasons why a job may compute something different from the jaxpr.
@@ -94,7 +94,7 @@ def find_placement(
     Args:
       leaves: type of each leaf, by name.
       state_of: as in `TracedStep`.
-      frozen: maps each leaf that never changes to the number in all its entries. The conversion
+      frozen: the number in all entries of each leaf that never changes, by name. The conversion
         checks this number.
     """
     sizes = [math.prod(t.shape) for t in leaves.values()]

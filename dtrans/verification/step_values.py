@@ -124,7 +124,7 @@ def compressed(x: Array) -> Array:
 
 
 def is_random(x: Array) -> Array:
-    """Return a mask: True if an element is neither a small integer nor the negative of one."""
+    """Return a mask: False for field elements that are small integers, or negatives of them."""
     return (x >= SMALL) & (x < P - SMALL)
 
 
@@ -184,7 +184,7 @@ class StepValues:
         return None
 
     def contains(self, elements: Array) -> Array:
-        """Return a mask of the elements that occur in any value of the step."""
+        """Return a mask of the field elements that occur in any value of the step."""
         places = np.searchsorted(self._elements, elements, "left")
         there = places < self._elements.size
         found: Array = there & (self._elements[np.where(there, places, 0)] == elements)
@@ -283,7 +283,7 @@ class StepValues:
 
 
 def _is_linear(computation: Computation, carriers: Sequence[int]) -> bool:
-    """Return True if an output is linear in `carriers` while other operands are constant."""
+    """Return True if an output is linear in the operands `carriers`, with other operands fixed."""
     if not carriers:
         return False
     if computation.name in _BILINEAR:
@@ -370,10 +370,10 @@ def _orders(x: Array, y: Array) -> Iterator[tuple[Array, Array]]:
 
 
 def _nested(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Return True if rows of one shape consist of full rows of the other shape.
+    """Return True if all row-major strides of one shape are also strides of the other shape.
 
-    Then one shape has dimensions after the first that split dimensions of the other shape. A
-    counterexample is (6, 4) and (4, 6).
+    This holds if one shape only splits dimensions of the other shape, such as (6, 4) and
+    (6, 2, 2). It does not hold for (6, 4) and (4, 6).
     """
     mine, theirs = _strides(one), _strides(other)
     return mine <= theirs or theirs <= mine

@@ -52,7 +52,7 @@ class Computation:
 
 
 def elements_of_value(x: Any) -> Array | None:
-    """Return the elements of floats; None for other arrays.
+    """Return the field elements of floats; None for other arrays.
 
     The elements of complex numbers have a last dimension of size 2, for both parts.
     """
@@ -115,8 +115,8 @@ class ValueLog:
         Args:
           value: the value on each rank.
         """
-        # Ranks may exchange objects. So a computation whose output has these objects in this order
-        # takes precedence.
+        # A collective may move one rank's object to another rank. So first look for a computation
+        # whose output consists of exactly these objects, in the order of the ranks.
         key = tuple(map(id, value))
         if key in self._of_value:
             return [self._of_value[key]]

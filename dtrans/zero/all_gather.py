@@ -5,9 +5,9 @@
     y = dot_general h w         the first equation of a window (`dtrans.zero.live_ranges`)
 
 A leaf stays gathered for a *window* of equations: from one equation that reads the leaf to another.
-The backward pass gathers the leaf again, because its equations also read the leaf. Without `after`,
-XLA would merge two gathers of one slice, or start all gathers at once. With `prefetch=k`, a rank
-gathers a leaf k windows before the leaf is needed.
+The backward pass also reads the leaf, and gathers it again. Without `after`, XLA would merge two
+gathers of one slice, or start all gathers at once. With `prefetch=k`, a rank gathers a leaf k
+windows before the leaf is needed.
 
 `dtrans.zero.slice_analysis` finds the values that can be computed as slices. A loop over layers
 takes slices of the stacked layers, gathers one layer in each iteration, and returns slices. A
@@ -82,7 +82,8 @@ class Gatherer(SliceWriter):
             self.eqns, self.roots, self.reads, self.roles, full_ends, once=self.how.once
         )
         self._gathered_leaves: dict[int, Atom] = {}  # id of a window -> gathered leaf
-        # written values by key: (value, ids of windows) in full, or (slice, dtype) for a cast slice
+        # values that are already written. The keys are (value, ids of windows) for full values, and
+        # (slice, dtype) for cast slices.
         self._derived: dict[tuple[Any, ...], Atom] = {}
         self._emitted = 0  # number of equations passed to `emit` so far
         self._at = 0  # index of the equation that is being written
@@ -100,7 +101,7 @@ class Gatherer(SliceWriter):
         If the equation runs on slices, `slice_of` writes it later, when its result is first read.
 
         Args:
-          eqn: the next equation of the step, in which calls are not inlined yet.
+          eqn: the next equation of the step; its calls are not inlined yet.
         """
         i, self._emitted = self._emitted, self._emitted + 1
         if i in self.scattering.steps:
@@ -126,7 +127,7 @@ class Gatherer(SliceWriter):
                 self._last = v
 
     def result(self, atom: Atom, maker: int) -> Atom:
-        """Return an output of the program: the full value, or this rank's slice of it.
+        """Return an output of the program: the full value, or this rank's slice of the value.
 
         `slice_results` lists the outputs to return as slices.
 
@@ -172,14 +173,14 @@ class Gatherer(SliceWriter):
     # -- gathers -----------------------------------------------------------------------------------
 
     def _gather_for(self, i: int, eqn: JaxprEqn | None) -> None:
-        """Write all-gathers of leaves that equation `i` reads first, and of leaves to prefetch."""
+        """Write the all-gathers of leaves whose windows begin at equation `i`, and prefetches."""
         self._at = i
         windows = self.uses.windows
         while self._begun < len(windows) and windows[self._begun].first <= i:
             self._anchors.append(self._anchor(eqn))
             self._begun += 1
         end = self._begun
-        if self._begun:  # a prefetch waits for the anchor of an earlier window
+        if self._begun:  # a prefetch waits for the same value as the gather of an earlier window
             end += self.how.prefetch
         while self._next < min(len(windows), end):
             is_available = lambda window: self.is_available(window.leaf, i)
@@ -226,11 +227,12 @@ class Gatherer(SliceWriter):
                     (x,) = b.bind(after_p, x, anchor)
                 sent.append(x)
             names = [self.rows[window.leaf].leaf for window in group]
-            gathered = b.bind(all_gather_p, *sent, name=names[0], **self._among(), axis=axis)
+            over, size = self.shards.over, self.shards.count
+            gathered = b.bind(all_gather_p, *sent, name=names[0], over=over, size=size, axis=axis)
             for window, name, x in zip(group, names, gathered, strict=True):
                 b.labels[x] = f"{name}.gathered"
-                size = window.leaf.aval.shape[axis]
-                self._gathered_leaves[id(window)] = self._without_end(x, axis, size)
+                rows = window.leaf.aval.shape[axis]
+                self._gathered_leaves[id(window)] = b.trim(x, axis, rows)
 
     def _cast(self, x: Atom, dtype: Any) -> Atom:
         """Return a slice cast to `dtype`; later calls reuse the cast."""
@@ -337,7 +339,7 @@ class Gatherer(SliceWriter):
 def _segment(
     windows: Sequence[LiveRange], largest: float, is_available: Callable[[LiveRange], bool]
 ) -> list[LiveRange]:
-    """Return the first windows of the list, whose leaves one all-gather combines.
+    """Return the windows at the start of a list whose leaves are gathered together.
 
     A window is a range of equations for which a leaf stays gathered. All returned windows are in
     the same pass, forward or backward. The result is empty if the first leaf's slice is not ready.

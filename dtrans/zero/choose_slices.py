@@ -30,10 +30,11 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from dtrans._jax import JaxprEqn, Literal, Var, resized
-from dtrans.engine.layout import sharded_along
+from dtrans._jax import JaxprEqn, Literal, Var
+from dtrans.engine.layout import Sliced, sharded_along
 from dtrans.errors import UnknownPrimitiveWarning
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import outputs_of, variables_read
@@ -49,48 +50,6 @@ from dtrans.zero.rank_values import local_values
 from dtrans.zero.slice_analysis import GatherOptions, SliceAnalysis, SliceInputs
 
 
-@dataclasses.dataclass(frozen=True)
-class Sliced:
-    """Description of how an array is divided into slices, one for each rank.
-
-    Attributes:
-      axis: the dimension that is sliced.
-      size: the length of that dimension, without padding.
-      part: the length of a slice along that dimension, with padding.
-      degree: the number of ranks.
-      width: the number of adjacent entries that belong to one row of the leaf, and so are not
-        divided between two ranks.
-    """
-
-    axis: int
-    size: int
-    part: int
-    degree: int
-    width: int = 1
-
-    @property
-    def row(self) -> RowAxis:
-        """Layout of the slices, for `dtrans.engine`."""
-        return sharded_along(self.axis, self.width)
-
-    @property
-    def padded(self) -> int:
-        """Length of the sliced dimension, with padding."""
-        return self.part * self.degree
-
-    def rank_type(self, aval: Any) -> Any:
-        """Return the type of a rank's slice."""
-        return resized(aval, self.axis, self.part)
-
-    def padded_type(self, aval: Any) -> Any:
-        """Return the type of the full array with its padding."""
-        return resized(aval, self.axis, self.padded)
-
-    def padding(self, aval: Any) -> int:
-        """Return the number of padding elements, summed over all ranks."""
-        return (self.padded - self.size) * (math.prod(aval.shape) // self.size)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slices:
     """Choice of the leaves and the arrays of optimizer state to slice.
@@ -100,8 +59,10 @@ class Slices:
         of a leaf are the entries along its chosen dimension.
       leaves: the sliced leaves, by name.
       state: the sliced arrays of the optimizer's state, by name.
-      unsliced: maps each leaf that is not sliced to the reason, such as "it has no dimensions".
+      unsliced: the reason for each leaf that is not sliced, such as "it has no dimensions".
       replicated: leaves whose gradients are equal on all ranks without communication.
+      divided: for leaves that another mesh axis divides, the divided dimension, which is not
+        sliced.
     """
 
     analysis: RowAnalysis
@@ -109,6 +70,7 @@ class Slices:
     state: Mapping[str, Sliced]
     unsliced: Mapping[str, str]
     replicated: Collection[str] = ()
+    divided: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def sliced(self) -> dict[Name, Sliced]:
@@ -128,6 +90,7 @@ def choose_slices(
     sliced_in_use: bool,
     differing: Collection[Name] = (),
     planned: Slices | None = None,
+    divided: Mapping[str, int] = MappingProxyType({}),
 ) -> Slices:
     """Choose the leaves and arrays of state to slice, and the dimension to slice in each.
 
@@ -140,15 +103,20 @@ def choose_slices(
       sliced_in_use: True if the forward pass also reads slices (stage 3).
       differing: inputs of the update that differ from rank to rank.
       planned: an earlier choice for another batch size. The same dimensions are sliced again.
+      divided: see `Slices`. With `planned`, its value is used.
     """
-    axes = _choose_axes(step, degree, in_layers, planned)
+    if planned is not None:
+        divided = planned.divided
+    axes = _choose_axes(step, degree, in_layers, planned, divided)
     with warnings.catch_warnings():
-        # for unknown primitives, the engine later gathers the operands, and then warns
+        # do not warn here: the engine warns later, when it gathers operands of unknown primitives
         warnings.simplefilter("ignore", UnknownPrimitiveWarning)
         later_axes = {n: axis for n, axis in axes.items() if axis}
         analysis = analyse(step.optimize, step.params, later_axes)
     homes = _find_state_homes(analysis)
-    rules = _SliceRules(step, degree, least, axes, analysis, homes, sliced_in_use, differing)
+    rules = _SliceRules(
+        step, degree, least, axes, analysis, homes, sliced_in_use, differing, divided
+    )
 
     leaves: dict[str, Sliced] = {}
     unsliced: dict[str, str] = {}
@@ -157,8 +125,7 @@ def choose_slices(
         if reason:
             unsliced[n] = reason
         else:
-            size = step.program.inputs[n].shape[axes[n]]
-            leaves[n] = Sliced(axes[n], size, -(-size // degree), degree)
+            leaves[n] = Sliced.from_shape(step.program.inputs[n].shape, axes[n], degree)
 
     state: dict[str, Sliced] = {}
     for name, (leaf, row) in homes.items():
@@ -169,31 +136,33 @@ def choose_slices(
             leaf_shape = step.program.inputs[leaf].shape
             row = _choose_state_row(shape, leaf_shape, axes[leaf], degree, least)
         if row is not None:
-            size = shape[row.axis]
-            part = -(-size // row.width // degree) * row.width
-            state[name] = Sliced(row.axis, size, part, degree, row.width)
-    return Slices(analysis, leaves, state, unsliced, frozenset(rules.replicated))
+            state[name] = Sliced.from_shape(shape, row.axis, degree, row.width)
+    return Slices(analysis, leaves, state, unsliced, frozenset(rules.replicated), divided)
 
 
 def _choose_axes(
-    step: DividedStep, degree: int, in_layers: bool, planned: Slices | None
+    step: DividedStep,
+    degree: int,
+    in_layers: bool,
+    planned: Slices | None,
+    divided: Mapping[str, int],
 ) -> dict[str, int]:
     """Return the dimension to slice, by leaf; omit leaves that cannot be sliced."""
     axes: dict[str, int] = {}
     for n in step.params:
-        axis = _choose_axis(step.program.inputs[n].shape, degree)
+        axis = choose_axis(step.program.inputs[n].shape, degree, divided=divided.get(n))
         if axis is not None:
             axes[n] = axis
     if planned is not None:
         return axes | {n: sliced.axis for n, sliced in planned.leaves.items()}
-    return _choose_layer_axes(step, axes, degree) if in_layers else axes
+    return _choose_layer_axes(step, axes, degree, divided) if in_layers else axes
 
 
 class _SliceRules:
     """Rules that decide if a leaf is sliced; `choose_slices` describes most arguments.
 
     Args:
-      axes: maps each leaf that can be sliced to the dimension to slice.
+      axes: the dimension to slice, for each leaf that can be sliced.
       analysis: the row analysis of the optimize half.
       homes: maps an array of the state to a pair (leaf, row dimension of the array).
 
@@ -211,7 +180,9 @@ class _SliceRules:
         homes: Mapping[str, tuple[str, RowAxis | None]],
         sliced_in_use: bool,
         differing: Collection[Name],
+        divided: Collection[str],
     ) -> None:
+        self.divided = divided
         self.step, self.degree, self.least, self.axes = step, degree, least, axes
         self.analysis, self.sliced_in_use = analysis, sliced_in_use
         self.mixed = leaves_that_meet_the_batch(analysis, differing)
@@ -229,19 +200,15 @@ class _SliceRules:
         step, t = self.step, self.step.program.inputs[leaf]
         if leaf not in step.optimized:
             return step.reason_not_optimized(leaf)
-        if not t.ndim:
-            return "it has no dimensions"
         if leaf in self.mixed:
             return self.mixed[leaf]
-        if not t.size:
-            return "it has no elements"
         if leaf in self.state_read:
             name = self.state_read[leaf]
             return f"{step.state_read[name]} is computed from {name}"
-        if t.size < self.least:
-            return f"it has {t.size} elements, fewer than {self.least}"
-        if leaf not in self.axes:
-            return f"no dimension of {t.str_short()} has rows for {self.degree} ranks"
+        axis, is_divided = self.axes.get(leaf), leaf in self.divided
+        reason = reason_by_shape(t, axis, self.least, self.degree, is_divided=is_divided)
+        if reason:
+            return reason
         if self.sliced_in_use or leaf in self.with_state:
             return ""
         if leaf in self.replicated:
@@ -279,24 +246,51 @@ def _choose_state_row(
         return sharded_along(len(shape) - len(leaf) + axis)
     if math.prod(shape) < max(least, 1):
         return None
-    state_axis = _choose_axis(shape, degree)
+    state_axis = choose_axis(shape, degree)
     return None if state_axis is None else sharded_along(state_axis)
 
 
-def _choose_axis(shape: tuple[int, ...], degree: int, first: int = 0) -> int | None:
-    """Return the dimension to slice, `first` or later.
+def choose_axis(
+    shape: tuple[int, ...], degree: int, first: int = 0, divided: int | None = None
+) -> int | None:
+    """Return the dimension to slice: `first` or later, but not `divided`.
 
     Return None if padding would more than double the dimension.
     """
-    if len(shape) <= first:
+    dims = [d for d in range(first, len(shape)) if d != divided]
+    if not dims:
         return None
-    if shape[first] >= degree:
-        return first
-    axis = max(range(first, len(shape)), key=lambda d: (shape[d], -d))
+    if shape[dims[0]] >= degree:
+        return dims[0]
+    axis = max(dims, key=lambda d: (shape[d], -d))
     if shape[axis] < degree:
-        axis = first
+        axis = dims[0]
     padded = -(-shape[axis] // degree) * degree
     return axis if shape[axis] and padded <= 2 * shape[axis] else None
+
+
+def reason_by_shape(
+    t: Any, axis: int | None, least: int, degree: int, *, is_divided: bool = False
+) -> str:
+    """Return the reason why an array of this shape is not sliced; "" if it can be sliced.
+
+    Args:
+      t: the type of the array.
+      axis: the dimension to slice, from `choose_axis`.
+      least: the minimum number of elements of an array that is sliced.
+      degree: the number of ranks.
+      is_divided: True if another mesh axis divides the array, along another dimension.
+    """
+    if not t.ndim:
+        return "it has no dimensions"
+    if not t.size:
+        return "it has no elements"
+    if t.size < least:
+        return f"it has {t.size} elements, fewer than {least}"
+    if axis is None:
+        other = "other " if is_divided else ""
+        return f"no {other}dimension of {t.str_short()} has rows for {degree} ranks"
+    return ""
 
 
 def _find_replicated_gradients(step: DividedStep) -> set[str]:
@@ -309,8 +303,10 @@ def _find_replicated_gradients(step: DividedStep) -> set[str]:
     return {n for n, g in step.gradients.items() if isinstance(g, Literal) or g not in local}
 
 
-def _choose_layer_axes(step: DividedStep, axes: Mapping[str, int], degree: int) -> dict[str, int]:
-    """Choose the dimension to slice in each leaf, so that its largest gather is smallest.
+def _choose_layer_axes(
+    step: DividedStep, axes: Mapping[str, int], degree: int, divided: Mapping[str, int]
+) -> dict[str, int]:
+    """Choose the dimension to slice in each leaf, so that the leaf's largest gather is smallest.
 
     Each attempt slices a later dimension of all leaves, and analyzes the step once.
 
@@ -318,6 +314,7 @@ def _choose_layer_axes(step: DividedStep, axes: Mapping[str, int], degree: int) 
       step: the step, divided at its gradients.
       axes: the default dimension of each leaf.
       degree: the number of ranks.
+      divided: as for `choose_slices`.
     """
     eqns, roles = trainer_equations(step)
     jaxpr = step.program.jaxpr
@@ -344,7 +341,7 @@ def _choose_layer_axes(step: DividedStep, axes: Mapping[str, int], degree: int) 
         following: dict[str, int] = {}
         for n in tried:
             if first > 1 or smallest[n] == vars_of[n].aval.size:
-                later = _choose_axis(vars_of[n].aval.shape, degree, first)
+                later = choose_axis(vars_of[n].aval.shape, degree, first, divided.get(n))
                 if later is not None:
                     following[n] = later
         tried = following

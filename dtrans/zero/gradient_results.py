@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from dtrans._jax import Atom, JaxprEqn, Var
+from dtrans.engine.layout import Sliced
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import all_operands, needed_equations, outputs_of
 from dtrans.ir.pytree import unused_name
 from dtrans.ir.selection import values_at
 from dtrans.rows.analysis import analyse
 from dtrans.step.halves import DividedStep, Gradient, Name, OptimizeHalf
-from dtrans.zero.choose_slices import Sliced
 from dtrans.zero.forward_values import leaves_that_meet_the_batch
 
 
@@ -67,7 +67,7 @@ class GradientResults:
     def _name_inputs(
         self, step: DividedStep, b: Builder, eqns: Sequence[JaxprEqn], wanted: Sequence[Atom]
     ) -> dict[Var, Name]:
-        """Return the name of each input of `half`; add the other values to `others`."""
+        """Return a name for each input of `half`; fill `others`."""
         names: dict[Var, Name] = {v: Gradient(n) for n, v in step.boundary.items()}
         names |= {v: n for n, v in step.program.invars.items() if n in step.params}
         computed = set(outputs_of(eqns))

@@ -73,7 +73,7 @@ def rematerialize_layers(analysis: SliceAnalysis, wanted: Collection[Atom]) -> l
         removed: set[int] = set()
         for residual in _find_residuals(analysis, eqn, body):
             v = eqn.outvars[residual.out]
-            # rewrite only residuals that loops read layer by layer, and nothing else reads
+            # rewrite only residuals whose only readers are loops that read them layer by layer
             if v in wanted or not _is_read_by_slices(eqns, readers.get(v, ())):
                 continue
             removed.add(residual.out)

@@ -51,8 +51,8 @@ class LiveRange:
     def dtype(self) -> Any:
         """Type in which the leaf is gathered.
 
-        This is the leaf's type, with one exception. If all equations that read the leaf first cast
-        it to the same smaller type, this is the smaller type.
+        This is the leaf's type, with one exception: if all readers cast the leaf to one smaller
+        type, the leaf is gathered in the smaller type.
         """
         leaf_dtype = self.leaf.aval.dtype
         if len(self.dtypes) != 1:
@@ -74,7 +74,7 @@ class LiveRanges:
       once: True if each leaf has one window, from the first equation that reads it to the last.
 
     Attributes:
-      derived: maps each value that is computed only from leaves to its equation.
+      derived: the equation of each value that is computed only from leaves.
       windows: all windows, sorted by their first equation.
     """
 

@@ -43,7 +43,6 @@ from dtrans._jax import (
     opened,
     wiring,
 )
-from dtrans.data_parallel.options import COMPRESSED
 from dtrans.errors import ConfigError, GradientError
 from dtrans.ir.array_fns import converted, scalar, times
 from dtrans.ir.builder import Builder, read_from
@@ -53,6 +52,7 @@ from dtrans.ir.interpret import ForwardAnalysis, forward
 from dtrans.ir.program import BACKWARD, FORWARD, Program
 from dtrans.ir.pytree import TreeSpec
 from dtrans.ir.selection import values_at
+from dtrans.ops import CASTS
 from dtrans.step.halves import DividedStep, divide_step
 from dtrans.step.marks import SEED
 from dtrans.zero.live_ranges import is_cast
@@ -164,7 +164,7 @@ def low_precision(
             scale = state[SCALE]
 
     params = dict(zip(main.in_names, inner.invars, strict=True))
-    writer = _LowWriter(b, COMPRESSED[amp], values_at(params, main.args[0].names))
+    writer = _LowWriter(b, CASTS[amp], values_at(params, main.args[0].names))
     # `step` has a role for each equation of `main`, except for the seeds of the backward pass
     roles = iter(step.program.roles)
     found: list[str] = []
@@ -204,7 +204,7 @@ def _scale_seed(b: Builder, seed: Atom, scale: Atom | None, scaling: LossScaling
         return seed
     if scale is None:
         return b.call(times(scaling.initial), seed)[0]
-    return b.call(_multiply_seed, seed, scale)[0]
+    return b.call(multiply_seed, seed, scale)[0]
 
 
 def low_products(
@@ -236,7 +236,7 @@ def low_products(
     inner = opened(jaxpr)
     b = Builder(jaxpr)
     b.invars += inner.invars
-    writer = _LowWriter(b, COMPRESSED[amp], params)
+    writer = _LowWriter(b, CASTS[amp], params)
     origin: list[int] = []
     for i, eqn in enumerate(inner.eqns):
         writer.emit(eqn, rewrite=eqn.primitive.name not in CUSTOM_RULES)
@@ -304,7 +304,7 @@ class _LowWriter:
     def _write_product(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> None:
         """Write a product in 16 bits, and the cast of its result."""
         are_floats = all(jnp.issubdtype(a.aval.dtype, jnp.floating) for a in atoms)
-        # copy products of 16-bit operands or with a named algorithm: the user chose their types
+        # copy products that have 16-bit operands or a named algorithm: the user chose their types
         if not are_floats or not any(map(_is_wide, atoms)) or _names_algorithm(eqn):
             self.b.keep(eqn, atoms)
             return
@@ -453,7 +453,8 @@ def _widens(eqn: JaxprEqn, dtype: Any) -> bool:
 # -- functions of arrays: `Builder.call` traces each once per type ---------------------------------
 
 
-def _multiply_seed(seed: jax.Array, scale: jax.Array) -> jax.Array:
+def multiply_seed(seed: jax.Array, scale: jax.Array) -> jax.Array:
+    """Multiply the first cotangent of a backward pass by the loss scale."""
     return seed * scale.astype(seed.dtype)
 
 

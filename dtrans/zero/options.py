@@ -224,6 +224,7 @@ class ShardingOptions(Options):
                 f"stage={self.stage}": self.stage == 3,
                 f"precision={dtype!r}": dtype is not None,
                 f"{self._micro_steps} in stage {self.stage}": self._scatters_micro_steps,
+                f"mesh={{..., 'model': {self.model}}}": self.model > 0,
             }
             why = (
                 "this partition needs all parameters, and all gradients of a micro-step, on every "
@@ -255,6 +256,15 @@ class ShardingOptions(Options):
                 f"clip_local_norm={norm!r} and {where}, so that no rank has its full gradient; "
                 "pass stage=1"
             )
+
+    def _needs_of_gradients(self) -> dict[str, bool]:
+        dtype, partition = self.precision.dtype, self.slices.partition
+        return {
+            **super()._needs_of_gradients(),
+            f"leave out replicas={self.replicas}": self.replicas > 1,
+            f"leave out precision={dtype!r}": dtype is not None,
+            f"leave out partition={partition!r}": partition != "rows",
+        }
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from dtrans.data_parallel.plan import CollectivePlan, collectives
+from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.errors import ConfigError
-from dtrans.ir.cost import nbytes, total_bytes
+from dtrans.ir.cost import nbytes
 from dtrans.ir.selection import values_at
-from dtrans.ops import moved_values
 from dtrans.zero.mixed_precision import scale_types
 
 
 if TYPE_CHECKING:
-    from dtrans.engine.layout import Gathered
+    from dtrans.engine.layout import Gathered, Sliced
     from dtrans.zero.by_leaf.layout import LeafOwners
-    from dtrans.zero.choose_slices import Sliced, Slices
+    from dtrans.zero.choose_slices import Slices
     from dtrans.zero.options import ShardingOptions
 
 
@@ -80,10 +80,11 @@ class ShardingPlan(CollectivePlan):
           padding in both together.
         """
         padding = 0
-        for name, sliced in self.sliced.items():
+        for name, cuts in self.cuts.items():
             if name in self.main.inputs:
-                t = self.main.inputs[name]
-                padding += sliced.padding(t) * t.dtype.itemsize // sliced.degree
+                t, count = self.main.inputs[name], math.prod(s.degree for s in cuts.values())
+                excess = self.program.inputs[name].size * count - t.size
+                padding += excess * t.dtype.itemsize // count
         if self.owned is not None:
             padding += self.owned.state.padding // self.options.degree
         params, opt_state = self.program.args[:2]
@@ -91,20 +92,6 @@ class ShardingPlan(CollectivePlan):
         for kind, spec in (("params", params), ("opt_state", opt_state)):
             found[kind] = sum(map(nbytes, values_at(self.program.inputs, spec.names)))
         return {**found, "padding": padding}
-
-    def traffic(self) -> dict[tuple[str, str], int]:
-        """Return the bytes of the collectives in a step; keys are pairs (primitive, axis).
-
-        A gather counts the bytes of its output, and a reduction the bytes of its input. So a gather
-        of all parameters counts the size of the model. In a ring of N ranks, each link carries
-        (N - 1)/N of this number for a gather or reduce-scatter, and twice that for an all-reduce.
-        """
-        found: dict[tuple[str, str], int] = {}
-        for eqn, times in collectives(self.program.jaxpr):
-            key = (eqn.primitive.name, " and ".join(eqn.params["over"]))
-            moved = total_bytes(moved_values(eqn))
-            found[key] = found.get(key, 0) + times * moved
-        return found
 
     # -- showing ---------------------------------------------------------------------------------
 
@@ -116,6 +103,7 @@ class ShardingPlan(CollectivePlan):
         notes.append(f"each rank holds {stored}")
         for (kind, axis), count in self.traffic().items():
             notes.append(f"{kind} over {axis}: {count:,} bytes per step")
+        notes += self.device_notes
         for x in self.gathers:
             array = f"{x.dtype}{list(x.shape)}"
             notes.append(f"the update gathers {array}, {x.nbytes:,} bytes, for {x.reason}")
@@ -123,7 +111,8 @@ class ShardingPlan(CollectivePlan):
             notes += self.owned.notes
         for leaf, why in self.slices.unsliced.items():
             notes.append(f"{leaf} is complete on every rank: {why}")
-        notes += [f"{name}: {way}" for name, way in self.merges.items()]
+        computed = () if self.shared is None else self.shared.undivided_state
+        notes += [f"{n}: {way}" for n, way in self.merges.items() if n not in computed]
         return notes + list(self.callers)
 
     @property
@@ -131,4 +120,6 @@ class ShardingPlan(CollectivePlan):
         options = self.options
         groups = f"{options.replicas} groups of " if options.replicas > 1 else ""
         ranks = f"{groups}{options.degree} ranks"
+        if self.has_mesh:
+            ranks = self.mesh_text
         return f"sharding plan of {self.main.name}: stage {options.stage}, {ranks}"

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 
 from dtrans._jax import Var
-from dtrans.data_parallel.options import COMPRESSED
 from dtrans.data_parallel.plan import Bucket
 from dtrans.data_parallel.reducer import assign_buckets
-from dtrans.engine.layout import Gathered
+from dtrans.engine.layout import Gathered, Sliced
 from dtrans.errors import ConfigError
 from dtrans.ir.selection import subset, values_at
+from dtrans.ops import CASTS
 from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import RowAxis
 from dtrans.step.forward_backward import ready_order
 from dtrans.step.halves import DividedStep, OptimizeHalf, check_same_update
 from dtrans.zero.by_leaf.layout import LeafOwners
 from dtrans.zero.choose_slices import (
-    Sliced,
     Slices,
     choose_slices,
     summed_gradients,
@@ -49,7 +49,7 @@ class RankLayout:
         sliced.
       groups: maps each leaf to its stage in a pipeline. Each collective contains leaves of only one
         stage.
-      sums: sliced inputs that contain gradients. A pipeline has scattered and summed them.
+      sums: inputs that contain slices of gradients, which a pipeline has already summed.
     """
 
     options: ShardingOptions
@@ -68,6 +68,7 @@ class RankLayout:
         options: ShardingOptions,
         merges: Mapping[str, str],
         planned: Slices | None = None,
+        divided: Mapping[str, int] = MappingProxyType({}),
     ) -> RankLayout:
         """Choose the layout of a step.
 
@@ -77,6 +78,7 @@ class RankLayout:
           merges: maps each result to the rule that merges the results of ranks.
           planned: the slices for another batch size, to use again because a job stores its state
             in them.
+          divided: maps leaves to a dimension that the model axis divides.
 
         Raises:
           ConfigError: with this `partition`, one rank updates a complete leaf, but the update reads
@@ -104,6 +106,7 @@ class RankLayout:
             sliced_in_use=options.stage == 3,
             differing=differing,
             planned=planned,
+            divided=divided,
         )
         half, gathers = slice_half(
             slices.analysis.half, slices.sliced, options.degree, options.axis_name
@@ -168,7 +171,7 @@ class RankLayout:
         dtype = self.options.precision.dtype
         if dtype is not None:
             # omit gradients in `layers`, because their loops already reduce in 16 bits
-            compress = dict.fromkeys(low_gradients(step, COMPRESSED[dtype]) - layers, dtype)
+            compress = dict.fromkeys(low_gradients(step, CASTS[dtype]) - layers, dtype)
         return scatter_specs(self.slices.leaves, layers, compress, self.replicated, self.groups)
 
     def buckets(self, step: DividedStep) -> tuple[Bucket, ...]:

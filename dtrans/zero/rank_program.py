@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from dtrans._jax import Atom, JaxprEqn, Var
 from dtrans.data_parallel.accumulation import MicroSteps, Outputs, write_micro_steps
-from dtrans.data_parallel.options import COMPRESSED
 from dtrans.data_parallel.plan import Bucket
 from dtrans.data_parallel.replica import fold_keys, take_inputs
 from dtrans.ir.builder import Builder, read_from
@@ -25,6 +24,7 @@ from dtrans.ir.dataflow import variables
 from dtrans.ir.program import DIST, FORWARD, Program, is_communication
 from dtrans.ir.pytree import tuple_of
 from dtrans.ir.selection import subset, values_at
+from dtrans.ops import CASTS
 from dtrans.rows.layout import RowAxis
 from dtrans.rows.normalize import inline_inside
 from dtrans.step.forward_backward import Arrange, HalfWriter, ready_order, write_trainer_half
@@ -283,7 +283,7 @@ class RankWriter:
         options = self.options
         dtypes = {n: g.aval.dtype for g, n in layers.items()}
         if options.precision.dtype is not None:
-            dtype = COMPRESSED[options.precision.dtype]
+            dtype = CASTS[options.precision.dtype]
             dtypes |= dict.fromkeys(low_gradients(step, dtype) & dtypes.keys(), dtype)
         segment = options.reduce.bucket_MB
         if options.stage == 3:

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from dtrans._jax import Atom
+from dtrans.engine.layout import Sliced
 from dtrans.ir.array_fns import rows_from, times, together
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST, OPTIMIZE
 from dtrans.ir.selection import values_at
 from dtrans.ops import all_gather_p, all_reduce_p, trainer_index_p
 from dtrans.step.halves import DividedStep, Gradient, Name
-from dtrans.zero.choose_slices import Sliced
 from dtrans.zero.forward_values import differing_values
 from dtrans.zero.gradient_results import GradientResults
 from dtrans.zero.mixed_precision import GOOD, SCALE, SKIPPED, all_finite, next_scale, unscale
@@ -101,7 +101,7 @@ class RankUpdate:
             for n, x in zip(bucket, gathered, strict=True):
                 s = self.leaves[n]
                 b.labels[x] = f"{n}.gathered"
-                found[n] = x if s.padded == s.size else b.part(x, s.axis, 0, s.size)
+                found[n] = b.trim(x, s.axis, s.size)
             previous = gathered
         return found
 

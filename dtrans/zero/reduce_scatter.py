@@ -20,17 +20,17 @@ import jax
 from dtrans._jax import Atom
 from dtrans.data_parallel.plan import Bucket
 from dtrans.data_parallel.reducer import Reducer, ReduceSpec
+from dtrans.engine.layout import Sliced
 from dtrans.ir.array_fns import padded, rows_from, times
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST
 from dtrans.ops import reduce_scatter_p, trainer_index_p
-from dtrans.zero.choose_slices import Sliced
 from dtrans.zero.options import ShardingOptions
 
 
 @dataclasses.dataclass(frozen=True)
 class ScatterSpec(ReduceSpec):
-    """Description of how one gradient is reduced, as slices or in full.
+    """Options for the reduction of one gradient, as slices or in full.
 
     Attributes:
       axis: the dimension along which the gradient is scattered. None for a full gradient.
@@ -73,7 +73,7 @@ def scatter_specs(
 
 
 class Scatterer(Reducer):
-    """Writer of reductions of gradients; for a sliced leaf, `means` has a slice of the gradient.
+    """Writer of gradient reductions; for a sliced leaf, `means` returns a slice of the gradient.
 
     Args:
       slices: the sliced leaves, by name.
@@ -81,7 +81,7 @@ class Scatterer(Reducer):
       b, values, options, example_count, suffix, scale: see `Reducer`.
     """
 
-    # False in a subclass whose caller sums `means` over groups and micro-steps
+    # False if the caller adds up `means` itself, over groups and micro-steps
     adds_up = True
 
     options: ShardingOptions

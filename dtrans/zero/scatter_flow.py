@@ -7,7 +7,7 @@ equations that are linear and compute each row from one row:
     g = add_any a b          slices of g are computed from slices of a and of b
     a = pad a'               (layers 0 to 8)
     a' = scan ...            computed by a loop: each iteration scatters one layer
-    b = mul 2 w              equal on all ranks: its slice, times the number of ranks
+    b = mul 2 w              equal on all ranks: the sum over ranks is the number of ranks times b
 
 If a loop accumulates a gradient in a carried value, the rewritten loop carries a slice.
 """
@@ -118,7 +118,7 @@ def scatter_flow(
       wanted: the gradients that must be slices, with the sliced dimension of each.
       local: values that differ from rank to rank.
       ends: values that are read after the equations.
-      inputs: inputs of the equations that may also become slices.
+      inputs: inputs that may also become slices.
     """
     search = _Search(eqns, wanted, local, ends, inputs)
     for i in range(len(eqns) - 1, -1, -1):
@@ -185,8 +185,8 @@ class _Search:
                 inside[k] = dataclasses.replace(row, axis=row.axis - 1)
         (local,) = local_inside(eqn, self.local)
 
-        # Slices of one output may need slices of another. So repeat: drop the outputs whose slices
-        # save no memory, until all remaining slices save memory.
+        # Slices of one output may need slices of another output. So outputs whose slices save no
+        # memory are dropped, repeatedly, until all remaining slices save memory.
         while inside:
             targets = rows_of_outputs(body.outvars, inside)
             inputs = {carried[k] for k in inside if k in carried}
@@ -267,7 +267,7 @@ def _saves_memory(
       body: the body.
       k: the index of the output.
       wires: maps inputs and outputs of the body to operands and outputs of its equation.
-      carried: the body's input with the previous value of a carried output; else None.
+      carried: the body's input with the previous value of output `k`, if it is carried; else None.
     """
     out = body.outvars[k]
     if not isinstance(out, Var) or out in body.invars:

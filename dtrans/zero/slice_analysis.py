@@ -41,7 +41,6 @@ from dtrans._jax import (
     wiring,
 )
 from dtrans.engine.layout import Shards
-from dtrans.engine.pieces import Pieces
 from dtrans.engine.rules import Strategy, strategy_of
 from dtrans.engine.writer import SplitWriter
 from dtrans.errors import UnknownPrimitiveWarning
@@ -154,7 +153,7 @@ class SliceAnalysis(SplitWriter):
             like, Shards(how.degree, (how.axis_name,), "rank", label=LAYERS, shares_work=False)
         )
         self.inner = opened(like)
-        self.b, self.pieces = b, Pieces(b, self.shards)
+        self.write_to(b)
         self.eqns, self.roles = eqns, roles
         self.slice_inputs, self.how, self.local = inputs, how, inputs.local
         self._position = producer_positions(eqns)
@@ -216,7 +215,7 @@ class SliceAnalysis(SplitWriter):
         return self.rows.get(atom) if isinstance(atom, Var) else None
 
     def _engine_layout(self, atom: Atom, row: RowAxis) -> RowAxis:
-        """Return the layout without the name of the leaf, as the engine compares layouts."""
+        """Return the engine's form of a layout: simple, and without the name of the leaf."""
         return self.shards.plain(dataclasses.replace(row, leaf=""), atom.aval.shape[row.axis])
 
     def _rank_type(self, v: Var, row: RowAxis) -> Any:
@@ -237,8 +236,8 @@ class SliceAnalysis(SplitWriter):
             self.reads[i] = [a for k, a in enumerate(eqn.invars) if k not in on_slices]
             self.read_full(self.reads[i])
 
-        # If a leaf is gathered anyway, a reduction of the full leaf needs no collective. But the
-        # reduction may then need other leaves in full, so repeat until nothing changes.
+        # If another equation gathers a leaf, a reduction of the full leaf needs no collective. But
+        # the reduction may then read other leaves in full, so repeat until nothing changes.
         while needless := [i for i, way in self.ways.items() if self._reduces_full(i, way)]:
             for i in needless:
                 del self.ways[i]
@@ -246,7 +245,7 @@ class SliceAnalysis(SplitWriter):
                 self.read_full(self.reads[i])
 
     def _reduces_full(self, i: int, way: Strategy) -> bool:
-        """Return True if equation `i` reduces slices of a leaf that is gathered anyway."""
+        """Return True if equation `i` reduces slices of a leaf that another equation gathers."""
         return bool(way.reduce) and not self.full.isdisjoint(self.roots_of(self.eqns[i].invars))
 
     def _follow_equation(self, i: int, eqn: JaxprEqn) -> Collection[int]:
@@ -258,7 +257,8 @@ class SliceAnalysis(SplitWriter):
         (out,), (row,) = eqn.outvars, way.outs
         if isinstance(row, RowAxis):
             first = next(a for a in eqn.invars if isinstance(a, Var) and a in self.rows)
-            # gather the result instead of the operands, if it is a part of a leaf, or expensive
+            # gather the result instead of the operands if the result is expensive to compute, or is
+            # only a part of a leaf
             is_root = not is_cheap(eqn)
             if eqn.primitive.name == "slice":
                 sizes = zip(out.aval.shape[: row.axis], first.aval.shape, strict=False)

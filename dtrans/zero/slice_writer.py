@@ -110,7 +110,7 @@ class SliceWriter(SliceAnalysis):
         with self.communicating():
             if dtype != grad_dtype:
                 (grad,) = self.b.call(converted(dtype), grad)
-            scattered = self._scattered(grad, self._engine_layout(var, row))
+            scattered = self.collectives.reduce_scatter(grad, self._engine_layout(var, row))
             self.last_scattered = scattered
         if dtype != grad_dtype:
             (scattered,) = self.b.call(converted(grad_dtype), scattered)

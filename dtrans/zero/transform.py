@@ -23,18 +23,29 @@ meta_optimizers/sharding_optimizer.py (Paddle), in which each variable has one o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import jax
 
 from dtrans._jax import without_mesh
 from dtrans.batch.exact_step import ExactStep
-from dtrans.checks import check_int, check_type
+from dtrans.checks import check_int, check_together, check_type
+from dtrans.data_parallel.device_parts import DeviceParts, refuse_calls
 from dtrans.data_parallel.merge_rules import infer_merges
-from dtrans.data_parallel.options import Reduce
-from dtrans.data_parallel.transform import callers, check_names, refuse_collectives, share_step
-from dtrans.errors import BatchError
+from dtrans.data_parallel.options import DATA, MODEL, Reduce, sizes_of_mesh
+from dtrans.data_parallel.sequence_axis import find_sequence_axis
+from dtrans.data_parallel.transform import (
+    callers,
+    check_names,
+    divide_if_possible,
+    refuse_collectives,
+    share_step,
+    write_trainer,
+    write_uneven,
+)
+from dtrans.errors import BatchError, ConfigError
 from dtrans.ir.program import Program
 from dtrans.plan import with_recipe
 from dtrans.step.batch_sharing import Batch
@@ -49,12 +60,14 @@ from dtrans.step.observers import (
     refuse_observers,
 )
 from dtrans.step.startup import match_startup, normalize_step
+from dtrans.tensor_parallel.model_axis import shard_state
 from dtrans.zero.forward_values import with_forward_values
 from dtrans.zero.mixed_precision import low_precision
 from dtrans.zero.options import Precision, ShardingOptions, Slicing
 from dtrans.zero.plan import ShardingPlan
 from dtrans.zero.rank_layout import RankLayout
 from dtrans.zero.rank_program import write_rank
+from dtrans.zero.undivided import find_stored_dims, slice_undivided
 
 
 @with_recipe
@@ -63,7 +76,8 @@ def sharding(
     main: Program,
     startup: Program,
     *,
-    degree: int,
+    degree: int | None = None,
+    mesh: Mapping[str, int] | None = None,
     stage: int = 1,
     replicas: int = 1,
     num_micro_batch: int = 1,
@@ -78,8 +92,14 @@ def sharding(
       main: `dtrans.trace(step, params, opt_state, *batch)`, for any batch shape.
       startup: `dtrans.trace(init, *args)` with `init(*args) -> (params, opt_state)`.
       degree: the number of ranks that store one copy of the state together.
+      mesh: replaces `degree` and `slices.axis_name`: the number of devices along each axis, such as
+        {"data": 4, "model": 2}. The batch and the state are divided over "data". The parameters of
+        `dtrans.split` scopes, and their optimizer state, are also divided over "model", along
+        another dimension. The sequences of the batch are divided over "sequence"
+        (`Batch.sequence`).
       stage: 1 shards optimizer state; 2 also shards gradients; 3 also shards parameters.
-      replicas: the number of groups of `degree` ranks. All degree * replicas ranks split the batch.
+      replicas: the number of groups of `degree` ranks, or of copies of the mesh. All degree *
+        replicas ranks split the batch.
       num_micro_batch: the number of micro-batches into which each rank splits its part of the
         batch. In stages 2 and 3, gradients are scattered after each micro-batch, so that ranks
         accumulate slices.
@@ -94,7 +114,7 @@ def sharding(
 
     Raises:
       ConfigError: an option is out of range, or names an array that the step does not have.
-      GradientError: the gradients of the step cannot be identified (see `dtrans.step.halves`), or
+      GradientError: an option needs gradients that cannot be found (see `dtrans.step.halves`), or
         the step has collectives already.
       TraceError: the outputs of `startup` do not match the arguments of `main`.
 
@@ -119,34 +139,65 @@ def sharding(
       ((6, 2), 36.0)
     """
     main, startup = normalize_step(main, startup, keep_frozen_updates=True)
-    check_int("degree", degree, "a positive number of ranks")
     check_int("replicas", replicas, "a positive number of groups of ranks")
     check_type("slices", slices, Slicing)
+    model = sequence = 0
+    if mesh is not None:
+        degree, model, sequence = _from_mesh(mesh, degree, slices)
+        slices = dataclasses.replace(slices, axis_name=DATA)
+    check_int("degree", degree, "a positive number of ranks")
+    assert degree is not None
     options = ShardingOptions(
         trainers=degree * replicas,
         axis_name=slices.axis_name,
         num_micro_batch=num_micro_batch,
         reduce=Reduce.from_option(reduce),
-        batch=Batch.from_option(batch, "exact"),
+        batch=Batch.from_option(batch, "exact", one_program="dtrans.sharding"),
         stage=stage,
         degree=degree,
         replicas=replicas,
+        model=model,
+        sequence=sequence,
         precision=Precision.from_option(precision),
         slices=slices,
     )
     return plan_sharding(main, startup, options)
 
 
+def _from_mesh(
+    mesh: Mapping[str, int], degree: int | None, slices: Slicing
+) -> tuple[int, int, int]:
+    """Return the sizes of the axes "data", "model" and "sequence"."""
+    others = {
+        f"degree={degree}": degree is not None,
+        f"axis_name={slices.axis_name!r}": slices.axis_name != Slicing().axis_name,
+        f"replica_axis_name={slices.replica_axis_name!r}": slices.replica_axis_name in mesh,
+    }
+    check_together(others, "the mesh has the axes; leave one of the two out", f"mesh={mesh!r}")
+    degree, model, sequence = sizes_of_mesh(mesh)
+    if not isinstance(model, int):
+        raise ConfigError(
+            f"mesh={mesh!r}: dtrans.sharding cannot divide dtrans.split layers over the same "
+            "devices as the batch; pass the mesh to dtrans.nccl2, or a number of devices as "
+            f"mesh[{MODEL!r}]"
+        )
+    return degree, model, sequence
+
+
 def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> ShardingPlan:
     """Plan sharding from checked options."""
     refuse_collectives(main)
-    plain = divide_step(main).with_reported()
+    plain = divide_if_possible(main, options)
     check_names(plain, options)
     if options.trainers > 1:
         check_observers(plain.program, plain.observers)
         refuse_observers(plain.observers, (GRADIENTS, UPDATE), "ranks have slices of", RETURN_IT)
         if options.num_micro_batch > 1:
             refuse_observers(plain.observers, (STATE,), "each micro-step reads", RETURN_IT)
+    if options.has_devices:
+        refuse_calls(plain)
+    if plain.undivided:
+        return _plan_undivided(plain, startup, options, partial(plan_sharding, main, startup))
     matched = match_startup(plain.program, startup)
 
     # derive the step of one rank, and the rules that merge the ranks' results
@@ -156,16 +207,23 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
     )
     step = with_forward_values(step, trainer_options)
     merges = infer_merges(step, trainer_options) if shared is None else shared.merges
-    layout = RankLayout.from_step(step, trainer_options, merges)
+    model = shard_state(plain, MODEL, options.model) if options.model else None
+    divided = model.dims if model else {}
+    layout = RankLayout.from_step(step, trainer_options, merges, divided=divided)
     for_uneven = None
     if shared is not None and not options.splits_evenly:
         for_uneven = partial(_write_uneven, shared, options, layout)
+    parts = DeviceParts(write_rank(step, layout), layout.buckets(step), for_uneven)
+    if model is not None:
+        model = model.without_conflicts({n: s.axis for n, s in layout.sliced.items()})
+        parts = parts.on_model_axis(model, plain.program.inputs)
+    sequence = find_sequence_axis(plain, options)
+    if sequence is not None:
+        parts = parts.on_sequence_axis(sequence)
     return ShardingPlan(
         main=plain.program,
         startup=matched,
-        program=write_rank(step, layout),
         options=options,
-        buckets=layout.buckets(step),
         merges=merges,
         callers=callers_of(plain.observers, *callers(options)),
         slices=layout.slices,
@@ -173,7 +231,43 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
         gathers=layout.gathers,
         owned=layout.owned,
         shared=shared,
-        for_uneven_batch=for_uneven,
+        model_state=model,
+        sequence=sequence,
+        **parts.fields,
+    )
+
+
+def _plan_undivided(
+    plain: DividedStep,
+    startup: Program,
+    options: ShardingOptions,
+    replan: Callable[[ShardingOptions], ShardingPlan],
+) -> ShardingPlan:
+    """Plan sharding of a step whose gradients cannot be found.
+
+    Args:
+      plain: the step, from `leave_undivided`.
+      startup: as in `dtrans.sharding`.
+      options: the options of `dtrans.sharding`.
+      replan: plans the same step with other options.
+    """
+    slices = slice_undivided(plain, options)
+    step, trainer_options, shared = share_step(
+        plain, options, None, find_stored_dims(slices, options)
+    )
+    merges = infer_merges(step, trainer_options) if shared is None else shared.merges
+    return ShardingPlan(
+        main=plain.program,
+        startup=match_startup(plain.program, startup),
+        program=write_trainer(step, trainer_options, merges),
+        options=options,
+        buckets=(),
+        merges=merges,
+        callers=callers_of(plain.observers, *callers(options)),
+        slices=slices,
+        replan=replan,
+        shared=shared,
+        for_uneven_batch=None if shared is None else partial(write_uneven, shared, options),
     )
 
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dtrans._jax import opened
-from dtrans.engine.layout import Gathered, ShardLayout, Shards
+from dtrans.engine.layout import Gathered, ShardLayout, Shards, Sliced
 from dtrans.engine.merged_reductions import merge_reductions
 from dtrans.engine.writer import SplitWriter, written
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.rows.layout import SHARED
 from dtrans.step.halves import Name, OptimizeHalf
-from dtrans.zero.choose_slices import Sliced
 
 
 def slice_half(

@@ -1,8 +1,7 @@
-"""Updates that have a number of the size of the batch: a step traced with the whole batch, and
-given whole batches.
+"""Updates that read a number of the size of the batch, for steps traced with the full batch.
 
-Batches have other sizes than the traced one too, which trainers need not divide. Plans are
-verified; jobs of some cases run in 64 bits, within 1e-12 of one device.
+Batches also have other sizes than the traced one, and sizes that the number of trainers does not
+divide. Plans are verified. Jobs of some cases run in 64 bits, within 1e-12 of one device.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ def init(key: jax.Array) -> tuple[Any, Any]:
 
 
 def counted(params: Any, opt_state: Any, x: jax.Array) -> tuple[Any, ...]:
-    """Divides the gradient of a sum by the number of rows, and counts them."""
+    """Divide the gradient of a sum by the number of rows, and count the rows."""
     loss, g = jax.value_and_grad(lambda p: jnp.sum((x @ p["w"]) ** 2))(params)
     u, state = TX.update(jax.tree.map(lambda a: a / len(x), g), opt_state[0])
     return optax.apply_updates(params, u), (state, opt_state[1] + x.shape[0]), loss
 
 
 def masked(params: Any, opt_state: Any, x: jax.Array, m: jax.Array) -> tuple[Any, ...]:
-    """Divides the gradient of a sum by a count of a mask, behind the gradient."""
+    """Divide the gradient of a sum by a count of mask entries, after the gradient is taken."""
     loss, g = jax.value_and_grad(lambda p: jnp.sum(m * ((x @ p["w"]) ** 2).sum(1)))(params)
     u, state = TX.update(jax.tree.map(lambda a: a / m.sum(), g), opt_state[0])
     return optax.apply_updates(params, u), (state, opt_state[1]), loss
 
 
 def in_branch(params: Any, opt_state: Any, x: jax.Array) -> tuple[Any, ...]:
-    """Counts rows in the body of a branch, where the number cannot be an input of the update."""
+    """Count rows in the body of a branch, where the number cannot be an input of the update."""
     loss, g = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(params)
     u, state = TX.update(g, opt_state[0])
     seen = jax.lax.cond(
@@ -138,7 +137,8 @@ def test_a_count_of_a_mask_behind_the_gradient(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["nccl2", "sharding 1"])
 def test_results_of_gradients_have_the_size_of_the_whole_batch(mode: str) -> None:
-    """Parts add up to the loss by themselves; their number of rows is not that of the batch."""
+    """The loss of the full batch is the sum of the losses of parts, but a part has fewer rows than
+    the batch."""
 
     def step(params: Any, opt_state: Any, x: jax.Array) -> tuple[Any, ...]:
         loss, g = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(params)
@@ -212,7 +212,7 @@ def test_processes_that_trace_the_whole_and_a_part_plan_the_same_update(
 
 @pytest.mark.usefixtures("folder")
 def test_processes_send_the_count_of_all_their_parts(role_threads: RoleThreads) -> None:
-    """Each trainer has another count of its rows; servers are sent that of both."""
+    """Each trainer has a different number of rows. Servers receive the sum of these numbers."""
     servers, mask = free_endpoints(2), (jnp.arange(12) % 5 > 1) * 1.0
     plan = planned("pserver", masked, rows(6), mask[:6], trainers=2, servers=servers)
     for ep in servers:

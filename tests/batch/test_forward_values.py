@@ -1,9 +1,9 @@
-"""Values of forward that enter parameters, state and results are those of one device, in every
+"""Parameters, state and results that read values of the forward pass equal one device, in every
 strategy.
 
-Steps are drawn: a value of forward or of gradients (the loss, a statistic of activations, a count
-of rows), and a place where it enters. Each strategy computes the step, or refuses it; one job of
-each kind gives one device's numbers.
+Steps are drawn at random: a value of forward or of gradients (the loss, a statistic of activations,
+a count of rows), and a place where the value enters. Each strategy computes the step or refuses it.
+One job of each kind computes the results of one device.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def loss_of(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Arr
     return jnp.mean((hidden @ params["v"] - y) ** 2), hidden
 
 
-# from the loss, activations, gradients and the batch to a number
+# functions from the loss, activations, gradients and the batch to a number
 VALUES: dict[str, Callable[..., jax.Array]] = {
     "loss": lambda loss, hidden, grads, x, y: loss,
     "root of the loss": lambda loss, hidden, grads, x, y: jnp.sqrt(loss),
@@ -75,14 +75,14 @@ USES = ("rate", "gate", "parameter", "outer", "state", "least", "result")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One step.
+    """Step of the tests.
 
     Attributes:
-      value, use: of `VALUES` and `USES`.
-      marked: its gradient is taken with `dtrans.value_and_grad`.
-      one_state: it takes a pytree of parameters and state together.
-      noisy: forward adds random numbers to the batch, and the value is one of these, not of the
-        batch.
+      value, use: keys of `VALUES` and `USES`.
+      marked: True if the gradient is taken with `dtrans.value_and_grad`.
+      one_state: True if parameters and state are one pytree.
+      noisy: True if forward adds random numbers to the batch, and the value is one of these
+        numbers.
     """
 
     value: str
@@ -125,7 +125,7 @@ class Case:
         return together if self.one_state else update
 
     def init(self) -> Callable[[jax.Array], Any]:
-        """Return the init that belongs to it."""
+        """Return the init of the step."""
         together = lambda key: dict(zip(("params", "opt"), init(key), strict=True))
         return together if self.one_state else init
 
@@ -183,7 +183,7 @@ def planned(case: Case, strategy: str, trainers: int, rows: int) -> Any:
 
 
 def check(case: Case, strategy: str, trainers: int, rows: int) -> bool:
-    """Verify that a plan computes the step. Return True if the strategy takes the step."""
+    """Verify that a plan computes the step. Return False if the strategy refuses the step."""
     try:
         report = planned(case, strategy, trainers, rows).verify()
     except DtransError as e:
@@ -204,7 +204,7 @@ def check(case: Case, strategy: str, trainers: int, rows: int) -> bool:
     return True
 
 
-JOBS = (  # one for each strategy, and for each way in which a value comes to the update
+JOBS = (  # one case for each strategy, and for each way in which a value reaches the update
     ("nccl2", Case("variance of activations", "gate", marked=False, one_state=True), 3, 13),
     ("stage 2", Case("loss", "least", marked=True, one_state=False), 2, 12),
     (
@@ -271,15 +271,15 @@ def test_values_of_forward_are_those_of_one_device(
 @pytest.mark.parametrize("value", ["count of rows", "size of the batch", "largest input"])
 @pytest.mark.parametrize("make", ["nccl2", "sharding"])
 def test_micro_steps_refuse_an_update_that_reads_the_batch(make: str, value: str) -> None:
-    """Forward is given values of the whole batch; the update would read those of one trainer's
-    rows."""
+    """Forward may read values of the full batch, but the update would read one trainer's rows."""
     case, key = Case(value, "rate", marked=True, one_state=False), jax.random.key(0)
     main = dtrans.trace(case.step(), *init(key), *batch(12, 0))
     options = {"nccl2": {"trainers": 2}, "sharding": {"degree": 2, "stage": 2}}[make]
     at_once = "reads parts of the batch one after the other, but update has values that depend on"
     with pytest.raises(
         ConfigError,
-        match=f"{at_once}|depends on gradients and on rows of the batch.*test_forward_values.py:",
+        match=f"{at_once}|depends on gradients, and also on rows of the batch"
+        ".*test_forward_values.py:",
     ):
         getattr(dtrans, make)(main, dtrans.trace(init, key), num_micro_batch=2, **options)
 
@@ -287,7 +287,7 @@ def test_micro_steps_refuse_an_update_that_reads_the_batch(make: str, value: str
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_compute_forward_once_and_keep_their_slices(stage: int) -> None:
-    """The update gets the loss of forward: it multiplies no slice of a parameter with a rank's
+    """The update reads the loss of forward, and multiplies no slice of a parameter with a rank's
     rows."""
     case, key = Case("loss", "rate", marked=True, one_state=False), jax.random.key(0)
     main = dtrans.trace(case.step(), *init(key), *batch(12, 0))
@@ -305,7 +305,7 @@ def test_ranks_compute_forward_once_and_keep_their_slices(stage: int) -> None:
 def test_groups_of_ranks_gather_rows_of_all_for_the_update(
     stage: int, value: str, use: str
 ) -> None:
-    """A median takes activations of ranks and groups, and `outer` adds to whole parameters."""
+    """A median gathers activations from ranks and groups. `outer` adds to complete parameters."""
     assert check(
         Case(value, use, marked=stage == 3, one_state=False), f"groups, stage {stage}", 2, 13
     )
@@ -314,7 +314,7 @@ def test_groups_of_ranks_gather_rows_of_all_for_the_update(
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("value", ["mean of activations", "largest input"])
 def test_trainers_send_what_the_update_reads_of_random_rows(value: str) -> None:
-    """No row of the batch enters noise in an update, but each trainer draws its own rows of it."""
+    """Each trainer draws the random numbers for its rows, and the update reads all numbers."""
     case = Case(value, "rate", marked=False, one_state=False, noisy=True)
     assert check(case, "pserver", 2, 6) and check(case, "pserver", 3, 13)
 
@@ -322,15 +322,15 @@ def test_trainers_send_what_the_update_reads_of_random_rows(value: str) -> None:
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("value", ["mean of activations", "rows times gradient"])
 def test_no_owner_of_a_leaf_reduces_random_rows_by_itself(value: str) -> None:
-    """An all-reduce in the branch of one owner would wait for the other ranks for ever: a mesh
-    stood still."""
+    """An all-reduce in a branch that only the owner of a leaf runs would wait for the other ranks
+    forever."""
     assert check(Case(value, "rate", marked=False, one_state=False, noisy=True), "by leaf", 2, 12)
 
 
 @pytest.mark.usefixtures("x64")
 def test_servers_refuse_rows_that_meet_gradients() -> None:
-    """The product needs rows of activations, which trainers have, and the gradient, which servers
-    have."""
+    """The product reads rows of activations, which only trainers have, and the gradient, which only
+    servers have."""
     case, key = (
         Case("activations times gradient", "rate", marked=False, one_state=False),
         jax.random.key(0),
@@ -371,7 +371,7 @@ def test_a_plan_says_that_random_rows_in_an_update_are_those_of_one_batch() -> N
     ("value", "use"), [("root of the loss", "rate"), ("count of rows", "state"), ("loss", "outer")]
 )
 def test_servers_are_sent_values_of_forward(value: str, use: str) -> None:
-    """The plan names the line that makes them; bytes are those of the values."""
+    """The plan names the line that computes the values, and counts their bytes."""
     case, key = Case(value, use, marked=True, one_state=False), jax.random.key(0)
     assert check(case, "pserver", 2, 12) and check(case, "pserver", 3, 13)
     main, startup = dtrans.trace(case.step(), *init(key), *batch(12, 0)), dtrans.trace(init, key)

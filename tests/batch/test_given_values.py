@@ -1,4 +1,5 @@
-"""Micro-batches are given numbers and masks of the whole batch, so that their terms add up."""
+"""Micro-batches read numbers and masks of the full batch, so the sum of their terms equals the full
+step."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def penalty(p: Any) -> Any:
 
 
 def weighed(p: Any, x: Any, m: Any) -> Any:
-    """Reduce with two numbers of the whole batch, and divide by one of them."""
+    """Return a loss that reads two numbers of the full batch, and divides by one of them."""
     return (jnp.tanh(x @ p["w"]) @ p["v"] * (m - m.mean())).sum() / m.sum() + penalty(p)
 
 
@@ -74,7 +75,7 @@ def test_parts_are_given_numbers_that_no_parameter_enters(name: str, parts: int)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_adds_up_in_neither_way_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="values of the whole batch"):
+    with pytest.raises(ConfigError, match="values of the full batch"):
         planned(REFUSED[name], 2)
 
 
@@ -87,7 +88,7 @@ def drawn(key: Any, *shape: int) -> Any:
 
 
 def of_layers(loss: Any) -> tuple[Any, Any, Any]:
-    """A step of three layers, with a key in its batch."""
+    """Return a step of three layers, with a key in its batch."""
     tx, rng = optax.sgd(0.1), np.random.default_rng(0)
     params = {"s": jnp.asarray(rng.normal(size=(3, 4, 4))), "v": jnp.asarray(rng.normal(size=4))}
     step, start = dtrans.make_train_step(loss, tx), (params, tx.init(params))

@@ -1,8 +1,9 @@
-"""Steps as other libraries write them, in every strategy: one device's numbers, or a message that
-is true.
+"""Steps in the style of other libraries, in every strategy: the results of one device, or a true
+error message.
 
-Plans are verified without a tolerance, a sample of them by day. Jobs of some cases run, in 64 bits,
-within 1e-12."""
+Plans are verified without a tolerance; each day, a sample of them. Jobs of some cases run in 64
+bits, within 1e-12 of one device.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ REFUSED = library_table.REFUSED
 
 
 def numbers(tree: Any) -> list[np.ndarray]:
-    """The arrays of a tree; a count that is a number of Python's is one."""
+    """Return the leaves of a tree as arrays; a Python integer becomes an array."""
     found = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype") or isinstance(x, (int, float))]
     is_key = lambda x: jnp.issubdtype(jax.typeof(x).dtype, jax.dtypes.prng_key)
     return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in found]
@@ -43,7 +44,7 @@ TAKEN = [
     for mode in MODES
     if c.name not in REFUSED.get(mode, ())
 ]
-JOBS = [  # one for each form of a state, and for each strategy
+JOBS = [  # one case for each form of a state, and for each strategy
     ("flax_train_state", "nccl2"),
     ("nnx_optimizer", "stage 1"),
     ("lora", "stage 3"),

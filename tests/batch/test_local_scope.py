@@ -1,7 +1,7 @@
-"""`dtrans.local()`: reductions of each trainer's own rows in a step that is exact otherwise.
+"""`dtrans.local()`: a part of an exact step reduces over each trainer's own rows.
 
-One device has the same numbers when it takes the scope on each trainer's rows by itself: a batch
-norm of ghost batches.
+The reference is one device that runs the scope separately on each trainer's rows, as ghost batch
+norm does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ MODES: dict[str, Callable[..., Any]] = {
 
 
 def parameters() -> dict[str, jax.Array]:
-    """`layers` is read by the loop alone, and elsewhere by the penalty."""
+    """Return parameters.
+
+    Only the loop reads `layers`, and only the penalty reads them elsewhere.
+    """
     rng = np.random.default_rng(0)
     shapes = {"w": (5, 4), "scale": (4,), "shift": (4,), "layers": (3, 4, 4), "v": (4, 3)}
     return {n: jnp.asarray(rng.normal(size=shape)) for n, shape in shapes.items()}
@@ -56,7 +59,8 @@ def in_scope(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def by_parts(count: int) -> Callable[..., Any]:
-    """What is in the scope, on the rows of each of so many trainers; statistics are their mean."""
+    """Return a function that runs the scope on each of `count` parts of the rows, and averages
+    statistics."""
 
     def of(f: Callable[..., Any]) -> Callable[..., Any]:
         def parts(params: Any, h: jax.Array) -> Any:
@@ -69,7 +73,7 @@ def by_parts(count: int) -> Callable[..., Any]:
 
 
 def step_of(kind: str, own: Callable[..., Any]) -> Callable[..., Any]:
-    """A step of one state; `own` carries out what is in the scope."""
+    """Return a step with one state; `own` runs the scope."""
     tx = optax.adam(0.1)
 
     def loss(params: Any, x: jax.Array, mask: jax.Array) -> Any:
@@ -122,7 +126,7 @@ def planned(kind: str, mode: str, trainers: int) -> Any:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_compute_the_step_on_parts_of_the_batch(kind: str, mode: str, trainers: int) -> None:
-    """The step of one device, which a plan is verified with, has the parts of all trainers."""
+    """The reference is a step of one device that contains the parts of all trainers."""
     plan, types = planned(kind, mode, trainers), jax.eval_shape(data)
     parts = dtrans.trace(step_of(kind, by_parts(trainers)), jax.eval_shape(first), *types)
     alone = dtrans.nccl2(parts, dtrans.trace(first), trainers=1)
@@ -157,8 +161,10 @@ def test_the_scope_is_of_each_trainers_rows_and_all_else_of_all(
 
 @pytest.mark.usefixtures("x64")
 def test_what_remains_to_be_exchanged_is_what_leaves_the_scope() -> None:
-    """The statistics of the state; an exact batch norm exchanges its sums in both directions,
-    too."""
+    """Trainers exchange only the statistics of the state.
+
+    An exact batch norm also exchanges sums, forward and backward.
+    """
     note, *moved = (
         n for n in planned("mean", "nccl2", 2).notes if "exact" in n or n.startswith("  ")
     )
@@ -240,7 +246,7 @@ def test_rows_that_meet_rows_are_refused() -> None:
 def test_a_penalty_of_a_leaf_that_no_row_reads_is_not_taken_for_what_all_ranks_make(
     stage: int,
 ) -> None:
-    """Where the step is written for parts, the penalty is a term of the first rank alone."""
+    """If the step is written for parts, only the first rank adds the penalty."""
     tx = optax.sgd(0.1)
 
     def loss(params: Any, x: jax.Array, mask: jax.Array) -> jax.Array:

@@ -1,5 +1,4 @@
-"""Gradients that are accumulated over micro-steps of trainers: the numbers of one device, or a
-refusal."""
+"""Micro-steps of trainers accumulate gradients: the results of one device, or an error."""
 
 from __future__ import annotations
 
@@ -68,8 +67,8 @@ def test_micro_steps_give_the_numbers_of_one_device() -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_values_of_the_batch_are_made_in_front_of_the_micro_steps() -> None:
-    """What crosses the batch is outside of the loop, once: here the number of entries of the
-    mask."""
+    """Values that depend on the full batch (here the number of mask entries) are computed once,
+    before the loop."""
     before = [op.type for op in planned("masked_mean", "nccl2", 2).program.ops]
     assert before.index("all_reduce") < before.index("scan") and before.count("scan") == 1
     assert "scan" not in [
@@ -79,7 +78,10 @@ def test_values_of_the_batch_are_made_in_front_of_the_micro_steps() -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_what_micro_steps_would_exchange_is_refused() -> None:
-    told = r"num_micro_batch=2 reads parts .* on all rows \(all_reduce for step_zoo.py:\d+\)"
+    told = (
+        r"num_micro_batch=2 a step reads parts .* on all rows "
+        r"\(all_reduce for step_zoo_batches.py:\d+\)"
+    )
     for trainers in (1, 2):
         with pytest.raises(ConfigError, match=told):
             planned("batch_norm_by_hand", "nccl2", trainers)
@@ -91,7 +93,10 @@ def test_what_micro_steps_would_exchange_is_refused() -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_gradients_that_the_step_takes_itself_are_accumulated() -> None:
-    """Values of the whole batch are given to their terms as well, which no loss is written for."""
+    """The step calls `jax.value_and_grad` itself, so dtrans cannot rewrite a loss function.
+
+    The terms of the loss also read values of the full batch.
+    """
 
     def by_hand(params: Any, opt_state: Any, x: jax.Array, mask: jax.Array) -> Any:
         masked = lambda w: jnp.sum((x @ w) ** 2 * mask[:, None]) / jnp.sum(mask)
@@ -107,8 +112,10 @@ def test_gradients_that_the_step_takes_itself_are_accumulated() -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_parts_may_have_one_row() -> None:
-    """JAX leaves out what changes nothing for one row; parts are written from the whole batch,
-    which has several."""
+    """JAX drops operations that change nothing for one row.
+
+    So parts are written from the full batch, which has several rows.
+    """
     plan = planned("masked_mean", "nccl2", 2, num_micro_batch=6)
     assert (report := plan.verify(*step_zoo.by_name("masked_mean").batch(12))), str(report)
     case = step_zoo.by_name("masked_mean")

@@ -1,5 +1,7 @@
-"""Losses that concatenate, slice, pad or loop over the rows of a batch: trainers exchange sums
-only."""
+"""Losses that concatenate, slice, pad or loop over the rows of a batch.
+
+Trainers exchange only sums.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,7 @@ def test_a_job_gives_the_numbers_of_one_device() -> None:
 
 
 def moved_results(p: Any, x: Any, y: Any) -> Any:
-    """Results of moved rows, which trainers have in another order or in unequal numbers."""
+    """Return results of moved rows, which trainers have in another order or in unequal numbers."""
     rows = critic(p, x)
     found = {
         "both": critic(p, jnp.concatenate([x, y])),

@@ -1,4 +1,7 @@
-"""What cannot be is refused when the plan is made, or with the batch: by name, with the remedy."""
+"""Errors for impossible steps: when the step is planned, or when a batch is passed.
+
+Each error names the cause and a remedy.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +122,7 @@ def test_a_batch_of_another_type_is_not_compiled_anew(mode: str) -> None:
             match=rf"x is {other.dtype}, but the step was traced with float32\[4,6\]; cast",
         ):
             job.step(state, other)
-    job.step(state, X.astype(np.float64))  # JAX takes it in as float32
+    job.step(state, X.astype(np.float64))  # JAX converts it to float32
 
 
 def test_a_program_that_was_not_cut_says_that_roles_are_guessed() -> None:

@@ -1,4 +1,4 @@
-"""Operations that compute each row alone need no exchange between trainers."""
+"""Operations that compute each row separately need no exchange between trainers."""
 
 from __future__ import annotations
 

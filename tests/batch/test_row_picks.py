@@ -1,5 +1,7 @@
-"""Losses that pick an entry of each row by its number: each trainer and each micro-batch picks from
-its own rows."""
+"""Losses that pick an entry of each row by the number of the row.
+
+Trainers and micro-batches pick from their own rows.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,7 @@ def test_a_loss_that_picks_from_each_row_is_made_of_its_parts(name: str) -> None
         assert not shared.part.exchanged and not shared.part.gathers
     program = planned(case, 2, "nccl2").program
     assert "all_gather" not in {e.primitive.name for e in equations(program.jaxpr)}
-    trained(case, planned(case, 2, "nccl2"), 11)  # the last trainer has one that enters nothing
+    trained(case, planned(case, 2, "nccl2"), 11)  # the last trainer has a row that is not used
     trained(case, planned(case, 3, "stage 1"), 12)
     plan = planned(case, 2, "pipeline")
     assert plan.values is None
@@ -123,8 +125,8 @@ def test_a_loss_that_picks_from_each_row_is_made_of_its_parts(name: str) -> None
 
 @pytest.mark.usefixtures("x64")
 def test_picks_in_a_loop_exchange_nothing() -> None:
-    """That parts add up is not proven: the loop forward hands its row numbers to the one
-    backward."""
+    """The loop of forward passes its row numbers to the loop of backward, so the sum over parts is
+    not proven."""
     case = case_of(in_scan)
     for mode in ("nccl2", "stage 1", "pserver"):
         plan = planned(case, 3, mode)
@@ -154,8 +156,9 @@ def test_one_that_picks_from_other_rows_is_not(name: str, loss: Any) -> None:
         plan = planned(case, trainers, "nccl2")
         assert not plan.shared.proven and plan.shared.part.exchanged, name
         trained(case, plan, 6 * trainers)
-    if name in ("shorter", "fixed"):  # slices of rows, which micro-batches find by their numbers
+    # slices of rows, which micro-batches find by the number of the row
+    if name in ("shorter", "fixed"):
         trained(case, planned(case, 2, "pipeline"), 12)
     else:
-        with pytest.raises(ConfigError, match="values of the whole batch"):
+        with pytest.raises(ConfigError, match="values of the full batch"):
             planned(case, 2, "pipeline")

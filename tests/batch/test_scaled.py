@@ -1,5 +1,5 @@
-"""Powers of the number of parts: functions that scale with their operands, and functions that do
-not."""
+"""Scaling exponents: functions whose value on a part is a power of the number of parts times the
+part's share, and other functions."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ PARTS = 3
 
 
 def powers(fn: Callable[[Any, int], Any]) -> list[int | None]:
-    """Return the powers of a function of a value and of the number of rows, which the parts have
-    less of."""
+    """Return the scaling exponents of a function of a value and of the number of rows; parts have
+    fewer rows."""
     pair = [
         inline_calls(jax.make_jaxpr(lambda x, rows=rows: fn(x, rows))(X))
         for rows in (12 // PARTS, 12)
@@ -95,7 +95,7 @@ def asynchronous(loss: Callable[..., Any]) -> dtrans.PServerPlan:
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_asynchronous_trainers_push_gradients_of_their_part(name: str) -> None:
-    """The gradient of the user's own loss, on a part: one that no row enters as well."""
+    """Trainers push gradients of the user's loss on their parts. One gradient depends on no row."""
     program = asynchronous(LINEAR[name]).trainer
     sent = [e.invars[0] for e in program.eqns if e.primitive.name == "send"]
     kept, _ = backward_slice(program.eqns, sent)

@@ -1,10 +1,9 @@
-"""Steps as people write them: the job gives one device's numbers, parameters and results, whatever
-the loss.
+"""All steps of the zoo: jobs compute the parameters and results of one device, for any loss.
 
-Plans are verified without a tolerance, a sample of them by day: under nccl2, the stages of
-sharding, with parameter servers, on two or three trainers that may not divide the batch, and in a
-pipeline. Jobs of some cases run, in 64 bits: numbers differ by at most 1e-12 of what they are, or
-of one."""
+Plans are verified without a tolerance; each day, a sample of them: nccl2 mode, the stages of
+sharding and parameter servers, with two or three trainers that may not divide the batch, and
+pipelines. Jobs of some cases run in 64 bits. The relative or absolute difference is at most 1e-12.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +17,11 @@ import layers
 import numpy as np
 import optax
 import pytest
+import step_cases
 import step_table
 import step_zoo
+import step_zoo_batches
+import step_zoo_gradients
 from step_zoo import compare
 
 import dtrans
@@ -31,11 +33,17 @@ from dtrans.step.halves import divide_step
 
 NAMES = [c.name for c in step_zoo.CASES]
 MODES = ("nccl2", "stage 1", "stage 2", "stage 3", "pserver", "pipeline")
-NOT_ON_SERVERS = {  # what they are refused for
+NOT_ON_SERVERS = {  # reasons of refusals
     "metrics_grad_norm": "aux/norm is computed from gradients",
+    "deep_equilibrium": "the body of while needs values of the full batch",
+    "hessian_free": "the body of while needs values of the full batch",
+    **dict.fromkeys(
+        step_zoo_gradients.WITHOUT_GRADIENT, "dtrans.sharding, which need no gradients$"
+    ),
+    "adversarial_updates": "the gradient of params/generator/w is taken at the new params/critic",
 }
 MEET = (
-    "values of the whole batch .* and micro-batches exchange gradients and results only; .* or "
+    "values of the full batch .* and micro-batches exchange gradients and results only; .* or "
     "pass "
     "batch='micro', with which each part has"
 )
@@ -47,11 +55,30 @@ NOT_IN_PIPELINES = {
         ("equinox_batch_norm", "contrastive", "triplet_hard", "barlow_twins", "moe_top1"), MEET
     ),
     "metrics_per_row": MEET,
+    **dict.fromkeys(
+        ("root_mean_square", "correlation", "dice", "median_of_rows", "hardest_rows", "tilted"),
+        MEET,
+    ),
+    **dict.fromkeys(("worst_row", "worst_group", "invariant_risk", "confident_and_diverse"), MEET),
+    **dict.fromkeys(("vicreg_terms", "supervised_contrastive", "class_centres"), MEET),
+    **dict.fromkeys(("ranking_of_pairs", "listwise", "sorted_targets", "kernel_discrepancy"), MEET),
+    **dict.fromkeys(("covariance_alignment", "optimal_transport", "graph_convolution"), MEET),
+    **dict.fromkeys(("message_passing", "in_batch_negatives", "penalty_on_the_gradient"), MEET),
+    "deep_equilibrium": MEET,
+    "accumulated_in_a_scan": "in a loop or a branch. A pipeline splits the batch into micro-batches",
+    **dict.fromkeys(
+        step_zoo_gradients.WITHOUT_GRADIENT, "dtrans.sharding, which need no gradients$"
+    ),
+    **dict.fromkeys(step_zoo_gradients.MARKED, MEET),
+    "adversarial_updates": "the gradient of params/generator/w is taken at the new params/critic",
+    **dict.fromkeys(
+        step_zoo_gradients.BY_JAX, "a pipeline needs the undifferentiated loss function"
+    ),
 }
 REFUSED = {"pserver": NOT_ON_SERVERS, "pipeline": NOT_IN_PIPELINES}
 BATCHES = ((2, 12), (3, 13))  # trainers, rows
-NEAR_TIES = {"ctc"}  # its paths are nearly as likely as each other: verification cannot decide
-JOBS = [  # one for each way in which rows meet, and for each mode
+NEAR_TIES = {"ctc"}  # its paths have nearly equal probability, so verification cannot decide
+JOBS = [  # one case for each interaction of rows, and for each mode
     ("mean_loss", "nccl2", 3, 13),
     ("masked_mean", "pserver", 3, 13),
     ("batch_norm_by_hand", "stage 1", 2, 12),
@@ -92,12 +119,12 @@ def planned(case: step_zoo.StepCase, trainers: int, mode: str, **options: Any) -
 
 
 def ways() -> list[tuple[str, str, int, int]]:
-    """Return every case in every mode that takes it, with each batch."""
+    """Return each case in every mode that supports it, with each batch."""
     found = []
     for name, mode, (trainers, rows) in itertools.product(NAMES, MODES, BATCHES):
         if name in REFUSED.get(mode, ()):
             continue
-        # parts of a pipeline divide the batch
+        # the number of parts of a pipeline must divide the batch
         found.append((name, mode, trainers, 12 if mode == "pipeline" else rows))
     return found
 
@@ -150,7 +177,7 @@ def test_what_servers_and_pipelines_do_not_take_is_said(mode: str, name: str) ->
     ids=["today", "all"],
 )
 def test_the_page_says_what_each_step_takes(cases: slice) -> None:
-    """Analysis and programs, without running any: `docs/steps.md` is what they say."""
+    """The page equals the analysis and the programs, without running them."""
     lines = step_table.PAGE.read_text().splitlines(keepends=True)
     assert "".join(lines[: -len(step_zoo.CASES)]) == step_table.HEAD
     rows = zip(lines[-len(step_zoo.CASES) :][cases], step_zoo.CASES[cases], strict=True)
@@ -162,7 +189,7 @@ def test_the_page_says_what_each_step_takes(cases: slice) -> None:
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ["mean_loss", "sum_loss", "metrics_counts", "rnn_time_major"])
 def test_what_adds_up_is_taken_as_it_is(name: str) -> None:
-    """The program is that of trainers with numbers of their own: nothing is written for it."""
+    """The sum over parts is exact, so trainers run the step on their rows without exchanges."""
     case = step_zoo.by_name(name)
     exact = planned(case, 2, "nccl2")
     assert exact.shared.proven == (name != "metrics_counts"), exact.notes
@@ -175,7 +202,7 @@ def test_what_adds_up_is_taken_as_it_is(name: str) -> None:
 
 
 def loss_of(kind: str) -> Any:
-    """Losses that are one thing, and look like another."""
+    """Return a loss that looks like another kind of loss."""
 
     def loss(params: Any, x: jax.Array, mask: jax.Array) -> jax.Array:
         each = jnp.tanh(x @ params["w"]).sum(1)
@@ -205,7 +232,7 @@ def loss_of(kind: str) -> Any:
         ("mean of squares", False, "sum"),
         ("sum by root", False, "sum"),
         ("mean and penalty", True, "mean"),
-        ("sum and penalty", False, "sum"),  # a penalty of each trainer would be added up
+        ("sum and penalty", False, "sum"),  # each trainer's penalty would be added
         ("two means", True, "mean"),
         ("mean and sum", False, "sum"),
         ("largest", False, "sum"),
@@ -222,7 +249,7 @@ def test_a_mean_is_told_from_what_looks_like_one(kind: str, proven: bool, reduce
     found = shard_step(divide_step(main).with_reported(), Batch(), 2, ("trainers",))
     assert (found.proven, found.reduce) == (proven, reduce)
     plan = dtrans.nccl2(main, dtrans.trace(lambda p: (p, tx.init(p)), params), trainers=2)
-    for rows in (12, 11):  # the last trainer has one that enters nothing
+    for rows in (12, 11):  # the last trainer has a row that is not used
         job = plan.simulate()
         state, loss = job.step(job.init(params), x[:rows], mask[:rows])
         new, _, wanted = step(params, tx.init(params), x[:rows], mask[:rows])
@@ -231,8 +258,10 @@ def test_a_mean_is_told_from_what_looks_like_one(kind: str, proven: bool, reduce
 
 @pytest.mark.usefixtures("x64")
 def test_masks_differ_by_row_and_not_by_trainer() -> None:
-    """One device's mask: no two trainers draw the same one, as they would from a key that they
-    share."""
+    """Trainers have rows of one device's mask.
+
+    With a shared key, trainers that draw separately would draw equal masks.
+    """
     x, w = np.ones((8, 64)), {"w": jnp.ones(64)}
     kept = lambda x, key: jax.random.bernoulli(key, 0.5, x.shape)
     loss = lambda p, x, key: (jnp.where(kept(x, key), x * p["w"], 0.0).mean(), kept(x, key))
@@ -255,7 +284,7 @@ def test_asynchronous_trainers_take_what_adds_up_and_refuse_the_rest_by_line() -
         for mode in (dtrans.Async(), dtrans.HalfAsync()):
             with pytest.raises(
                 ConfigError,
-                match=r"values of the whole batch \(.*\), and asynchronous .*batch='local'",
+                match=r"values of the full batch \(.*\), and asynchronous .*batch='local'",
             ):
                 dtrans.pserver(*given, **servers, mode=mode)
         plan = dtrans.pserver(*given, **servers, batch="local")
@@ -291,8 +320,8 @@ def test_what_trainers_of_servers_exchange_takes_as_few_rounds_as_it_can() -> No
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("trainers", [2, 3])
 def test_micro_batches_have_statistics_of_their_own_by_name(trainers: int) -> None:
-    """Gradients and loss are means of what each micro-batch makes of its rows, with their mean and
-    variance."""
+    """Each micro-batch computes a mean and a variance of its rows. Gradients and loss are means
+    over micro-batches."""
     case, parts = step_zoo.by_name("batch_norm_by_hand"), 2 if trainers == 2 else 6
     plan = planned(case, trainers, "pipeline", kind="micro")
     assert f"batch='micro': each of {parts} micro-batches computes the step independently" in str(
@@ -302,9 +331,9 @@ def test_micro_batches_have_statistics_of_their_own_by_name(trainers: int) -> No
 
     def mean_of_parts(params: Any, x: Any, y: Any) -> Any:
         cut = zip(jnp.split(x, parts), jnp.split(y, parts), strict=True)
-        return sum(step_zoo.batch_norm_by_hand(params, *part) for part in cut) / parts
+        return sum(step_zoo_batches.batch_norm_by_hand(params, *part) for part in cut) / parts
 
-    step, key = jax.jit(dtrans.make_train_step(mean_of_parts, step_zoo.ADAM)), jax.random.key(0)
+    step, key = jax.jit(dtrans.make_train_step(mean_of_parts, step_cases.ADAM)), jax.random.key(0)
     job = plan.simulate()
     state, alone = job.init(key), case.init(key)
     for i in range(2):
@@ -315,11 +344,11 @@ def test_micro_batches_have_statistics_of_their_own_by_name(trainers: int) -> No
         compare((job.params(state), job.opt_state(state), loss), (params, opt_state, wanted))
     _, _, exact = case.step(*case.init(key), *case.batch(12))
     _, other = plan.simulate().step(job.init(key), *case.batch(12))
-    assert abs(float(exact - other)) > 1e-4  # one device's statistics are other ones
+    assert abs(float(exact - other)) > 1e-4  # one device has different statistics
 
 
 def test_the_note_of_a_local_sum_promises_no_error() -> None:
-    """An exact step of a sum needs no alternative."""
+    """An exact step with a sum needs no alternative, so the note mentions no error."""
     params, tx = {"w": jnp.ones(3)}, optax.sgd(0.1)
     step = dtrans.make_train_step(lambda params, x: jnp.sum((x @ params["w"]) ** 2), tx)
     plan = dtrans.pserver(
@@ -351,8 +380,11 @@ def test_only_pipelines_have_micro_batches_with_statistics() -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_micro_batches_are_given_what_no_parameter_enters() -> None:
-    """What parts make by themselves they make; what is of the whole batch is made once, and its
-    rows are handed out."""
+    """Micro-batches compute values that depend on parameters.
+
+    Values of the full batch without parameters are computed once, and micro-batches receive their
+    rows.
+    """
     values = {
         "masked_mean": [()],
         "dropout_key_argument": [(12, 8)],
@@ -368,7 +400,7 @@ def test_micro_batches_are_given_what_no_parameter_enters() -> None:
     assert "precomputed from the full batch: 1 value, 8 bytes" in str(plan)
     job = plan.on_mesh()
     state, alone = job.init(jax.random.key(0)), case.init(jax.random.key(0))
-    for rows in (12, 8, 12):  # another batch is another number
+    for rows in (12, 8, 12):  # another batch has another number
         state, loss = job.step(state, *case.batch(rows))
         params, opt_state, wanted = case.step(*alone, *case.batch(rows))
         alone = params, opt_state
@@ -401,10 +433,11 @@ def test_sums_are_added_up_by_servers_also_without_a_trainer_that_left() -> None
     (serve,) = (
         planned(step_zoo.by_name("masked_mean"), 2, "pserver").servers["127.0.0.1:1"].main.eqns
     )
-    assert serve.params["on_trainer_exit"] == "error"  # its numbers are those of the batch of both
+    # its numbers are those of both trainers' batch
+    assert serve.params["on_trainer_exit"] == "error"
     with pytest.raises(
         ConfigError,
-        match=r"^on_trainer_exit='paddle' cannot be used if the step needs values of the whole "
+        match=r"^on_trainer_exit='paddle' cannot be used if the step needs values of the full "
         r"batch \(all_",
     ):
         planned(step_zoo.by_name("masked_mean"), 2, "pserver", on_trainer_exit="paddle")
@@ -436,7 +469,7 @@ def test_what_belongs_to_trainers_with_numbers_of_their_own_is_refused() -> None
         dtrans.nccl2(*given, trainers=2, batch=Batch(axes=(0, 1, 0)))
     with pytest.raises(
         ConfigError,
-        match=r"y is int32\[6\], which has no dimension 1; pass other axes than \(0, 1\): ",
+        match=r"y is int32\[6\], which has no dimension 1, but axes=\(0, 1\); write the ",
     ):
         dtrans.nccl2(*given, trainers=2, batch=Batch(axes=(0, 1)))
     for options in ({"batch": Batch("local", axes=1)}, {"batch": Batch("local", axes=(0, None))}):

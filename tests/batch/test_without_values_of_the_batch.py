@@ -1,6 +1,8 @@
-"""Steps that the batch enters by its size alone: counts of its rows, and noise with a row for each.
+"""Steps that depend on the batch only by its size: counts of rows, and noise with a row for each
+example.
 
-In 64 bits, within 1e-12 of one device; traced on 8 rows, run on 8 and on 12."""
+In 64 bits, within 1e-12 of one device. Steps are traced on 8 rows, and run on 8 and on 12.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import pytest
 import dtrans
 
 
-KEY = jax.random.key  # made in the tests: 64 bits are not on yet
+KEY = jax.random.key  # the tests create arrays, because 64 bits are not enabled yet
 
 
 def init(key: jax.Array) -> dict[str, Any]:
@@ -24,7 +26,7 @@ def init(key: jax.Array) -> dict[str, Any]:
         "key": jax.random.fold_in(key, 1),
         "seen": jnp.zeros((), int),
         "steps": jnp.zeros((), int),
-        "best": jnp.array(jnp.inf),  # a literal of what init makes
+        "best": jnp.array(jnp.inf),  # a literal that the init computes
     }
 
 
@@ -83,8 +85,8 @@ def test_the_numbers_are_one_devices(mode: str) -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_counts_in_the_optimizers_state_are_exact() -> None:
-    """Servers and slices, which are planned before a batch is seen, count that of each step; so
-    does a pipeline."""
+    """Servers, slices and pipelines are planned before a batch exists, but they count the rows of
+    each batch."""
 
     def init(key: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jax.random.normal(key, (8, 2)), jnp.zeros((), int)

@@ -1,5 +1,5 @@
-"""Losses that are written for parts: micro-batches and micro-steps whose step is no multiple of
-their term."""
+"""Losses that are rewritten for parts: micro-batches and micro-steps whose sum is not a multiple of
+one term."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def time_first(p: Any, x: Any, y: Any, key: Any) -> Any:
 
 
 def divided_by_constants(p: Any, x: Any, y: Any, key: Any) -> Any:
-    """Slots of padding are divided by real numbers: a derivative of zero times infinity is none."""
+    """Divide slots of padding by nonzero numbers. The derivative of zero times infinity is NaN."""
     counted = jnp.arange(len(x) - 1, 0, -1)
     return (critic(p, x)[:-1] / np.arange(1.0, len(x))).mean() + (critic(p, y)[1:] / counted).mean()
 
@@ -167,7 +167,7 @@ def test_the_operand_of_a_rule_is_a_sum() -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_other_batches_have_parts_too() -> None:
-    """A batch of twice as many rows, by a plan whose parts are given nothing."""
+    """Plan without precomputed values, and run a batch with twice as many rows."""
     plan, step, alone, batch = planned(wasserstein, "pipeline")
     assert plan.values is None
     twice = (*(np.concatenate([x, x[::-1] + 1.0]) for x in batch[:2]), batch[2])
@@ -235,7 +235,7 @@ def test_rows_that_meet_behind_parameters_are_refused_by_their_line(kind: str) -
 
 
 def test_a_mean_that_the_step_reads_is_rounded_once() -> None:
-    """It is a result, too: sums of rounded terms would do there."""
+    """The mean is also a result. For a result alone, sums of rounded terms would suffice."""
 
     def loss(p: Any, x: Any) -> Any:
         h = jnp.tanh(x @ p["w"])

@@ -1,4 +1,7 @@
-"""Files of whole arrays, which NumPy reads: the same bytes, by way of whole pages or not."""
+"""Files of arrays that NumPy can read.
+
+Direct writes of complete pages and ordinary writes give the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ PAGE = 4096
 
 
 def arrays() -> dict[str, np.ndarray]:
-    """Types of NumPy's and others, sizes on both sides of a page and of a chunk, memory that begins
-    anywhere."""
+    """Return arrays of NumPy's types and others, near the sizes of a page and of a chunk, with any
+    alignment."""
     rng = np.random.default_rng(0)
     aligned = BufferPool(PAGE).take("x", (3 * PAGE + 5,), "uint8")
     aligned[:] = rng.integers(0, 256, len(aligned))
@@ -64,7 +67,10 @@ def test_what_is_written_is_read(
 def test_a_file_system_without_direct_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str
 ) -> None:
-    """It has none, and says so at once or with the first write."""
+    """The file system does not support direct writes.
+
+    The error comes at once or with the first write.
+    """
     write, set_flags, is_direct = os.write, fcntl.fcntl, {}
 
     def fake_fcntl(descriptor: int, command: int, flags: int = 0) -> Any:

@@ -1,5 +1,5 @@
-"""Checkpoints of sharded jobs: what ranks held under some plan is what ranks of any other hold,
-what servers hold, and what one device has, bit for bit; and files have no padding."""
+"""Checkpoints of sharded jobs: any other plan restores the same bits, on ranks, servers or one
+device. Files contain no padding."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from dtrans.checkpoint.orbax_io import Checkpoint
 from dtrans.errors import CheckpointError, CheckpointWarning, ConfigError, StateError
 
 
-# rows that no degree divides, fewer rows than ranks, one of 16 bits, no rows, no dimension
+# leaves: rows that no degree divides, fewer rows than ranks, 16 bits, no rows, no dimension
 SHAPES = {
     "b": (13,),
     "empty": (0,),
@@ -63,7 +63,7 @@ def loss(params: Any, x: Any) -> Any:
 
 
 def whole_of(tx: Any) -> tuple[Any, Any]:
-    """A state of one device; no two elements are the same."""
+    """Return a state of one device in which no two elements are equal."""
     params = {
         n: jnp.ones(s, jnp.bfloat16 if n == "table" else jnp.float32) for n, s in SHAPES.items()
     }
@@ -71,7 +71,7 @@ def whole_of(tx: Any) -> tuple[Any, Any]:
 
 
 def traced(tx: Any) -> tuple[Any, Any]:
-    """A step, and an init that returns what it is given."""
+    """Return a step, and an init that returns its argument."""
     step = dtrans.make_train_step(loss, tx)
     return dtrans.trace(step, *whole_of(tx), jnp.ones(24)), dtrans.trace(
         lambda *state: state, *whole_of(tx)
@@ -132,8 +132,8 @@ def check_layouts(tx: Any, options: Any, layouts: Sequence[Any], path: Path) -> 
 
 
 def check_ranks(job: Any, state: Any, like: Any) -> None:
-    """Assert that a state is as one that the job made: in types, where it is, and on each device,
-    padding included."""
+    """Assert that a state equals the state of a job: types, placement, and bits on each device,
+    with padding."""
     assert jax.tree.structure(state) == jax.tree.structure(like)
     held = {**like.params, **like.opt_state}
     for n, x in {**state.params, **state.opt_state}.items():
@@ -162,7 +162,7 @@ def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
 
 
 def pieces_at(path: Path) -> dict[str, dict[str, np.ndarray]]:
-    """What orbax reads of each piece."""
+    """Return the arrays of each piece, read by orbax."""
     import orbax.checkpoint as ocp
 
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
@@ -193,7 +193,7 @@ def test_pieces_are_rows_under_the_paths_of_the_step_without_padding(
             continue
         assert np.array_equal(np.concatenate(held, cuts[n].axis), x), n
         assert [h.shape[cuts[n].axis] for h in held[:-1]] == [cuts[n].part] * (len(held) - 1)
-    assert not pieces["rank-7"]  # of 13 rows 2 each: the last rank has padding alone
+    assert not pieces["rank-7"]  # 13 rows in parts of 2: the last rank has only padding
     assert {n for of in pieces.values() for n in of} == {*names} - {
         n for n in names if n.endswith("/empty")
     }
@@ -217,7 +217,7 @@ def test_each_device_gets_its_rows_and_nothing_is_put_together(
         cut = other.plan.sliced.get(row.origin_name)
         size = row.slice_shape[cut.axis] if cut else 0
         assert row.is_slice == (cut is not None) and (cut is None or size <= cut.part), row
-    # each once, though two groups of ranks have it
+    # each piece once, although two groups of ranks have it
     assert len(asked) == len({(row.origin_name, row.offset) for row in asked})
 
 
@@ -299,14 +299,14 @@ def test_a_job_that_goes_on_in_another_layout_computes_what_one_device_does(tmp_
         loaded = checkpoint.load(checkpoint.latest(tmp_path) or "", main)
         tree_equal(loaded, jax.device_put(held, jax.devices()[0]))
         tree_close(plain_run(plain_step(mlp_loss, TX), *loaded, batches[2:])[:2], want, 1e-12)
-        # other ranks; the first step takes the memory of what was restored
+        # other ranks; the first step reuses the memory of the restored state
         state = checkpoint.restore(tmp_path / "2", then)
         for batch in batches[2:]:
             before = state
             state, _ = then.step(state, *batch)
             assert all(x.is_deleted() for x in before.opt_state.values())
         tree_close(whole(then, state), want, 1e-12)
-        # that this can fail: without the optimizer's state
+        # without the optimizer's state, the comparison must fail
         state = checkpoint.restore(tmp_path / "2", then)
         state = type(state)(state.params, then.init(params).opt_state)
         for batch in batches[2:]:
@@ -350,7 +350,7 @@ def test_states_that_are_none_are_refused_by_name_and_types(saved: Any, tmp_path
     assert not (tmp_path / "2").exists()
     with pytest.raises(
         ConfigError,
-        match=r"plan is a ShardingPlan; expected .*, or a job of another plan",
+        match=r"plan is a ShardingPlan; expected .*; for plans of other strategies, pass the job",
     ):
         checkpoint.restore(tmp_path / "1", job.plan)  # type: ignore[call-overload]
 
@@ -384,8 +384,8 @@ def test_checkpoints_that_are_not_whole_or_of_another_step(saved: Any, tmp_path:
     sgd = on_mesh(planned(OPTIMIZERS["sgd"], degree=2))
     with pytest.raises(
         StateError,
-        match=r"belongs to another step: there, opt_state/0/count is int32\[\]; in .*, it is "
-        r"missing",
+        match=r"belongs to another step: its opt_state/0/count is int32\[\], but "
+        r"opt_state/0/count of .* is missing",
     ):
         checkpoint.restore(path, sgd)
     shutil.rmtree(path / "rank-6" / "arrays")
@@ -422,7 +422,7 @@ def test_an_init_tells_the_one_state_of_a_step_that_returns_what_looks_like_its_
     checkpoint.save(tmp_path / "1", job, state)
     tree_equal(checkpoint.load(tmp_path / "1", main, startup), job.gather(state))
     with pytest.raises(
-        StateError, match=r"x is missing; .*; for a step\(state, \*batch\), .*job\.gather"
+        StateError, match=r"x is missing, .*; for a step\(state, \*batch\), .*job\.gather"
     ):
         checkpoint.load(tmp_path / "1", main)
 

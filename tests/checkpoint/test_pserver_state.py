@@ -1,6 +1,8 @@
-"""Checkpoints of parameter-server jobs: what was saved under some plan is what is there under any
-other, and on one device; a job that goes on from one computes what it would have computed; and what
-is no whole checkpoint says so."""
+"""Checkpoints of parameter-server jobs.
+
+A job with another plan, or one device, restores the same values. A restored job computes the same
+values as an uninterrupted job. An incomplete checkpoint raises an error.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,7 @@ def save_all(
 
 
 def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
-    """Assert that two states of a server are the same, bit for bit."""
+    """Assert that two states of a server are equal, bit for bit."""
     assert set(a) == set(b)
     for name in a:
         assert (a[name].shape, a[name].dtype) == (b[name].shape, b[name].dtype), name
@@ -140,7 +142,7 @@ def test_values_are_copies() -> None:
         jnp.ones(2),
     )
     room = np.zeros(32, np.float32)
-    start = -room.ctypes.data % 64 // 4  # where JAX would take memory as it is
+    start = -room.ctypes.data % 64 // 4  # JAX may use this memory without a copy
     mine = {"w": room[start : start + 16].reshape(4, 4)}
     held = {
         ep: checkpoint.scatter(plan, ep, mine, plan.startup({"w": mine["w"]})[1])
@@ -154,7 +156,7 @@ def test_values_are_copies() -> None:
         for x in state.values():
             x[...] = 7
     assert not np.any(whole["w"])
-    # memory that may be donated is nobody else's; that of a whole leaf neither
+    # no other array uses memory that may be donated, also for a leaf on one server
     one = plan_of(
         lambda p, x: jnp.mean(x) * jnp.sum(p["w"]), optax.sgd(0.1), mine, jnp.ones(2), servers=1
     )
@@ -172,13 +174,16 @@ def test_what_several_servers_hold_must_be_the_same() -> None:
     held = {ep: checkpoint.scatter(plan, ep, *whole) for ep in plan.servers}
     first, second, _ = plan.servers
     held[second]["opt_state/0/count"] += 1
-    message = f"opt_state/0/count differs on {first} and {second}: .* pass states of one job"
+    message = (
+        f"opt_state/0/count differs on {first} and {second}: .* pass states that one job returned"
+    )
     with pytest.raises(StateError, match=message):
         checkpoint.gather(plan, held)
 
 
 def test_the_last_bits_of_what_several_servers_compute_may_differ() -> None:
-    # a norm of all gradients, kept: each server makes it of what it was told
+    # state with a norm of all gradients: each server computes it from the partial sums of all
+    # servers
     kept = optax.GradientTransformation(
         lambda p: jnp.ones(2), lambda g, s, p=None: (g, 0.9 * s + optax.tree.norm(g))
     )
@@ -228,7 +233,7 @@ def test_states_that_are_none_are_refused_by_name() -> None:
         checkpoint.gather(plan, {**held, "a:1": {}})
     with pytest.raises(UnknownEndpointError, match="'a:1' is not a pserver of this plan"):
         checkpoint.scatter(plan, "a:1", params, opt_state)
-    with pytest.raises(TraceError, match="opt_state has another structure"):
+    with pytest.raises(TraceError, match="opt_state does not have the structure"):
         checkpoint.scatter(plan, first, params, ())
     with pytest.raises(
         StateError,
@@ -299,7 +304,7 @@ def test_backups_are_saved_or_begin_as_the_parameters(tmp_path: Path) -> None:
     ]
     (row,) = (r for r in two.overview.by_endpoint(ep) if r.origin_name == "params/w.trainer_1_bak")
     assert np.array_equal(got[row.slice_name], np.concatenate(saved)[row.index])
-    # a job that had none
+    # a job without a checkpoint
     plain = planned(tx, 2)
     save_all(
         tmp_path / "sync",
@@ -396,7 +401,7 @@ def test_what_trainers_hold_is_saved_by_trainer_0(tmp_path: Path) -> None:
     assert np.any(trained["mean"])
     with pytest.raises(
         StateError,
-        match=r"no server stores params/mean; pass the parameters of trainer 0, .* gather",
+        match=r"no server stores params/mean, .* pass the parameters of trainer 0, .* gather",
     ):
         checkpoint.gather(plan, state.servers)
     tree_equal(checkpoint.gather(plan, state.servers, trained), (trained, ()))
@@ -409,10 +414,10 @@ def test_what_trainers_hold_is_saved_by_trainer_0(tmp_path: Path) -> None:
         checkpoint.save_trainer(tmp_path / "1", plan, trained | {"mean": jnp.ones(2)})
     checkpoint.save_trainer(tmp_path / "1", plan, trained)
     tree_equal(checkpoint.load(tmp_path / "1", plan.main), (trained, ()))
-    # trainers take what is theirs, and nothing else
+    # trainers restore only the leaves that they compute
     got = checkpoint.restore_trainer(tmp_path / "1", plan, params)
     tree_equal(got, {"mean": trained["mean"], "w": params["w"]})
-    # on a mesh each trainer starts from those of trainer 0
+    # on a mesh, each trainer starts with the leaves of trainer 0
     other = statistics_plan(params, batch, 3)
     job = other.on_mesh(jax.devices()[:5])
     like = job.init(params)
@@ -428,7 +433,7 @@ def test_statistics_that_servers_average_are_saved_by_servers(tmp_path: Path) ->
     with jax.enable_x64(True):
         params, batches = averages.params_of(), averages.batches_of(4)
         plan, other = (averages.plan_for(2, servers, averages.MEAN) for servers in (2, 3))
-        own = averages.plan_for(2, 1, None)  # each trainer has its own
+        own = averages.plan_for(2, 1, None)  # each trainer has separate values
         stats = {f"params/stats/{n}" for n in ("mean", "var")}
         assert stats <= {row.origin_name for row in plan.overview} and stats <= set(own.frozen)
         job = plan.on_mesh()
@@ -458,7 +463,7 @@ def test_statistics_that_servers_average_are_saved_by_servers(tmp_path: Path) ->
                     )
                 ]
                 tree_equal(got, spec.unflatten(want))
-        # a job with other servers goes on
+        # a job with other servers continues
         again = other.on_mesh()
         after = again.state_of(*whole)
         for batch in batches[2:]:
@@ -550,17 +555,17 @@ def test_a_job_that_goes_on_with_other_servers_computes_what_one_device_does(
         save_all(tmp_path / "3", plans[0], state.servers)
         loaded = checkpoint.load(tmp_path / "3", plans[1].main)
         tree_close(loaded, trained_on_one_device(batches[:3])[:2], 1e-12)
-        # one device goes on
+        # one device continues
         want = trained_on_one_device(batches)[:2]
         tree_close(plain_run(plain_step(mlp_loss, TX), *loaded, batches[3:])[:2], want, 1e-12)
-        # other servers go on
+        # other servers continue
         job = plans[1].on_mesh()
         state = job.state_of(*loaded)
         for batch in batches[3:]:
             state, _ = job.step(state, *batch)
         tree_close((job.params(state), job.opt_state(state)), want, 1e-12)
         tree_close(checkpoint.gather(plans[1], state.servers), want, 1e-12)
-        # that this can fail: without the state, or without its count
+        # without the state, or without its count, the comparison must fail
         for wrong in (TX.init(loaded[0]), jax.tree.map(lambda x: x * (x.ndim > 0), loaded[1])):
             state = job.state_of(loaded[0], wrong)
             for batch in batches[3:]:
@@ -570,7 +575,7 @@ def test_a_job_that_goes_on_with_other_servers_computes_what_one_device_does(
 
 
 def serve_saved(plan: PServerPlan, endpoint: str, start: Any, stop: Path, params: Any) -> None:
-    """One pserver from a checkpoint, or from its startup program, to a checkpoint."""
+    """Run one pserver from a checkpoint, or from its startup program, up to a checkpoint."""
     with dtrans.Executor(deadline=HANG) as exe:
         programs = plan.servers[endpoint]
         state = (
@@ -584,7 +589,7 @@ def serve_saved(plan: PServerPlan, endpoint: str, start: Any, stop: Path, params
 def train_saved(
     plan: PServerPlan, k: int, batches: Any, start: Any, stop: Path, params: Any
 ) -> Any:
-    """One trainer, as above."""
+    """Run one trainer from a checkpoint, or from its startup program, up to a checkpoint."""
     with dtrans.Executor(deadline=HANG) as exe:
         params = exe.run(plan.trainer_startup_program(k), params)
         if start:
@@ -608,7 +613,7 @@ def job_of(
     params: Any,
     name: str,
 ) -> Any:
-    """What trainer 0 of a job returns, whose roles have an executor each."""
+    """Return the results of trainer 0. Each role of the job has an executor."""
     for ep in plan.servers:
         role_threads.start(f"{name} {ep}", serve_saved, plan, ep, start, stop, params)
     for k in range(plan.trainers):
@@ -691,7 +696,7 @@ def test_an_asynchronous_job_goes_on(role_threads: RoleThreads, tmp_path: Path) 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, PServerPlan, Any]:
-    """A path with a checkpoint of three servers, their plan, and what they held."""
+    """Return the path of a checkpoint of three servers, their plan, and their state."""
     plan, whole = planned(OPTIMIZERS["adam"]), distinct_state(OPTIMIZERS["adam"])
     held = {ep: checkpoint.scatter(plan, ep, *whole) for ep in plan.servers}
     save_all(tmp_path / "1", plan, held)
@@ -718,7 +723,7 @@ def test_a_path_without_a_checkpoint_is_named(saved: Any, tmp_path: Path) -> Non
     ):
         checkpoint.load(tmp_path / "2", plan.main)
     with pytest.raises(StateError, match=f"there is no checkpoint at {tmp_path}$"):
-        checkpoint.load(tmp_path, plan.main)  # that of all checkpoints
+        checkpoint.load(tmp_path, plan.main)  # the version of the format
 
 
 def test_a_path_that_is_taken_is_left_as_it_is(saved: Any) -> None:
@@ -740,8 +745,8 @@ def test_a_path_of_another_job_is_taken(saved: Any) -> None:
     shutil.rmtree(path / "pserver-0")
     with pytest.raises(
         ConfigError,
-        match=rf"{path} contains pserver-1 of another job, run or step \(run .+, and "
-        r"this is tag 'x'\)",
+        match=rf"{path} contains pserver-1 of another job, run or step \(run .+; "
+        r"this save is tag 'x'\)",
     ):
         checkpoint.save(path, plan, first, held[first], tag="x")
     other = planned(OPTIMIZERS["adam"], 4)
@@ -774,8 +779,10 @@ def test_pieces_of_several_jobs_are_not_put_together(saved: Any, tmp_path: Path)
 
 @pytest.mark.usefixtures("x64")
 def test_pieces_of_two_runs_are_not_put_together(role_threads: RoleThreads, tmp_path: Path) -> None:
-    """Two runs of one plan, the first of which left a piece: it is told from the others without a
-    tag of the user's."""
+    """The first of two runs with one plan left a piece.
+
+    The checkpoint is recognized as mixed without a tag from the user.
+    """
     params, (batch,) = mlp_params(dtype=jnp.float64), batches_of(1)
     trains = {"w1": "yes", "w2": "yes", "b1": "no", "b2": "no"}
     tx = optax.multi_transform({"yes": TX, "no": optax.set_to_zero()}, trains)
@@ -797,7 +804,7 @@ def test_pieces_of_two_runs_are_not_put_together(role_threads: RoleThreads, tmp_
         match="second has pieces of several jobs, runs or steps: pserver-0 .* and pserver-1 ",
     ):
         checkpoint.load(mixed, plan.main)
-    # what the first run left is in nobody's way
+    # pieces of the first run do not block a save
     shutil.rmtree(mixed / "pserver-0")
     for ep in both:
         checkpoint.save(mixed, plan, ep, checkpoint.scatter(plan, ep, *init_of(tx)(params)))
@@ -805,7 +812,7 @@ def test_pieces_of_two_runs_are_not_put_together(role_threads: RoleThreads, tmp_
 
 
 def test_the_run_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it learned of the job it was in, what the launcher said, or a word of its own."""
+    """A run's id comes from the job, from the launcher, or from this process."""
     monkeypatch.setattr(runs, "_known", {})
     assert runs.run_of("127.0.0.1:1", {}) == THIS_PROCESS != runs.new_run()
     assert runs.run_of("127.0.0.1:1", {"DTRANS_RUN": "launched"}) == "launched"
@@ -818,14 +825,14 @@ def test_the_run_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             {"w": jnp.ones((9, 3, 3))},
-            r"there, params/w is float32\[9, 3, 2\]; in step, it is float32\[9, 3, 3\]",
+            r"its params/w is float32\[9, 3, 2\], but params/w of step is float32\[9, 3, 3\]",
         ),
         (
             {"w": jnp.ones((9, 3, 2), jnp.bfloat16)},
-            r"there, params/w is float32\[9, 3, 2\]; in step, it is bfloat16\[9, 3, 2\]",
+            r"its params/w is float32\[9, 3, 2\], but params/w of step is bfloat16\[9, 3, 2\]",
         ),
-        ({"x": jnp.ones(2)}, r"there, params/x is missing; in step, it is float32\[2\]"),
-        ({"w": None}, r"there, params/w is float32\[9, 3, 2\]; in step, it is missing"),
+        ({"x": jnp.ones(2)}, r"its params/x is missing, but params/x of step is float32\[2\]"),
+        ({"w": None}, r"its params/w is float32\[9, 3, 2\], but params/w of step is missing"),
     ],
     ids=["shape", "dtype", "more", "less"],
 )
@@ -849,7 +856,8 @@ def test_a_checkpoint_of_another_optimizer_is_one_of_another_step(saved: Any) ->
     path, _, _ = saved
     other = planned(OPTIMIZERS["sgd"])
     with pytest.raises(
-        StateError, match=r"there, opt_state/0/count is int32\[\]; in step, it is missing"
+        StateError,
+        match=r"its opt_state/0/count is int32\[\], but opt_state/0/count of step is missing",
     ):
         checkpoint.load(path, other.main)
 
@@ -876,7 +884,7 @@ def test_a_crash_while_saving_leaves_what_was_there(
     path, plan, held = saved
     first, second, third = plan.servers
     checkpoint.save(tmp_path / "2", plan, first, held[first])
-    with monkeypatch.context() as m:  # all is written but for the renaming
+    with monkeypatch.context() as m:  # everything is written, but not renamed
 
         def crash(*_: Any, **__: Any) -> None:
             raise RuntimeError("crash")
@@ -891,7 +899,7 @@ def test_a_crash_while_saving_leaves_what_was_there(
         StateError, match=f"is incomplete: pserver-1 of {second}, pserver-2 of {third} is missing"
     ):
         checkpoint.load(tmp_path / "2", plan.main)
-    # what it left is in nobody's way
+    # the remaining piece does not block a save
     checkpoint.save(tmp_path / "2", plan, second, held[second])
     checkpoint.save(tmp_path / "2", plan, third, held[third])
     assert checkpoint.latest(tmp_path) == tmp_path / "2"
@@ -904,7 +912,7 @@ def test_the_latest_is_the_last_by_number_that_is_whole(saved: Any, tmp_path: Pa
     shutil.copytree(path, tmp_path / "9")
     shutil.copytree(path, tmp_path / "10")
     shutil.copytree(path, tmp_path / "last")
-    (path / "pserver-old").mkdir()  # somebody's own
+    (path / "pserver-old").mkdir()  # a file of the user
     (tmp_path / "12").write_text("no folder")
     assert checkpoint.latest(str(tmp_path)) == tmp_path / "10"
     (tmp_path / "11").mkdir()

@@ -1,5 +1,8 @@
-"""Pieces carry the run and the step: those of two runs or steps never make up one checkpoint, and
-remains of a save that a crash has ended are in nobody's way."""
+"""Pieces record their run and step.
+
+Pieces of two runs or steps never form one checkpoint. The remains of a save that crashed do not
+block later saves.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def servers(count: int) -> Any:
 
 
 def save(path: Path, plan: Any, k: int, value: float, mark: Mark) -> None:
-    """Save what server k holds, all of it one number."""
+    """Save a state of server k in which all numbers equal `value`."""
     ep = [*plan.servers][k]
     held = checkpoint.scatter(plan, ep, {"w": jnp.full(12, float(value))}, init()[1])
     save_serving(path, plan, ep, held, mark)
@@ -54,7 +57,7 @@ def values(path: Path, plan: Any) -> list[float]:
 
 
 def test_what_a_crash_left_of_an_earlier_run_is_replaced(tmp_path: Path) -> None:
-    """At each moment the latest is one of one run, or none."""
+    """At each moment, the latest checkpoint has pieces of one run, or there is none."""
     plan, path = servers(3), tmp_path / "10"
     save(path, plan, 0, 1, OLD)
     save(path, plan, 1, 1, OLD)
@@ -80,14 +83,13 @@ def test_other_servers_replace_all_that_was_left(tmp_path: Path, count: int) -> 
 
 
 def test_pieces_of_one_run_share_a_word(tmp_path: Path) -> None:
-    """Servers know a run by the trainers that have come, which need not be the same on all of
-    them."""
+    """Servers identify a run by the ids of its trainers. Servers may know different trainers."""
     plan, path = servers(3), tmp_path / "10"
     for k, run in enumerate((("a", "b"), ("b",), ("b", "c"))):
         save(path, plan, k, 2, Mark(run, 10))
     assert values(path, plan) == [2]
     shutil.rmtree(path / "pserver-1")
-    # a word in common with each, and none with both
+    # this piece shares an id with each other piece, but no id is in all three
     save(tmp_path / "11", plan, 1, 2, Mark(("a", "c"), 10))
     (tmp_path / "11" / "pserver-1").rename(path / "pserver-1")
     with pytest.raises(
@@ -102,7 +104,7 @@ def test_pieces_of_two_steps_are_not_put_together(tmp_path: Path) -> None:
     save(path, plan, 0, 1, NEW)
     later = dataclasses.replace(NEW, step=12)
     told = (
-        r"pserver-0 exists already \(run new 1, step 10, and this is run new 1, step 12\); "
+        r"pserver-0 exists already \(run new 1, step 10; this save is run new 1, step 12\); "
         r"save each"
     )
     with pytest.raises(ConfigError, match=told):
@@ -145,7 +147,7 @@ def test_a_whole_checkpoint_is_never_written_over(tmp_path: Path) -> None:
 
 
 def test_a_job_replaces_pieces_of_steps_that_it_has_undone(tmp_path: Path) -> None:
-    """It has another run after the drop of a trainer."""
+    """After the drop of a trainer, the job has another run."""
     before = Mark(("job", "a"), 10, job="job")
     after = Mark(("job-2", "b"), 10, job="job")
     plan, path = servers(2), tmp_path / "10"
@@ -163,12 +165,12 @@ def test_a_job_replaces_pieces_of_steps_that_it_has_undone(tmp_path: Path) -> No
 
 
 def test_a_process_that_knows_no_run_replaces_nothing(tmp_path: Path) -> None:
-    """What is there may be of a process of its own run."""
+    """Existing pieces may belong to another process of the same run."""
     plan, path = servers(2), tmp_path / "10"
     save(path, plan, 0, 1, OLD)
     with pytest.raises(
         ConfigError,
-        match="contains pserver-0 .*pass the same tag in processes that were started separately",
+        match="contains pserver-0 .*started separately, pass the same tag= in each",
     ):
         checkpoint.save(
             path, plan, [*plan.servers][1], checkpoint.scatter(plan, [*plan.servers][1], *init())
@@ -177,7 +179,8 @@ def test_a_process_that_knows_no_run_replaces_nothing(tmp_path: Path) -> None:
 
 
 def test_runs_are_told_apart_under_one_tag(tmp_path: Path) -> None:
-    """A scheduler starts a job again under its old number, of which the user has made the tag."""
+    """A scheduler starts a job again with the same job number, which is the user's tag of both
+    runs."""
     plan, path = servers(2), tmp_path / "10"
     save(path, plan, 0, 1, mark_of("first run", "job 7"))
     save(path, plan, 1, 2, mark_of("second run", "job 7"))
@@ -192,7 +195,7 @@ def test_runs_are_told_apart_under_one_tag(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("torn", ["no files", "empty files"])
 def test_a_name_without_files_is_replaced(tmp_path: Path, torn: str) -> None:
-    """As a machine that lost its power may leave it."""
+    """A power failure may leave a folder without files, or with empty files."""
     plan, path = servers(2), tmp_path / "10"
     save(path, plan, 0, 1, OLD)
     for file in [f for f in (path / "pserver-0").rglob("*") if f.is_file()]:

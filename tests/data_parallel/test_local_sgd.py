@@ -1,5 +1,7 @@
-"""Local SGD: trainers take steps by themselves and average what they made. The oracle is that,
-written out: one device steps for each trainer in turn, and the states are averaged."""
+"""Local SGD: trainers take steps separately, and then average their state.
+
+The reference is one device that runs the steps of each trainer in turn, and averages the states.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def x64() -> Any:
 
 
 def loss_fn(params: Any, x: jax.Array, y: jax.Array, mask: jax.Array) -> Any:
-    """The mean over what the mask counts, the count, the predictions, and the worst error."""
+    """Return the mean over the rows that the mask counts, their number, the predictions, and the
+    largest error."""
     out = mlp_forward(params, x)
     each = jnp.sum((out - y) ** 2, -1) * mask
     return jnp.sum(each) / jnp.sum(mask), {
@@ -63,7 +66,8 @@ def mean(trees: Sequence[Any], weights: Sequence[Any]) -> Any:
 
 
 def apart(step: Any, state: Any, batch: Any, trainers: int, steps: int, weighted: bool) -> Any:
-    """One window, written out: the state after it, the loss, and the results."""
+    """Run one window of local steps by hand; return the state after it, the loss, and the
+    results."""
     ends, losses, counts, outs, worst = [], [], [], [], []
     rows = len(batch[0]) // (trainers * steps)
     for k in range(trainers):
@@ -207,8 +211,10 @@ def test_batch_statistics_go_from_step_to_step_and_are_averaged() -> None:
 
 
 def test_perturbed_steps_are_taken_by_each_trainer_for_itself() -> None:
-    """A step whose gradient is computed from another (sharpness-aware), which trainers that share
-    gradients refuse."""
+    """Sharpness-aware minimization computes its gradient from another gradient.
+
+    Trainers that share gradients refuse it.
+    """
 
     def step(params: Any, opt_state: Any, x: jax.Array) -> Any:
         loss = lambda w: jnp.mean((x @ w) ** 2)
@@ -219,7 +225,8 @@ def test_perturbed_steps_are_taken_by_each_trainer_for_itself() -> None:
     main, startup = dtrans.trace(step, params, (), x), dtrans.trace(lambda p: (p, ()), params)
     with pytest.raises(dtrans.errors.GradientError, match="computed from another derivative"):
         dtrans.nccl2(main, startup, trainers=2, batch="local")
-    exact = dtrans.nccl2(main, startup, trainers=2).simulate()  # the first gradient is that of all
+    # all trainers have the first gradient
+    exact = dtrans.nccl2(main, startup, trainers=2).simulate()
     np.testing.assert_allclose(
         exact.params(exact.step(exact.init(params), x)[0]), step(params, (), x)[0], rtol=1e-12
     )

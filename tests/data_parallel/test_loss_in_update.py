@@ -1,5 +1,4 @@
-"""Optimizers that are told the loss, or evaluate it: over collectives their numbers are those of
-one device."""
+"""Optimizers that read or evaluate the loss: collectives compute the results of one device."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ def loss_of(params: Any, x: Any, y: Any) -> Any:
 
 
 def case(name: str, value_and_grad: Any = jax.value_and_grad) -> Any:
-    """A step, its init and a batch of 14 rows, in float64."""
+    """Return a step, its init and a batch of 14 rows, in float64."""
     tx = optax.with_extra_args_support(TOLD[name])
     rng = np.random.default_rng(3)
     start, x, y = (rng.normal(size=shape) for shape in ((6, 4), (14, 6), (14, 4)))
@@ -57,8 +56,8 @@ def planned(of: Any, make: Any, **options: Any) -> Any:
 
 
 def planned_for(name: str, strategy: str) -> tuple[Any, Any]:
-    """Return a plan, and what `case` returns: two and three ranks, gradients that are marked and
-    that are not."""
+    """Return a plan, and the result of `case`, for two and three ranks, with marked or unmarked
+    gradients."""
     ranks = {"nccl2": 2, "nccl2, 3": 3, "stage 1": 2, "stage 2": 2, "stage 3": 3}[strategy]
     of = case(
         name, dtrans.value_and_grad if strategy in ("nccl2", "stage 2") else jax.value_and_grad

@@ -1,7 +1,9 @@
-"""Options of nccl2 mode that change how gradients are reduced: over nodes, in windows of
-micro-steps, in other buckets, in chains, compressed, clipped before. Each is compared with one
-device on the global batch, under everything that a plan runs under, and looked at in the
-program."""
+"""Options of nccl2 mode that change the reduction of gradients: hierarchical, over micro-steps, in
+other buckets, in chains, compressed, or clipped before.
+
+The tests compare each option with one device on the global batch, in every way to run a plan, and
+check the programs.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ from dtrans.errors import BatchError, ConfigError
 
 
 SIZES = (5, 6, 3)
-# compiled fast rather than to run fast
+# options of XLA for fast compilation
 quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 WAYS = ("simulate", "mesh", "vmap", "pmap", "shard_map")
-# JAX refuses a pmap in a pmap: of two axes one can be its own, the other is a vmap's
+# JAX refuses a pmap in a pmap, so at most one of two axes is a pmap, and the other a vmap
 MAPS = {
     "vmap": (jax.vmap, jax.vmap),
     "pmap": (jax.pmap, jax.vmap),
@@ -37,8 +39,10 @@ MAPS = {
 
 
 def on_each_trainer(plan, way, batch):
-    """`plan.function` over such batches under one of JAX's maps; each output has a leading axis of
-    trainers."""
+    """Run `plan.function` on batches under one of JAX's maps.
+
+    Each output gets a leading axis of trainers.
+    """
     names, sizes = zip(*plan.axes, strict=True)
     whole = [
         not x.ndim or bool({*spec.names} & {*plan.unsplit_inputs})
@@ -69,7 +73,7 @@ def on_each_trainer(plan, way, batch):
 
 
 def trained(plan, way, params, batches):
-    """(parameters, optimizer state, ...) after each step."""
+    """Return (parameters, optimizer state, ...) after each step."""
     if way in ("simulate", "mesh"):
         job = plan.simulate() if way == "simulate" else plan.on_mesh()
         state = job.init(params)
@@ -113,8 +117,8 @@ TX = optax.chain(optax.clip_by_global_norm(2.0), optax.sgd(0.1, momentum=0.9))
 
 
 def weighted_loss(net, x, y, mask, total=False):
-    """The mean over what the mask counts, or the sum; with results, each of which wants to be
-    merged in its own way."""
+    """Return the mean or the sum over the rows that the mask counts, and results for each kind of
+    merge."""
     predicted = mlp_forward(net, x)
     each = jnp.sum((predicted - y) ** 2, -1) * mask
     count = jnp.sum(mask)
@@ -132,12 +136,13 @@ def weighted_loss(net, x, y, mask, total=False):
 
 
 def norm_of(grads):
-    """The global norm, of NumPy's arrays too."""
+    """Return the global norm of arrays of JAX or NumPy."""
     return sum((g**2).sum() for g in jax.tree.leaves(grads)) ** 0.5
 
 
 def step_of(tx, total=False):
-    """A step that also keeps the largest number seen, and returns the norm of the gradient."""
+    """Return a step whose state has the largest number so far, and whose result is the gradient's
+    norm."""
 
     def step(params, opt_state, x, y, mask):
         of = lambda net: weighted_loss(net, x, y, mask, total)
@@ -162,7 +167,10 @@ def start():
 
 
 def batches_of(weighted, rows=32, steps=3):
-    """With a mask whose sums differ from part to part, where they are a weight."""
+    """Return batches.
+
+    If the option is weighted, they have a mask whose sums differ between parts.
+    """
     return [
         (x, y, mask if weighted else jnp.ones_like(mask))
         for x, y, mask in (batch(seed, rows, jnp.float64) for seed in range(steps))
@@ -183,7 +191,7 @@ def plan_of(trainers, tx=TX, **options):
 
 @functools.cache
 def alone(weighted, total):
-    """(parameters, optimizer state, loss, results) after each step on one device."""
+    """Return (parameters, optimizer state, loss, results) after each step on one device."""
     step, made = jitted_step(TX, total), []
     now = start(), TX.init(start()["net"])
     for part in batches_of(weighted):
@@ -193,7 +201,8 @@ def alone(weighted, total):
 
 
 def with_each(made, plan, part):
-    """What one device makes, with a row per trainer of the result that is merged so."""
+    """Return one device's results, with a row for each trainer if the result is merged by
+    "each"."""
     if plan.merges["aux/first"] != "each":
         return made
     first = np.asarray(part[0])[:, 0].reshape(plan.trainers, -1).max(1)
@@ -201,10 +210,11 @@ def with_each(made, plan, part):
 
 
 def cases(of):
-    """Each option with every number of trainers, and with four in every way if it is no combination
-    of options.
+    """Yield each option with every number of trainers. A single option with four trainers runs in
+    every way.
 
-    Of those ways every other one is for `make nightly`; with the next option it is the others.
+    `make test` runs every second of these ways, and `make nightly` runs the others. The next option
+    begins with the other half.
     """
     made = []
     for name, options in of.items():
@@ -273,7 +283,7 @@ def test_every_way_to_reduce_gives_the_numbers_of_one_device(options, trainers, 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("first", ["simulate", "pmap", "vmap of pmap", "shard_map"])
 def test_a_plan_runs_under_one_map_after_the_other(first):
-    """Also with the trainers of a node in a pmap that is in a vmap of nodes."""
+    """Also map the trainers of a node by a pmap inside a vmap over nodes."""
     plan, batches = plan_of.__wrapped__(4, **COUNT, **NODES), batches_of(True, steps=1)
     for way in (first, "vmap of pmap", "shard_map", "pmap", "vmap"):
         (got,) = trained(plan, way, start(), batches)
@@ -284,7 +294,7 @@ gradient = quick(jax.grad(lambda *args: weighted_loss(*args)[0]))
 
 
 def parts_of(params, part, trainers):
-    """The gradient of each trainer's part, and its share of the whole weight."""
+    """Return the gradient of each trainer's part, and the part's share of the total weight."""
     parts = list(zip(*(np.split(np.asarray(x), trainers) for x in part), strict=True))
     shares = np.array([mask.sum() for _, _, mask in parts]) / np.asarray(part[2]).sum()
     return jax.device_get([gradient(params["net"], *p) for p in parts]), shares
@@ -330,8 +340,10 @@ def test_each_trainer_clips_its_own_gradient_before_they_are_averaged(options, t
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage", [0, 1], ids=["nccl2", "sharding"])
 def test_a_clip_of_each_micro_batch_comes_before_they_are_added_up(stage):
-    """By hand: gradients (3, 0), (0, 0.5), (0, 4) and (1, 0), clipped to 1 and averaged; together
-    nothing else is."""
+    """Clip the gradients (3, 0), (0, 0.5), (0, 4) and (1, 0) to 1 by hand, and average them.
+
+    The clip happens before the sum.
+    """
     x = jnp.asarray([[3.0, 0.0], [0.0, 0.5], [0.0, 4.0], [1.0, 0.0]])
     loss = lambda params, x: jnp.mean(x @ params["w"])
     init = lambda key: (p := {"w": jnp.zeros(2)}, optax.sgd(1.0).init(p))
@@ -357,6 +369,56 @@ def test_a_clip_of_each_micro_batch_comes_before_they_are_added_up(stage):
     each = [np.array([1.5, 0.25]), np.array([0.5, 2.0])]
     want = -sum(g / np.linalg.norm(g) for g in each) / 2
     np.testing.assert_allclose(got["step"], want, rtol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    "strategy, per",
+    [
+        ("nccl2", "step"),
+        ("nccl2", "micro_batch"),
+        ("sharding", "step"),
+        ("sharding", "micro_batch"),
+        ("scaled", "step"),  # plans with a scaled loss do not clip each micro-batch
+    ],
+)
+def test_a_clip_by_norm_limits_the_gradient_of_each_parameter(strategy, per):
+    """Compute Paddle's ClipByNorm by hand on each trainer, before the all-reduce."""
+    x = jnp.asarray([[3.0, 0.25], [0.0, 0.25], [0.0, 8.0], [1.0, 8.0]])
+    loss = lambda params, x: jnp.mean(x[:, 0] * params["a"] + x[:, 1] * params["b"])
+    init = lambda key: ({"a": jnp.zeros(()), "b": jnp.zeros(())}, optax.sgd(1.0).init(0))
+    key = jax.random.key(0)
+    main = dtrans.trace(dtrans.make_train_step(loss, optax.sgd(1.0)), *init(key), x)
+    reduce = dtrans.Reduce(clip_local_norm=1.0, clip_local_per=per, clip_local_by="norm")
+    options = {"num_micro_batch": 2, "reduce": reduce}
+    if strategy == "nccl2":
+        plan = dtrans.nccl2(main, dtrans.trace(init, key), trainers=2, **options)
+    else:
+        precision = None
+        if strategy == "scaled":  # gradients of a scaled loss are clipped at their true size
+            precision = dtrans.Precision("bf16", loss_scaling=128)
+        given = (main, dtrans.trace(init, key))
+        plan = dtrans.sharding(*given, stage=1, degree=2, precision=precision, **options)
+    job = plan.simulate()
+    state, _ = job.step(job.init(key), x)
+    a = {"step": -(1.0 + 0.5) / 2, "micro_batch": -(1 + 0 + 0 + 1) / 4}[per]
+    got = jax.device_get(job.params(state))
+    np.testing.assert_allclose((got["a"], got["b"]), (a, -(0.25 + 1.0) / 2), rtol=1e-12)
+
+
+def test_a_clip_by_norm_needs_a_norm_and_parameters_that_are_not_cut_into_stages():
+    with pytest.raises(ConfigError, match="clip_local_by='norm' needs clip_local_norm, but that"):
+        dtrans.Reduce(clip_local_by="norm")
+    with pytest.raises(ConfigError, match="clip_local_by must be 'global_norm' or 'norm', it is 2"):
+        dtrans.Reduce(clip_local_norm=1.0, clip_local_by=2)
+    tx, x = optax.sgd(1.0), jnp.ones((4, 2))
+    init = lambda: (p := {"w": jnp.ones(2)}, tx.init(p))
+    step = dtrans.make_train_step(lambda p, x: jnp.mean(jnp.tanh(x @ p["w"])), tx)
+    reduce = dtrans.Reduce(clip_local_norm=1.0, clip_local_by="norm")
+    with pytest.raises(ConfigError, match="^clip_local_by is 'norm', but if one parameter"):
+        dtrans.pipeline(
+            dtrans.trace(step, *init(), x), dtrans.trace(init), num_stages=1, reduce=reduce
+        )
 
 
 def test_a_clip_of_each_micro_batch_needs_a_norm_and_a_plain_scale():
@@ -392,8 +454,11 @@ COMPRESS = {
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("options,trainers,way", cases(COMPRESS))
 def test_what_is_compressed_is_as_far_off_as_its_type_says(options, trainers, way):
-    """What n trainers send is rounded once and their sum n - 1 times, each time by at most the unit
-    roundoff of what is added up, or by half of fp16's least number. One trainer sends nothing."""
+    """The gradients of n trainers are rounded once, and their sum n - 1 times.
+
+    Each rounding is at most the unit roundoff of the summands, or half of the smallest number of
+    fp16. A single trainer sends nothing.
+    """
     plan, batches = plan_of(trainers, PLAIN, **options), batches_of("example_count" in options)
     unit, least = (2.0**-8, 0.0) if options["compress"] == "bf16" else (2.0**-11, 2.0**-25)
     least *= trainers / options.get("compress_scale", 1.0)
@@ -421,8 +486,8 @@ def test_what_is_compressed_is_as_far_off_as_its_type_says(options, trainers, wa
 
 
 def noisy_step(params, state, x, scales, key):
-    """Statistics that depend on the order of what is seen, a loss that depends on a key, and what
-    it drew."""
+    """Return a step with statistics that depend on the order of rows, a loss that depends on a key,
+    and the random numbers as result."""
 
     def loss(w):
         return jnp.mean((x * scales @ w + jax.random.normal(key, x.shape[:1])) ** 2)
@@ -452,7 +517,7 @@ NOISY = [
     "trainers,options,way", [(*of, way) for *of, ways in NOISY for way in ways]
 )
 def test_statistics_go_from_micro_step_to_micro_step_and_keys_differ(trainers, options, way):
-    """By hand: the key is folded with the trainer (one trainer has it as it is), then with the
+    """Fold the key by hand: first with the trainer (if there are several trainers), then with the
     micro-step."""
     jitted, params = quick(noisy_step), {"seen": jnp.ones(()), "w": jnp.ones(3)}
     x, scales = mlp_batch(16, (3, 1), jnp.float64)[0], jnp.array([1.0, 0.5, 2.0])
@@ -499,7 +564,7 @@ def planned(tx, params, loss=counted_loss, has_aux=True, like=None, **options):
 
 
 def collectives(plan):
-    """(kind, axes) of each, in order; those in a scan would be among them."""
+    """Return the kind and axes of each collective, in order, including collectives in a scan."""
     kinds = ("all_reduce", "reduce_scatter", "all_gather")
     return [
         (e.primitive.name, e.params["over"])
@@ -552,8 +617,10 @@ def test_a_window_reduces_once_and_not_inside():
     ],
 )
 def test_buckets_by_epls_rule(sizes, max_buckets, groups):
-    """As epl/communicators/coalescing.py makes them; gradients come in the order of the backward
-    pass."""
+    """The expected groups follow epl/communicators/coalescing.py.
+
+    Gradients come in the order of the backward pass.
+    """
     params = {f"w{i:02}": jnp.zeros(n) for i, n in enumerate(sizes)}
     loss = lambda p, x: jnp.mean(x) * sum(jnp.sum(q**2) for q in p.values())
     options = {"trainers": 2, "max_buckets": max_buckets, "kind": "local"}
@@ -574,8 +641,7 @@ def test_buckets_by_epls_rule_never_mix_types():
 )
 @pytest.mark.parametrize("nodes", [False, True])
 def test_reductions_of_a_chain_wait_for_each_other(nodes, count, waits):
-    """What a barrier takes from one reduction and gives to another, by the numbers of their
-    buckets."""
+    """A barrier makes one reduction wait for another. The expected pairs are numbers of buckets."""
     params = {n: jnp.zeros(4) for n in "abcd"}
     loss = lambda p, x: jnp.mean(x) * sum(jnp.sum(q**2) for q in p.values())
     options = NODES if nodes else {}
@@ -601,8 +667,8 @@ def test_reductions_of_a_chain_wait_for_each_other(nodes, count, waits):
 
 
 def test_clipping_before_and_after_the_sum_are_different_things():
-    """Gradients (3, 0) and (0, 4): each clipped to 1 and then averaged, or averaged and then
-    clipped to 1."""
+    """With the gradients (3, 0) and (0, 4), clipping to 1 before averaging differs from clipping
+    after averaging."""
     params = {"a": jnp.zeros(()), "b": jnp.zeros(())}
     loss = lambda p, x: jnp.mean(x[:, 0] * p["a"] + x[:, 1] * p["b"])
     x = jnp.array([[3.0, 0.0], [0.0, 4.0]])
@@ -661,7 +727,7 @@ def test_a_result_that_every_micro_step_makes_must_be_merged_by_the_user():
     ):
         planned(*given, trainers=2, num_micro_batch=2, kind="local")
     plan = planned(*given, trainers=2, num_micro_batch=2)[1]
-    # a count that no parameter enters is made once
+    # a count that depends on no parameter is computed once
     assert plan.merges == {
         "loss": "sum",
         "aux": "same",
@@ -716,7 +782,7 @@ def test_a_complex_gradient_is_clipped_by_its_absolute_value():
 
 
 def of_counted(params, x, mask):
-    """A mean over what the mask counts, which is nothing over nothing where it counts nothing."""
+    """Return a mean over the rows that the mask counts; 0/0 if the mask counts none."""
     return jnp.sum((x @ params["w"]) ** 2 * mask) / jnp.sum(mask), {"count": jnp.sum(mask)}
 
 
@@ -745,8 +811,10 @@ def test_a_part_that_counts_for_nothing_is_nothing(options):
 def test_results_from_gradients_and_the_batch_are_weighted_as_they_are_without_a_window(
     options, way
 ):
-    """The norm of the reduced gradient times a mean over a trainer's own part: the same for every
-    way to divide."""
+    """Return the norm of the reduced gradient times a mean over a trainer's part.
+
+    All divisions of the batch give the same result.
+    """
 
     def step(params, opt_state, x, mask):
         (loss, aux), grads = dtrans.value_and_grad(of_counted, has_aux=True)(params, x, mask)
@@ -788,8 +856,8 @@ def test_the_weight_is_added_up_and_nothing_else():
     "options", [{"num_micro_batch": 2, "example_count": "aux/count"}, {"local_sgd": 1}]
 )
 def test_sums_of_16_bits_do_not_overflow_on_their_way(options):
-    """The gradient and the parameters fit into float16; times the count, or times the trainers,
-    they do not."""
+    """The gradient and the parameters fit into float16, but their products with the count or the
+    number of trainers do not."""
     params = {"w": jnp.full(2, 20000.0, jnp.float16)}
     loss = lambda p, x, mask: (jnp.mean(x @ p["w"] / 100), {"count": jnp.sum(mask)})
     x, mask = jnp.ones((16, 2), jnp.float16), jnp.full(16, 4000.0)

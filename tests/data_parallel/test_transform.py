@@ -1,5 +1,5 @@
-"""Trainers that average gradients compute what one device computes, reduce no byte more, and say
-what they refuse."""
+"""Data-parallel trainers compute the results of one device, reduce no unnecessary byte, and refuse
+impossible steps."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def plan_of(
 
 
 def mapped(plan: Any, way: str) -> Callable[..., Any]:
-    """`plan.function` over the global batch, under one of JAX's own maps."""
+    """Return `plan.function` over the global batch, under one of JAX's maps."""
     n, out = plan.trainers, plan.program.out
     ways = [plan.merges.get(name, "same") for name in out.names]
     own = [w in ("concat", "each") for w in ways]
 
     def run(params: Any, opt_state: Any, *batch: Any) -> Any:
-        if n == 1:  # nothing is reduced: the function needs no map
+        if n == 1:  # nothing is reduced, so the function needs no map
             return jax.jit(plan.function)(params, opt_state, *batch)
         is_split = lambda x: bool(x.ndim)
         one = lambda *args: out.flatten(plan.function(*args))
@@ -99,7 +99,7 @@ def mapped(plan: Any, way: str) -> Callable[..., Any]:
 
 
 def train(plan: Any, way: str, params: Any, batches: Any) -> tuple[Any, Any, list[Any]]:
-    """Parameters, optimizer state and the results of each step."""
+    """Return the parameters, the optimizer state, and the results of each step."""
     results = []
     if way in MAPS:
         run, (params, opt_state) = mapped(plan, way), plan.startup(params)
@@ -116,7 +116,7 @@ def train(plan: Any, way: str, params: Any, batches: Any) -> tuple[Any, Any, lis
 
 
 def alone(step: Any, init: Any, params: Any, batches: Any) -> tuple[Any, Any, list[Any]]:
-    """The same on one device."""
+    """Return the values that `train` returns, computed on one device."""
     (params, opt_state), results = init(params), []
     for batch in batches:
         params, opt_state, *rest = jax.jit(step)(params, opt_state, *batch)
@@ -135,8 +135,11 @@ def same_as_one_device(
     has_aux: bool = False,
     **options: Any,
 ) -> Any:
-    """Train both ways; parameters, optimizer state and every result must agree. The plan and what
-    it gave."""
+    """Train with the plan and on one device, and compare parameters, optimizer state and all
+    results.
+
+    Return the plan and the job's values.
+    """
     step, init = dtrans.make_train_step(loss, tx, has_aux=has_aux), init_of(tx)
     return same_step(step, init, params, batches, way=way, rtol=rtol, **options)
 
@@ -172,7 +175,7 @@ def square(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def square_case(rows: int = 8) -> tuple[dict[str, jax.Array], list[tuple[jax.Array, jax.Array]]]:
-    """Parameters of `square`, and batches, in float64."""
+    """Return the parameters of `square`, and batches, in float64."""
     return {"w": mlp_params((5, 3), F64)["w1"]}, batches_of(rows, sizes=(5, 3))
 
 
@@ -219,7 +222,8 @@ def tied(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def model_cases() -> dict[str, tuple[Any, Any, Any]]:
-    """(loss, optimizer, parameters), made where float64 is on."""
+    """Return (loss, optimizer, parameters) of each case. Call the function where float64 is
+    enabled."""
     w = mlp_params(dtype=F64)
     frozen = optax.chain(
         optax.sgd(0.1), optax.masked(optax.set_to_zero(), {n: n == "w1" for n in w})
@@ -247,7 +251,7 @@ def test_every_model_equals_one_device(model: str, trainers: int, way: str) -> N
 
 @pytest.mark.parametrize("way", JOBS)
 def test_bfloat16_leaves_equal_one_device_to_their_precision(way: str) -> None:
-    """A bfloat16 has 8 bits: each of a few roundings is at most 2^-8 of the value."""
+    """bfloat16 has 8 bits, so each of a few roundings is at most 2^-8 of the value."""
     params = mlp_params(dtype=jnp.bfloat16)
     batches = batches_of(dtype=jnp.bfloat16)
     same_as_one_device(mlp_loss, optax.sgd(0.1), params, batches, way=way, trainers=4, rtol=2**-6)
@@ -305,7 +309,7 @@ def test_one_trainer_with_an_infinite_gradient_stops_the_update_of_all(way: str)
 
 @jax.custom_vjp
 def clipped_backward(w: jax.Array) -> jax.Array:
-    """The identity; its gradient is clipped to norm 1."""
+    """Return the argument; its gradient is clipped to norm 1."""
     return w
 
 
@@ -319,8 +323,10 @@ clipped_backward.defvjp(
 def test_a_clip_in_the_optimizer_is_of_the_mean_and_a_clip_in_the_loss_of_each_trainer(
     way: str,
 ) -> None:
-    """Gradients (3, 0) and (0, 4): their mean (1.5, 2), clipped to 1, is (0.6, 0.8); clipped first
-    they are (1, 0) and (0, 1), whose mean is (0.5, 0.5)."""
+    """The gradients are (3, 0) and (0, 4). Their mean (1.5, 2), clipped to 1, is (0.6, 0.8).
+
+    If each gradient is clipped first, they are (1, 0) and (0, 1), and the mean is (0.5, 0.5).
+    """
     gradients = jnp.array([[3.0, 0.0], [0.0, 4.0]])
     params = {"w": jnp.zeros(2)}
     after = plan_of(
@@ -359,7 +365,7 @@ def test_a_loss_that_is_a_sum_over_the_batch_is_summed(trainers: int, way: str) 
 
 
 def masked_mean(params: Any, x: jax.Array, y: jax.Array, mask: jax.Array) -> Any:
-    """The mean over the rows that are there; how many those are."""
+    """Return the mean over the rows that the mask counts, and the number of these rows."""
     errors = ((x @ params["w"] - y) ** 2).sum(1)
     return jnp.sum(errors * mask) / jnp.sum(mask), {"count": jnp.sum(mask)}
 
@@ -383,7 +389,7 @@ def test_parts_of_unequal_weight_give_the_exact_mean_and_not_the_mean_of_means(w
     )
     assert plan.merges == {"loss": "mean", "aux/count": "sum"}
     options = {"trainers": 4, "has_aux": True}
-    # with nothing said
+    # without the option
     same_as_one_device(masked_mean, optax.sgd(0.1), params, batches, way=way, **options)
     unweighted = plan_of(masked_mean, optax.sgd(0.1), params, *batches[0], kind="local", **options)
     means, _, _ = train(unweighted, way, params, batches)
@@ -481,7 +487,7 @@ def dropout(params: Any, x: jax.Array, y: jax.Array, key: jax.Array) -> jax.Arra
 @pytest.mark.parametrize("way", [*JOBS, *MAPS])
 @pytest.mark.parametrize("trainers", [1, 2, 4])
 def test_a_key_of_the_batch_is_each_trainers_own(trainers: int, way: str) -> None:
-    """By hand: the key folded with the number of the trainer; one trainer has it as it is."""
+    """Fold the key with the trainer's index by hand. A single trainer uses the key unchanged."""
     params, ((x, y), _) = square_case()
     key = jax.random.key(7)
     plan = plan_of(dropout, optax.sgd(0.1), params, x, y, key, trainers=trainers, kind="local")
@@ -622,8 +628,8 @@ def test_a_count_of_rows_that_is_known_when_traced_is_that_of_the_global_batch(w
 
 
 def with_norms(total: Any, tx: Any) -> Any:
-    """A step that returns norms of gradients, updates and new parameters, and how many gradients
-    are positive."""
+    """Return a step whose results are norms of gradients, updates and new parameters, and the
+    number of positive gradients."""
 
     def step(params: Any, opt_state: Any, x: jax.Array, y: jax.Array) -> Any:
         value, grads = dtrans.value_and_grad(total)(params, x, y)
@@ -683,7 +689,8 @@ def test_a_norm_that_reads_an_unknown_gradient_is_the_norm_of_one_device() -> No
         return new, opt_state, value, optax.tree.norm(grads)
 
     plan, _ = same_step(step, lambda p: (p, ()), params, batches, way="simulate", trainers=4)
-    assert plan.notes[0].startswith("no gradients are reduced: aux: computed from gradients, but")
+    reason = "no gradients are reduced: aux: computed from gradients and from another derivative"
+    assert plan.notes[0].startswith(reason)
 
 
 @pytest.mark.parametrize("way", JOBS)
@@ -722,9 +729,12 @@ def test_a_step_that_returns_a_dict_returns_the_rest_of_it() -> None:
 def test_compressed_gradients_are_as_far_off_as_their_type_says(
     trainers: int, to: str, unit: float, scale: float, way: str
 ) -> None:
-    """Of n gradients each is rounded once and their sum n - 1 times, each time by at most `unit` of
-    what is added up: the mean is off by n * unit * (mean of |g|) and terms of unit^2, and by what
-    lies below fp16's least number."""
+    """Each of n gradients is rounded once, and their sum n - 1 times, each time by at most `unit`
+    times the summands.
+
+    So the error of the mean is at most n * unit * (mean of |g|), plus terms of unit^2. Numbers
+    below the smallest number of fp16 add to it.
+    """
     params, ((x, y), _) = square_case()
     plan = plan_of(
         square, optax.sgd(1.0), params, x, y, trainers=trainers, compress=to, compress_scale=scale
@@ -765,8 +775,10 @@ def test_a_sum_that_overflows_in_fp16_arrives_as_infinity(way: str) -> None:
 
 @pytest.mark.parametrize("way", JOBS)
 def test_large_weights_do_not_overflow_compressed_gradients(way: str) -> None:
-    """A gradient of 1 on 100,000 examples is more than an fp16 holds, where it is multiplied before
-    it is reduced."""
+    """The product of a gradient of 1 and 100,000 examples overflows fp16.
+
+    So the product must not come before the reduction.
+    """
     loss = lambda params, x: (jnp.mean(x) * params["w"], jnp.sum(x) * 100_000)
     params, batch = {"w": F64(0.0)}, (jnp.ones(4),)
     plan = plan_of(
@@ -784,7 +796,7 @@ def reductions(plan: Any) -> list[Any]:
 
 
 def mixed_case() -> tuple[Any, dict[str, jax.Array], tuple[jax.Array, jax.Array]]:
-    """A loss whose parameters are of three types, and a batch."""
+    """Return a loss whose parameters have three types, and a batch."""
 
     def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         h = jnp.tanh(x.astype(jnp.bfloat16) @ params["low"]).astype(jnp.float32)
@@ -850,7 +862,7 @@ def test_one_trainer_reduces_nothing() -> None:
 def rows_case(
     count: int, shape: tuple[int, ...] = (128,)
 ) -> tuple[Any, dict[str, jax.Array], jax.Array]:
-    """A chain of `count` layers, with parameters of 1 kB each by default."""
+    """Return a chain of `count` layers, with parameters of 1 kB each by default."""
     params = {f"w{i}": jnp.full(shape, 1.0 + i, F64) for i in range(count)}
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
@@ -912,7 +924,7 @@ def test_each_reduction_stands_right_after_the_equation_that_makes_its_last_grad
 
 
 def lowered(plan: Any, params: Any, *batch: Any) -> str:
-    """The StableHLO of the mesh job's step."""
+    """Return the StableHLO text of the step of a mesh job."""
     job = plan.on_mesh()
     state = job.init(params)
     text: str = job.lower(state, *batch).as_text()
@@ -972,7 +984,7 @@ def test_a_pmap_in_the_step_is_refused() -> None:
 
 @pytest.mark.parametrize("way", JOBS)
 def test_an_axis_of_the_steps_own_vmap_may_have_the_name_of_ours(way: str) -> None:
-    """Its psum is gone when the step is traced, and is a sum over this trainer's examples."""
+    """Tracing replaces the psum of the step's vmap with a sum over this trainer's examples."""
 
     def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         error = lambda x, y: jnp.sum((x @ params["w"] - y) ** 2)
@@ -1027,7 +1039,7 @@ def test_a_gradient_that_two_leaves_share_is_reduced_once(
 
 @pytest.mark.parametrize("way", JOBS)
 def test_a_gradient_that_no_equation_makes(way: str) -> None:
-    """It is an input, or a number."""
+    """The gradient is an input or a constant."""
     loss = lambda params, c: params["s"] * c + params["t"]
     params = {"s": F64(3.0), "t": F64(1.0), "u": F64(1.0)}
     tx = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1))
@@ -1035,7 +1047,7 @@ def test_a_gradient_that_no_equation_makes(way: str) -> None:
 
 
 def test_three_trainers_divide_bfloat16_gradients_by_three() -> None:
-    """Not multiply by a third: that is off by 2^-9 in bfloat16."""
+    """Division by three is not multiplication by 1/3, which differs by 2^-9 in bfloat16."""
     params, batch = {"w": jnp.bfloat16(0.0)}, (jnp.full(3, 3.0, jnp.bfloat16),)
     loss = lambda params, x: params["w"] * jnp.sum(x)
     plan = plan_of(loss, optax.sgd(1.0), params, *batch, trainers=3, kind="local")
@@ -1142,7 +1154,8 @@ def test_a_batch_that_the_trainers_do_not_divide_is_refused_by_its_name() -> Non
         ):
             job.step(state, x)
         with pytest.raises(
-            TraceError, match="^batch argument 1 has another structure than it was traced with"
+            TraceError,
+            match="^batch argument 1 does not have the structure with which it was traced",
         ):
             job.step(state, x, {"y": y})
         job.step(state, x, y)
@@ -1284,16 +1297,16 @@ r"'median'"),
         (dict(merge={"accuracy": "mean"}),
          "merge names 'accuracy', expected an output of trainers: loss, "
 "aux/n, aux/rows, "),
-        (dict(merge={"params/mean": "each"}), r"merge\['params/mean'\]='each': every trainer must "
-r"have the same state"),
-        (dict(merge={"params/mean": "concat"}), r"merge\['params/mean'\]='concat': every trainer "
-r"must have the same"),
+        (dict(merge={"params/mean": "each"}), r"merge\['params/mean'\]='each': params/mean is state, which must "
+r"be equal on every trainer"),
+        (dict(merge={"params/mean": "concat"}), r"merge\['params/mean'\]='concat': params/mean is "
+r"state, which must be equal"),
         (dict(merge={"aux/n": "mean"}),
          r"merge\['aux/n'\]='mean': aux/n is int32\[\]; write 'sum' or "
 r"'max' or 'each'"),
         (dict(merge={"loss": "concat"}),
          r"merge\['loss'\]='concat': the result is float64\[\], which "
-r"has no dim 0"),
+r"has no dimension 0"),
         (dict(merge={"aux/some": "sum"}),
          r"merge\['aux/some'\]='sum': aux/some is bool\[\]; write 'max' "
 r"or 'each'"),
@@ -1302,8 +1315,8 @@ r"or 'each'"),
 "aux/n, aux/rows"),
         (dict(example_count="aux/rows"), r"example_count='aux/rows' is float64\[8\]; "
 "expected a scalar"),
-        (dict(example_count="out4"), "example_count='out4' is computed from gradients, which it "
-"must weight"),
+        (dict(example_count="out4"), "example_count='out4' is computed from gradients, but the "
+"count must weight"),
         (dict(example_count="aux/some"), r"example_count='aux/some' is bool\[\]; "
 "expected a number"),
     ],
@@ -1355,7 +1368,8 @@ def test_statistics_of_integers_must_say_how_they_are_merged() -> None:
     params["seen"] = jnp.zeros((), jnp.int64)
     with pytest.raises(
         ConfigError,
-        match=r"^params/seen is int64\[\], and each trainer computes another value .*write merge=",
+        match=r"^params/seen is int64\[\], and each trainer computes a different value "
+        ".*write merge=",
     ):
         plan_of_step(step, lambda p: (p, ()), params, *batch, kind="local")
     same_step(step, lambda p: (p, ()), params, [batch], way="mesh", merge={"params/seen": "sum"})
@@ -1378,7 +1392,7 @@ def test_a_batch_whose_rows_differ_is_refused_where_results_may_grow_with_it() -
     loss = lambda params, x, y, scales: (jnp.mean((x @ params["w"] * scales - y) ** 2), x.sum(1))
     params, (batch, _) = square_case()
     with pytest.raises(
-        ConfigError, match=r"^aux may grow with the batch, .* y has 8 and scales has 3 rows"
+        ConfigError, match=r"^the shape of aux may depend on .* y has 8 and scales has 3 rows"
     ):
         plan_of(loss, optax.sgd(0.1), params, *batch, jnp.ones(3), has_aux=True, kind="local")
     with pytest.raises(

@@ -1,4 +1,5 @@
-"""Derivative rules of users on pieces: gradients of terms add up to the gradient of the whole."""
+"""Custom derivative rules on pieces: gradients of terms add up to the gradient of the full
+function."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ straight_through.defjvps(lambda t, out, x: t * 0.5)
 
 @jax.custom_vjp
 def scaled(w, x):
-    """A product whose rule is another than its derivative, and sums over rows."""
+    """Return a product with a rule that differs from its derivative, and with sums over rows."""
     return x @ w
 
 
@@ -47,7 +48,7 @@ scaled.defvjp(
 
 @jax.custom_vjp
 def normed(x):
-    """A rule that mixes rows."""
+    """Return a function whose rule mixes rows."""
     return x * 2.0
 
 

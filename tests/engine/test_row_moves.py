@@ -69,7 +69,10 @@ def test_rows_that_all_need_are_gathered_in_their_sequence(x64):
 
 
 def test_a_gather_of_a_few_rows_is_not_dearer_than_before():
-    """Rows that are compared with all rows, and that a concatenation makes twice as many."""
+    """Compare rows with all rows.
+
+    A concatenation doubles the rows. The gather must not move more bytes than before.
+    """
     fn = lambda x: jnp.concatenate([x, x]) @ jnp.concatenate([x, x]).T
     program = split(traced(fn)(np.zeros((8, 4), "float32")), {0: 0}, 2, AXIS)
     assert sum(program.moved.values()) <= 8 * 4 * 4
@@ -104,7 +107,7 @@ def test_layouts_have_one_name():
 
 
 def by_micro_batches(w, x, y):
-    """Add up gradients of four micro-batches by hand, with a number of them."""
+    """Add up the gradients of four micro-batches, each taken by its number."""
     loss = lambda w, x: jnp.square(critic(w, x)).sum()
 
     def turn(carry, part):
@@ -141,7 +144,7 @@ def test_a_loop_over_rows_takes_those_of_the_shard(x64, name, rows, shards):
     if shards == 2 or name not in (
         "rows of two",
         "map with batch size",
-    ):  # which shards have in parts
+    ):  # shards have terms of it
         assert not program.gathers and set(kinds(program)) == {"all_reduce"}, program.gathers
 
 

@@ -7,6 +7,7 @@ of this process. Results are compared with one device in 64 bits. For a result t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 
@@ -33,6 +34,7 @@ from shard_programs import (
     whole_of,
 )
 
+import dtrans
 from dtrans._jax import equations
 from dtrans.data_parallel.plan import collectives
 from dtrans.engine.split import split
@@ -44,7 +46,7 @@ from dtrans.tensor_parallel.defaults import default_axes
 
 
 def soak(*values):
-    """A case that is left out unless asked for."""
+    """Return a case that runs only in `make nightly`."""
     return pytest.param(*values, marks=pytest.mark.rotated)
 
 
@@ -120,8 +122,10 @@ def test_no_array_of_all_logits_is_made():
 
 
 def test_what_cross_entropy_moves():
-    """D=64, C=1000, b=8 on 4 shards: O(b) forward; with the gradient of the features far less than
-    data parallelism."""
+    """With D=64, C=1000, b=8 on 4 shards, forward moves O(b) bytes.
+
+    With the gradient of the features, a step moves far less than data parallelism.
+    """
     d, c, b, n = 64, 1000, 8, 4
     args = [jnp.zeros(s, "float32") for s in ((d, c), (c,), (b, d))] + [jnp.zeros(b, "int32")]
     for loss in LOSSES:
@@ -149,7 +153,7 @@ def test_three_steps_of_sgd(x64, shards, classes):
     whole = quick(step)
     for _ in range(3):
         w, b, loss = whole(w, b, x, y)
-        *held, found = run(*held, x, y)  # padding is what the last step left there
+        *held, found = run(*held, x, y)  # the last operation determines the padding
         np.testing.assert_allclose(found, loss, rtol=1e-12)
     np.testing.assert_allclose(whole_of(held[0], 1, classes), w, rtol=1e-12)
     np.testing.assert_allclose(whole_of(held[1], 0, classes), b, rtol=1e-12)
@@ -183,7 +187,7 @@ def test_the_position_of_what_is_not_a_number_or_infinite(x64):
 
 
 def test_positions_never_are_floats():
-    """2^24 + 1 is no float32."""
+    """The integer 2^24 + 1 is not a float32."""
     jaxpr = traced(lambda x: jnp.argmax(x, -1))(jax.ShapeDtypeStruct((2**25,), "float32"))
     program = split(jaxpr, {0: 0}, 4, AXIS)
     for e in equations(program.jaxpr):
@@ -239,7 +243,7 @@ def test_embeddings_and_their_gradients(x64, cuts, mode):
         ids[0] = -1, 11, 200
     look_up = lambda e, i: jnp.asarray(e).at[i].get(mode=mode) if mode else e[i]
     fn = lambda e, i: (look_up(e, i), jax.grad(lambda e: (look_up(e, i) ** 2).sum())(e))
-    if mode == "fill":  # NaN where there is no row
+    if mode == "fill":  # NaN if there is no row
         fn = lambda e, i: (
             look_up(e, i),
             jax.grad(lambda e: jnp.nan_to_num(look_up(e, i)).sum())(e),
@@ -319,7 +323,7 @@ def test_columns_then_columns_gathers_what_is_smallest(x64):
     assert program.out_axes == (1,)
     assert all(g.shape not in ((5, 10), (10, 3)) for g in program.gathers)
     wide = checked(lambda h, w: h @ w, (floats(64, 12), floats(12, 3)), {0: 1, 1: 1}, 2)
-    assert kinds(wide) == ["all_to_all", "all_reduce"]  # the kernel, not the input, which is large
+    assert kinds(wide) == ["all_to_all", "all_reduce"]  # gathers the kernel, not the large input
 
 
 def attention(wq, wk, wv, wo, x):
@@ -345,7 +349,8 @@ def test_heads_of_attention(x64, shards):
 
 
 def test_a_layer_of_a_transformer_takes_four_sums():
-    """Two sums forward and two backward, of the size of the input, as in Megatron: default axes."""
+    """As in Megatron, a layer has two sums forward and two backward, each with the size of the
+    input."""
 
     def loss(params, x, y):
         for wq, wk, wv, wo, w1, b1, w2, b2 in params[:-1]:
@@ -393,6 +398,47 @@ def test_convolutions(x64, shards):
     assert program.out_axes == (3, 0, 2) and not program.gathers
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("shards", [soak(2), 3])
+def test_grouped_convolutions_of_sharded_examples_gather_nothing(x64, shards, groups):
+    """This also holds for derivatives, in which examples are input features
+    (`batch_group_count`)."""
+
+    def loss(k1, k2, x):
+        spec = ("NHWC", "HWIO", "NHWC")
+        h = lax.conv_general_dilated(
+            x, k1, (2, 1), "SAME", dimension_numbers=spec, feature_group_count=groups
+        )
+        h = lax.conv_general_dilated(jnp.tanh(h), k2, (1, 1), "VALID", dimension_numbers=spec)
+        return jnp.sin(h).sum()
+
+    args = arrays([(3, 3, 4 // groups, 8), (2, 2, 8, 3), (6, 5, 5, 4)])
+    program = checked(jax.grad(loss, (0, 1, 2)), args, {2: 0}, shards, outs={2: 0})
+    assert not program.gathers and program.out_axes == (None, None, 0)
+    assert set(kinds(program)) == {"all_reduce"}
+
+
+def grouped_convolution(**groups):
+    """Return a function of a kernel and of examples with one spatial dimension."""
+    spec = ("NWC", "WIO", "NWC")
+    return lambda k, x: lax.conv_general_dilated(
+        x, k, (1,), "SAME", dimension_numbers=spec, **groups
+    )
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+def test_sharded_examples_of_a_convolution_with_groups_of_examples_are_gathered(x64, shards):
+    net = grouped_convolution(batch_group_count=2)
+    assert checked(net, arrays([(3, 3, 4), (6, 5, 3)]), {1: 0}, shards).gathers
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+def test_sharded_features_of_grouped_convolutions_are_gathered(x64, shards):
+    net, args = grouped_convolution(feature_group_count=2), arrays([(3, 2, 4), (2, 5, 4)])
+    for axes in ({0: 2}, {0: 1}, {1: 2}):
+        assert checked(net, args, axes, shards).gathers
+
+
 @pytest.mark.parametrize("shards", [soak(2), 3])
 def test_recomputed_layers_stay_cut(x64, shards):
     args = arrays(MLP)
@@ -402,7 +448,7 @@ def test_recomputed_layers_stay_cut(x64, shards):
     for trace in (
         traced,
         *([] if "JAX_REMAT3" in os.environ else [jax.make_jaxpr]),
-    ):  # where it hides the layer
+    ):  # this hides the layer
         program = checked(grads, args, cuts, shards, trace=trace)
         assert not program.gathers and program.out_axes == (1, 0, 0, None, None)
     assert default_axes(traced(layer)(*args), range(4), shards) == cuts
@@ -486,14 +532,14 @@ def test_a_loop_along_what_is_cut_is_given_whole_values(x64):
         return lax.scan(lambda c, r: (c + r @ w, None), x[0] @ w, x)[0]
 
     program = checked(last, (floats(5, 7), floats(4, 5)), {1: 0}, 2)
-    # once: the first row is read of what is whole by then
+    # one gather: the gathered array is complete when the first row is read
     assert [g.shape for g in program.gathers] == [(4, 5)]
     program = checked(added, (floats(5, 7), floats(4, 5)), {1: 0}, 2)
-    # the first row; a sum is made of each shard's own rows
+    # the first row; each shard sums its own rows
     assert [g.shape for g in program.gathers] == [(1, 5)]
     mixed = lambda x: lax.scan(lambda c, _: (jnp.sort(c, 0), None), x, None, length=9)[0]
     program = checked(mixed, (floats(6, 7),), {0: 0}, 2)
-    # and not in each of its turns
+    # not in each iteration
     assert [g.reason.split()[0] for g in program.gathers] == ["scan"]
 
 
@@ -541,6 +587,45 @@ def test_sums_that_are_wanted_cut_are_scattered(x64):
     assert kinds(program) == ["reduce_scatter"] and program.out_axes == (1,)
 
 
+def read_twice(read, x, w, r, q):
+    """Return outputs that read pieces of the sum h, and a piece and the full value of the sum k."""
+    h, k = x @ w, (2 * x) @ w
+    return r + h, (h * h).sum(), *read(k, q)
+
+
+# The columns are 7, which no number of shards below divides.
+TWO_SUMS = [(4, 10), (10, 7), (4, 7), (4, 7)]
+TWO_SUMS_CUT = {0: 1, 1: 0, 2: 1, 3: 1}
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_a_sum_with_several_readers_is_scattered_where_that_sends_less(x64, shards):
+    """The scattered sum h saves more bytes than the later gather of k costs."""
+    read = lambda k, q: (q + k, jnp.sort(k, 1))
+    program = checked(functools.partial(read_twice, read), arrays(TWO_SUMS), TWO_SUMS_CUT, shards)
+    assert kinds(program) == ["reduce_scatter"] * 2 + ["all_gather"]
+    assert program.out_axes == (1, None, 1, None)
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_a_sum_that_was_reduced_in_full_is_not_also_scattered(x64, shards):
+    read = lambda k, q: (jnp.sort(k, 1), q + k)
+    program = checked(functools.partial(read_twice, read), arrays(TWO_SUMS), TWO_SUMS_CUT, shards)
+    assert kinds(program) == ["reduce_scatter", "all_reduce"] and not program.gathers
+    assert program.out_axes == (1, None, None, 1)
+
+
+@pytest.mark.parametrize("name", ["max", "sort"])
+def test_a_sum_that_a_local_scope_reads_is_reduced_in_full(x64, name):
+    def read(k, q):
+        first = q + k
+        with dtrans.local():
+            return first, getattr(jnp, name)(k, 1)
+
+    program = checked(functools.partial(read_twice, read), arrays(TWO_SUMS), TWO_SUMS_CUT, 4)
+    assert kinds(program) == ["all_reduce"] * 2
+
+
 def test_sums_of_several_products_are_made_once(x64):
     fn = lambda a, b, w, v: -(a @ w - b @ v) * 0.5
     program = checked(
@@ -572,7 +657,7 @@ MOVED_SUMS = {
 
 @pytest.mark.parametrize("name", MOVED_SUMS)
 def test_sums_are_made_behind_what_moves_them(x64, name):
-    """One reduction, of what is read in the end."""
+    """Reduce only once, after the operations that move the sums."""
     fn, count = MOVED_SUMS[name]
     program = checked(
         fn, (*arrays([(4, 10), (4, 10)]), floats(10, 3), floats(10, 3)), {0: 1, 1: 1}, 4
@@ -633,7 +718,8 @@ def test_experts_take_two_exchanges(x64, groups, count, shards):
     assert kinds(forward) == ["all_to_all"] * 2 and not forward.gathers and forward.out_axes == (0,)
     grads = jax.grad(lambda *a: jnp.sin(experts(*a)).sum(), range(4))
     backward = checked(grads, args, cuts, shards, outs={1: 0, 2: 0, 3: 0})
-    assert kinds(backward).count("all_to_all") == 4 and not backward.gathers  # none is made twice
+    # no reduction runs twice
+    assert kinds(backward).count("all_to_all") == 4 and not backward.gathers
     assert kinds(backward).count("all_reduce") == 1  # the gate's gradient
 
 
@@ -643,7 +729,7 @@ def test_experts_on_devices(x64):
 
 
 def test_what_experts_move():
-    """An exchange is of the tokens that one shard has."""
+    """Shards exchange only the tokens that one shard has."""
     args = arrays([(6, 8), (8, 6, 16), (8, 16, 6), (4, 5, 6)])
     program = split(traced(experts)(*args), {1: 0, 2: 0, 3: 0}, 4, AXIS)
     assert program.moved == {"all_to_all": 2 * 4 * (8 * 4 * 3 * 6) // 4}
@@ -822,13 +908,13 @@ def agrees(names, shape, axes, shards, gradient, seed):
     with jax.enable_x64(True):
         args = floats(*shape, seed=seed), floats(*shape, seed=seed + 1)
         expected = quick(grads if gradient else fn)(*args)
-        assume(all(float(np.abs(a).max()) < 1e6 for a in expected))  # nor NaN
+        assume(all(float(np.abs(a).max()) < 1e6 for a in expected))  # and no NaN
         cuts = {i: d for i, d in enumerate(axes) if d is not None}
         checked(grads if gradient else fn, args, cuts, shards)
 
 
 def test_a_carried_sum_that_a_turn_reads_whole_is_reduced_before_the_loop():
-    """Left open, it would be reduced in each turn."""
+    """A partial sum would otherwise be reduced in each iteration."""
     sines = lambda x: lax.fori_loop(0, 3, lambda i, c: jnp.sin(c), x.sum(0))
     program = checked(sines, [floats(8, 4)], {0: 0}, 4)
     assert [(e.primitive, times) for e, times in collectives(program.jaxpr)] == [(all_reduce_p, 1)]

@@ -1,5 +1,5 @@
-"""Input files shared out over workers with unequal numbers of replicas: EPL's own examples, and
-what holds of all."""
+"""Division of input files among workers with unequal numbers of replicas: EPL's examples, and
+properties of all divisions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtrans.errors import ConfigError
 
 F = [f"file_{i}" for i in range(6)]
 
-# the rows of EPL's tests/utils_test.py: replicas, files, options, and what each worker reads
+# cases of EPL's tests/utils_test.py: replicas, files, options, and the files of each worker
 GOLDEN = [
     ([2, 2], F[:2], {}, [F[:1], F[1:2]]),
     ([2, 2], F[:4], {}, [[F[0], F[2]], [F[1], F[3]]]),
@@ -26,7 +26,7 @@ GOLDEN = [
     ([4, 2], F[:4], {"drop_last": True}, [F[:2], F[2:3]]),
     ([4, 2], F[:4], {}, [F[:4] * 2, F[:4]]),
     ([4, 2], F[:4], {"unbalanced": True}, [[F[0], F[1], F[3]], [F[2]]]),
-    # not among them: fewer files than a round has are never shared out
+    # EPL has no case with fewer files than one round, which are never divided
     ([4, 2], F[:2], {"unbalanced": True}, [F[:2] * 2, F[:2]]),
     ([4, 2], F[:2], {"drop_last": True}, [F[:2] * 2, F[:2]]),
 ]

@@ -1,5 +1,7 @@
-"""EPL's configuration: the same plan as with the options of `dtrans.pipeline`, and errors that name
-EPL's keys."""
+"""EPL's configuration gives the same plan as the options of `dtrans.pipeline`.
+
+Errors name EPL's keys.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ import dtrans
 from dtrans.epl import Config
 from dtrans.epl.config import DEFAULTS
 from dtrans.errors import ConfigError
+from dtrans.step import collect
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +30,7 @@ def programs() -> Any:
 ALWAYS = {"pipeline.num_stages": 2, "pipeline.num_micro_batch": 4}
 USUAL = {"num_stages": 2, "num_micro_batch": 4, "max_buckets": 5, "chains": 2}
 
-# EPL's keys, other options, and the same in the package's own words
+# keys of EPL, other options, and the equal options of dtrans.pipeline
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "defaults": ({}, {}, {}),
     "a schedule": ({"pipeline.strategy": "PreferForward"}, {}, {"schedule": "PreferForward"}),
@@ -68,6 +71,27 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {},
         {"precision": dtrans.Precision("fp16", loss_scaling=128)},
     ),
+    "a dynamic scale": ({"amp.level": "O1"}, {}, {"precision": "fp16"}),
+    "texts in other cases": (
+        {
+            "pipeline.strategy": "PREFERFORWARD",
+            "zero.level": "V0",
+            "gradient_checkpoint.type": "Auto",
+            "communication.gradients_reduce_method": "SUM",
+            "amp.level": "o1",
+            "amp.loss_scale": "128",
+        },
+        {"replicas": 2},
+        {
+            "schedule": "PreferForward",
+            "sharding_stage": 1,
+            "gradient_checkpoint": "auto",
+            "reduce": "sum",
+            "precision": dtrans.Precision("fp16", loss_scaling=128),
+            "replicas": 2,
+        },
+    ),
+    "every default by name": ({k: v for k, v in DEFAULTS.items() if k not in ALWAYS}, {}, {}),
     "what holds anyway": (
         {"communication.clip_after_allreduce": True, "auto.auto_parallel": True},
         {},
@@ -87,7 +111,7 @@ def test_a_plan_is_that_of_the_packages_own_options(name: str, programs: Any) ->
 
 
 def test_scopes_say_how_many_stages_there_are() -> None:
-    """As in EPL, where only models without scopes are asked for a number."""
+    """As in EPL, only models without scopes need a number of stages."""
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         for i, w in enumerate(params):
@@ -141,11 +165,6 @@ def test_devices_are_taken_as_the_configuration_says(programs: Any) -> None:
         ),
         ({"zero.level": "v2"}, {}, "zero.level must be '', 'v0' or 'v1', it is 'v2'"),
         ({"offload.level": "v1"}, {}, "offload.level must be '' or 'v0', it is 'v1'"),
-        (
-            {"amp.level": "O1"},
-            {},
-            "amp.loss_scale is 'dynamic'; expected a number",
-        ),
         ({"amp.level": "O2", "amp.loss_scale": 8}, {}, "amp.level must be '' or 'o1', it is 'o2'"),
         ({"amp.debug_log": True}, {}, "amp.debug_log is True, but .* print"),
         ({"io.slicing": True}, {}, "io.slicing is True, but .* call dtrans.epl.slice_files"),
@@ -153,11 +172,6 @@ def test_devices_are_taken_as_the_configuration_says(programs: Any) -> None:
             {"cluster.run_visible_devices": "0,1"},
             {},
             "cluster.run_visible_devices is '0,1', but .* pass the devices to plan.on_mesh",
-        ),
-        (
-            {"communication.clip_after_allreduce": False},
-            {},
-            "communication.clip_after_allreduce=False needs clip_local_norm=",
         ),
         (
             {"communication.clip_after_allreduce": True},
@@ -209,6 +223,70 @@ def test_a_configuration_has_epls_defaults() -> None:
     assert config["pipeline.num_stages"] == 3 and config["communication.max_splits"] == 5
     with pytest.raises(KeyError):
         config["pipeline.stages"]
+
+
+VARIABLES = {
+    "EPL_PIPELINE_NUM_STAGES": "2",
+    "EPL_PIPELINE_NUM_MICRO_BATCH": "8",
+    "EPL_ZERO_LEVEL": "v0",
+    "EPL_COMMUNICATION_FP16": "True",
+    "EPL_COMMUNICATION_FP16_SCALE": "64",
+    "EPL_AMP_LOSS_SCALE": "256",
+    "EPLX": "1",
+    "EPL_LOG": "1",
+}
+
+
+def test_a_configuration_reads_epls_variables(monkeypatch: Any) -> None:
+    """A setting has precedence over its variable, and a variable over its default."""
+    for name, text in VARIABLES.items():
+        monkeypatch.setenv(name, text)
+    assert Config({"pipeline.num_micro_batch": 4}).settings == {
+        "pipeline.num_stages": 2,
+        "pipeline.num_micro_batch": 4,
+        "zero.level": "v0",
+        "communication.fp16": True,
+        "communication.fp16_scale": 64,
+        "amp.loss_scale": 256.0,
+    }
+
+
+@pytest.mark.parametrize(
+    "name, text, says",
+    [
+        ("EPL_PIPELINE_NUM_MICRO_BATCH", "4.0", "is '4.0'; expected a value of type int"),
+        ("EPL_COMMUNICATION_FP16", "1", "is '1'; expected 'true' or 'false'"),
+        ("EPL_AMP_LOSS_SCALE", "big", "is 'big'; expected 'dynamic', or a number such as 1024"),
+        ("EPL_IO_SLICING", "true", "is True, but dtrans has no such setting: call dtrans.epl.sl"),
+    ],
+)
+def test_an_error_names_the_variable(name: str, text: str, says: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=f"^{name} {says}"):
+        Config()
+
+
+def test_an_unknown_variable_is_an_error(monkeypatch: Any) -> None:
+    monkeypatch.setenv("EPL_PIPELINE_NUM_MICROBATCH", "4")
+    with pytest.raises(ConfigError, match=r"variable EPL_PIPELINE_NUM_MICROBATCH is .* did you me"):
+        Config()
+
+
+def test_a_plan_without_a_configuration_has_that_of_init(programs: Any) -> None:
+    dtrans.epl.init(ALWAYS | {"pipeline.strategy": "PreferForward"})
+    plan = dtrans.epl.pipeline(*programs)
+    assert (plan.schedule.name, plan.options.num_micro_batch) == ("PreferForward", 4)
+    assert dtrans.epl.pipeline(*programs, ALWAYS).schedule.name == "PreferBackward"
+    dtrans.epl.init()
+    with pytest.raises(ConfigError, match=r"^pipeline\.num_stages is missing"):
+        dtrans.epl.pipeline(*programs)
+
+
+def test_names_of_epl_are_those_of_the_package() -> None:
+    assert dtrans.epl.replicate is dtrans.replicate and dtrans.epl.split is dtrans.split
+    keys = {n: k for n, k in vars(dtrans.epl.GraphKeys).items() if n.endswith("_OBJECTS")}
+    assert sorted(keys.values()) == list(collect.KEYS)
+    assert all(n == f"{key}_OBJECTS" for n, key in keys.items())
 
 
 def test_a_job_of_it_trains() -> None:

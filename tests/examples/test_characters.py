@@ -1,5 +1,5 @@
-"""The characters: the text is real and the same each time, the model reads it causally, and plans
-are timed as said."""
+"""The example with characters: its text, its batches, its causal model, and the timing of its
+plans."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_small(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that is compiled and run in no time."""
+    """Use a model that compiles and runs fast."""
     make_small(monkeypatch)
 
 
@@ -81,7 +81,8 @@ def test_almost_all_characters_have_tokens_of_their_own(text: Text) -> None:
 
 
 def library_in(folder: Path, monkeypatch: pytest.MonkeyPatch, count: int, **modules: bytes) -> Path:
-    """A library of these modules, of which `count` characters are taken, two of them held out."""
+    """Return a library of these modules; `count` characters are taken, and two of them are held
+    out."""
     monkeypatch.setattr(characters, "CHARACTERS", count)
     monkeypatch.setattr(characters, "VALIDATION", 2)
     for name, source in modules.items():
@@ -90,8 +91,7 @@ def library_in(folder: Path, monkeypatch: pytest.MonkeyPatch, count: int, **modu
 
 
 def test_modules_in_order_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a distribution puts beside the library's own modules is not its own; neither are
-    packages taken."""
+    """Modules of other distributions, and packages, are not part of the text."""
     modules = {"zipfile": b"z", "os": b"oo", "ast": b"aaa", "sitecustomize": b"XX", "mine": b"XX"}
     library = library_in(tmp_path, monkeypatch, 5, **modules)
     (tmp_path / "json").mkdir()
@@ -109,7 +109,7 @@ def test_the_last_module_is_cut_where_the_text_ends(
 
 
 def test_source_is_read_as_python_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its declared encoding, and with newlines of one kind."""
+    """Read a file by its declared encoding, with newlines of one kind."""
     source = "# coding: latin-1\r\né".encode("latin-1")
     found = characters.load(library_in(tmp_path, monkeypatch, 19, ast=source))
     assert decode(found.train) == "# coding: latin-1" and found.validation.tolist() == [95, 96]
@@ -143,7 +143,7 @@ def test_batches_depend_on_seed_and_step_alone(text: Text) -> None:
 
 
 def test_rows_are_from_all_of_the_training_text_and_nowhere_else() -> None:
-    """Tokens are their own places: a row counts up from where it begins."""
+    """Each token is its own position in the text, so a row counts up from its start."""
     text = Text(np.arange(LENGTH + 3), np.full(100, 96))
     rows = characters.batch(text, 0, 0, 200)
     assert np.array_equal(rows - rows[:, :1], np.tile(np.arange(LENGTH + 1), (200, 1)))
@@ -175,11 +175,11 @@ def test_entropy() -> None:
 
 @pytest.fixture
 def params(small: None, first_params: Any) -> Any:
-    """First parameters of the small model, which is the model of this test."""
+    """Return the first parameters of the small model."""
     return first_params
 
 
-# compiled: one by one the operations would take longer
+# compile, because running the operations one by one would take longer
 loss, logits = jax.jit(characters.loss_fn), jax.jit(characters.logits)
 
 
@@ -193,8 +193,8 @@ def test_it_reads_nothing_that_comes_later(params: Any, text: Text, at: int) -> 
 
 
 def test_the_first_loss_is_that_of_knowing_nothing(params: Any, text: Text) -> None:
-    # scores have the variance WIDTH * 0.1**2 = 0.16, half of which is what a normal distribution of
-    # them adds
+    # scores have the variance WIDTH * 0.1**2 = 0.16; a normal distribution of scores adds half of
+    # it
     first = np.mean([loss(params, characters.batch(text, 0, k, 8)) for k in range(8)])
     assert first == pytest.approx(math.log(VOCABULARY) + 0.08, abs=0.1)
 
@@ -202,7 +202,7 @@ def test_the_first_loss_is_that_of_knowing_nothing(params: Any, text: Text) -> N
 def test_all_parameters_are_trained(params: Any, text: Text) -> None:
     grads = jax.jit(jax.grad(characters.loss_fn))(params, characters.batch(text, 0, 0, 8))
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads))
-    # one embedding, which is also the last layer: characters that no row reads are told
+    # the embedding is also the last layer, so characters that no row reads get gradients, too
     assert np.all(np.abs(grads["embedding"]).max(1) > 0)
 
 
@@ -213,7 +213,7 @@ def test_loss_is_the_mean_over_rows(params: Any, text: Text) -> None:
 
 
 def test_validation_is_on_all_that_is_held_out(params: Any) -> None:
-    """A model that knows one character, of which all rows but the first are made."""
+    """The model knows one character, and all rows except the first consist of it."""
     params = jax.tree.map(jnp.zeros_like, params)
     params["norm"]["bias"] = params["norm"]["bias"].at[0].set(1.0)
     params["embedding"] = params["embedding"].at[5, 0].set(50.0)
@@ -248,16 +248,16 @@ def test_the_planned_play_has_the_work_that_ran(small: None, text: Text, schedul
         assert took("FBW", k) == pytest.approx(12 * flops[k] / sum(flops))
         assert took("BW", k) == pytest.approx(2 * took("F", k))
     if schedule == "ZeroBubble":
-        # what the first stage makes is all for its weights
+        # the first stage computes only gradients of its weights
         assert took("B", 0) == 0 and took("B", 1) == pytest.approx(took("W", 1))
-    # in proportion, it is the schedule's own
+    # up to a factor, this is the schedule
     assert float(play.bubble) == pytest.approx(float(plan.schedule.play().bubble), abs=0.1)
     assert plan.schedule.bubble == {"ZeroBubble": Fraction(1, 7)}.get(schedule, Fraction(1, 3))
 
 
 @pytest.mark.soak
 def test_what_ran_is_what_was_planned(small: None, text: Text) -> None:
-    """Every task is in what ran once, and what is drawn beside it has as much work."""
+    """Each planned task ran once. The drawing beside it has as much work."""
     plan = planned(text)
     job, tokens = plan.on_mesh(), character_job.batch(SMALL, text, 0)
     watched = character_job.watch(SMALL, job, job.init(SMALL.key), tokens)
@@ -274,7 +274,7 @@ def test_one_device_trains_on_the_same_batches(params: Any, text: Text) -> None:
     assert trained.losses[0] == pytest.approx(
         float(loss(params, characters.batch(text, 0, 0, 4))), rel=1e-5
     )
-    # warmed up from a twentieth of the learning rate: Adam's first steps are of that size
+    # the learning rate starts at a twentieth, because Adam's first steps are large
     moved = jax.tree.leaves(jax.tree.map(lambda a, b: np.abs(a - b).max(), trained.params, params))
     rate = characters.LEARNING_RATE / characters.WARM_UP
     assert rate < min(moved) and max(moved) < 4 * rate
@@ -287,8 +287,10 @@ def test_the_library_is_that_of_the_running_python() -> None:
 
 
 def test_devices_that_were_asked_for_stay() -> None:
-    """Before JAX starts, a job asks for more devices and never for fewer; after that they are what
-    they are."""
+    """Before JAX starts, a job requests more devices, never fewer.
+
+    After the start, the number of devices is fixed.
+    """
     code = """
         import jax
         from examples.compare import virtual_devices

@@ -1,4 +1,4 @@
-"""Clicks with a planted truth: the data, and what is learnt of it, beside one device."""
+"""Clicks with known probabilities: the data, and the model compared with one device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_features_follow_a_power_law() -> None:
     ranks = np.arange(1, ROWS + 1)
     slope, _ = np.polyfit(np.log(ranks[20:1000] + 0.5), np.log(counts[20:1000]), 1)
     assert abs(slope + 1.05) < 0.03
-    assert np.argsort(-np.bincount(ids[:, 5]))[:2].tolist() != [0, 1]  # numbers do not tell
+    assert np.argsort(-np.bincount(ids[:, 5]))[:2].tolist() != [0, 1]  # the ids do not show it
 
 
 def test_hidden_vectors_are_normal_and_those_of_their_numbers() -> None:
@@ -48,7 +48,8 @@ def test_hidden_vectors_are_normal_and_those_of_their_numbers() -> None:
 
 
 def test_clicks_are_drawn_by_the_logits() -> None:
-    """Of impressions that are alike likely, so many are clicked."""
+    """Among impressions with nearly equal probability, the share of clicks equals the
+    probability."""
     ids, clicked = clicks.test_set(SMALL)
     chance = 1 / (1 + np.exp(-logits(0, ids)))
     for low in np.arange(0, 1, 0.1):
@@ -96,7 +97,7 @@ def test_one_device_with_the_rows_that_are_looked_up_is_one_device() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads memory from /proc")
 def test_a_few_steps_in_processes_are_those_of_one_device() -> None:
-    """What is learnt in so few is little, and so the command ends with 1."""
+    """After so few steps the model has learned little, so the command exits with 1."""
     made = train("--steps", "8", "--batch-size", "64")
     assert made.exit_code == 1 and "less than 98% of what can be learnt" in made.output
     assert (

@@ -1,5 +1,7 @@
-"""What docs/delays.md says, on a part of its budget. `StepOrder` decides how old gradients are, no
-clock."""
+"""The statements of docs/delays.md, with a part of its examples.
+
+`StepOrder` fixes the age of gradients without a clock.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from paths import ROOT
 
 @pytest.fixture(scope="module")
 def delays() -> Iterator[Any]:
-    """The benchmark, which compiles once what roles share."""
+    """Return the benchmark, which compiles programs once for all roles."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "benchmarks")
         module = importlib.import_module("delays")
@@ -51,8 +53,10 @@ def test_geo_sgd_that_waits_gives_the_same_twice(delays: Any) -> None:
 
 @pytest.mark.soak
 def test_compensation_is_better_under_heavy_delay(delays: Any) -> None:
-    """Plain gradients diverge, from a loss of 2.3; compensated ones, of the same examples, do
-    not."""
+    """Plain gradients diverge from a loss of 2.3.
+
+    Compensated gradients of the same examples do not.
+    """
     plain = delays.train(delays.ASYNC, delays.HEAVY, updates=480)
     assert np.all(plain.loss > 5)
     for mode in (delays.CONSTANT.strong(16.0), delays.ADAPTIVE.strong(2.0)):

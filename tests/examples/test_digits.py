@@ -1,5 +1,5 @@
-"""The digits: data, batches and model are functions of their arguments, and shards tile the global
-batch."""
+"""The example with digits: data, batches and model are functions of their arguments, and shards
+tile the global batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_split_depends_on_the_seed_alone(data: digits.Digits) -> None:
     again, other = digits.load(0), digits.load(1)
     assert np.array_equal(data.x, again.x) and np.array_equal(data.test_y, again.test_y)
     assert not np.array_equal(data.test_x, other.test_x)
-    # a split loses no image and takes none twice
+    # a split contains every image once
     rows = lambda d: sorted(map(bytes, np.concatenate([d.x, d.test_x])))
     assert rows(data) == rows(other)
 

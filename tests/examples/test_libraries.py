@@ -1,5 +1,7 @@
-"""Examples of other libraries: two every time, all in every strategy by night; and what is
-refused."""
+"""Examples of other libraries: two run in each session, all strategies run at night.
+
+Refusals are tested, too.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ STRATEGIES = (
     ("pipeline", 3),
 )
 REFUSED = {
-    "nnx_mlp": "needs values of the whole batch",
+    "nnx_mlp": "needs values of the full batch",
     "gan": "calls dtrans.value_and_grad 2 times; a pipeline needs one loss",
 }
 CHEAP = {"nnx_mlp": ("pserver", 3), "lora": ("pipeline", 3)}

@@ -1,4 +1,4 @@
-"""Scripts of the examples: what they pass on, what they print, and how they end."""
+"""Scripts of the examples: the options that they pass on, their output, and their exit codes."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ def test_on_mesh(digits: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
     plot = tmp_path / "loss.png"
     code = digits("--engine", "mesh", "--epochs", "1", "--optimizer", "adam", "--plot", str(plot))
     out = capsys.readouterr().out
-    assert code == 1  # one epoch is not enough, and it says so
+    assert code == 1  # one epoch is too short, and the script says so
     assert "the test accuracy is below 0.95" in out
-    # there is no terminal, so progress is in plain lines
+    # without a terminal, progress is printed as plain lines
     assert out.count("training: step ") == 10 and "training: step 22 of 22, epoch 1/1 loss " in out
     assert "params/hidden/w.block1 │ 32:64 │ 65,536" in out
     assert "on every server: opt_state/0/count" in out
@@ -135,7 +135,7 @@ def test_on_mesh_in_sharding_mode(digits: Any, capsys: pytest.CaptureFixture[str
 def test_without_a_check(
     digits: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Nothing is trained on one device, and nothing is compared."""
+    """The script does not train on one device, so it compares nothing."""
     monkeypatch.delattr(digits_job, "single_device")
     plot = tmp_path / "loss.png"
     assert (
@@ -186,7 +186,7 @@ def test_as_processes_in_sharding_mode(
 
 @pytest.mark.soak
 def test_as_processes_in_double_precision() -> None:
-    """More servers than there are blocks for, and float64."""
+    """Use more servers than blocks, and float64."""
     arguments = [
         "--trainers=3",
         "--pservers=7",
@@ -202,7 +202,7 @@ def test_as_processes_in_double_precision() -> None:
         text=True,
         timeout=240,
     )
-    assert found.returncode == 1, found.stderr  # one epoch is not enough
+    assert found.returncode == 1, found.stderr  # one epoch is too short
     assert "(float64, bound 1e-10)" in found.stdout
     assert difference_in(found.stdout) < 1e-10
 
@@ -214,7 +214,7 @@ TINY = ("--steps", "3", "--batch-size", "8", "--micro-batches", "4")
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of two small layers, and little to validate it on."""
+    """Use a model of two small layers, and few rows for validation."""
     for name, value in {
         "LAYERS": 2,
         "WIDTH": 16,
@@ -226,7 +226,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cells(out: str, row: str) -> list[str]:
-    """Return the columns of a table's row behind the first."""
+    """Return the columns of a table's row without the first column."""
     lines = ([cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines())
     (found,) = (rest for first, *rest in lines if first == row)
     return found
@@ -237,13 +237,13 @@ def test_in_stages(
     pipeline: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: None
 ) -> None:
     plot = tmp_path / "gantt.png"
-    assert pipeline(*TINY, "--plot", str(plot)) == 1  # three steps are not enough
+    assert pipeline(*TINY, "--plot", str(plot)) == 1  # three steps are too few
     out = capsys.readouterr().out
     assert (
         "2 stages on 2 devices;" in out
         and "schedule PreferBackward: 4 micro-batches, bubble 1/5" in out
     )
-    # at the width of a test's terminal the first may be in two lines
+    # the terminal of a test is narrow, so the first cell may have two lines
     first, last = (cells(out, str(k))[0] for k in range(2))
     assert first.startswith("10: blocks/0, embedding,") and last == "10: blocks/1, norm"
     pipeline, alone = cells(out, "loss of the first step")
@@ -265,7 +265,7 @@ def test_in_stages(
 def test_plot_of_what_was_planned_and_what_ran(
     pipeline: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: None
 ) -> None:
-    """Both panels have every task, with the name of the schedule, replicas and chunks."""
+    """Both panels contain every task, and name the schedule, the replicas and the chunks."""
     plot = tmp_path / "gantt.svg"
     arguments = (
         "--schedule",
@@ -295,8 +295,7 @@ def test_plot_of_what_was_planned_and_what_ran(
 def test_simulated_and_out_of_bounds(
     pipeline: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny: None
 ) -> None:
-    """Three steps are not enough, and numbers that are not those of one device are an error: it
-    says so."""
+    """Three steps are too few. A difference from one device is an error, and the output says so."""
     monkeypatch.setattr(character_job, "bound", lambda: 0.0)
     assert pipeline(*TINY, "--engine", "simulate", "--schedule", "PreferForward") == 1
     out = capsys.readouterr().out
@@ -349,7 +348,7 @@ def test_in_stages_errors(
 
 @pytest.mark.soak
 def test_defaults_in_stages(tmp_path: Path) -> None:
-    """In a process of its own, which has no devices but those that the command asks for."""
+    """Run in a new process, which has only the devices that the command requests."""
     plot = tmp_path / "gantt.png"
     environment = {
         k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")

@@ -1,4 +1,4 @@
-"""Word vectors: what is learnt, beside one device."""
+"""Word vectors: the trained vectors, compared with one device."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_nearest_words_are_those_of_the_smallest_angles() -> None:
 
 
 def test_a_few_steps_in_processes_are_those_of_one_device() -> None:
-    """What is learnt in so few is nothing, and so the command ends with 1."""
+    """After so few steps the vectors have learned nothing, so the command exits with 1."""
     made = train("--steps", "12", "--batch-size", "256", "--trainers", "2", "--loss", "tree")
     assert made.exit_code == 1 and "fewer than 15 words have a partner" in made.output
     assert (

@@ -1,4 +1,5 @@
-"""Jobs with cuts on hosts whose network breaks: they go on, with the bits of an undisturbed job."""
+"""Jobs with cuts whose network between hosts breaks continue, with the bits of an undisturbed
+job."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from own_namespaces import Namespaces, namespaces, why_not
 from paths import ROOT
 
 import dtrans
 from dtrans.run.distributed.launcher import launch
 from dtrans.run.distributed.restarts.restart_options import RestartOptions
+from tools.namespaces import Namespaces, namespaces, why_not
 
 
 pytestmark = [
@@ -169,7 +170,7 @@ def wait(condition: Callable[[], object], job: Job, launcher: subprocess.Popen[b
 
 
 def assert_equal(job: Job, launcher: subprocess.Popen[bytes], expected: list[bytes]) -> None:
-    """Wait for the end of a job, which has the bits of the undisturbed one."""
+    """Wait for the end of a job. Its arrays must have the bits of the undisturbed job."""
     assert launcher.wait(PATIENCE) == 0, job.text
     assert job.arrays() == expected
 
@@ -218,7 +219,10 @@ def test_a_network_that_breaks_for_longer_than_the_patience(
     tmp_path: Path,
     undisturbed: list[bytes],
 ) -> None:
-    """A process that others have lost is replaced, and connects when the network is whole again."""
+    """The launcher replaces a process that others have lost.
+
+    The new process connects when the network works again.
+    """
     job = Job(tmp_path / "job")
     with broken(job, hosts, patience=4) as launcher:
         faulty = fault(hosts)
@@ -235,7 +239,7 @@ def test_a_network_that_breaks_for_longer_than_the_patience(
 def test_a_job_whose_network_stays_broken_is_resumed(
     hosts: Namespaces, tmp_path: Path, undisturbed: list[bytes]
 ) -> None:
-    """The job ends by name after its deadline."""
+    """The job ends after its deadline, with an error that names the role."""
     job = Job(tmp_path / "job")
     with broken(job, hosts, patience=3, deadline=12) as launcher:
         hosts.cut(TRAINER)
@@ -254,7 +258,7 @@ def test_a_slow_link(hosts: Namespaces, tmp_path: Path) -> None:
     expected = run_undisturbed(Job(tmp_path / "undisturbed", width=1 << 16, steps=33))
     job = Job(tmp_path / "job", width=1 << 16, steps=33)
     with broken(job, hosts, patience=6) as launcher:
-        hosts.slow(TRAINER, "20mbit")
+        hosts.shape(TRAINER, "20mbit")
         (job.folder / "go").touch()
         assert_equal(job, launcher, expected)
     assert job.restarts == []

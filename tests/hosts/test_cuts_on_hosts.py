@@ -1,6 +1,6 @@
 """Jobs with cuts on several hosts, which share the folder of the cuts.
 
-Roles are scripts that report what servers and trainers report, and neither train nor import JAX.
+Roles are scripts. They send the reports of servers and trainers, but neither train nor import JAX.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def restarts_in(err: str) -> list[str]:
 def test_the_lost_role_alone_starts_again_on_its_host(
     found: None, script: Any, rsh: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its agent and the agents of the other roles report its end in the epoch of the loss alone."""
+    """The agents of all roles report the end of the lost role, but only in the epoch of the
+    failure."""
     command = script("""
         print("folder", epochs.path)
         if enter() == 0:
@@ -99,7 +100,8 @@ LOST = "trainer 1 on two failed with a lost connection to host two (`rsh` ended 
 def test_all_roles_start_again_after_the_loss_of_a_host(
     found: None, script: Any, rsh: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also twice without a new cut: it is no fault of the role."""
+    """A host may be lost twice without a new cut, because the loss of a host is no fault of a
+    role."""
     command = script(LOSES_ITS_HOST.format(losses=2))
     launch_on_hosts(command, HOSTS, rsh=rsh, restarts=RestartOptions(2, "cuts"), **JOB)
     out, err = capsys.readouterr()
@@ -113,10 +115,75 @@ def test_a_host_that_stays_lost_ends_the_job(found: None, script: Any, rsh: str)
         launch_on_hosts(command, HOSTS, rsh=rsh, restarts=RestartOptions(1, "cuts"), **JOB)
 
 
+# -- trainers that join again ----------------------------------------------------------------------
+
+REPLACE: dict[str, Any] = {**JOB, "trainers": 3, "on_trainer_loss": "replace"}
+CONTINUES = "the job continues with trainers 0, 1, and all roles go back to step 20"
+
+
+def test_a_dropped_trainer_joins_again_on_its_host(
+    found: None, script: Any, rsh: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The agents of the other roles report the trainer's end, but only in the epoch of the
+    failure."""
+    command = script("""
+        if not epochs.current().has_role(name):
+            epochs.join()
+        number = enter()
+        if number == 0:
+            cut(10, 20)
+            lose("trainer 2")
+            number = enter(1)
+        if number == 1:
+            enter(2)
+        finish(2)
+    """)
+    launch_on_hosts(command, HOSTS, rsh=rsh, restarts=RestartOptions(1, "cuts"), **REPLACE)
+    out, err = capsys.readouterr()
+    (host,) = set(re.findall(r"trainer 2 on (\w+): running", err))
+    launched = re.findall(r"^\[launcher\] (trainer 2.*)$", err, re.M)
+    assert [line for line in launched if ": " not in line] == [
+        f"trainer 2 on {host} failed with signal SIGKILL; {CONTINUES}",
+        "trainer 2 starts again, and joins the job when it is ready (restart 1 of 1)",
+        "trainer 2 joined the job, and all roles go back to step 20",
+    ]
+    entered = re.findall(r"\[(.*)\] enters (\d+ \w+) \d+ \d$", out, re.M)
+    roles = ["pserver 0", "pserver 1", "trainer 0", "trainer 1"]
+    epochs_of = {role: [epoch for name, epoch in entered if name == role] for role in roles}
+    assert epochs_of == {role: ["0 None", "1 20", "2 20"] for role in roles}
+    assert [epoch for name, epoch in entered if name == "trainer 2"] == ["0 None", "2 20"]
+    assert err.count(f"trainer 2 on {host}: running") == 2
+
+
+def test_a_trainer_whose_host_is_lost_does_not_join_again(
+    found: None, script: Any, rsh: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = script("""
+        if enter() == 0:
+            cut(10, 20)
+            if name == "trainer 2":
+                wait(lambda: all_in(0))
+                os.kill(os.getppid(), signal.SIGKILL)  # its agent, which ends the connection
+                forever()
+            enter(1)
+        wait(lambda: len([x for x in epochs.marks().values() if x.epoch >= 1]) == 4)
+        epochs.leave()
+    """)
+    launch_on_hosts(command, HOSTS, rsh=rsh, restarts=RestartOptions(1, "cuts"), **REPLACE)
+    err = capsys.readouterr().err
+    (host,) = set(re.findall(r"trainer 2 on (\w+): running", err))
+    assert (
+        f"trainer 2 on {host} failed with a lost connection to host {host} (`rsh` ended with exit "
+        f"code -9); {CONTINUES}\n"
+    ) in err
+    assert (f"trainer 2 does not start again: the connection to its host {host} was lost\n") in err
+    assert err.count(f"trainer 2 on {host}: running") == 1
+
+
 def test_without_a_folder_there_are_no_cuts(
     found: None, script: Any, rsh: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A temporary folder would be this host's alone."""
+    """Other hosts could not read a temporary folder of this host."""
     launch_on_hosts(script("print('epochs:', epochs)"), HOSTS, rsh=rsh, restarts=1, **JOB)
     assert set(re.findall(r"epochs: .*", capsys.readouterr().out)) == {"epochs: None"}
 

@@ -1,4 +1,4 @@
-"""Emitted jobs: their text, and that each process they start gets the role that the table has."""
+"""Emitted jobs: their text, and the roles of the processes that they start."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ def test_golden(name: str, mode: str) -> None:
 
 
 def compare(file: str, text: str) -> None:
-    """`DTRANS_WRITE_GOLDEN=1 pytest tests/hosts/test_emit.py` writes the files again."""
+    """Compare a text with a recorded file.
+
+    `DTRANS_WRITE_GOLDEN=1 pytest tests/hosts/test_emit.py` writes the files again.
+    """
     golden = HERE / "golden" / file
     if os.environ.get("DTRANS_WRITE_GOLDEN"):
         golden.write_text(text)
@@ -73,8 +76,10 @@ def test_what_cannot_be_written_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", EMITTERS)
 def test_the_user_says_where_a_job_answers_observers(name: str) -> None:
-    """And a single trainer answers nobody, nor do trainers that continue without those that are
-    lost."""
+    """A single trainer answers no observers.
+
+    Trainers that continue without lost trainers answer none either.
+    """
     status = "DTRANS_STATUS_ENDPOINT"
     table = role_table("nccl2", 2, command=("python", "train.py"), env={status: "10.0.0.9:7000"})
     assert {e.environment[status] for e in table.at(["a", "b"])} == {"10.0.0.9:7000"}
@@ -88,7 +93,7 @@ def test_the_user_says_where_a_job_answers_observers(name: str) -> None:
 
 
 def same_roles(got: Sequence[Mapping[str, str]], table: RoleTable) -> None:
-    """Compare the environments of processes with a table on the endpoints that they were given."""
+    """Compare the environments of processes with a role table that has the same endpoints."""
     roles = [Role.from_env(env) for env in got]
     endpoints = roles[0].pserver_endpoints or roles[0].trainer_endpoints
     wanted = {e.name: dict(e.environment) for e in table.with_endpoints(endpoints)}
@@ -128,8 +133,8 @@ def clean_env(**more: str) -> dict[str, str]:
 # -- Slurm -----------------------------------------------------------------------------------------
 
 
-# both programs of Slurm as the script uses them: a list of names, and a process on each node, or
-# the tasks of `--multi-prog`, whose lines get the rest of the command
+# Stand-ins for two programs of Slurm. `scontrol` prints a list of names. `srun` starts a process on
+# each node, or the tasks of `--multi-prog`, and appends the rest of the command to their lines.
 SCONTROL = "#!/bin/sh\necho \"$3\" | tr , '\\n'\n"
 SRUN = """#!{python}
 import os, subprocess, sys
@@ -198,7 +203,7 @@ def test_processes_of_slurm_have_the_roles_of_the_table(
 def test_tasks_on_shared_nodes_have_the_roles_of_the_table(
     nodes: int, counts: list[int], tmp_path: Path
 ) -> None:
-    """Servers go where links carry the fewest bytes, as `place` has it."""
+    """Servers are placed where links carry the fewest bytes, by the rule of `place`."""
     program(tmp_path / "srun", SRUN.format(python=sys.executable))
     program(tmp_path / "scontrol", SCONTROL)
     say = tmp_path / "say.py"
@@ -215,7 +220,7 @@ def test_tasks_on_shared_nodes_have_the_roles_of_the_table(
     same_roles(got, table)
     assert f"#SBATCH --nodes={len(counts)} --ntasks-per-node={max(counts)}\n" in text
 
-    # a server listens at its own node, and both lists are gone
+    # A server listens at its node, and the script has removed both lists.
     assert [sum(env["SLURMD_NODENAME"] == n for env in got) for n in used] == counts
     role = Role.from_env(got[0])
     hosts = [e.partition(":")[0] for e in role.pserver_endpoints]
@@ -252,7 +257,8 @@ def test_shared_nodes_that_cannot_be(mode: str, nodes: int, message: str) -> Non
 
 
 def test_slurm_gives_each_process_its_cores() -> None:
-    """`srun` has the option too: since 22.05 it does not take that of `sbatch`."""
+    """`srun` also has the option `--cpus-per-task`: since Slurm 22.05, `srun` ignores the option of
+    `sbatch`."""
     table = role_table("pserver", 2, 2, ["python", "train.py"], cores=3)
     for text in (EMITTERS["slurm"](table), EMITTERS["slurm"](table, nodes=2)):
         lines = text.splitlines()
@@ -335,12 +341,13 @@ def test_a_published_schema_is_pruned_to_what_is_written() -> None:
 
 
 def test_the_schema_has_every_field_that_is_written_and_no_other() -> None:
-    """Else `tests/support/prune_crd.py` writes it again, from the published CRD."""
+    """If this test fails, write the schema again with `tests/support/prune_crd.py`, from the
+    published CRD."""
     assert prune_crd.prune(schema(), prune_crd.emitted_jobsets()) == schema()
 
 
 def test_typos_in_the_jobset_are_noticed() -> None:
-    """Each key of the document counts: one letter more, and it is not valid any more."""
+    """If a letter is added to any key of the document, the document must be invalid."""
     document, validator = jobset("pserver"), jsonschema.Draft202012Validator(schema())
     paths: list[tuple[Any, ...]] = []
 
@@ -364,15 +371,16 @@ def test_typos_in_the_jobset_are_noticed() -> None:
 
 
 def expanded(text: str, env: Mapping[str, str]) -> str:
-    """Return a text as Kubernetes expands it: `$(NAME)` where it knows the variable, and `$$` to
-    `$`."""
+    """Return a text as Kubernetes expands it: known variables in `$(NAME)`, and `$$` as `$`."""
     value = lambda m: "$" if m[0] == "$$" else env.get(m[1], m[0])
     return re.sub(r"\$\$|\$\(([^)]*)\)", value, text)
 
 
 def pods(document: Any) -> list[dict[str, str]]:
-    """Return the variables of each pod, as Kubernetes gives them: in order, `$(NAME)` of earlier
-    ones."""
+    """Return the variables of each pod.
+
+    Kubernetes expands `$(NAME)` of earlier variables, in order.
+    """
     found = []
     for job in document["spec"]["replicatedJobs"]:
         spec = job["template"]["spec"]
@@ -402,7 +410,8 @@ def test_pods_have_the_roles_of_the_table(mode: str) -> None:
     assert all(env["DTRANS_TOKEN"] == TOKEN for env in got)
     name, network = document["metadata"]["name"], document["spec"]["network"]
     assert network == {"enableDNSHostnames": True, "subdomain": name}
-    # JobSet's names of pods: jobset, replicated job, index of the job, index of the pod
+    # JobSet names a pod by the jobset, the replicated job, the index of the job, and the index of
+    # the pod
     job, count = ("server", 2) if mode == "pserver" else ("trainer", 3)
     role = Role.from_env(got[0])
     hosts = tuple(f"{name}-{job}-0-{i}.{name}:6174" for i in range(count))
@@ -413,7 +422,7 @@ def test_pods_have_the_roles_of_the_table(mode: str) -> None:
     "counts", [(1, 1), pytest.param((2, None), marks=pytest.mark.rotated)], ids=["pserver", "nccl2"]
 )
 def test_processes_of_pods_have_the_roles_of_the_table(counts: tuple[int, int | None]) -> None:
-    """Their environment is that of a pod, and nothing else."""
+    """A process has the environment of a pod, and no other variables."""
     mode = "nccl2" if counts[1] is None else "pserver"
     command = (sys.executable, "-c", ROLE_OF_PROCESS, "")
     table = role_table(mode, *counts, command, env=EXTRA)
@@ -423,7 +432,7 @@ def test_processes_of_pods_have_the_roles_of_the_table(counts: tuple[int, int | 
         words = container["command"]
     started = []
     for env in pods(document):
-        # the folder is the image's, where Python finds dtrans
+        # Python finds dtrans in a folder of the image
         process = subprocess.Popen(
             [expanded(w, env) for w in words], env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
@@ -439,7 +448,7 @@ def test_processes_of_pods_have_the_roles_of_the_table(counts: tuple[int, int | 
 
 
 def test_kubernetes_expands_nothing_of_the_user() -> None:
-    """`$(DTRANS_ROLE)` in an argument or a variable is the user's text, and so is `$$`."""
+    """`$(DTRANS_ROLE)` and `$$` in arguments and variables of the user stay unchanged."""
     words, text = ["python", "train.py", "$(DTRANS_ROLE) $$x"], "$(DTRANS_ROLE) $$(A) $b"
     document = document_of(role_table("pserver", 1, 1, words, env={"TEXT": text}))
     for job, env in zip(document["spec"]["replicatedJobs"], pods(document), strict=True):
@@ -457,7 +466,7 @@ def test_each_role_of_the_jobset_has_a_failure_rule() -> None:
 # -- ssh -------------------------------------------------------------------------------------------
 
 
-# a host that is this one: ssh gives its arguments to a shell, as one line
+# A host that is this machine. As ssh does, it passes its arguments to a shell as one line.
 RSH = '#!/bin/sh\necho "$1" >>"$HOSTS_SEEN"; shift; exec sh -c "$*"\n'
 
 
@@ -534,7 +543,7 @@ def test_ssh_asks_for_hosts_and_a_token(tmp_path: Path) -> None:
 
 
 class _Specs:
-    """Names of `torchx.specs` that the component uses; with what was handed over as it was."""
+    """Names of `torchx.specs` that the component uses; each call returns its arguments."""
 
     class macros:
         replica_id = "${replica_id}"

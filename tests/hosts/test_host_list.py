@@ -1,4 +1,4 @@
-"""Hosts as users write them: in a file, and in short."""
+"""Lists of hosts, as users write them: in a file, or in short form."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Whole jobs on four hosts, as network namespaces that share nothing but the file system."""
+"""Jobs on four hosts: network namespaces that share only the file system."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -12,11 +13,11 @@ from pathlib import Path
 
 import own_sshd
 import pytest
-from own_namespaces import OWN_FILES, Namespaces, namespaces, why_not
 from paths import ROOT
 
 from dtrans.hosts.emit_ssh import emit_ssh
 from dtrans.hosts.role_table import role_table
+from tools.namespaces import HOST_FILES, Namespaces, namespaces, why_not
 
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces can be made")
@@ -24,7 +25,7 @@ PATIENCE = 240.0
 COLLECTIVE = ("--mode", "nccl2", "--trainers", "4")
 PSERVER = ("--trainers", "2", "--pservers", "2")
 DIGITS = ("-m", "examples.digits_role", "-")
-ACCURACY = 0.95  # of the demo
+ACCURACY = 0.95  # of the example
 
 
 @pytest.fixture
@@ -44,8 +45,10 @@ def start(hosts: Sequence[str], rsh: str, *arguments: str, **env: str) -> subpro
 
 
 def accuracy(hosts: Namespaces, *arguments: str, **env: str) -> float:
-    """Run a job to its end, and return what it prints of its accuracy. No process is left on any
-    host."""
+    """Run a job to its end, and return the accuracy that it prints.
+
+    No process may be left on any host.
+    """
     with start(hosts.names, hosts.rsh, *arguments, **env) as job:
         out, err = job.communicate(timeout=PATIENCE)
     assert job.returncode == 0, err
@@ -55,7 +58,7 @@ def accuracy(hosts: Namespaces, *arguments: str, **env: str) -> float:
 
 
 def test_two_servers_and_two_trainers(hosts: Namespaces) -> None:
-    """Encrypted, for two epochs."""
+    """Train two epochs, with encrypted connections."""
     found = accuracy(
         hosts, *PSERVER, *DIGITS, "--epochs", "2", DTRANS_TRANSPORT_ENCRYPTION="required"
     )
@@ -98,8 +101,10 @@ def test_a_host_that_is_missing(hosts: Namespaces) -> None:
 def test_a_host_that_is_cut_off(
     hosts: Namespaces, arguments: tuple[str, ...], gone: int, tmp_path: Path
 ) -> None:
-    """In the middle of the job: the launcher's error names a role, and a role's own error the one
-    that it lost."""
+    """Kill a role in the middle of the job.
+
+    The launcher's error names a role, and each role's error names the role that it lost.
+    """
     logs = ("--log-dir", str(tmp_path))
     with start(
         hosts.names, hosts.rsh, *logs, *arguments, "--epochs", "200", "--deadline", "10"
@@ -118,8 +123,8 @@ def test_a_host_that_is_cut_off(
     lost = re.search(rf"\[launcher\] (\w+) (\d) on {hosts.names[gone]}: running", err)
     assert lost is not None, err
     who = rf"{lost[1]} ({lost[2]}\b|{hosts.address(gone)}:)"
-    # JAX's own SIGABRT may come as soon as an error of the role's; its log names the lost one in
-    # any case
+    # JAX may end a role with SIGABRT before the role's own error. The log names the lost role in
+    # any case.
     lines = [
         line
         for text in said.values()
@@ -142,10 +147,10 @@ CONNECTS = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.a
 
 
 def test_a_server_whose_host_resolves_its_own_name_to_loopback(hosts: Namespaces) -> None:
-    """As Debian does with 127.0.1.1: other hosts resolve the name to an address, and reach the
-    server there."""
+    """Debian resolves the host's own name to 127.0.1.1, but other hosts resolve the name to an
+    address and connect to this address."""
     name, other = hosts.names[:2]
-    (OWN_FILES / name / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
+    (HOST_FILES / name / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
     env = {**os.environ, "PYTHONPATH": str(ROOT), "DTRANS_TOKEN": 32 * "ab"}
     inside = ["ip", "netns", "exec", name, sys.executable, "-c", LISTENS, f"{name}:6174"]
     with subprocess.Popen(inside, env=env, stdout=subprocess.PIPE, text=True) as server:
@@ -176,15 +181,20 @@ print(f"{socket.gethostname()} {found.tolist()}\\n", end="", flush=True)
 def test_collectives_where_every_host_resolves_its_own_name_to_loopback(
     hosts: Namespaces, tmp_path: Path
 ) -> None:
-    """An emitted script names hosts; the other one asks trainer 0 for the status of the job."""
+    """An emitted script contains names of hosts.
+
+    The other script requests the job's status from trainer 0.
+    """
     names = hosts.names[:2]
     for i, name in enumerate(names):
         other = f"{hosts.address(1 - i)} {names[1 - i]}"
-        (OWN_FILES / name / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n{other}\n")
+        (HOST_FILES / name / "hosts").write_text(
+            f"127.0.0.1 localhost\n127.0.1.1 {name}\n{other}\n"
+        )
     script, job, rsh = (tmp_path / file for file in ("watched.py", "job.sh", "rsh"))
     script.write_text(WATCHED)
     job.write_text(emit_ssh(role_table("nccl2", 2, command=[sys.executable, str(script)])))
-    # ssh gives its arguments to a shell, as one line
+    # ssh passes its arguments to a shell as one line
     rsh.write_text(f'#!/bin/sh\nname=$1; shift; exec {hosts.rsh} "$name" sh -c "$*"\n')
     rsh.chmod(0o755)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "RSH": str(rsh)}
@@ -203,6 +213,48 @@ def test_collectives_where_every_host_resolves_its_own_name_to_loopback(
     assert hosts.processes() == []
 
 
+def found_namespaces(process: subprocess.Popen[str]) -> list[str]:
+    """Return the names of the namespaces that a process has created."""
+    listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True)
+    return re.findall(rf"^dt{process.pid}\w+", listed.stdout, re.M)
+
+
+@pytest.mark.skipif(bool(why_not("tbf")), reason=why_not("tbf") or "links can be shaped")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_benchmark_of_hosts_removes_them_after_a_signal(number: signal.Signals) -> None:
+    """Send the signal while the roles start: four namespaces, a switch, and eight processes."""
+    command = [sys.executable, "benchmarks/hosts.py", "--model", "0.2M", "--steps", "1"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as script:
+        limit = time.monotonic() + PATIENCE
+        names: list[str] = []
+        pids: list[str] = []
+        while len(pids) < 8 and script.poll() is None and time.monotonic() < limit:
+            names = found_namespaces(script)
+            pids = []
+            for name in names:
+                inside = ["ip", "netns", "pids", name]
+                pids += subprocess.run(inside, capture_output=True, text=True).stdout.split()
+            time.sleep(0.05)
+        script.send_signal(number)
+        said, _ = script.communicate(timeout=PATIENCE)
+    assert len(names) == 5 and len(pids) == 8, said
+    assert script.returncode and not found_namespaces(script)
+    assert not [pid for pid in pids if Path("/proc", pid).exists()]
+    assert not list(HOST_FILES.glob(f"dt{script.pid}*"))
+
+
+def test_the_benchmark_of_hosts_names_a_missing_program(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": str(tmp_path)}
+    command = [sys.executable, "benchmarks/hosts.py"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    expected = "links cannot be measured here: there is no ip (Debian: iproute2)\n"
+    assert done.stderr == expected
+
+
 DRIVER = """
 import sys
 from dtrans.hosts import remote_child
@@ -217,7 +269,8 @@ WAITS = "import threading; print('here'); threading.Event().wait()"
 
 @pytest.mark.skipif(bool(own_sshd.why_not()), reason=own_sshd.why_not() or "sshd runs")
 def test_a_host_that_ssh_loses(hosts: Namespaces, tmp_path: Path) -> None:
-    """The launcher names it. Its roles, whom nobody tells anything any more, end as well."""
+    """The launcher names the host. Roles on this host, which receive no message any more, end as
+    well."""
     script = tmp_path / "waits.py"
     script.write_text(WAITS)
     far, near = (["ip", "netns", "exec", name] for name in hosts.names[:2])

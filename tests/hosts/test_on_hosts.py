@@ -1,7 +1,7 @@
-"""Launching on several hosts: what roles are told, how failures are named, and that nothing is
-left.
+"""Launch on several hosts: the environment of roles, errors that name a failure, and no remaining
+processes.
 
-A small script takes the place of ssh here (`stand_in_hosts`). test_ssh.py has the real one.
+A small script replaces ssh (`stand_in_hosts`). test_ssh.py uses the real ssh.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_roles_and_logs(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Hosts are really asked, and each role finds its place in its environment."""
+    """The launcher checks the hosts, and each process reads its role from its environment."""
     monkeypatch.setenv("WANTED", "goes along")
     monkeypatch.setenv("JAX_OF_THE_TEST", "goes along")
     command = script("""
@@ -88,9 +88,10 @@ def test_roles_and_logs(
         assert f"this job answers: dtrans status {status}\n" in err
         tokens.add(found["DTRANS_TOKEN"])
         devices[prefix] = found["JAX_LOCAL_DEVICE_IDS"]
-        assert not Path(found["DTRANS_ENDED_ROLES"]).exists()  # any more
+        assert not Path(found["DTRANS_ENDED_ROLES"]).exists()  # the file is removed
     assert len(tokens) == 1 and len(*tokens) >= 64
-    assert devices == {"[trainer 0": "0", "[trainer 1": "1", "[trainer 2": "0"}  # of its own host
+    # the device of its host
+    assert devices == {"[trainer 0": "0", "[trainer 1": "1", "[trainer 2": "0"}
     logs = {file.name: file.read_text().splitlines() for file in (tmp_path / "logs").iterdir()}
     assert logs.keys() == {f"trainer-{k}.log" for k in range(3)}
     for k in range(3):
@@ -125,7 +126,7 @@ def test_secrets_are_on_no_command_line(
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(
                 FileNotFoundError, ProcessLookupError
-            ):  # it has ended meanwhile
+            ):  # the process has ended meanwhile
                 seen.append(path.read_bytes())
         for _, connection in reported:
             connection.close()
@@ -134,7 +135,7 @@ def test_secrets_are_on_no_command_line(
     thread.start()
     launch_on_hosts(command, HOSTS, rsh=rsh, env={"DTRANS_TOKEN": token})
     thread.join()
-    # of both roles, and no line has the token
+    # both roles print the command, and no line contains the token
     assert sum(command[1].encode() in line for line in seen) == 2
     assert not any(token.encode() in line for line in seen)
 
@@ -250,7 +251,7 @@ def test_a_role_that_ignores_sigterm_is_killed(
     assert_gone(*connections)
 
 
-# as ssh does it: the command is another process, whose standard input ends with this one
+# As ssh does, run the command as another process, whose standard input ends with this process.
 CUTTABLE = """
 import os, subprocess, sys, threading
 far = subprocess.Popen(sys.argv[2:], stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
@@ -270,10 +271,11 @@ def test_a_connection_that_ends_is_a_failure_of_its_host(
     listener: socket.socket,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The role ends too: first it is asked to."""
+    """The role of the host receives SIGTERM, and ends."""
     (tmp_path / "rsh.py").write_text(CUTTABLE)
     command = script("""
-        # the test cuts the connection as soon as it hears of the role, which must be ready then
+        # the test breaks the connection as soon as the role reports, so the role must be ready
+        # before
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         s = report()
         signal.signal(signal.SIGTERM, lambda *_: (s.sendall(b"asked"), sys.exit(0)))
@@ -309,7 +311,7 @@ def test_a_connection_that_ends_is_a_failure_of_its_host(
 def test_an_agent_that_hears_nothing_ends_its_role(
     found: None, script: Any, rsh: str, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A network that lets nothing through: no end of file comes."""
+    """The network delivers nothing, so no end of file arrives."""
     monkeypatch.setattr(remote_child, "SILENCE", 1.0)
     monkeypatch.setattr(remote_child, "BEAT", 1000.0)
     command = script("s = report(); threading.Event().wait()")
@@ -366,9 +368,9 @@ def test_an_interrupted_launcher_leaves_nothing(
 def test_hosts_that_cannot_take_part_are_named_together(
     script: Any, rsh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each with its reason; and nothing is started."""
+    """The error gives the reason for each host, and no role starts."""
     command = script("raise SystemExit(9)")
-    python = tmp_path / "python"  # one that has another JAX
+    python = tmp_path / "python"  # a Python with another JAX
     python.write_text(f"""#!/bin/sh
 exec {sys.executable} -c '
 import jax, runpy, sys
@@ -441,7 +443,7 @@ def test_more_roles_than_slots(found: None, script: Any, rsh: str) -> None:
 def test_words_that_a_shell_would_read(script: Any, rsh: str) -> None:
     with pytest.raises(
         ConfigError,
-        match="'/my python' cannot be passed to host one, because its shell would change it",
+        match="'/my python' cannot be passed to host one, because the shell of the host",
     ):
         launch_on_hosts(script(""), HOSTS, rsh=rsh, python="/my python")
 
@@ -456,7 +458,8 @@ def test_a_way_to_hosts_that_is_not_there(script: Any) -> None:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs `dtrans launch ARGUMENTS` in this process and returns the exit code."""
+    """Return a function that runs `dtrans launch ARGUMENTS` in this process, and returns the exit
+    code."""
 
     def run(*arguments: str) -> Any:
         monkeypatch.setattr(sys, "argv", ["dtrans", "launch", *arguments])

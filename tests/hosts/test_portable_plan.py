@@ -1,5 +1,5 @@
-"""Plans on their way to another process, and what `plan.on_ray` refuses before it asks for a
-cluster."""
+"""Plans that are sent to another process, and calls that `plan.on_ray` refuses before it connects
+to a cluster."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def programs() -> tuple[Any, Any]:
 
 
 def travelled(plan: Any) -> PortablePlan:
-    """The plan as an actor has it."""
+    """Return the plan as an actor receives it."""
     cloudpickle = pytest.importorskip("ray.cloudpickle", reason="the extra `ray` is not installed")
     return pickle.loads(pickled(PortablePlan.of(plan), cloudpickle))
 
@@ -99,8 +99,8 @@ def equinox_programs() -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("made", [flax_programs, equinox_programs])
 def test_functions_in_the_state_travel(made):
-    """Flax keeps them in the structure of its state, Equinox among the leaves; both keep
-    sentinels."""
+    """Flax stores functions in the structure of its state, and Equinox stores them among the
+    leaves. Both store sentinels."""
     plan = dtrans.nccl2(*made(), trainers=2)
     assert travelled(plan).rebuild().identity == plan.identity
 
@@ -163,7 +163,7 @@ def test_ray_is_imported_when_it_is_used():
 
 
 def test_actors_get_the_variables_of_the_driver(monkeypatch):
-    """Without its role, its secret and its virtual devices."""
+    """The actors do not get the driver's role, its secret and its virtual devices."""
     for name in ("DTRANS_TOKEN", "DTRANS_ROLE", "JAX_LOCAL_DEVICE_IDS"):
         monkeypatch.setenv(name, "mine")
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_dump_to=/tmp/x")
@@ -190,7 +190,7 @@ def test_trainers_are_placed_before_servers():
 
 
 def test_results_of_parts_become_one():
-    """A mean of numbers, and a row for each trainer of anything else."""
+    """Numbers are averaged, and other results get a row for each trainer."""
     assert of_each([np.float32(1), np.float32(2)]) == np.float32(1.5)
     assert of_each([np.int32(1), np.int32(2)]).tolist() == [1, 2]
     assert of_each([np.ones(3), np.zeros(3)]).shape == (2, 3)

@@ -1,5 +1,4 @@
-"""Jobs on a Ray cluster of three nodes: numbers, data, checkpoints, and how a job ends that
-fails."""
+"""Jobs on a Ray cluster of three nodes: results, data, checkpoints, and errors."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ PATIENCE = 120.0  # seconds for what takes five on an idle machine
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    # otherwise Ray writes a token into the user's home
+    # without this option, Ray writes a token into the user's home folder
     with pytest.MonkeyPatch.context() as patch, RayCluster() as started:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         ray.init(address=started.address)
@@ -72,7 +71,7 @@ def programs() -> tuple[Any, Any]:
 
 
 def with_rate() -> tuple[Any, Any]:
-    """The same, with a learning rate that can be changed between steps."""
+    """Return the programs of `programs` with a learning rate that can change between steps."""
     tx = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
     step = dtrans.make_train_step(loss, tx)
     begin = lambda key: (params := init(key)[0], tx.init(params))
@@ -106,8 +105,7 @@ BATCHES = list(zip(X, Y, strict=True))
 def alone(
     made: Callable[[], tuple[Any, Any]] = programs, same: bool = False
 ) -> tuple[Any, list[float]]:
-    """Parameters and losses of one device; on the first batch alone where it is the same for all
-    steps."""
+    """Return the parameters and losses of one device. With one batch, all steps use this batch."""
     step, begin = made()
     params, opt_state = begin(KEY)
     losses = []
@@ -125,8 +123,10 @@ ACTORS = ("RoleActor", "ScriptActor")
 
 
 def is_clean() -> bool:
-    """Return True if no placement group and no actor of a job is left, once Ray has ended what it
-    was told to."""
+    """Return True when no placement group and no actor of a job exists.
+
+    Ray removes them asynchronously.
+    """
     from ray._private.state import actors
 
     limit = time.monotonic() + PATIENCE
@@ -142,7 +142,7 @@ def is_clean() -> bool:
 
 
 def trained(job: Any, batches: Any = None, state: Any = None) -> tuple[Any, list[float]]:
-    """Parameters and losses after three steps; a checkpoint is saved after two."""
+    """Return the parameters and losses after three steps. A checkpoint is saved after two."""
     losses = []
     state = job.init(KEY) if state is None else state
     for i in range(3):
@@ -156,7 +156,8 @@ def trained(job: Any, batches: Any = None, state: Any = None) -> tuple[Any, list
 def check(
     job: Any, found: tuple[Any, list[float]], wanted: tuple[Any, list[float]], folder: Path
 ) -> None:
-    """Compare with one device, also after the checkpoint; and look for what the job left."""
+    """Compare a job with one device, also after the checkpoint, and check that nothing of the job
+    is left."""
     assert apart(found[0], wanted[0]) < 1e-6
     np.testing.assert_allclose(found[1], wanted[1], rtol=1e-6)
     params, opt_state = dtrans.checkpoint.load(folder / "2", job.plan.main, job.plan.startup)
@@ -216,11 +217,13 @@ def test_batches_of_a_function_and_its_failure(cluster, tmp_path):
     check(job, found, alone(with_rate), tmp_path)
 
 
-# Ray sets options of its own that it has deprecated
+# Ray itself sets options that it has deprecated
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context")
 def test_batches_of_a_dataset(cluster, tmp_path):
-    """Its rows are one global batch, so that any split of them has the same numbers; each step is
-    an epoch."""
+    """The rows of the dataset are one global batch, so any division of them has the same results.
+
+    Each step is an epoch.
+    """
     rows = ray.data.from_items([{"x": x, "y": y} for x, y in zip(X[0], Y[0], strict=True)])
     with PLANS["sharding"]().on_ray(rows, rows=4, checkpoints=tmp_path, deadline=PATIENCE) as job:
         found = trained(job, state=job.state_of(*init(KEY)))
@@ -272,15 +275,17 @@ def role(tmp_path: Path) -> Path:
 
 
 def until_begun(folder: Path, roles: Sequence[str]) -> None:
-    """Wait until all roles have written down their processes."""
+    """Wait until all roles have written their process ids."""
     limit = time.monotonic() + PATIENCE
     while time.monotonic() < limit and not all((folder / name).exists() for name in roles):
         time.sleep(0.05)
 
 
 def are_gone(folder: Path, *roles: str) -> bool:
-    """Return True when none of the processes that roles wrote down is there; those of a node may
-    take a moment."""
+    """Return True when none of the recorded processes exists.
+
+    Processes of a lost node may need a moment.
+    """
     limit = time.monotonic() + PATIENCE
     pids = [(folder / name).read_text() for name in roles]
     while any(Path("/proc", pid).exists() for pid in pids):
@@ -307,8 +312,7 @@ def test_a_signal_ends_the_launch(cluster, tmp_path, role):
         until_begun(tmp_path, names)
         os.kill(os.getpid(), signal.SIGINT)
 
-    # a shell lets what it runs in the background ignore the signal, and the launcher leaves it
-    # ignored
+    # A shell lets background commands ignore the signal, and the launcher does not change this.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=interrupt)
     thread.start()
@@ -363,7 +367,7 @@ def test_a_node_that_goes_ends_the_job(cluster, tmp_path):
 
 
 def test_a_node_that_goes_ends_the_launch(cluster, tmp_path, role):
-    """Four roles fill two nodes, which the test before this one may have left."""
+    """Four roles fill two nodes, which are free again after the previous test."""
     node, *others = [
         n["NodeID"]
         for n in ray.nodes()

@@ -1,4 +1,5 @@
-"""Role tables: from counts and from plans of each strategy, and where `place` puts processes."""
+"""Role tables, from counts and from plans of each strategy, and the placement of processes by
+`place`."""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ def test_processes_with_several_devices() -> None:
     staged = dtrans.pipeline(main, startup, num_stages=2, num_micro_batch=2)
     (whole,) = staged.roles(processes=1)
     assert whole.memory == sum(c.state_bytes for c in staged.costs())
-    assert whole.sent is None  # most of it stays in the process
+    assert whole.sent is None  # most bytes stay in the process
     for plan, message in ((one, "4 trainers"), (staged, "2 stages")):
         with pytest.raises(ConfigError, match=f"processes=3 does not divide the plan's {message}"):
             plan.roles(processes=3)
@@ -175,8 +176,10 @@ def test_endpoints_on_hosts() -> None:
 
 
 def busiest(trainers: list[int], servers: list[int]) -> float:
-    """Bytes over the busiest link, where each trainer exchanges one byte with all servers together:
-    by its pairs."""
+    """Return the bytes over the busiest link.
+
+    Each trainer exchanges one byte with all servers together.
+    """
     load: dict[int, float] = {}
     for t, s in itertools.product(trainers, servers):
         if t != s:
@@ -187,10 +190,12 @@ def busiest(trainers: list[int], servers: list[int]) -> float:
 
 @pytest.mark.parametrize("n, k", [(n, k) for n in range(1, 6) for k in range(1, 6)])
 def test_the_rule_is_that_of_bandwidth(n: int, k: int) -> None:
-    """Servers stand alone where the busiest link carries less, over every way to put them beside
-    trainers."""
+    """Compare with every placement of servers beside trainers.
+
+    Servers get separate hosts if the busiest link then carries less.
+    """
     alone = busiest(list(range(n)), list(range(n, n + k)))
-    assert alone == pytest.approx(max(1, n / k))  # BytePS
+    assert alone == pytest.approx(max(1, n / k))  # the formula of BytePS
     beside = min(
         busiest(list(range(n)), list(at))
         for at in itertools.combinations_with_replacement(range(n), k)
@@ -212,7 +217,7 @@ def test_no_placement_is_better(n: int, k: int, slots: list[int]) -> None:
         busiest(list(at[k:]), list(at[:k]))
         for at in itertools.product(range(len(slots)), repeat=n + k)
         if all(at.count(h) <= s for h, s in enumerate(slots))
-        # all on one host would exchange nothing over links: users list hosts to use them
+        # On one host nothing would cross a link, but users list hosts to use them all.
         and len(set(at[k:])) == min(n, len(slots))
     )
     assert busiest(found[k:], found[:k]) == pytest.approx(best)
@@ -238,8 +243,8 @@ def test_a_server_with_more_bytes_gets_the_quieter_link() -> None:
     weigh = lambda e, n: dataclasses.replace(e, sent=n, received=n)
     heavy, light = (weigh(e, n) for e, n in zip(table.of("pserver"), (10, 1), strict=True))
     weighed = dtrans.RoleTable("pserver", (heavy, light, *table.of("trainer")))
-    # alone, the heavy one's link would carry 10 bytes; beside a trainer it carries half of them,
-    # and half of 1
+    # On a separate host, the link of the large server would carry 10 bytes. Beside a trainer, the
+    # link carries half of these, and half of 1.
     assert place(weighed, [("a", 2), ("b", 2), ("c", 1)]) == ("a", "c", "a", "b")
     assert place(table, [("a", 2), ("b", 2), ("c", 1)]) == ("c", "a", "a", "b")
 

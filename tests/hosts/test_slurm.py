@@ -1,4 +1,4 @@
-"""Emitted `sbatch` files on Slurm itself: two virtual nodes on this machine."""
+"""Emitted `sbatch` files on a real Slurm with two virtual nodes on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import tree_close
-from own_namespaces import namespaces, why_not
 from paths import ROOT, SUPPORT
 from role_threads import free_endpoints
 from scheduled_training import plain
@@ -28,6 +27,7 @@ from dtrans.endpoints import split_endpoint
 from dtrans.hosts.emit_slurm import emit_slurm
 from dtrans.hosts.role_table import RoleTable, role_table
 from dtrans.run.distributed.role import Role
+from tools.namespaces import namespaces, why_not
 
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo")
@@ -70,8 +70,8 @@ NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8
 PartitionName=all Nodes=n1,n2 Default=YES State=UP
 """
 
-# srun ends all tasks as soon as one fails, also those that have not started: the failing one is the
-# last
+# srun ends all tasks as soon as one fails, also those that have not started. So the last task
+# fails.
 SAY = """
 import json, os, sys, time
 folder, node, fails = sys.argv[1], os.environ["SLURMD_NODENAME"], [a for a in sys.argv[2:3] if a]
@@ -94,8 +94,8 @@ class Cluster:
     """Two nodes, n1 and n2.
 
     Attributes:
-      folder: of their files; SLURM_CONF is `slurm.conf` there.
-      prefix: of commands that are to see the nodes.
+      folder: files of the nodes, with the `slurm.conf` that SLURM_CONF names.
+      prefix: start of each command that uses Slurm.
     """
 
     folder: Path
@@ -111,8 +111,7 @@ def cluster() -> Iterator[Cluster]:
         if not NO_ADDRESSES:
             hosts = stack.enter_context(namespaces(1))
             files = hosts.name_addresses({"n1": hosts.address(0), "n2": hosts.address(1)})
-            # not `ip netns exec`, which mounts another /sys, without the groups of processes that
-            # slurmd reads
+            # `ip netns exec` would mount another /sys, without the control groups that slurmd reads
             bind = f'mount --bind {files} /etc/hosts; exec "$@"'
             prefix = (*hosts.enter(0), "unshare", "--mount", "sh", "-ec", bind, "sh")
         yield stack.enter_context(started_cluster(prefix))
@@ -175,11 +174,11 @@ def started_cluster(prefix: tuple[str, ...]) -> Iterator[Cluster]:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A job that says what its processes are given.
+    """Job whose processes print their environments.
 
     Attributes:
-      table: its roles; `command` and endpoints are the test's.
-      endpoints: those that its processes have to find.
+      table: the roles; the test sets `command` and the endpoints.
+      endpoints: the endpoints that the processes must derive.
       on: node of each process, servers first.
       nodes: argument of `emit_slurm`.
       fails: node whose process fails.
@@ -203,11 +202,12 @@ CASES = [
     Case("pserver", 2, 2, ("127.0.0.1:6174", "127.0.0.1:6175"), ("n1",) * 4, nodes=1),
     Case("pserver", 2, 1, ("n1:6174",), ("n1", "n1", "n2"), nodes=2),
 ]
-WORDS = ["it's", "a b", '%t "$HOME" \\']  # a shell, or Slurm, would read some of it
+# text with characters that a shell or Slurm would interpret
+WORDS = ["it's", "a b", '%t "$HOME" \\']
 
 
 def submit(cluster: Cluster, folder: Path, text: str, **variables: str) -> subprocess.Popen[bytes]:
-    """Submit a file; the process ends with the job."""
+    """Submit a file; the returned process ends with the job."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("DTRANS")}
     env |= {"SLURM_CONF": str(cluster.folder / "slurm.conf"), **variables}
     (folder / "job.sbatch").write_text(text)
@@ -217,7 +217,8 @@ def submit(cluster: Cluster, folder: Path, text: str, **variables: str) -> subpr
 
 
 def test_slurm_runs_the_emitted_files(cluster: Cluster, tmp_path: Path) -> None:
-    """Submit all jobs at once: `sbatch --wait` asks every ten seconds whether a job has ended."""
+    """Submit all jobs at once, because `sbatch --wait` checks only every ten seconds if a job has
+    ended."""
     jobs = []
     for i, case in enumerate(CASES):
         folder = tmp_path / str(i)
@@ -230,7 +231,7 @@ def test_slurm_runs_the_emitted_files(cluster: Cluster, tmp_path: Path) -> None:
 
     for (folder, case, _), code in zip(jobs, codes, strict=True):
         out = (folder / "out").read_text()
-        # srun ends with the highest code, which may be that of a process that it has ended itself
+        # srun exits with the highest code, which may belong to a process that srun itself has ended
         assert code in ((7, 128 + signal.SIGTERM) if case.fails else (0,)), out
         assert not case.fails or f"{case.fails}: task 0: Exited with exit code 7" in out, out
         said = [json.loads(p.read_text()) for p in folder.glob("*.json")]
@@ -258,8 +259,7 @@ TRAININGS = [
 @pytest.mark.skipif(bool(NO_ADDRESSES), reason=NO_ADDRESSES or "nodes have addresses")
 @pytest.mark.parametrize("case", TRAININGS)
 def test_slurm_trains(cluster: Cluster, tmp_path: Path, case: Case) -> None:
-    """Nodes have an address each, so that all endpoints have one port; connections are
-    encrypted."""
+    """Each node has an address, so all endpoints have the same port. Connections are encrypted."""
     saved = tmp_path / "params.npz"
     command = (sys.executable, str(SUPPORT / "scheduled_training.py"), str(saved))
     variables = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}

@@ -1,4 +1,4 @@
-"""Launching by ssh itself: Debian's sshd on loopback, with keys of the test's own."""
+"""Launch by real ssh: Debian's sshd on loopback, with keys for the test."""
 
 from __future__ import annotations
 

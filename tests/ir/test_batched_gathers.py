@@ -1,4 +1,7 @@
-"""Gathers whose indices count rows are batched; those that only look so are left as they are."""
+"""Gathers whose indices count rows become batched gathers.
+
+Gathers that only look similar stay unchanged.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def in_while(x: Any, y: Any) -> Any:
 
 
 def in_turns(x: Any, y: Any) -> Any:
-    """A stack of row numbers, one along the rows for each turn."""
+    """Return a stack of row numbers. Each iteration reads one of them along the rows."""
     rows = jnp.broadcast_to(jnp.arange(B), (2, B))
     return jax.lax.scan(lambda c, i: (c, x[i, y]), 0.0, rows)
 
@@ -87,8 +90,10 @@ PICKED = {
 
 
 def stacked_turns(x: Any, y: Any) -> Any:
-    """Each turn's number, stacked by an inner loop, is no component of the stack that it is taken
-    from."""
+    """An inner loop stacks the number of each iteration of the outer loop.
+
+    This stack is not an index of the outer stack.
+    """
     rows = np.stack([np.arange(B), np.arange(B)], 1)
     one = jax.lax.GatherDimensionNumbers(
         offset_dims=(), collapsed_slice_dims=(0, 1), start_index_map=(0, 1)
@@ -131,7 +136,7 @@ LEFT = {
 
 
 def batching(jaxpr: Any) -> list[tuple[int, ...]]:
-    """The dimensions that each gather or scatter batches."""
+    """Return the dimensions that each gather or scatter batches."""
     picks = [
         e
         for e in equations(jaxpr)
@@ -141,7 +146,7 @@ def batching(jaxpr: Any) -> list[tuple[int, ...]]:
 
 
 def both(fn: Any, *args: Any) -> tuple[Any, Any]:
-    """A function before and after, checked to give the same numbers to the last bit."""
+    """Return a function before and after the rewrite. Check that both compute the same bits."""
     args = tuple(map(jnp.asarray, args))
     old = lowered_jaxpr(lambda *a: jax.tree.leaves(fn(*a)), *args)
     new = batched_gathers(old)

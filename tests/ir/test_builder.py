@@ -1,5 +1,7 @@
-"""Reading and rebuilding jaxprs: calls inlined, dead equations dropped, equations copied and bound
-anew. Every result is checked by JAX's own type checker and computes what the original computes."""
+"""Reading and rebuilding jaxprs: inline calls, drop dead equations, copy equations.
+
+JAX's type checker accepts every result, and the result computes the same values as the original.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def checked(jaxpr):
 
 
 def same(jaxpr, fn, *args, rtol=1e-6):
-    """The jaxpr computes what the function computes."""
+    """Check that the jaxpr computes the function."""
     got = quick(lambda *a: evaluate(jaxpr, *a))(*jax.tree.leaves(args))
     want = jax.tree.leaves(quick(fn)(*args))
     assert len(got) == len(want)
@@ -257,7 +259,7 @@ def test_dead_code_goes_inside_loops_too():
 
 
 def rebuilt(jaxpr):
-    """The same jaxpr, every equation copied."""
+    """Return a copy of a jaxpr; each equation is copied."""
     b = Builder(jaxpr)
     env = {v: b.input(v.aval) for v in jaxpr.jaxpr.invars}
     read = lambda a: a if isinstance(a, Literal) else env.get(a, a)
@@ -347,8 +349,10 @@ def test_a_function_that_closes_over_an_array_cannot_be_called_in():
 
 
 def scaled_bodies(k, x):
-    """A loop of each kind, a branch and a body of remat: what each makes is multiplied by `k` in
-    all bodies."""
+    """Return results of each kind of loop, a branch and a checkpoint.
+
+    Each body multiplies by `k`.
+    """
     table, limit = jnp.asarray(TABLE), 900 + x[1]
     carried, stack = jax.lax.scan(lambda c, row: ((c + row) * k, c * k), x, jnp.stack([x, table]))
     ended = jax.lax.while_loop(
@@ -370,8 +374,7 @@ def plain_bodies(x):
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_bodies_take_operands_in_front_of_theirs(sign):
-    """Each body is multiplied by an operand that it did not have; remat's constants become
-    operands."""
+    """Multiply each body by a new operand. Constants of the checkpoint become operands."""
     x = sign * jnp.arange(1.0, 4.0)
     old = inline_calls(jax.make_jaxpr(plain_bodies)(x))
     b = Builder(old)

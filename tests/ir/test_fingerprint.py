@@ -1,5 +1,7 @@
-"""Fingerprints: the same in every process, and another one, in the part that says it, for whatever
-changes numbers."""
+"""Fingerprints are equal in every process.
+
+If numbers change, the corresponding part of the fingerprint changes.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,11 @@ def differing(one: PServerPlan, other: PServerPlan) -> set[str]:
     return {part for part, text in one.identity.items() if other.identity[part] != text}
 
 
-CONSTANT = np.arange(2000.0, dtype=np.float32)  # longer than what NumPy shows of an array
+CONSTANT = np.arange(2000.0, dtype=np.float32)  # longer than NumPy's text of an array
 
 
 def with_constant(value: np.ndarray, nested: bool = False) -> Callable[..., Any]:
-    """A loss that closes over an array, in the body of a loop or not."""
+    """Return a loss that closes over an array, inside or outside the body of a loop."""
 
     def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         add = lambda total, _: (total + jnp.sum(jnp.asarray(value) ** 2) * 1e-12, None)
@@ -94,7 +96,10 @@ def test_what_differs_is_said_by_its_part(
 
 
 def test_roles_may_have_traced_batches_of_other_sizes() -> None:
-    """1/B is another number then. All else is compared, and of equal sizes the loss too."""
+    """If sizes differ, the number 1/B differs, so the loss is not compared.
+
+    All other parts are compared.
+    """
 
     def planned(rows: int, rate: float = 0.1, power: int = 2) -> dict[str, str]:
         params, tx = {"w": jnp.ones((3, 2))}, optax.sgd(rate)
@@ -109,7 +114,7 @@ def test_roles_may_have_traced_batches_of_other_sizes() -> None:
 
 
 def test_gradients_that_change_places_are_noticed() -> None:
-    """Both parts hold the same equations: what one hands to the other is another value."""
+    """Both halves contain the same equations, but pass different values to each other."""
     params = {"a": jnp.ones((3, 2)), "b": jnp.ones((3, 2))}
 
     def planned(first: str, second: str) -> PServerPlan:
@@ -142,7 +147,8 @@ print(t.plan_of(loss=t.with_constant(t.CONSTANT, nested=True)).identity)
 
 
 def test_every_process_makes_the_same_fingerprint() -> None:
-    """Ids, hashes of texts and addresses differ from process to process."""
+    """Ids, hashes of texts and addresses differ between processes, so they must not enter a
+    fingerprint."""
     script = SCRIPT.format(path=[str(SUPPORT), str(ROOT), os.path.dirname(__file__)])
     env = {**os.environ, "PYTHONHASHSEED": "1"}
     said = subprocess.run(

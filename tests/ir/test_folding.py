@@ -1,4 +1,4 @@
-"""Values that are one number everywhere, or an input, are found; no others."""
+"""Values that are a constant or an unchanged input are found, and no other values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from dtrans.ir.folding import Alias, are_equal, fold, number_by_jax, number_by_n
 from dtrans.ir.interpret import ForwardAnalysis, forward_jaxpr
 
 
-# of an input p, zeros z and ones: its output is "p", a number, or None for another value
+# functions of an input p, zeros z and ones; the expected output is "p", a number, or None for
+# another value
 FOLDED: dict[str, tuple[Any, Any]] = {
     "added": (lambda p, z, one: p + z, "p"),
     "added to": (lambda p, z, one: z + p, "p"),

@@ -32,7 +32,7 @@ tripled.defvjp(lambda x, y: (tripled(x, y), None), lambda res, g: (g, g))
 
 
 def shifted(a: Any, b: Any, c: Any, d: Any) -> Any:
-    """`a` reaches the last output in the fourth turn."""
+    """Return a loop in which `a` reaches the last output in the fourth iteration."""
     (a, b, c), stack = jax.lax.scan(
         lambda s, x: ((s[0], s[0] % 5, s[1]), s[2] + x), (a, b, c), d + jnp.arange(4)
     )
@@ -40,7 +40,7 @@ def shifted(a: Any, b: Any, c: Any, d: Any) -> Any:
 
 
 def nested(a: Any, b: Any, c: Any, d: Any) -> Any:
-    """The inner loop hands `a` on to `b`, and the outer one `b` to `c`."""
+    """Return nested loops: the inner loop moves `a` to `b`, and the outer loop moves `b` to `c`."""
 
     def outer(s: Any, _: Any) -> Any:
         inner = jax.lax.fori_loop(0, 2, lambda i, t: (t[0], t[0] % 3), s[:2])
@@ -50,13 +50,13 @@ def nested(a: Any, b: Any, c: Any, d: Any) -> Any:
 
 
 def turns(a: Any, b: Any, c: Any, d: Any) -> Any:
-    """`a` decides how many turns there are, which add `b` to `c`."""
+    """Return a loop whose number of iterations depends on `a`. Each iteration adds `b` to `c`."""
     i, c = jax.lax.while_loop(lambda s: s[0] < a, lambda s: (s[0] + 1, (s[1] + b) % 7), (0, c))
     return i, c, b, d
 
 
 def idle(a: Any, b: Any, c: Any, d: Any) -> Any:
-    """No turn changes `b`."""
+    """Return a loop that never changes `b`."""
     return *jax.lax.while_loop(
         lambda s: s[0] < a, lambda s: (s[0] + 1, s[1] * 1, s[2]), (0, b, c)
     ), d
@@ -104,7 +104,7 @@ def enter_rule(eqn: Any, ins: Any) -> Any:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_inputs_enter_the_outputs_that_are_made_of_them(name: str) -> None:
-    """Forward finds them, and backward finds the same."""
+    """The forward driver and the backward driver find the same inputs."""
     inner = opened(traced(name))
     enters = ForwardAnalysis[Any](
         operator.or_, enter_rule, lambda aval, value: frozenset(), decide=operator.or_
@@ -120,7 +120,7 @@ def test_inputs_enter_the_outputs_that_are_made_of_them(name: str) -> None:
 
 # -- which numbers a value may be ------------------------------------------------------------------
 
-MOST = 40  # numbers of a set; a larger one is `ANY`
+MOST = 40  # possible values of a number; a larger set is `ANY`
 ANY = None
 
 
@@ -133,7 +133,7 @@ def either(a: Any, b: Any) -> Any:
 
 
 def computed(eqn: Any, ins: Any) -> Any:
-    """All results of an elementwise equation on numbers of its operands."""
+    """Return all results of an elementwise equation, for all values of its operands."""
     if has_bodies(eqn):
         return None
     if ANY in ins or eqn.primitive.name == "iota":
@@ -180,7 +180,7 @@ def test_values_are_among_the_numbers_of_their_facts(name: str) -> None:
 
 
 def test_stacks_have_one_dimension_more_than_their_turns() -> None:
-    """A fact is a dimension. Outside, dimension 1 of the stack is dimension 0 of a turn."""
+    """A fact is a dimension. Dimension 1 of the stack is dimension 0 in an iteration."""
     rule = lambda eqn, ins: None if has_bodies(eqn) else [min(ins)] * len(eqn.outvars)
     axis = ForwardAnalysis[int](
         max, rule, lambda aval, value: 9, turn=lambda axis: axis - 1, stack=lambda axis: axis + 1

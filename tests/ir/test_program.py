@@ -1,5 +1,5 @@
-"""Programs: their names and the pairing of state, their ops as text and HTML, calling them, other
-batch sizes, and the words in which arguments that do not fit are refused."""
+"""Programs: names, pairs of state, listings as text and HTML, calls, other batch sizes, and errors
+for wrong arguments."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_more_arguments_than_parameters_are_refused():
 
 
 def branching(params, x, *batch):
-    """A step that reads the values of its arguments, which JAX refuses."""
+    """Return a step that converts its arguments to Python values, which JAX refuses."""
     if (batch[0] if batch else params["dense/kernel"]).sum() > 0:
         return params, x
     return params, 2 * x
@@ -193,7 +193,10 @@ def test_arrays_without_numbers_are_refused_by_name(values):
 
 
 def test_a_step_with_a_numpy_scalar_in_its_state_is_traced_once():
-    """`numpy.float64` is a `float`, but an array as well: it is not traced again as a count is."""
+    """`numpy.float64` is a `float` and also an array.
+
+    So the step is not traced again, as for a Python count.
+    """
     calls = []
 
     def step(params, opt_state, x):
@@ -269,6 +272,25 @@ def test_html_escapes_and_colours():
     html = p._repr_html_()
     assert "&lt;b&gt;" in html and "&lt;y&gt;" in html and "<y>" not in html
     assert html.count("<tr>") == 1 and "color:#1f6feb" in html
+
+
+def test_html_of_a_long_program_opens_folded_by_role_with_a_search_box():
+    short, long = (
+        dtrans.trace(lambda x, n=n: functools.reduce(lambda y, _: y * y, range(n), x), jnp.ones(2))
+        for n in (40, 41)
+    )
+    assert "<details open><summary style" in short._repr_html_()
+    assert '<input type="search"' not in short._repr_html_()
+    assert "<details><summary style" in long._repr_html_()
+    assert long._repr_html_().count('<input type="search"') == 1
+    assert "forward: 41 ops" in long._repr_html_() and long._repr_html_().count("<tr>") == 41
+
+
+def test_html_has_a_group_for_each_run_of_ops_with_one_role():
+    p = step_program()
+    runs = sum(i == 0 or p.roles[i - 1] != r for i, r in enumerate(p.roles))
+    html = p._repr_html_()
+    assert html.count("<details") == 1 + runs and html.count("<tr>") == len(p.ops)
 
 
 def test_roles_of_an_uncut_step_follow_the_name_stack():
@@ -392,7 +414,7 @@ def test_the_wrong_number_of_arguments_is_refused():
 
 def test_another_structure_is_refused():
     with pytest.raises(
-        TraceError, match="argument 0 of program step has another structure than it was traced with"
+        TraceError, match="argument 0 of program step does not have the structure with which it was"
     ):
         step_program()({"w": PARAMS["w1"]}, ADAM.init(PARAMS), *BATCH)
 

@@ -1,5 +1,4 @@
-"""Pytrees taken apart and put together: names from paths, static leaves held still, and the words
-in which another structure is refused."""
+"""Pytrees: flattening, names from paths, static leaves, and errors for another structure."""
 
 from __future__ import annotations
 
@@ -81,7 +80,7 @@ def test_another_structure_is_refused_with_both():
     spec = TreeSpec.from_tree({"a": np.ones(1)}, "p")
     with pytest.raises(
         TraceError,
-        match=r"argument 0 has another structure .*:\n  traced PyTreeDef\(\{'a': \*\}\)\n  now    "
+        match=r"argument 0 does not have the structure .*:\n  traced PyTreeDef\(\{'a': \*\}\)\n  now    "
         r"PyTreeDef\(\[\*\]\)",
     ):
         spec.flatten([np.ones(1)], "argument 0")
@@ -194,7 +193,7 @@ def test_without_an_optimizer_state_that_holds_nothing():
 
 @pytest.mark.parametrize("bad", [2**31, -(2**31) - 1, 2**40])
 def test_integers_that_jax_would_cut_are_refused_on_the_host(bad: int) -> None:
-    """In every way a batch is given, with the leaf and the position."""
+    """Pass the batch in every possible way. The error names the leaf and the position."""
     ids = np.zeros((4, 2), np.int64)
     ids[2, 1] = bad
     params = {"table": jnp.ones((8, 3))}

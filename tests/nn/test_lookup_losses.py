@@ -1,4 +1,4 @@
-"""Losses over tables beside what NumPy makes of their definitions, and as tables of a plan."""
+"""Losses over tables, compared with definitions in NumPy, and used with tables of a plan."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def bag_by_numpy(
 @pytest.mark.parametrize("mode", ["sum", "mean", "sqrtn"])
 def test_bags(mode: Any, weighted: bool, padding: int | None) -> None:
     table, ids = RNG.normal(size=(V, D)), RNG.integers(0, V, 20)
-    bags = np.sort(RNG.integers(0, 4, 20)) * 2  # every second one is empty
+    bags = np.sort(RNG.integers(0, 4, 20)) * 2  # every second bag is empty
     weights = RNG.uniform(0.5, 2, 20) if weighted else None
     bag = functools.partial(
         nn.embedding_bag, num_segments=8, weights=weights, mode=mode, padding_idx=padding
@@ -152,8 +152,8 @@ def test_the_probabilities_of_all_classes_add_up_to_one(kind: str, classes: int)
 
 @pytest.mark.parametrize("classes", [5, 8])
 def test_the_complete_tree_is_paddles(classes: int) -> None:
-    """`SimpleCode`: of classes + label, each bit below the highest is a turn, and the bits above it
-    a node."""
+    """In Paddle's `SimpleCode`, each bit of classes + label below the highest bit is a turn, and
+    the bits above it are a node."""
     tree = nn.complete_tree(classes)
     weight, x = RNG.normal(size=(classes - 1, D)), RNG.normal(size=(classes, D))
     of_tree = lambda w, x, label: nn.hierarchical_sigmoid(w, None, x, label, tree)
@@ -166,6 +166,38 @@ def test_the_complete_tree_is_paddles(classes: int) -> None:
         np.testing.assert_allclose(made[label], wanted, rtol=1e-12)
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_rows_may_have_paths_of_their_own(with_bias: bool) -> None:
+    """Each row has its path in the batch: trees of several shapes, and rows without a node."""
+    depth, rows = 4, 6
+    weight, x = RNG.normal(size=(V, D)), RNG.normal(size=(rows, D))
+    bias = RNG.normal(size=(V, 1)) if with_bias else None
+    table, code = RNG.integers(0, V, (rows, depth)), RNG.integers(0, 2, (rows, depth))
+    for row, length in enumerate([4, 0, 1, 2, 3, 4]):
+        table[row, length:] = -1
+    found = by_numpy.call(nn.custom_hierarchical_sigmoid, weight, bias, x, table, code)
+    for row in range(rows):
+        wanted = 0.0
+        for node, turn in zip(table[row], code[row], strict=True):
+            if node >= 0:
+                logit = weight[node] @ x[row] + (0.0 if bias is None else bias[node, 0])
+                wanted -= np.log(1 / (1 + np.exp(-logit if turn else logit)))
+        np.testing.assert_allclose(found[row], wanted, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("kind", ["complete", "huffman"])
+def test_paths_of_a_class_tree_have_its_loss_and_gradients(kind: str) -> None:
+    tree = nn.complete_tree(V) if kind == "complete" else nn.huffman_tree(np.arange(1, V + 1))
+    weight, x = jnp.asarray(RNG.normal(size=(V - 1, D))), jnp.asarray(RNG.normal(size=(B, D)))
+    labels = RNG.integers(0, V, B)
+    by_class = lambda w, x: nn.hierarchical_sigmoid(w, None, x, jnp.asarray(labels), tree).sum()
+    backwards = jnp.asarray(tree.nodes[labels, ::-1]), jnp.asarray(tree.turns[labels, ::-1])
+    by_path = lambda w, x: nn.custom_hierarchical_sigmoid(w, None, x, *backwards).sum()
+    wanted = jax.value_and_grad(by_class, (0, 1))(weight, x)
+    found = jax.value_and_grad(by_path, (0, 1))(weight, x)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12), found, wanted)
+
+
 def test_frequent_classes_have_short_ways() -> None:
     frequencies = RNG.zipf(1.5, 30)
     lengths = (nn.huffman_tree(frequencies).nodes >= 0).sum(1)
@@ -174,7 +206,7 @@ def test_frequent_classes_have_short_ways() -> None:
     mean = (lengths * frequencies).sum() / frequencies.sum()
     share = frequencies / frequencies.sum()
     entropy = -(share * np.log2(share)).sum()
-    assert entropy <= mean < entropy + 1  # as Huffman proved
+    assert entropy <= mean < entropy + 1  # the optimum, as Huffman proved
 
 
 def test_trees_that_are_none_are_refused() -> None:
@@ -185,6 +217,12 @@ def test_trees_that_are_none_are_refused() -> None:
         nn.hierarchical_sigmoid(
             jnp.ones((4, D)), None, jnp.ones((2, D)), jnp.zeros(2, int), nn.complete_tree(4)
         )
+    weight, x, path = jnp.ones((4, D)), jnp.ones((2, D)), jnp.zeros((2, 3), int)
+    for table, code in ((path, path[:, 1:]), (path[0], path[0]), (path[:1], path[:1])):
+        with pytest.raises(ConfigError, match="path_table and path_code have the shapes"):
+            nn.custom_hierarchical_sigmoid(weight, None, x, table, code)
+    with pytest.raises(ConfigError, match=r"weight and x have the shapes \(4, 2\) and \(2, 3\)"):
+        nn.custom_hierarchical_sigmoid(weight[:, 1:], None, x, path, path)
 
 
 # -- as tables -------------------------------------------------------------------------------------
@@ -203,6 +241,14 @@ def by_tree(p: Any, center: jax.Array, context: jax.Array) -> jax.Array:
     return nn.hierarchical_sigmoid(p["out"][: V - 1], None, p["emb"][center], context, TREE).mean()
 
 
+def by_path(p: Any, center: jax.Array, context: jax.Array) -> jax.Array:
+    """The batch array `context` is a node of the first path, and parent of the second node."""
+    table, code = jnp.stack([context, context // 2], 1), jnp.stack([context % 2, context % 3], 1)
+    return nn.custom_hierarchical_sigmoid(
+        p["out"], p["bias"], p["emb"][center], table, jnp.minimum(code, 1)
+    ).mean()
+
+
 def bags(p: Any, center: jax.Array, context: jax.Array) -> jax.Array:
     bag = nn.embedding_bag(
         p["emb"], jnp.concatenate([center, context]), jnp.tile(jnp.arange(B), 2), B, mode="mean"
@@ -215,6 +261,7 @@ def bags(p: Any, center: jax.Array, context: jax.Array) -> jax.Array:
     [
         (skip_gram, {"params/emb", "params/out", "params/bias"}),
         (by_tree, {"params/emb"}),
+        (by_path, {"params/emb", "params/out", "params/bias"}),
         (bags, {"params/emb"}),
     ],
 )

@@ -1,5 +1,5 @@
-"""Collectives: the meanings in a record agree, and one that is registered is all that the package
-needs to know."""
+"""Collectives: the parts of a record agree, and a registered record is all that the package
+needs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def mine_of(k: int) -> Any:
 
 
 def check_meanings(name: str, *values: Any) -> None:
-    """Compare the lowering of a collective with its meaning in NumPy, and both with its type."""
+    """Compare the lowering of a collective with its NumPy function, and both with its type."""
     record = COLLECTIVES[name]
     params = dict(zip(record.params, values, strict=True)) | {
         "name": "",
@@ -91,7 +91,7 @@ def _gather_and_sum(*xs: Any, over: tuple[str, ...], count: int, **_: Any) -> li
 
 @pytest.fixture
 def first_sum() -> Iterator[Primitive]:
-    """A collective that the package does not have: sums over the first trainers."""
+    """Return a collective that the package does not have: a sum over the first trainers."""
     primitive = new_collective(
         "first_sum",
         params=("count",),
@@ -136,7 +136,7 @@ def programs() -> tuple[Any, Any]:
 def by_first(
     plan: dtrans.CollectivePlan, first_sum: Primitive, count: int
 ) -> dtrans.CollectivePlan:
-    """Return the plan with each sum of all trainers as one of the first trainers."""
+    """Return the plan with `first_sum` in place of each sum over all trainers."""
 
     def replaced(eqn: JaxprEqn) -> JaxprEqn:
         if eqn.primitive is not all_reduce_p or eqn.params["op"] != "sum":
@@ -164,14 +164,14 @@ def test_a_plan_runs_counts_and_verifies_a_new_collective(first_sum: Primitive) 
         state, value = job.step(job.init(KEY), *BATCH)
         tree_close(job.params(state), wanted[0], 1e-12)
         tree_close(value, wanted[2], 1e-12)
-    # those of a part would be planned anew
+    # the plan of a part would be computed again
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in BATCH]
     assert (report := new.verify(*types)), str(report)
     assert not by_first(plan, first_sum, TRAINERS - 1).verify(*types).equal
 
 
 def test_a_new_collective_goes_through_servers(first_sum: Primitive) -> None:
-    """In the program of a trainer, and where a server makes answers of parts."""
+    """The collective works in the program of a trainer, and where a server combines the parts."""
     jaxpr = jax.make_jaxpr(lambda x: first_sum.bind(x, name="", over=("trainers",), count=2))(
         jnp.ones(3)
     )

@@ -1,9 +1,9 @@
-"""Every program that was recorded of Paddle's DistributeTranspiler, against what dtrans makes of
-the same model: where blocks live, what a trainer says and when, what each server does with a
-gradient, and what it starts from.
+"""Recorded programs of Paddle's DistributeTranspiler, compared with dtrans's programs for the same
+models.
 
-`golden/transpiled.json` has what paddlepaddle 1.8.5 did. Where dtrans differs, it is on purpose,
-and said here.
+The tests compare the placement of blocks, the messages of trainers and their order, the ops of
+servers for each gradient, and the initial values. `golden/transpiled.json` has the recordings of
+paddlepaddle 1.8.5. Comments state the deliberate differences.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from dtrans.step.halves import GRAD
 # -- the cases -------------------------------------------------------------------------------------
 
 
-# What is done for a table has other names here, and `send_rows` takes the gradient apart itself.
+# Ops of tables have other names in dtrans, and `send_rows` divides the gradient itself.
 OF_TABLES = [
     (["distributed_lookup_table"], ["split_ids", "prefetch"]),
-    # what gives rows to lookups is a gather
+    # a gather looks rows up
     (
         ["split_ids", "prefetch", "merge_ids"],
         ["split_ids", "prefetch"],
@@ -64,24 +64,24 @@ OF_TABLES = [
     (["split_ids", "send"], ["send_rows"]),
 ]
 
-# The rows of the next step are asked for when all of this one is sent, also where steps do not wait
-# for each other.
+# A trainer requests the rows of the next step after it has sent all gradients of this step, also in
+# modes whose steps do not wait for each other.
 WAITS = {"emb1_sparse_adam_async"}
 
-# Servers need no block to look up rows, nor one to save them.
+# Servers look up and save rows without a block.
 NO_BLOCKS = (["lookup_sparse_table"], ["save"])
 
-# Rounds of sums among the servers. Paddle took the norms of LARS over the rows of one server, which
-# is another optimizer, and could not clip by a global norm at all.
+# all_reduce rounds between servers. Paddle computed the norms of LARS from the rows of one server,
+# and could not clip by a global norm.
 ROUNDS = {"fc_lars_momentum": 1, "fc_sgd_clip_global_opt": 1}
 
-# Optimizer state in the shape of the parameter, as many for each.
+# number of state arrays with the shape of the parameter, for each optimizer
 ACCUMULATORS = {"fc_momentum": 1, "fc_adam": 2, "mlp_adam_lr_exponential": 2, "fc_adagrad": 1,
                 "fc_lars_momentum": 1,
                 "emb1_sparse_adam_async": 2, "mlp_adam_dcasgd": 2}  # fmt: skip
 
-# Adam's powers of beta: two numbers for each block in Paddle. Here they follow from one count of
-# steps on each server.
+# Powers of beta in Adam: Paddle has two numbers for each block, and dtrans computes them from one
+# count of steps on each server.
 BETA_POWERS = {
     "fc_adam": 2,
     "mlp_adam_lr_exponential": 2,
@@ -92,7 +92,7 @@ BETA_POWERS = {
 
 @pytest.fixture(scope="module", params=[*CASES, *DISTRIBUTED])
 def case(request: Any) -> SimpleNamespace:
-    """A recorded case, and the plan that dtrans makes for it."""
+    """Return a recorded case, and dtrans's plan for it."""
     name, recorded = request.param, RECORDED[request.param]
     assert ("error" in recorded) == (name in WITHOUT_CLIP)
     recorded = {**RECORDED[WITHOUT_CLIP.get(name, name)], **recorded}
@@ -105,7 +105,7 @@ def case(request: Any) -> SimpleNamespace:
         name=name,
         recorded=recorded,
         plan=plan,
-        # how many gradients an update is made of: an asynchronous one is made of one
+        # the number of gradients in an update: one for an asynchronous update
         merged=recorded["trainers"] if plan.sync_mode else 1,
         trainer=plan.trainer_program(recorded["trainer_id"]),
         trainer_startup=plan.trainer_startup_program(recorded["trainer_id"]),
@@ -113,10 +113,10 @@ def case(request: Any) -> SimpleNamespace:
 
 
 def with_table(name: str, recorded: dict[str, Any]) -> dict[str, Any]:
-    """A recorded case whose table was kept out of what is placed: its rows as blocks, and their
-    updates as of others.
+    """Return a recorded case with its table, which the recording does not place.
 
-    Gradients of all trainers were added up, where those of other parameters were averaged.
+    The rows become blocks, and the updates become updates of other parameters. Paddle summed the
+    table's gradients over trainers, and averaged other gradients.
     """
     shape = [-(-1000 // recorded["pservers"]), 64]
     blocks = {
@@ -132,12 +132,12 @@ def with_table(name: str, recorded: dict[str, Any]) -> dict[str, Any]:
 
 
 def short(name: str) -> str:
-    """`fc_w.block0` of `params/fc_w.block0`."""
+    """Return the part of a name after the slash: `fc_w.block0` for `params/fc_w.block0`."""
     return name.removeprefix("params/")
 
 
 def expected_trainer(case: Any, program: str) -> list[str]:
-    """What a trainer is to say: as recorded."""
+    """Return the expected ops of a trainer, from the recording."""
     ops = list(case.recorded[program])
     for theirs, ours in OF_TABLES if case.name in TABLES else ():
         for i in reversed(range(len(ops))):
@@ -154,7 +154,7 @@ def test_every_recorded_case_is_accounted_for() -> None:
 
 
 def test_geo_sgd_is_as_recorded() -> None:
-    """Trainers keep their optimizer, and say one thing; servers add."""
+    """Trainers have an optimizer, and send only changes. Servers add the changes."""
     recorded, (main, startup) = RECORDED[GEO], programs("fc_sgd")
     t = transpiled(recorded, main, startup)
     plan: Any = t.plan
@@ -191,8 +191,8 @@ def test_blocks_live_where_paddle_put_them(case: Any) -> None:
 
 
 def test_a_regularizer_does_not_come_first() -> None:
-    """Paddle dispatched a parameter that has one before all others; by name it comes second, as
-    without."""
+    """Paddle dispatched a parameter with a regularizer first. dtrans orders by name, so this
+    parameter is the second."""
     _, make, batch = NETS["fc"]
     step = dtrans.make_train_step(fc, L2)
     params = jax.eval_shape(make, KEY)
@@ -220,8 +220,10 @@ def test_a_trainer_says_what_paddles_said_in_that_order(case: Any) -> None:
 
 
 def test_each_gradient_is_sent_as_soon_as_it_is_made(case: Any) -> None:
-    """In the order in which Paddle's backward pass made them; a split may come between, nothing
-    else."""
+    """Gradients are sent in the order of Paddle's backward pass.
+
+    Only a split may precede a send.
+    """
     ops = case.trainer.ops
     at = [i for i, op in enumerate(ops) if op.type in ("send", "send_rows")]
     sent = []
@@ -238,7 +240,7 @@ def test_each_gradient_is_sent_as_soon_as_it_is_made(case: Any) -> None:
 
 
 def test_each_send_goes_where_its_block_lives(case: Any) -> None:
-    """Under the name of this trainer, where there are several."""
+    """If there are several trainers, the name of a sent gradient ends with the trainer's id."""
     me, trainers = case.recorded["trainer_id"], case.merged
     lives = {b.gradient(me, trainers): b.endpoint for b in case.plan.placement.table}
     assert all(n.endswith(f".trainer_{me}") for n in lives) or trainers == 1
@@ -270,8 +272,8 @@ def test_there_is_one_recv_for_each_parameter_and_one_concat_for_each_that_was_c
 
 
 def test_a_trainer_starts_with_what_the_servers_made(case: Any) -> None:
-    """Paddle's made parameters of its own first, and wrote what it received over them; here it only
-    receives."""
+    """Paddle's trainer first initialized parameters, and then received the servers' values.
+    dtrans's trainer only receives them."""
     assert [op.type for op in case.trainer_startup.ops] == communication(case.trainer_startup)
     assert communication(case.trainer_startup) == expected_trainer(case, "startup")
 
@@ -287,8 +289,10 @@ KINDS = {
 
 
 def compensation(block: Any, grads: list[str]) -> int:
-    """How many equations compensate a gradient for its delay: up to the sum of it and what comes
-    from the backup."""
+    """Return the number of equations that compensate a gradient for its delay.
+
+    These equations end with the sum of the gradient and a term from the backup.
+    """
     inner = block.jaxpr.jaxpr
     of_backup = {v for n, v in zip(block.in_names, inner.invars, strict=True) if n.endswith(".bak")}
     grad_vars = {v for n, v in zip(block.in_names, inner.invars, strict=True) if n in grads}
@@ -302,7 +306,8 @@ def compensation(block: Any, grads: list[str]) -> int:
 
 
 def kinds(blocks: list[Any], grads: list[str]) -> list[str]:
-    """What the blocks of one parameter do, in order, from the gradients of the trainers on."""
+    """Return the kinds of the equations in the blocks of one parameter, in order, from the
+    trainers' gradients on."""
     found: list[str] = []
     for block in blocks:
         for g in block.grads:
@@ -315,7 +320,7 @@ def kinds(blocks: list[Any], grads: list[str]) -> list[str]:
 
 
 def expected_kinds(case: Any) -> dict[str, dict[str, list[str]]]:
-    """Server to parameter block to what is to be done with it."""
+    """Return a dict: server -> parameter block -> expected kinds of equations."""
     expected: dict[str, dict[str, list[str]]] = {}
     for endpoint, blocks in case.recorded["placement"].items():
         names = sorted(n for n, _ in blocks)
@@ -323,15 +328,15 @@ def expected_kinds(case: Any) -> dict[str, dict[str, list[str]]]:
         if case.name in WITHOUT_CLIP:
             does = [[*b[:-1], "clip", b[-1]] for b in does]
         if case.recorded["trainers"] == 1:
-            # Paddle's server has a sum of g.trainer_0 here, and the trainer sends g: it never came.
-            # There is nothing to merge, so nothing merges
+            # Paddle's server sums g.trainer_0 here, but the trainer sends g, so the gradient never
+            # arrived. With one gradient there is nothing to merge.
             does = [[k for k in b if k not in ("merge", "mean")] for b in does]
         expected[endpoint] = dict(zip(names, does, strict=True))
     return expected
 
 
 def test_servers_do_with_each_block_what_paddles_did(case: Any) -> None:
-    """One optimize block for each parameter block: merge, mean, regularize, clip, update."""
+    """Each parameter block has one optimize block: merge, mean, regularize, clip, update."""
     trainers = case.recorded["trainers"]
     mine: dict[str, dict[str, list[str]]] = {}
     for endpoint, units in case.plan.placement.units.items():
@@ -350,7 +355,7 @@ def test_servers_do_with_each_block_what_paddles_did(case: Any) -> None:
 
 
 def test_servers_have_as_many_blocks_as_paddles(case: Any) -> None:
-    """More only where servers have to tell one another something, as Paddle's did not."""
+    """A server has more blocks only if servers exchange values, which Paddle's servers did not."""
     for endpoint, units in case.plan.placement.units.items():
         blocks = blocks_of(case.plan, endpoint)
         own = [b for b in blocks if b.level == 0 and b.role == "optimize"]
@@ -364,8 +369,11 @@ def test_servers_have_as_many_blocks_as_paddles(case: Any) -> None:
 
 
 def test_a_schedule_is_one_block_on_each_server(case: Any) -> None:
-    """The first. Adam has one without a schedule too: of the count of its steps, which Paddle keeps
-    with each block."""
+    """The block of the schedule is the first block.
+
+    Adam has this block without a schedule, too, for the count of steps. Paddle stores a count for
+    each block.
+    """
     for endpoint in case.plan.servers:
         blocks = blocks_of(case.plan, endpoint)
         scheduled = [b.role for b in blocks].count("lr_sched")
@@ -405,14 +413,16 @@ def test_optimizer_state_is_cut_as_its_parameter_is(case: Any) -> None:
 
 
 def test_servers_start_with_what_paddles_started_with(case: Any) -> None:
-    """A value for each parameter block and accumulator; what else Paddle's made is a number, and
-    told here."""
+    """Servers start with one value for each parameter block and each accumulator.
+
+    The test lists Paddle's other variables, which are numbers.
+    """
     for endpoint, role in case.plan.servers.items():
         recorded = case.recorded["servers"][endpoint]
         assert role.startup.out_names == role.main.in_names
         blocks = case.plan.placement.units[endpoint]
         mine = [n for n in role.startup.out_names if not n.endswith(("/count", "_bak"))]
-        # its learning rate, or its counter of steps; here a literal, or a count
+        # Paddle's learning rate or counter of steps; in dtrans a constant or a count
         numbers = 1 + BETA_POWERS.get(case.name, 0) * len(blocks)
         assert len(mine) == recorded["constants"] + recorded["random"] - numbers
         weights = {"fc_w", "w1", "w2", "shared_w"}
@@ -426,8 +436,8 @@ def test_servers_start_with_what_paddles_started_with(case: Any) -> None:
 
 @pytest.mark.sampled(1)
 def test_servers_start_with_rows_of_what_one_device_would_make(case: Any) -> None:
-    """In Paddle each block was drawn by itself, with the same seed: all blocks of a parameter had
-    the same rows."""
+    """Paddle draws each block with the same seed, so all blocks of a parameter had the same
+    rows."""
     init = case.plan.startup
     whole = dict(zip(init.out_names, evaluate(init.jaxpr, *init.flatten(KEY)), strict=True))
     found = assemble(case.plan, start_servers(case.plan, KEY), list(whole))
@@ -438,8 +448,10 @@ def test_servers_start_with_rows_of_what_one_device_would_make(case: Any) -> Non
 
 @pytest.mark.sampled(2)
 def test_a_step_of_the_servers_is_one_of_one_device_on_the_mean_gradient(case: Any) -> None:
-    """Two of them, for the schedule to move: merge, mean, regularize, clip and update are in the
-    right order."""
+    """Run two steps, because a schedule changes the rate after the first step.
+
+    A server merges gradients, takes the mean, regularizes, clips and updates, in this order.
+    """
     net, tx = (CASES | DISTRIBUTED)[case.name]
     params = NETS[net][1](KEY)
     state = tx.init(params)
@@ -467,13 +479,13 @@ def test_a_step_of_the_servers_is_one_of_one_device_on_the_mean_gradient(case: A
 
 
 def leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Path to leaf, as dtrans names them."""
+    """Return pairs (path, leaf), with dtrans's names."""
     found = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), x) for path, x in found]
 
 
 def named(state: tuple[Any, Any]) -> list[tuple[str, Any]]:
-    """Name to array, of the parameters and the optimizer's state."""
+    """Return pairs (name, array) of the parameters and the optimizer state."""
     return [
         (f"{root}/{n}", x)
         for root, tree in zip(("params", "opt_state"), state, strict=True)
@@ -485,8 +497,10 @@ def named(state: tuple[Any, Any]) -> list[tuple[str, Any]]:
 
 
 def test_a_trainer_has_no_row_of_a_table(case: Any) -> None:
-    """One `prefetch` for all lookups; what it starts with has none, and no value has as many rows
-    as the table."""
+    """All lookups use one `prefetch`.
+
+    A trainer starts without rows, and no value has as many rows as the table.
+    """
     table = "params/shared_w"
     if case.name not in TABLES:
         assert not case.plan.tables.of
@@ -514,8 +528,10 @@ def test_a_trainer_has_no_row_of_a_table(case: Any) -> None:
 
 @pytest.mark.parametrize("pservers", [1, 2, 3, 7])
 def test_a_distributed_table_has_each_row_on_the_server_of_its_number(pservers: int) -> None:
-    """`id % pservers`, and `id // pservers` there; where they do not divide the rows, Paddle's
-    servers had padding."""
+    """Row `id` is on server `id % pservers`, at index `id // pservers`.
+
+    If servers do not divide the rows, Paddle adds padding.
+    """
     (name,) = DISTRIBUTED
     plan: Any = transpiled(
         {**RECORDED[name], "pservers": pservers}, *programs(name), TABLES[name]

@@ -1,9 +1,8 @@
-"""Losses of jobs that were recorded of paddlepaddle 1.8.5, step for step, in float32.
+"""Losses of recorded jobs of paddlepaddle 1.8.5, compared step by step in float32.
 
-`golden/paddle-optimizers.json` has seven runs, and `golden/optimizers.json` the other optimizers,
-the clips and the decays of the learning rate, recorded of the same problem. (The problem's batch
-has 64 rows: those of two seeds. The text in the former has the first 32 alone, which do not give
-its losses.)
+`golden/paddle-optimizers.json` has seven runs. `golden/optimizers.json` has the other optimizers,
+clips and learning rate decays, recorded with the same problem. The problem's batch has 64 rows,
+from two seeds. The text in the first file has only 32 of these rows, which give other losses.
 """
 
 from __future__ import annotations
@@ -54,13 +53,13 @@ STEPS = 40
 
 
 def l1_decay(coeff):
-    """Paddle's L1Decay, as the page of the module says."""
+    """Return Paddle's L1Decay, as docs/paddle.md describes it."""
     return optax.stateless(
         lambda grads, params: jax.tree.map(lambda g, p: g + coeff * jnp.sign(p), grads, params)
     )
 
 
-# by their names in golden/paddle-optimizers.json
+# the names are those of golden/paddle-optimizers.json
 SEVEN = {
     "adagrad": lambda lr: adagrad(lr),
     "adamax": lambda lr: adamax(lr),
@@ -71,7 +70,7 @@ SEVEN = {
     "adadelta": lambda lr: adadelta(lr),
 }
 
-# by their names in golden/optimizers.json, which has Paddle's calls beside the losses
+# the names are those of golden/optimizers.json, which also has Paddle's calls
 RUNS = {
     "sgd": sgd(0.02),
     "momentum": momentum(0.02, 0.9),
@@ -138,14 +137,14 @@ DECAYS = {
 
 @pytest.fixture(scope="module")
 def batches():
-    """x and y of every step."""
+    """Return x and y of every step."""
     rows = lambda s: [np.random.RandomState(s + 7 + 1000 * k).randn(32, 20) for k in (0, 1)]
     x = np.stack([np.concatenate(rows(s)) for s in range(STEPS)]).astype("float32")
     return x, x @ np.linspace(-1, 1, 20).astype("float32")[:, None]
 
 
 def train(tx, batches):
-    """The losses of a job, and its parameters after the last step."""
+    """Return the losses of a job, and its parameters after the last step."""
 
     def loss(params, x, y):
         return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
@@ -182,7 +181,7 @@ def test_other_runs_have_paddles_losses(name, batches):
 
 
 def test_optaxs_adadelta_is_another_optimizer(batches):
-    """It is what `fix=True` gives; up to 2.8 % from Paddle's losses here."""
+    """optax's adadelta equals `fix=True`. Its losses differ from Paddle's by up to 2.8 %."""
     losses, _ = train(optax.adadelta(1.0, rho=0.95), batches)
     assert np.abs(losses / np.array(GIVEN["adadelta"]["losses"]) - 1).max() > 0.02
     fixed, _ = train(adadelta(1.0, fix=True), batches)

@@ -1,7 +1,9 @@
-"""Paddle's optimizers: each against its kernel, written out in Python numbers, element after
-element, and against what the rule must be in cases where another optimizer, or arithmetic, says so.
-`fix=True` is compared with the paper's rule, written out likewise. (Recorded runs of Paddle are in
-test_optimizer_losses.py.)"""
+"""Paddle's optimizers, compared with their kernels, written in Python for one element.
+
+Other tests compare them with another optimizer, or with arithmetic, in cases where both must agree.
+`fix=True` is compared with the rule of the paper. test_optimizer_losses.py compares with recorded
+runs of Paddle.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +67,7 @@ SHAPES = {
 STEPS = 6
 
 
-# -- the kernels, as the files under paddle/fluid/operators/optimizers/ have them
-# --------------------
+# -- the kernels of paddle/fluid/operators/optimizers
 #
 # Each changes the parameter and the accumulators that it is given. `t` is the number of the update,
 # from 1, of which Paddle keeps the powers of beta.
@@ -96,8 +97,11 @@ def decayed_adagrad_kernel(p, g, moment, t, lr, decay=0.95, epsilon=1e-6):
 
 
 def adadelta_kernel(p, g, grads, updates, t, lr, epsilon=1e-6, rho=0.95):
-    """`update` of adadelta_op.h is an Eigen expression, computed where it is used: twice, before
-    and after a write."""
+    """Compute the kernel of adadelta_op.h.
+
+    The kernel's `update` is an Eigen expression. Eigen evaluates `update` at each use, once before
+    and once after a write.
+    """
     for i in np.ndindex(p.shape):
         grads[i] = rho * grads[i] + (1 - rho) * g[i] ** 2
         update = lambda i=i: -math.sqrt((updates[i] + epsilon) / (grads[i] + epsilon)) * g[i]
@@ -116,8 +120,8 @@ def rmsprop_kernel(
 
 
 def ftrl_kernel(p, g, squared, linear, t, lr, l1=0.0, l2=0.0, lr_power=-0.5, fix=False):
-    """The functor of ftrl_op.h, which takes one element; and `FtrlOptimizer`, whose attribute l2 is
-    l1."""
+    """Compute the functor of ftrl_op.h for one element. `FtrlOptimizer` passes l1 as the attribute
+    l2."""
     l1, l2 = l1 + 1e-10, (l2 if fix else l1) + 1e-10
     for i in np.ndindex(p.shape):
         new_acc = squared[i] + g[i] * g[i]
@@ -148,7 +152,8 @@ def adam_kernel(p, g, moment1, moment2, t, lr, beta1=0.9, beta2=0.999, epsilon=1
 
 
 def adamw_kernel(p, g, moment1, moment2, t, lr, weight_decay=0.01, **options):
-    """The ops that `extend_with_decoupled_weight_decay` puts before that of Adam."""
+    """Compute the ops that `extend_with_decoupled_weight_decay` puts before Adam's op, and Adam's
+    op."""
     p -= p * weight_decay
     adam_kernel(p, g, moment1, moment2, t, lr, **options)
 
@@ -198,8 +203,10 @@ def lars_momentum_kernel(
     epsilon=0.0,
     rescale_grad=1.0,
 ):
-    """That of 1.8, with the last two arguments of later ones; `TestLarsMomentumOp` in
-    test_momentum_op.py has the parameter itself for its norm in one place."""
+    """Compute the kernel of 1.8, with two arguments of later versions.
+
+    `TestLarsMomentumOp` in test_momentum_op.py uses the parameter in place of its norm.
+    """
     p_norm, g_norm = length(p), length(rescale_grad * g)
     local_lr = lr
     if p_norm > 0 and g_norm > 0:
@@ -212,8 +219,8 @@ def lars_momentum_kernel(
 
 
 def dpsgd_kernel(p, g, t, lr, clip, batch_size, sigma, seed):
-    """With `std::minstd_rand` and Marsaglia's polar method in float, as the kernel for float32 has
-    them."""
+    """Compute the kernel for float32, which uses `std::minstd_rand` and Marsaglia's polar
+    method."""
     l2_norm = length(g)
     scale = l2_norm / clip if l2_norm > clip else 1.0
     engine, s = seed, 0.0
@@ -249,8 +256,10 @@ def adadelta_paper(p, g, grads, updates, t, lr, epsilon=1e-6, rho=0.95):
 
 
 def adam_paper(p, g, m, v, t, lr, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0):
-    """Kingma and Ba 2015, algorithm 1; Loshchilov and Hutter 2019, algorithm 2, with one learning
-    rate."""
+    """Kingma and Ba 2015, algorithm 1.
+
+    With weight decay: Loshchilov and Hutter 2019, algorithm 2, with one learning rate.
+    """
     for i in np.ndindex(p.shape):
         m[i] = beta1 * m[i] + (1 - beta1) * g[i]
         v[i] = beta2 * v[i] + (1 - beta2) * g[i] ** 2
@@ -261,7 +270,7 @@ def adam_paper(p, g, m, v, t, lr, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_d
 
 
 def adamax_paper(p, g, m, u, t, lr, beta1=0.9, beta2=0.999, epsilon=1e-8):
-    """Kingma and Ba 2015, algorithm 2, with epsilon beside the gradient."""
+    """Kingma and Ba 2015, algorithm 2. Epsilon is added to the gradient."""
     for i in np.ndindex(p.shape):
         m[i] = beta1 * m[i] + (1 - beta1) * g[i]
         u[i] = max(beta2 * u[i], abs(g[i]) + epsilon)
@@ -357,20 +366,23 @@ FIXED = {
         dict(learning_rate=0.1, lamb_weight_decay=0.3, beta1=0.7, beta2=0.9, epsilon=0.3),
     ),
 }
-# one of each kind that keeps its own state, where the options do not matter
+# one optimizer of each kind of state; the options do not matter
 SOME = ["ftrl-l1-l2", "ftrl-power", "decayed_adagrad", "adagrad-all", "adadelta-all", "adam-all",
         "adamax-all",
         "lamb-all", "lars-all", "lars-no-decay"]  # fmt: skip
 # norms that a rule takes of each leaf
 NORMS = {lamb: 2, lars_momentum: 2, dpsgd: 1}
-# powers that the state has, of which each is one number
+# powers in the state, one number for each
 BETAS = {adam: 2, adamax: 1}
-# what is known when a transformation is made
+# values that are known when a transformation is created
 STATIC = {dpsgd: ("seed", "key")}
 
 
 def problem(dtype=np.float64, shapes=SHAPES, seed=0):
-    """Parameters, and gradients for each of `STEPS` steps. A tenth of the gradients are 0."""
+    """Return parameters, and gradients for each of `STEPS` steps.
+
+    A tenth of the gradients are 0.
+    """
     rng = np.random.default_rng(seed)
     params = {n: array(rng.normal(size=s), dtype) for n, s in shapes.items()}
     grads = [
@@ -398,12 +410,13 @@ def run(tx, params, grads):
 
 
 def accumulators_of(state):
-    """What a state has for each leaf."""
+    """Return the accumulators that a state has for each leaf."""
     return [x for x in state if isinstance(x, dict)]
 
 
 def by_kernel(factory, options, params, grads, kernel=None):
-    """What the kernel makes of each leaf, in float64: parameters, and accumulators by name."""
+    """Return the kernel's results for each leaf in float64: parameters, and accumulators by
+    name."""
     names = KERNELS[factory][1]
     kernel = kernel or KERNELS[factory][0]
     rest = {k: v for k, v in options.items() if k != "learning_rate"}
@@ -515,7 +528,7 @@ def test_the_learning_rate_may_be_a_schedule(name):
         assert tx.init(params).count == 0
         assert run(tx, params, grads)[1].count == STEPS
         assert run(tx, params, grads)[1].count.dtype == jnp.int32
-        # where nothing is scheduled nothing is counted
+        # without a schedule, there is no count
         state = factory(**options).init(params)
         assert state.count is None
         accumulators = accumulators_of(state)
@@ -525,9 +538,12 @@ def test_the_learning_rate_may_be_a_schedule(name):
 
 
 def test_defaults_are_paddles():
-    """python/paddle/fluid/optimizer.py of 1.8, less what is not the rule's (names, regularization,
-    precision), and with what is of Paddle 2 or new here. That of dpsgd's batch size is no mistake
-    of this table."""
+    """Compare with python/paddle/fluid/optimizer.py of 1.8.
+
+    The table lacks names, regularization and precision, because they are not part of the rule. It
+    contains options of Paddle 2 and new options. 0.999 is indeed the default batch size of dpsgd in
+    Paddle.
+    """
     beta = dict(beta1=0.9, beta2=0.999)
     defaults = {
         f: {
@@ -582,8 +598,8 @@ def test_defaults_are_paddles():
 
 
 def test_ftrl_without_regularization_is_adagrad():
-    """McMahan 2011: then the parameters that it sets are those that Adagrad moves to, wherever they
-    began."""
+    """McMahan 2011: without regularization, FTRL sets the parameters to which Adagrad moves, for
+    any start."""
     with jax.enable_x64(True):
         shapes = {k: s for k, s in SHAPES.items() if k != "none"}
         rng = np.random.default_rng(1)
@@ -631,7 +647,8 @@ def test_decayed_adagrad_is_rmsprop_with_epsilon_outside_the_root():
 
 
 def test_lars_is_optaxs_where_gradients_point_along_the_parameters():
-    """‖g‖ + wd·‖p‖ = ‖g + wd·p‖ then, and only then."""
+    """If gradients point along the parameters, ‖g‖ + wd·‖p‖ = ‖g + wd·p‖. Otherwise the two sides
+    differ."""
     with jax.enable_x64(True):
         ours = lars_momentum(3.0, 0.9, lars_coeff=0.02, lars_weight_decay=0.1)
         optaxs = optax.lars(3.0, weight_decay=0.1, trust_coefficient=0.02, momentum=0.9)
@@ -659,7 +676,7 @@ def test_lars_falls_back_to_the_learning_rate_where_a_norm_is_zero(which):
     p = jnp.zeros((2, 3)) if which != "gradient" else jnp.full((2, 3), 2.0)
     g = jnp.zeros((2, 3)) if which != "parameter" else jnp.full((2, 3), 3.0)
     tx = lars_momentum(0.5, 0.9, lars_weight_decay=0.1)
-    with jax.debug_nans(True):  # eagerly: each value is looked at, also those that are not selected
+    with jax.debug_nans(True):  # run eagerly, to see also values that are not selected
         updates, state = tx.update(g, tx.init(p), p)
     np.testing.assert_allclose(updates, -0.5 * (g + 0.1 * p), rtol=1e-6)
     tree_equal(state.velocity, -updates)
@@ -683,8 +700,8 @@ def test_lars_excludes_leaves_by_parts_of_their_path():
 
 
 def test_lars_does_not_notice_the_scale_of_the_gradients():
-    """Up to weight decay: ‖g‖ divides g. And `rescale_grad` is a factor on the gradients, no
-    more."""
+    """Without weight decay, LARS divides g by ‖g‖. `rescale_grad` is only a factor on the
+    gradients."""
     params, grads = problem(np.float32)
     tx = lars_momentum(2.0, 0.9, lars_coeff=0.1, lars_weight_decay=1e-9)
     scaled = [jax.tree.map(lambda x: 64 * x, g) for g in grads]
@@ -722,7 +739,7 @@ def test_dtypes_and_structure_stay(name, scheduled, dtype):
         return (jax.tree.map(jnp.add, p, updates), state), None
 
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *grads)
-    # or it raises
+    # or the optimizer raises an error
     (new, state), _ = jax.jit(lambda p, s, gs: jax.lax.scan(body, (p, s), gs))(
         params, start, stacked
     )
@@ -738,7 +755,7 @@ def test_dtypes_and_structure_stay(name, scheduled, dtype):
 
 
 def test_lars_takes_norms_of_half_precision_in_single():
-    """600 squared is more than float16 holds."""
+    """Norms are computed in float32, because the square of 600 overflows float16."""
     p, g = jnp.full(4, 600, jnp.float16), jnp.full(4, 300, jnp.float16)
     tx = lars_momentum(1.0, 0.0, lars_coeff=0.5, lars_weight_decay=0.5)
     updates, _ = tx.update(g, tx.init(p), p)
@@ -747,7 +764,7 @@ def test_lars_takes_norms_of_half_precision_in_single():
 
 @pytest.mark.parametrize("name", SOME)
 def test_what_is_of_another_dtype_does_not_change_the_state(name):
-    """Gradients in float32; hyperparameters as numpy's float64, and as arrays."""
+    """Pass gradients in float32, and hyperparameters as float64 of NumPy or as arrays."""
     factory, options = CASES[name]
     params, grads = problem(jnp.bfloat16, {"matrix": (3, 4)})
     wide = [jax.tree.map(lambda x: x.astype(jnp.float32), g) for g in grads]
@@ -781,8 +798,8 @@ def test_without_parameters_it_says_what_is_missing(name):
 
 @pytest.mark.parametrize("name", SOME)
 def test_leaves_that_are_held_still(name):
-    """None in the parameters and None in the gradients alone; `optax.masked`; and no leaves at
-    all."""
+    """Use None in parameters and gradients, None only in gradients, `optax.masked`, and a tree
+    without leaves."""
     factory, options = CASES[name]
     params, grads = problem(np.float32)
     tx = factory(**options)
@@ -922,7 +939,7 @@ def test_decays_have_64_bits_where_jax_has():
 
 
 def primitives(tx, params):
-    """The equations of an update, by name and with the shape of their first operand."""
+    """Return the equations of an update: names, with the shape of the first operand."""
     found = []
 
     def walk(jaxpr):

@@ -1,5 +1,8 @@
-"""The same job gives the same programs: in whatever order they are asked for, twice, by several
-threads at once, and in another process, which orders sets in another way."""
+"""The same job gives the same programs: in any order of calls, repeatedly, in several threads, and
+in other processes.
+
+Another process orders sets differently.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ Asks = dict[str, Callable[[], Program]]
 
 
 def transpiled(job: str) -> dtrans.DistributeTranspiler:
-    """A transpiler that has traced everything itself."""
+    """Return a transpiler that has traced the step and the init."""
     options = JOBS[job]
     clip = optax.identity() if job == "asynchronous" else optax.clip_by_global_norm(0.1)
     tx = optax.chain(clip, optax.adamw(optax.cosine_decay_schedule(1e-2, 9)))
@@ -60,7 +63,7 @@ def transpiled(job: str) -> dtrans.DistributeTranspiler:
 
 
 def asks_of(t: dtrans.DistributeTranspiler, job: str) -> Asks:
-    """All programs that there are to ask for, by name."""
+    """Return the calls for all programs, by name."""
     asks: Asks = {
         "trainer": t.get_trainer_program,
         "trainer startup": t.get_trainer_startup_program,
@@ -76,7 +79,7 @@ def told(program: Program) -> tuple[str, str]:
 
 
 def of(t: dtrans.DistributeTranspiler, job: str) -> dict[str, tuple[str, str]]:
-    """Every program as text and as a fingerprint; and the plan."""
+    """Return the text and the fingerprint of each program, and the plan."""
     return {name: told(ask()) for name, ask in asks_of(t, job).items()} | {
         "plan": (str(t.plan), "")
     }
@@ -86,7 +89,7 @@ def of(t: dtrans.DistributeTranspiler, job: str) -> dict[str, tuple[str, str]]:
 @pytest.mark.parametrize("job", JOBS)
 def test_any_order_and_any_number_of_calls(job: str) -> None:
     want = of(transpiled(job), job)
-    # none is like another
+    # no two programs are equal
     assert len({fingerprint for _, fingerprint in want.values()}) == len(want)
     programs = {n: x for n, x in want.items() if n != "plan"}
     for t in (transpiled(job), transpiled(job)):
@@ -96,13 +99,13 @@ def test_any_order_and_any_number_of_calls(job: str) -> None:
         for order in (*orders, *(o[::-1] for o in orders)):
             assert {name: told(asks[name]()) for name in order} == programs
         assert str(t.plan) == want["plan"][0]
-    backwards = asks_of(transpiled(job), job)  # one that is first asked for what comes last
+    backwards = asks_of(transpiled(job), job)  # the last program is requested first
     assert {name: told(backwards[name]()) for name in reversed(backwards)} == programs
 
 
 @pytest.mark.parametrize("job", JOBS)
 def test_eight_threads_at_once(job: str) -> None:
-    """Each with a transpiler of its own, and all with one that they share."""
+    """Each thread has a transpiler, and all threads share another one."""
     want, shared = of(transpiled(job), job), transpiled(job)
     begin = threading.Barrier(8)
     found: list[Any] = [None] * 8

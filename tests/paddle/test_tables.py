@@ -1,5 +1,4 @@
-"""Tables through Paddle's interface: what an `Embedding` asks for, and the numbers of one
-device."""
+"""Tables through Paddle's interface: the options of `Embedding`, and the results of one device."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from role_threads import RoleThreads, free_endpoints
 
 import dtrans
 from dtrans.errors import ConfigError
-from dtrans.paddle import Embedding
+from dtrans.paddle import CountFilterEntry, Embedding, ProbabilityEntry
 
 
 V, D, ROWS, WORDS = 100, 4, 8, 3
@@ -39,7 +38,8 @@ def batches(steps: int) -> list[tuple[np.ndarray, ...]]:
 def transpiled(
     table: Any, servers: Any = 2, trainers: int = 2, tx: Any = SGD, **config: Any
 ) -> Any:
-    """What every process of a job would make; here they have one."""
+    """Return the transpiler that every process of a job would create. In this test, all roles share
+    one transpiler."""
     key, part = jax.random.key(0), [x[: ROWS // trainers] for x in batches(1)[0]]
     start = lambda key: init(tx, key)
     sparse = {"params/shared_w": table} if isinstance(table, Embedding) else table
@@ -56,7 +56,7 @@ def transpiled(
 
 
 def losses(role_threads: RoleThreads, plan: Any, steps: int) -> np.ndarray:
-    """Of each step, the mean of what trainers have."""
+    """Return the mean of the trainers' losses in each step."""
     for ep in plan.servers:
         role_threads.start(ep, roles.serve, plan, ep, jax.random.key(0))
     for k in range(plan.trainers):
@@ -70,9 +70,9 @@ def losses(role_threads: RoleThreads, plan: Any, steps: int) -> np.ndarray:
     "table, servers, tx",
     [
         (Embedding(), 2, SGD),
-        (Embedding(is_distributed=True), 3, SGD),  # which do not divide the rows
+        (Embedding(is_distributed=True), 3, SGD),  # servers do not divide the rows
         (Embedding(), 2, dtrans.paddle.optimizers.adam(0.1)),
-        # Paddle's was trained by SGD
+        # Paddle trains such a table by SGD
         (
             Embedding(is_distributed=True),
             3,
@@ -101,6 +101,12 @@ def test_what_an_embedding_asks_for() -> None:
     assert rows(True) == dtrans.Rows("dense", "range")
     assert rows(True, True) == dtrans.Rows("dense", "bucket", 3)
     assert rows(True, False, True) == dtrans.Rows("lazy")
+    count, probability = CountFilterEntry(4), ProbabilityEntry(0.1)
+    assert rows(True, True, True, count) == dtrans.Rows("lazy", "bucket", 3, admit_count=4)
+    assert rows(True, False, False, probability) == dtrans.Rows("dense", admit_probability=0.1)
+    assert rows(True, False, False, CountFilterEntry(0)).row_filter is None
+    plan = transpiled(Embedding(entry=count)).plan
+    assert str(plan.tables.of["params/shared_w"].row_filter) == "admit_count=4"
     assert not transpiled(Embedding(is_sparse=False)).plan.tables.of
     assert not transpiled(None).plan.tables.of
     assert list(transpiled("auto").plan.tables.of) == ["params/shared_w"]
@@ -141,8 +147,29 @@ def test_what_is_no_table_is_refused(sparse: Any, said: str) -> None:
 def test_only_servers_have_tables() -> None:
     config = dtrans.DistributeTranspilerConfig(mode="nccl2", sparse={"params/emb": Embedding()})
     with pytest.raises(
-        ConfigError, match="^sparse={'params/emb': .* needs mode='pserver', it is 'nccl2'"
+        ConfigError, match="^sparse={'params/emb': .* needs mode='pserver', but mode is 'nccl2'"
     ):
         config.check()
     with pytest.raises(ConfigError, match="is_sparse must be True or False"):
         Embedding(is_sparse="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "entry, why",
+    [
+        (lambda: CountFilterEntry(-1), "count_filter must be a number of updates from 0 to"),
+        (lambda: CountFilterEntry("none"), "count_filter must be a number of updates from 0 to"),
+        (lambda: ProbabilityEntry(1.0), "probability must be a number between 0 and 1"),
+        (lambda: Embedding(entry=10), "entry must be a dtrans.paddle.CountFilterEntry, a dtrans"),
+    ],
+)
+def test_a_wrong_entry_is_refused(entry: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        entry()
+
+
+def test_geo_sgd_has_no_entry() -> None:
+    """The error names the option of `dtrans.Rows`."""
+    geo = {"sync_mode": False, "geo_sgd_mode": True}
+    with pytest.raises(ConfigError, match="admit_count=4, but with dtrans.Geo trainers update"):
+        transpiled(Embedding(entry=CountFilterEntry(4)), **geo)

@@ -1,5 +1,5 @@
-"""Paddle's interface: its defaults, what is refused and in which words, and programs that do not
-depend on the order in which they are asked for."""
+"""Paddle's interface: defaults, errors and their texts, and programs that do not depend on the
+order of calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZES = (30, 600, 5)  # w1 is cut into two blocks of 8192 elements or more
 
 @pytest.fixture(scope="module")
 def programs() -> tuple[Any, Any]:
-    """A step and its init, traced."""
+    """Return a traced step and its traced init."""
     params, tx = mlp_params(SIZES), optax.adam(1e-2)
     step = dtrans.make_train_step(mlp_loss, tx)
     main = dtrans.trace(step, params, tx.init(params), *mlp_batch(8, SIZES))
@@ -122,7 +122,7 @@ def test_a_min_block_size_below_the_floor_of_paddle_is_refused(programs: Any, si
         caught.value, AssertionError
     )
     t = DistributeTranspiler()
-    t.config.min_block_size = size  # set later, it is found when transpiling
+    t.config.min_block_size = size  # an option that is set later is checked by `transpile`
     with pytest.raises(AssertionError, match=message):
         t.transpile(0, programs[0], EPS, 2, startup_program=programs[1])
 
@@ -152,7 +152,7 @@ def test_a_split_method_that_is_not_a_dispatcher_is_refused(programs: Any, metho
         DistributeTranspiler(DistributeTranspilerConfig(split_method=method))
     assert isinstance(caught.value, ConfigAssertionError)
     t = DistributeTranspiler()
-    t.config.split_method = method  # set later, it is found when transpiling
+    t.config.split_method = method  # an option that is set later is checked by `transpile`
     with pytest.raises(
         ConfigError, match="^split_method is .*; expected a subclass of dtrans.PSDispatcher"
     ):
@@ -164,7 +164,7 @@ def test_a_split_method_that_is_not_a_dispatcher_is_refused(programs: Any, metho
 
 
 class AllOnTheLast(dtrans.RoundRobin):
-    """A dispatcher of one's own, and not a direct subclass."""
+    """Dispatcher of a user that is an indirect subclass of PSDispatcher."""
 
     def dispatch(self, varlist: Any) -> list[str]:
         return [self.eps[-1]] * len(varlist)
@@ -231,6 +231,22 @@ def test_a_config_of_another_kind_is_refused() -> None:
 # -- print_log -------------------------------------------------------------------------------------
 
 
+def test_trainers_clip_as_the_config_says(programs: tuple[Any, Any]) -> None:
+    clip = {"clip_local_norm": 2.0, "clip_local_by": "norm"}
+    config = DistributeTranspilerConfig(sync_mode=False, **clip)
+    assert transpiled(programs, config).plan.options.mode == dtrans.Async(**clip)
+    config = DistributeTranspilerConfig(
+        sync_mode=False, runtime_split_send_recv=True, half_async=True, **clip
+    )
+    assert transpiled(programs, config, sync_mode=False).plan.options.mode == dtrans.HalfAsync(
+        **clip
+    )
+    reduce = nccl2(programs, DistributeTranspilerConfig(mode="nccl2", **clip)).plan.options.reduce
+    assert (reduce.clip_local_norm, reduce.clip_local_by) == (2.0, "norm")
+    with pytest.raises(ConfigError, match=r"^clip_local_norm=2.0 needs sync_mode=False or mode="):
+        transpiled(programs, DistributeTranspilerConfig(**clip))
+
+
 @pytest.mark.parametrize("mode", ["pserver", "nccl2"])
 def test_print_log_logs_the_plan(
     programs: Any, mode: str, caplog: pytest.LogCaptureFixture, capsys: Any
@@ -238,7 +254,7 @@ def test_print_log_logs_the_plan(
     plan = transpiled if mode == "pserver" else nccl2
     t = plan(programs, DistributeTranspilerConfig(mode=mode))
     assert caplog.records == []
-    # which does not hold back what was asked for
+    # a failure of the log does not prevent the result
     assert logging.getLogger().level == logging.WARNING
     plan(programs, DistributeTranspilerConfig(mode=mode, print_log=True))
     (record,) = caplog.records
@@ -261,7 +277,7 @@ def test_a_level_that_the_user_sets_is_kept(
 def test_the_plan_goes_to_stderr_where_logging_is_not_set_up(
     programs: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # added by pytest
     for _ in range(2):
         t = transpiled(programs, DistributeTranspilerConfig(print_log=True))
         assert capsys.readouterr() == ("", f"{t.plan}\n")
@@ -457,7 +473,8 @@ def test_an_unknown_endpoint_is_named_beside_those_there_are(programs: Any, ask:
     with pytest.raises(KeyError) as caught:
         getattr(t, ask)("127.0.0.1:1")
     assert isinstance(caught.value, UnknownEndpointError) and isinstance(caught.value, ConfigError)
-    # as it was written: KeyError would show the repr, with quotes around it and backslashes in it
+    # str(error) is the plain text; a plain KeyError would show its repr, with quotes and
+    # backslashes
     assert (
         str(caught.value)
         == f"'127.0.0.1:1' is not a pserver of this plan; its pservers are {FIRST}, {SECOND}"
@@ -465,7 +482,7 @@ def test_an_unknown_endpoint_is_named_beside_those_there_are(programs: Any, ask:
 
 
 def listings(t: DistributeTranspiler, order: int) -> dict[str, str]:
-    """Every program of every role as text, asked for in one of several orders."""
+    """Return the text of every program of every role, requested in one of several orders."""
     asks = [
         ("trainer", lambda: str(t.get_trainer_program())),
         ("trainer startup", lambda: str(t.get_trainer_startup_program())),
@@ -482,7 +499,7 @@ def test_any_order_of_calls_and_any_number_of_them_gives_the_same_programs(progr
     want = listings(transpiled(programs), 0)
     for order in range(6):
         assert listings(t, order) == want
-    t.transpile(0, programs[0], EPS, 2, startup_program=programs[1])  # and once more
+    t.transpile(0, programs[0], EPS, 2, startup_program=programs[1])  # once more
     assert listings(t, 3) == want
 
 
@@ -536,7 +553,7 @@ def test_one_object_gives_the_programs_of_every_role(programs: Any) -> None:
 
 
 def test_roles_that_plan_apart_plan_the_same(programs: Any) -> None:
-    """Each process has a transpiler of its own: what a trainer sends is what its server expects."""
+    """Each process has a separate transpiler. A trainer must send what its server expects."""
     params, tx = mlp_params(SIZES), optax.adam(1e-2)
     again = (
         dtrans.trace(
@@ -578,7 +595,7 @@ def test_a_program_that_communicates_says_how_to_run_it(programs: Any) -> None:
     trainer = transpiled(programs).get_trainer_program()
     with pytest.raises(
         dtrans.errors.NotRunnableError,
-        match=r"run it with dtrans.Executor\(\), or the whole job with plan.on_mesh\(\)",
+        match=r"run it with dtrans.Executor\(\), or run the full job with plan.on_mesh\(\)",
     ):
         trainer(mlp_params(SIZES), *mlp_batch(8, SIZES))
 
@@ -588,7 +605,7 @@ def test_a_program_that_communicates_says_how_to_run_it(programs: Any) -> None:
 
 
 def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> ConfigError:
-    """What it is refused with, by a config from the start and by one that is changed later."""
+    """Return the error for a config with these options, set at once or changed later."""
     t = DistributeTranspiler()
     for name, value in config.items():
         setattr(t.config, name, value)
@@ -605,7 +622,7 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
         )
     if (
         config.get("enable_dc_asgd") is not True
-    ):  # whether that is to be synchronous is known when transpiling
+    ):  # only `transpile` knows if updates are synchronous
         with pytest.raises(type(caught.value)) as at_once:
             transpiled(programs, DistributeTranspilerConfig(**config), **options)
         assert str(at_once.value) == str(caught.value)
@@ -638,17 +655,18 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
      "enable_dc_asgd=True needs geo_sgd_mode=False: in GEO-SGD trainers update their own "
      "parameters"),
     ({"geo_sgd_mode": True, "mode": "nccl2"}, {"trainers": EPS}, ValueError,
-     "geo_sgd_mode=True needs mode='pserver', it is 'nccl2'"),
+     "geo_sgd_mode=True needs mode='pserver', but mode is 'nccl2'"),
     ({"half_async": True, "mode": "nccl2"}, {"trainers": EPS}, ValueError,
-     "half_async=True needs mode='pserver', it is 'nccl2'"),
+     "half_async=True needs mode='pserver', but mode is 'nccl2'"),
     ({"enable_dc_asgd": True, "sync_mode": False, "runtime_split_send_recv": True}, {}, ValueError,
      "enable_dc_asgd=True with runtime_split_send_recv=True needs half_async=True, it is "
-     "False: if a step does not wait, servers cannot know which parameters it used"),
-    ({"nccl_comm_num": 2}, {}, ValueError, "nccl_comm_num=2 needs mode='nccl2', it is 'pserver'"),
+     "False: if a step does not wait, servers cannot know which parameters the step used"),
+    ({"nccl_comm_num": 2}, {}, ValueError,
+     "nccl_comm_num=2 needs mode='nccl2', but mode is 'pserver'"),
     ({"hierarchical_allreduce_inter_nranks": 2}, {}, ValueError,
-     "hierarchical_allreduce_inter_nranks=2 needs mode='nccl2', it is 'pserver'"),
+     "hierarchical_allreduce_inter_nranks=2 needs mode='nccl2', but mode is 'pserver'"),
     ({"dc_asgd_lambda": 0.5, "mode": "nccl2"}, {"trainers": EPS}, ValueError,
-     "dc_asgd_lambda=0.5 needs mode='pserver', it is 'nccl2'"),
+     "dc_asgd_lambda=0.5 needs mode='pserver', but mode is 'nccl2'"),
     ({"dc_asgd_decay": 0.5, "geo_sgd_mode": True, "sync_mode": False}, {}, ValueError,
      "dc_asgd_decay=0.5 needs geo_sgd_mode=False: in GEO-SGD trainers update their own parameters"),
     ({"merge": {0: "mean"}}, {}, ValueError,
@@ -662,8 +680,8 @@ def refusal(programs: Any, config: dict[str, Any], options: dict[str, Any]) -> C
      AssertionError, "enable_dc_asgd=True needs completely_not_async=False: synchronous gradients "
      "have no delay"),
     ({"merge": {"params/nothing": "mean"}}, {}, ValueError,
-     "merge['params/nothing'] matches no leaf that trainers compute; expected one of, or a prefix "
-     "of: none"),
+     "merge['params/nothing'] matches no leaf that trainers compute; expected one of these "
+     "leaves, or a prefix of their names: none"),
     ({"merge": "mean"}, {}, ValueError,
      "merge='mean' must be a dict from names to merges, such as {'aux': 'sum'}"),
     ({"min_block_size": 4096}, {}, AssertionError,
@@ -738,7 +756,7 @@ def test_there_are_no_threads_of_servers_to_set(programs: Any, ask: Any) -> None
 
 
 def test_a_step_without_an_optimizer_is_refused(programs: Any) -> None:
-    """Paddle made a job of it that trained nothing."""
+    """Paddle creates a job that trains nothing."""
     grad = dtrans.value_and_grad(mlp_loss)
     params, tx = mlp_params(SIZES), optax.adam(1e-2)
 
@@ -905,7 +923,7 @@ def test_nccl2_trainers_must_be_endpoints(programs: Any, trainers: Any) -> None:
         ({"trainers": "a"}, "'a' is not an endpoint; expected host:port, such as 127.0.0.1:6174"),
         (
             {"sync_mode": False},
-            "sync_mode=False needs mode='pserver', it is 'nccl2'",
+            "sync_mode=False needs mode='pserver', but mode is 'nccl2'",
         ),
     ],
 )
@@ -948,12 +966,12 @@ def test_collective_mode(programs: Any, mode: str, reductions: list[str]) -> Non
         (
             {"mode": "nccl2"},
             {},
-            "collective_mode='local_sgd' needs mode='collective', it is 'nccl2'",
+            "collective_mode='local_sgd' needs mode='collective', but mode is 'nccl2'",
         ),
         (
             {"mode": "pserver"},
             {},
-            "collective_mode='local_sgd' needs mode='collective', it is 'pserver'",
+            "collective_mode='local_sgd' needs mode='collective', but mode is 'pserver'",
         ),
         (
             {},
@@ -963,7 +981,7 @@ def test_collective_mode(programs: Any, mode: str, reductions: list[str]) -> Non
         (
             {},
             {"sync_mode": False},
-            "sync_mode=False needs mode='pserver', it is 'collective'",
+            "sync_mode=False needs mode='pserver', but mode is 'collective'",
         ),
     ],
 )
@@ -976,7 +994,7 @@ def test_collective_mode_that_cannot_be(
 
 
 def of_hosts(*counts: int) -> list[str]:
-    """Endpoints of so many trainers on each of several hosts."""
+    """Return endpoints of trainers, with the given number of trainers on each host."""
     return [
         f"10.0.0.{host}:{6170 + k}" for host, count in enumerate(counts, 1) for k in range(count)
     ]
@@ -1036,7 +1054,8 @@ def test_nccl2_contradictions(programs: Any) -> None:
             DistributeTranspilerConfig(mode="nccl2", hierarchical_allreduce_inter_nranks=2),
         )
     with pytest.raises(
-        ConfigError, match="^use_hierarchical_allreduce=True needs mode='nccl2', it is 'pserver'$"
+        ConfigError,
+        match="^use_hierarchical_allreduce=True needs mode='nccl2', but mode is 'pserver'$",
     ):
         DistributeTranspiler(DistributeTranspilerConfig(use_hierarchical_allreduce=True))
     with pytest.raises(
@@ -1055,7 +1074,7 @@ def test_nccl2_chains(programs: Any, count: int, chains: int | None) -> None:
     "ask", ["get_pserver_program", "get_pserver_programs", "get_startup_program"]
 )
 def test_nccl2_has_no_pservers(programs: Any, ask: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{ask} needs mode='pserver', it is 'nccl2'; "):
+    with pytest.raises(ConfigError, match=f"^{ask} needs mode='pserver', but mode is 'nccl2'; "):
         getattr(nccl2(programs), ask)(FIRST)
 
 

@@ -1,5 +1,4 @@
-"""State that trainers make themselves and servers average: the running statistics of a batch
-norm."""
+"""State that trainers compute and servers average: the running statistics of a batch norm."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ def x64() -> Any:
 
 
 def reference(parts: int, batches: Any) -> Any:
-    """One device that normalises each trainer's rows by themselves, and averages what they make of
-    the statistics."""
+    """Return one device's step, which normalizes each trainer's rows separately and averages the
+    new statistics."""
     params, opt_state = init_with(TX)(params_of())
     for x, y in batches:
         rows = len(x) // parts
@@ -47,8 +46,8 @@ def reference(parts: int, batches: Any) -> Any:
 
 
 def check(got: Any, want: Any, parts: Any = None) -> None:
-    """All but what each trainer has seen is as in the reference; that is what was in its own
-    parts."""
+    """Compare with the reference. The state of each trainer must contain only rows of this
+    trainer's parts."""
     got, want = ({"net": p["net"], **p["stats"]} for p in (got, want))
     seen = got.pop("seen")
     want.pop("seen")
@@ -117,7 +116,7 @@ def test_the_newest_statistics_count_without_synchrony(role_threads: RoleThreads
 
 
 def test_statistics_are_not_compensated_for_their_delay() -> None:
-    """They are no gradients; what a trainer had of them is not kept."""
+    """Statistics are not gradients, so servers do not store the values that a trainer received."""
     plan = plan_for(2, 2, MEAN, tx=optax.sgd(0.1), mode=dtrans.Async(dtrans.DelayCompensation()))
     backups = {
         row.origin_name.split(".")[0] for row in plan.overview if row.slice_name.endswith("_bak")
@@ -149,7 +148,7 @@ def test_statistics_are_sent_when_they_are_made_and_are_nobodys_by_default() -> 
     ({"params/stats/mean": "sum"}, "merge['params/stats/mean'] must be 'mean' or 'own', it is "
 "'sum'"),
     ({"params/net/w": "mean"}, "merge['params/net/w'] matches no leaf that trainers compute; "
-     "expected one of, or a prefix of: "
+     "expected one of these leaves, or a prefix of their names: "
      "params/stats/mean, params/stats/seen, params/stats/var"),
     ("mean", "merge='mean' must be a dict from names to merges, such as {'aux': 'sum'}"),
 ])  # fmt: skip
@@ -160,7 +159,7 @@ def test_what_cannot_be_averaged_is_named(merge: Any, message: str) -> None:
 
 
 def test_a_trainer_that_left_and_counts_as_zero_is_refused() -> None:
-    """It does no harm among gradients; a mean of variances would go to zero."""
+    """A zero does no harm in a sum of gradients, but would reduce a mean of variances."""
     with pytest.raises(
         ConfigError,
         match="^on_trainer_exit='paddle' cannot be used if merge averages params/stats/mean: the",

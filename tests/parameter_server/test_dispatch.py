@@ -1,6 +1,8 @@
-"""Blocks and dispatchers, against what paddlepaddle 1.8.5 did (every row of the recorded tables)
-and against the properties that the rest of the package relies on: blocks cover a leaf once, in
-whole rows, in order."""
+"""Blocks and dispatchers, compared with recorded tables of paddlepaddle 1.8.5.
+
+The tests also check that blocks cover each leaf once, in complete rows, in order. Other code relies
+on this.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def test_every_row_that_paddle_recorded(table):
 
 
 def test_two_lists_of_paddles_own_test():
-    """test_slice_var of paddle/fluid/tests/unittests/test_slice_var.py."""
+    """The lists are from paddle/fluid/tests/unittests/test_slice_var.py."""
     shapes = [[3, 5], [1024], [28, 784], [8, 1020], [800, 10]]
     assert [sizes(s, 10, 1024) for s in shapes] == [
         [15],
@@ -180,7 +182,7 @@ def test_the_base_dispatcher_says_what_is_missing():
 
 
 def test_a_dispatcher_of_ones_own_may_derive_from_any_other():
-    """Paddle took direct subclasses of PSDispatcher only."""
+    """Paddle accepts only direct subclasses of PSDispatcher."""
 
     class LastFirst(RoundRobin):
         def dispatch(self, varlist):
@@ -218,7 +220,7 @@ def test_dispatchers_see_the_names_of_blocks():
         split_method=Spy,
     )
     blocks = [("params/b", (1,)), ("params/w.block0", (2, 2)), ("params/w.block1", (2, 2))]
-    assert seen == 2 * blocks  # asked once, and once more whether it answers the same
+    assert seen == 2 * blocks  # called once, and again to compare the answers
 
 
 def test_a_dispatcher_is_asked_twice_about_the_blocks_of_all_leaves():
@@ -259,7 +261,7 @@ def weighing(*sizes):
         ((), []),
         ((5,), [0]),
         ((1, 2, 3, 4, 5, 6), [0, 1, 2, 2, 1, 0]),
-        ((4, 4, 4, 4), [0, 1, 2, 0]),  # ties: blocks in their order, servers in theirs
+        ((4, 4, 4, 4), [0, 1, 2, 0]),  # ties: in the order of blocks and of servers
         ((0, 0, 7, 0), [1, 1, 0, 1]),
         ((9, 1, 1, 1), [0, 1, 2, 1]),
     ],
@@ -304,8 +306,8 @@ def test_no_server_has_more_than_the_others_by_more_than_its_last_block(sizes, s
     )
     held = by_size.loads
     assert sum(held.values()) == sum(sizes)
-    # Graham: the fullest has at most 4/3 of what the best placement leaves to its fullest, which is
-    # no less than this
+    # Graham: the largest load is at most 4/3 of the optimum, and the optimum is not below this
+    # bound
     if len(sizes) <= servers:
         assert max(held.values()) == max(sizes, default=0)
     assert max(held.values()) - min(held.values()) <= max(sizes, default=0)
@@ -360,7 +362,8 @@ def test_what_cannot_be_cut_is_weighed_first_and_blocks_fill_up(heirs):
     assert list(plan.placement.unsliced) == ["params/b"]
     assert plan.placement.blocks["params/b"][0].endpoint == EPS[0]
     assert {b.endpoint for b in plan.placement.blocks["params/c"]} == {EPS[1]}
-    # without it, what can be cut is spread over all, and what cannot comes on top of it
+    # without this rule, sliced leaves would be spread over all servers first, and unsliced leaves
+    # would be added later
     assert {b.endpoint for b in by_size_plan(tx, RoundRobin).placement.blocks["params/c"]} == {
         EPS[0],
         EPS[1],
@@ -393,7 +396,7 @@ def test_the_seed_orders_whole_leaves_and_touches_no_global_state(seed):
     before = np.random.get_state()[1].tolist(), random.getstate()
     plan = by_size_plan(optax.sgd(0.1), RoundRobin, slice_var_up=False, seed=seed)
     assert (np.random.get_state()[1].tolist(), random.getstate()) == before
-    np.random.seed(9)  # nor is it read
+    np.random.seed(9)  # it is not read either
     assert (
         by_size_plan(optax.sgd(0.1), RoundRobin, slice_var_up=False, seed=seed).placement
         == plan.placement

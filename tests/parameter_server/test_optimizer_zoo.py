@@ -1,14 +1,13 @@
-"""Every optimizer of optax, by numbers: what three servers compute is what one device computes.
+"""Every optimizer of optax: three servers compute the results of one device.
 
-For each case of `optimizer_zoo.py` five steps of a plan with three servers, two trainers and blocks
-as small as they get are carried out by hand, one equation after the other. What the servers hold,
-state included, is compared with `tx.update` on the mean of the same gradients, compiled as one
-program for one device: the largest difference in a leaf is below 1e-12 of its largest number in
-float64, and below 1e-5 in float32.
+Each case of `optimizer_zoo.py` runs five steps of a plan with three servers, two trainers and the
+smallest blocks, one equation after the other. The reference is `tx.update` on the mean gradient,
+compiled as one program for one device. The largest difference in a leaf, state included, is below
+1e-12 of its largest number in float64, and below 1e-5 in float32.
 
-What is bfloat16 must be equal, bit for bit. Both sides round after each equation, as its type says
-(`quick` forbids XLA to keep more), and JAX reduces bfloat16 in float32: a difference there is 1e-7,
-and would have to lie on the edge between two numbers of bfloat16 to be seen.
+bfloat16 leaves must be equal, bit for bit. Both sides round after each equation, because `quick`
+forbids XLA to keep more precision, and JAX reduces bfloat16 in float32. A difference of 1e-7 in
+such a sum shows only if the sum is near the boundary between two numbers of bfloat16.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ def dtype(request):
 
 
 def one_by_one(jaxpr, *args):
-    """A closed jaxpr, an equation at a time, each compiled alone: once for all cases. Loops and
-    branches are taken."""
+    """Evaluate a closed jaxpr one equation at a time, with one compilation of each equation for all
+    cases."""
     inner = opened(jaxpr)
     env = dict(zip([*inner.invars, *inner.constvars], [*args, *constants(jaxpr)], strict=True))
     read = lambda a: jnp.asarray(a.val, a.aval.dtype) if hasattr(a, "val") else env[a]
@@ -87,14 +86,14 @@ LIMIT = {"float64": 1e-12, "float32": 1e-5}
 
 
 def received(case, params, step):
-    """The gradients of each trainer: as trees, and by the names that servers give them."""
+    """Return the gradients of each trainer: as trees, and by the names that servers use."""
     trees = [gradients(case.trained(params), step, k) for k in range(TRAINERS)]
     prefix = "params/fast" if case.pair else "params"
     return trees, [{f"{prefix}/{n}": g for n, g in tree.items()} for tree in trees]
 
 
 class OneDevice:
-    """The optimizer on whole arrays."""
+    """Optimizer on full arrays, on one device."""
 
     def __init__(self, case, dtype):
         tx = case.make()
@@ -113,13 +112,13 @@ class OneDevice:
         self.params, self.state = self.compiled(self.params, self.state, grads)
 
     def named(self, plan):
-        """Parameters and state, by the names of the plan."""
+        """Return parameters and state by the names of the plan."""
         flat = plan.main.flatten(self.params, self.state, jnp.ones(2))
         return dict(zip(plan.main.in_names[:-1], flat[:-1], strict=True))
 
 
 def compare(plan, held, device, dtype, what):
-    """What servers hold with what one device has."""
+    """Compare the state of the servers with the state of one device."""
     whole = device.named(plan)
     got = assemble(plan, held, list(whole))
     assert set(got) == set(whole) - set(plan.frozen)
@@ -130,7 +129,7 @@ def compare(plan, held, device, dtype, what):
 
 
 def check(case, plan, dtype, steps=STEPS):
-    """The same numbers; and all parameters are trained, and stay finite."""
+    """Check that the numbers are equal, and that all parameters are trained and stay finite."""
     device = OneDevice(case, dtype)
     before, moved = device.named(plan), set()
     held = start_servers(plan, device.params, evaluate=one_by_one)
@@ -158,12 +157,12 @@ def test_three_servers_give_what_one_device_gives(name, dtype):
     plan = plan_of(case, dtype)
     check(case, plan, dtype)
     structure(plan)
-    # the table's row is that of this plan, whose numbers were compared
+    # the row of the table describes this plan, whose numbers were compared
     assert optimizer_zoo.row(name, plan) in PAGE.read_text().splitlines()
 
 
 def structure(plan):
-    """Leaves are cut as finely as they can be, or are whole for a reason that the plan gives."""
+    """Check that each leaf is sliced into the smallest blocks, or that the plan gives a reason."""
     no_full_shapes(plan)
     reads_only_what_was_there_or_made_before(plan)
     finest = {
@@ -190,7 +189,7 @@ def structure(plan):
 
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.without])
 def test_what_is_left_out_is_what_optax_cannot_train(name, dtype):
-    """On one device: an error, or state that has another type after an update than before."""
+    """On one device, optax raises an error, or an update changes the type of the state."""
     tx, params = CASES[name].make(), optimizer_zoo.leaves(dtype)
     try:
         state = jax.eval_shape(tx.init, params)
@@ -205,8 +204,11 @@ def test_what_is_left_out_is_what_optax_cannot_train(name, dtype):
 
 
 class Crowded(dtrans.PSDispatcher):
-    """All blocks but the last of a leaf go to the first server, which has to join their parts; none
-    to the second."""
+    """Dispatcher that assigns all blocks except the last to the first server, and none to the
+    second.
+
+    The first server must combine the parts of its blocks.
+    """
 
     def dispatch(self, varlist):
         first, _, last = self.eps
@@ -252,7 +254,7 @@ PARTS = {
 @given(st.permutations(list(PARTS)))
 @settings(max_examples=max(3, settings().max_examples // 3), derandomize=True)
 def test_any_chain_of_three_gives_the_same_on_servers(names):
-    """Each around those behind it, and gradient descent inside."""
+    """Each transformation wraps the next one, and gradient descent is the innermost."""
 
     def make():
         tx = optax.sgd(0.1)
@@ -305,7 +307,7 @@ def test_an_inf_in_one_slice_stops_every_leaf_on_every_server(dtype):
         device.params, device.state = params, state
         device.step(trees)
         compare(plan, new, device, dtype, block.name)
-    for step in (2, 3):  # and go on from the last of these
+    for step in (2, 3):  # continue from the last of these
         trees, by_name = received(case, params, step)
         new = serve(plan, new, by_name, evaluate=one_by_one)
         device.step(trees)
@@ -316,8 +318,10 @@ def test_an_inf_in_one_slice_stops_every_leaf_on_every_server(dtype):
     "name", ["MultiSteps", "MultiSteps, global norm inside", "MultiSteps, skip_large_updates"]
 )
 def test_micro_batches_make_an_update_every_other_step(name):
-    """That the five steps of the table hold updates, and steps without one; for skip_large_updates,
-    skipped ones."""
+    """The five steps contain updates, and steps without an update.
+
+    For skip_large_updates, they contain skipped updates.
+    """
     case = CASES[name]
     device = OneDevice(case, jnp.dtype(jnp.float32))
     moved = []

@@ -1,6 +1,9 @@
-"""The overview of what servers hold: every row says of which array of the step it is, and of which
-part of it; held against values that differ in every element. And what is told from it: bytes,
-balance, and that of other dispatchers."""
+"""The overview of the servers' state: each row names an array of the step, and a part of this
+array.
+
+The tests compare it with values in which every element differs. They also check bytes, balance, and
+other dispatchers.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ OPTIMIZERS = {
 
 
 def distinct(tree: Any) -> Any:
-    """The same types; no two elements of a leaf are the same."""
+    """Return a tree of the same types in which no two elements of a leaf are equal."""
     return jax.tree.map(lambda x: jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), tree)
 
 
@@ -104,7 +107,7 @@ def test_every_row_is_that_part_of_that_array(
         assert (row.offset, row.axis) == (0, 0) or row.is_slice
         assert row.vtype == ("Param" if row.origin_name.startswith("params/") else "Optimizer")
         assert row.nbytes == value.nbytes
-    # nothing is left out, nothing is there twice
+    # each element occurs exactly once
     assert {r.origin_name for r in plan.overview} == whole.keys() - set(plan.frozen)
     for name in {r.origin_name for r in plan.overview}:
         rows = plan.overview.by_origin(name)
@@ -121,7 +124,7 @@ def test_every_row_is_that_part_of_that_array(
 def test_state_may_have_the_rows_along_another_axis() -> None:
     plan, _ = planned(OPTIMIZERS["sums over rows and columns"])
     assert {r.axis for r in plan.overview if r.is_slice} == {0}
-    # a transposed copy of a parameter, kept as state
+    # state that is a transposed copy of a parameter
     turned = optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.transpose, params),
         lambda g, s, p=None: (g, jax.tree.map(lambda a, b: a + b.T, s, g)),
@@ -175,7 +178,7 @@ def test_rows_by_endpoint_by_origin_and_by_slice() -> None:
         f"params/table.block{i}" for i in range(3)
     ]
     assert [r.offset for r in overview.by_origin("params/table")] == [0, 4, 8]
-    # the count of steps is on each server, whole
+    # each server has the complete count of steps
     assert [r.endpoint for r in overview.by_slice("opt_state/0/count")] == [first, second, third]
     assert {r.is_slice for r in overview.by_origin("opt_state/0/count")} == {False}
     assert {
@@ -183,6 +186,22 @@ def test_rows_by_endpoint_by_origin_and_by_slice() -> None:
     } == {VarsDistributed}
     with pytest.raises(dataclasses.FrozenInstanceError):
         row.offset = 1  # type: ignore[misc]
+
+
+def test_tables_are_prefetched_and_other_parameters_are_not() -> None:
+    params = {"emb": jnp.ones((11, 2)), "w": jnp.ones((2, 3))}
+    tx, ids = optax.adagrad(0.1), jnp.arange(4)
+    of = dtrans.make_train_step(lambda p, ids: jnp.mean((p["emb"][ids] @ p["w"]) ** 2), tx)
+    given = dtrans.trace(of, params, tx.init(params), ids), dtrans.trace(init_of(tx), params)
+    plan = dtrans.pserver(
+        *given, pservers=endpoints(2), trainers=2, sparse={"params/emb": dtrans.Rows()}
+    )
+    kinds = {row.origin_name: row.vtype for row in plan.overview}
+    assert kinds["params/emb"] == "RemotePrefetch" and kinds["params/w"] == "Param"
+    assert kinds["opt_state/0/sum_of_squares/emb"] == "Optimizer"
+    sizes = [size["params"] for size in plan.server_bytes.values()]
+    assert sum(sizes) == 4 * (11 * 2 + 2 * 3)
+    assert "RemotePrefetch params/emb" in str(plan.overview)
 
 
 def test_a_leaf_may_have_the_name_of_a_block() -> None:
@@ -269,7 +288,7 @@ def test_a_plan_says_what_the_balance_would_be_with_other_dispatchers(
     for plan in plans.values():
         told = plan.compare(*METHODS)
         for name, other in plans.items():
-            # a few numbers of state are on each server that needs them, and another placement may
+            # each server stores the scalars of the state that it needs, so another placement may
             # need more
             few = 8 * len(other.update.shared_state) * len(other.servers)
             total = sum(sum(sizes.values()) for sizes in other.server_bytes.values())

@@ -1,5 +1,5 @@
-"""What trainers and servers tell each other beside gradients and parameters: arguments of the step,
-shared state."""
+"""Messages between trainers and servers in addition to gradients and parameters: arguments of the
+step, and shared state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def loss_of(params: Any, x: jax.Array) -> jax.Array:
 def by_arguments(
     params: Any, opt_state: Any, x: jax.Array, rate: jax.Array, scales: jax.Array
 ) -> Any:
-    """Plain descent with a rate, and a scale for each column, that come with the batch."""
+    """Return a step with a learning rate and a scale of each column, which are batch arguments."""
     loss, grads = dtrans.value_and_grad(loss_of)(params, x)
     new = {"w": params["w"] - rate * scales * grads["w"]}
     return new, opt_state, loss
@@ -112,7 +112,8 @@ def test_what_cannot_be_told_is_refused_by_name() -> None:
 
 
 def with_noise(params: Any, opt_state: Any, x: jax.Array) -> Any:
-    """Noise from a key in the optimizer's state, and a weight by its count."""
+    """Compute a step with noise from a key in the optimizer state, and a loss whose weight depends
+    on the count of steps."""
     key, new_key = jax.random.split(opt_state["key"])
     noise = jax.random.normal(key, x.shape, x.dtype)
     scale = 1.0 / (1 + opt_state["steps"])
@@ -185,7 +186,10 @@ def test_a_loss_may_not_read_state_of_which_each_server_has_rows() -> None:
 def run(
     plan: Any, endpoints: tuple[str, ...], threads: RoleThreads, rates: dict[int, float]
 ) -> dict[str, Any]:
-    """A step of each trainer, with a rate of its own; what each role returned or raised."""
+    """Run one step in each trainer, with a different rate in each.
+
+    Return the result or the error of each role.
+    """
     count = len(rates)
 
     def server(ep: str) -> Any:

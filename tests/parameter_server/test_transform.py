@@ -1,6 +1,9 @@
-"""The parameter-server transform: its programs against those that paddlepaddle 1.8.5 made of the
-same nets (placement, order of communication, block structure), what it leaves alone, what its plans
-say, where initial values come from, and what is refused."""
+"""The parameter-server transform.
+
+Its programs are compared with programs of paddlepaddle 1.8.5 for the same nets: placement, order of
+communication, structure of blocks. Other tests check unchanged parts of a step, notes of plans,
+initial values, and errors.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,7 @@ TX = {
     "adam": optax.adam(0.1),
     "adam_lr": optax.adam(optax.exponential_decay(0.1, 10, 0.9)),
 }
-# golden case: net, optimizer
+# golden case: net and optimizer
 CASES = {
     "fc_sgd": ("fc", "sgd"),
     "fc_momentum": ("fc", "momentum"),
@@ -120,7 +123,7 @@ def case(request):
     golden = GOLDEN[request.param]
     config = golden["config"]
     net, tx = CASES[request.param]
-    # the recorded programs had random_seed 1, which orders the leaves that are not cut
+    # the recorded programs have random_seed 1, which determines the order of unsliced leaves
     options = {"min_block_size": LEAST, "seed": 1, **config["cfg"]}
     plan = flat_options.pserver(
         *programs(net, TX[tx]),
@@ -152,8 +155,8 @@ def test_blocks_live_where_paddle_put_them(case):
     ],
 )
 def test_clipping_works_where_paddle_ended_in_an_error(name, clip, rounds):
-    """There a clip met a sliced parameter with the whole gradient; here both are sliced, and placed
-    as there."""
+    """In Paddle, a clip combined a sliced parameter with the full gradient. dtrans slices both, and
+    places them as in the recording."""
     golden = GOLDEN[name]
     assert "dimensions do not match" in golden["paddle_error"]
     tx = optax.chain(clip, optax.sgd(0.1))
@@ -232,7 +235,7 @@ def test_servers_have_a_block_for_each_parameter_block_as_paddles_had(case):
         assert [b.name for b in blocks] == [u.name for u in plan.placement.units[endpoint]]
         for block, unit in zip(blocks, plan.placement.units[endpoint], strict=True):
             (b,) = unit.blocks
-            (grad,) = block.grads  # the mean of what trainers send
+            (grad,) = block.grads  # the mean of the trainers' gradients
             assert grad.sent == {k: b.gradient(k, trainers) for k in range(trainers)}
             assert (grad.name, grad.leaf, grad.index) == (block.in_names[0], b.leaf, b.index)
             assert block.jaxpr.jaxpr.invars[0].aval.shape == b.shape
@@ -357,7 +360,7 @@ def test_bytes_per_step_are_those_of_the_parameters():
     size = 4 * (784 * 256 + 256 + 256 * 10 + 10)
     assert plan.bytes_per_step == {"send": size, "recv": size}
     assert sum(s["params"] for s in plan.server_bytes.values()) == size
-    # two moments; a count on each
+    # two moments, and a count on each server
     assert sum(s["opt_state"] for s in plan.server_bytes.values()) == 2 * size + 3 * 4
     text = str(plan)
     assert f"each of 2 trainers sends {size:,} and receives {size:,} bytes per step" in text
@@ -382,7 +385,7 @@ def test_the_plan_prints_and_renders_each_block():
 
 
 def mixing() -> optax.GradientTransformation:
-    """An optimizer that no leaf's rows survive."""
+    """Return an optimizer that mixes the rows of every leaf."""
     return optax.stateless_with_tree_map(lambda g, p: -0.1 * jnp.cumsum(g, 0))
 
 
@@ -443,7 +446,7 @@ def test_what_servers_tell_each_other_is_in_the_plan():
 
 
 def test_a_leaf_of_one_block_is_reduced_where_it_is():
-    """No server but its own needs the norm that LAMB takes of it."""
+    """Only the server of the leaf needs the norm that LAMB takes."""
     plan = plan_of(
         mlp_loss, optax.lamb(0.1), mlp_params(), *mlp_batch(), servers=2, min_block_size=8192
     )
@@ -497,7 +500,7 @@ def test_a_leaf_the_trainers_keep_is_named():
 
 
 def test_parameters_without_a_gradient_are_not_sent():
-    """The whole update of `v` is weight decay."""
+    """Weight decay is the only update of `v`."""
 
     def step(params, opt_state, x):
         loss, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(params["w"])
@@ -521,7 +524,7 @@ def test_parameters_without_a_gradient_are_not_sent():
 
 
 def test_servers_start_from_the_rows_of_the_single_device_init():
-    """Bit for bit: the same equations on the same key, jitted on both sides, and then sliced."""
+    """Compare bit for bit: both sides jit the same equations with the same key, and then slice."""
     tx = TX["adam"]
 
     def init(key):
@@ -804,7 +807,7 @@ def test_a_startup_that_makes_something_else_is_refused(small):
 
 @pytest.mark.parametrize("form", ["in order", "swapped", "dict"])
 def test_what_startup_returns_is_told_apart_by_what_it_is(form):
-    # momentum has the shapes of the parameters: by position or shape alone it would be taken for
+    # momentum has the shapes of the parameters, so position and shape alone would not distinguish
     # them
     tx = optax.sgd(0.1, momentum=0.9)
 
@@ -906,7 +909,7 @@ def test_what_a_step_prints_is_printed_once_and_what_trainers_cannot_see_is_refu
 
 
 def test_a_random_key_in_the_parameters_is_each_trainers_own():
-    """Splitting it is no update: no gradient enters, and no server could send it."""
+    """No gradient enters the new key, so servers do not update it, and could not send it."""
 
     def step(params, opt_state, x):
         key, noise = jax.random.split(params["key"])

@@ -1,5 +1,5 @@
-"""Updates that read arguments of the step, and losses that read the optimizer's state: the numbers
-of one device."""
+"""Updates that read arguments of the step, and losses that read optimizer state: the results of one
+device."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def planned(step: Any, init: Any, *batch: Any, **options: Any) -> Any:
 
 
 def check(job: Any, step: Any, init: Any, *batches: Any) -> None:
-    """A job makes what one device makes."""
+    """Compare a job with one device."""
     state, alone, step = job.init(KEY), init(KEY), jax.jit(step)
     for batch in batches:
         state, *found = job.step(state, *batch)
@@ -70,8 +70,10 @@ def check(job: Any, step: Any, init: Any, *batches: Any) -> None:
 
 
 def by_arguments(params: Any, opt_state: Any, x: jax.Array, rate: Any, scales: jax.Array) -> Any:
-    """Clipped descent with a rate, and a scale for each column, that come with the batch; the last
-    rate is kept."""
+    """Return a clipped update with a learning rate and a scale of each column as arguments.
+
+    The state stores the last rate.
+    """
     loss, grads = dtrans.value_and_grad(loss_of)(params, x)
     norm = optax.tree.norm(grads)
     new = [
@@ -156,8 +158,11 @@ def test_a_result_is_made_of_gradients_or_of_the_loss() -> None:
 
 
 def with_noise(params: Any, opt_state: Any, x: jax.Array, rate: Any, scales: jax.Array) -> Any:
-    """As before, with noise from a key in the optimizer's state, a weight by its count, and the
-    count as a result."""
+    """Return the update of `by_arguments` with noise from a key in the optimizer state, and a
+    weight from its count.
+
+    The count is also a result.
+    """
     key, new_key = jax.random.split(opt_state["key"])
     noise = jax.random.normal(key, x.shape, x.dtype)
     scale = 1.0 / (1 + opt_state["steps"])
@@ -183,6 +188,21 @@ def test_a_loss_may_read_state_that_no_row_enters(manner: str) -> None:
         assert {n for s in plan.step_programs.stages for n in s.state} == {"opt_state/steps"}
         job = getattr(plan, manner.split(",")[0])()
         check(job, with_noise, noisy, (X, 0.1, SCALES), (X, 0.02, SCALES))
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_result_may_read_gradients_and_a_count_of_the_optimizer() -> None:
+    tx = optax.adam(0.1)
+
+    def step(params: Any, opt_state: Any, x: jax.Array) -> Any:
+        loss, grads = dtrans.value_and_grad(loss_of)(params, x)
+        updates, new = tx.update(grads, opt_state)
+        scaled = optax.tree.norm(grads) * (1 + opt_state[0].count)
+        return optax.apply_updates(params, updates), new, loss, scaled
+
+    init = lambda key: (p := weights(key), tx.init(p))
+    with compiled_quickly():
+        check(planned(step, init, X).simulate(), step, init, (X,), (X,))
 
 
 def test_a_loss_may_not_read_state_that_belongs_to_a_leaf() -> None:

@@ -35,8 +35,10 @@ from dtrans.step.scopes import replicate, split
 
 
 def forward(fn, *args):
-    """The forward pass of a function of arrays, calls inlined; rules of derivatives stay, as for a
-    pipeline."""
+    """Return the forward pass of a function of arrays, with calls inlined.
+
+    As in a pipeline, derivative rules stay.
+    """
     return inline_calls(jax.make_jaxpr(fn)(*args), rules=True)
 
 
@@ -45,7 +47,7 @@ def primitives(jaxpr):
 
 
 def check(jaxpr, stages, count):
-    """All stages are there, and none reads from a later one."""
+    """Check that every stage has equations, and that no stage reads from a later one."""
     assert len(stages) == len(jaxpr.jaxpr.eqns) and set(stages) == set(range(count))
     made = {v: s for e, s in zip(jaxpr.jaxpr.eqns, stages, strict=True) for v in e.outvars}
     for e, s in zip(jaxpr.jaxpr.eqns, stages, strict=True):
@@ -53,7 +55,7 @@ def check(jaxpr, stages, count):
 
 
 def counts(stages, eqns, name):
-    """How many equations of a primitive each stage has."""
+    """Return the number of equations of a primitive in each stage."""
     return [
         sum(s == k and e.primitive.name == name for e, s in zip(eqns, stages, strict=True))
         for k in range(max(stages) + 1)
@@ -121,7 +123,7 @@ COSTS = {
 @pytest.mark.parametrize(("fn", "args", "want"), COSTS.values(), ids=COSTS)
 def test_flops(fn, args, want):
     found = flops_of(jax.make_jaxpr(fn)(*args).jaxpr.eqns)
-    if want is None:  # two updates, and what wraps negative indices
+    if want is None:  # two updates, and the operations that wrap negative indices
         eqns = jax.make_jaxpr(fn)(*args).jaxpr.eqns
         assert flops(next(e for e in eqns if e.primitive.name == "scatter-add")) == 2
     else:
@@ -137,20 +139,30 @@ def test_nbytes():
 # -- partitions ------------------------------------------------------------------------------------
 
 
-def by_brute_force(costs, crossing, parts):
+def by_brute_force(costs, crossing, parts, speeds=None):
     """Return the best quality of all divisions of the equations into `parts` stages."""
     n = len(costs)
     best = (math.inf, math.inf, math.inf)
     for cuts in itertools.combinations(range(1, n), parts - 1):
-        best = min(best, quality(costs, crossing, (0, *cuts)))
+        best = min(best, quality(costs, crossing, (0, *cuts), speeds))
     return best
 
 
-def quality(costs, crossing, starts):
-    ends = [*starts[1:], len(costs)]
+def times(costs, starts, speeds=None):
+    """Return the work of each part, divided by its speed."""
+    work = [sum(costs[a:b]) for a, b in itertools.pairwise([*starts, len(costs)])]
+    return [w / speed for w, speed in zip(work, speeds or [1] * len(work), strict=True)]
+
+
+def quality(costs, crossing, starts, speeds=None):
     sent = [*(crossing[j] for j in starts[1:]), 0]
-    work = [sum(costs[a:b]) for a, b in zip(starts, ends, strict=True)]
+    work = times(costs, starts, speeds)
     return max(w + c for w, c in zip(work, sent, strict=True)), sum(sent), sum(w * w for w in work)
+
+
+def speeds_of(parts):
+    """Return a strategy for speeds whose quotients of small integers are exact, or None."""
+    return st.none() | st.lists(st.sampled_from([1, 2, 4]), min_size=parts, max_size=parts)
 
 
 @given(st.data())
@@ -158,14 +170,17 @@ def test_contiguous_is_optimal_in_all_three(data):
     n = data.draw(st.integers(1, 10))
     numbers = st.lists(st.integers(0, 9), min_size=n, max_size=n)
     costs, crossing, parts = data.draw(numbers), data.draw(numbers), data.draw(st.integers(1, n))
-    starts = contiguous(costs, crossing, parts)
+    speeds = data.draw(speeds_of(parts))
+    starts = contiguous(costs, crossing, parts, speeds)
     assert (
         starts[0] == 0
         and list(starts) == sorted(set(starts))
         and len(starts) == parts
         and starts[-1] < n
     )
-    assert quality(costs, crossing, starts) == by_brute_force(costs, crossing, parts)
+    assert quality(costs, crossing, starts, speeds) == by_brute_force(
+        costs, crossing, parts, speeds
+    )
 
 
 def test_contiguous_is_exact_for_numbers_that_are_not():
@@ -177,7 +192,7 @@ def test_contiguous_is_exact_for_numbers_that_are_not():
 
 
 def test_contiguous_takes_thousands_of_units():
-    """An exponential search would not come to its end."""
+    """An exponential search would not end."""
     rng = random.Random(0)
     costs, crossing = ([rng.randint(0, 10**12) for _ in range(3000)] for _ in range(2))
     assert len(contiguous(costs, crossing, 16)) == 16
@@ -214,8 +229,9 @@ def test_balanced_is_optimal_in_all_four(data):
     n = data.draw(st.integers(1, 9))
     numbers = st.lists(st.integers(0, 9), min_size=n, max_size=n)
     costs, crossing, parts = data.draw(numbers), data.draw(numbers), data.draw(st.integers(1, n))
+    speeds = data.draw(speeds_of(parts))
     cuts = [(0, *inner) for inner in itertools.combinations(range(1, n), parts - 1)]
-    works = {c: [sum(costs[a:b]) for a, b in zip(c, [*c[1:], n], strict=True)] for c in cuts}
+    works = {c: times(costs, c, speeds) for c in cuts}
     most = SLACK * min(max(w) for w in works.values())
     least = max(min(w) for w in works.values() if max(w) <= most) / 2
     key = lambda c: (
@@ -223,7 +239,7 @@ def test_balanced_is_optimal_in_all_four(data):
         -sum(costs[j] for j in c),
         sum(w * w for w in works[c]),
     )
-    starts = balanced(costs, crossing, parts)
+    starts = balanced(costs, crossing, parts, speeds)
     assert max(works[starts]) <= most and min(works[starts]) >= least
     assert key(starts) == min(
         key(c) for c, w in works.items() if max(w) <= most and min(w) >= least
@@ -251,7 +267,7 @@ def test_balance_never_loses_a_part(weights, data):
     ],
 )
 def test_impossible_partitions_are_refused(rule):
-    with pytest.raises(ConfigError, match="2 units cannot fill 3 parts"):
+    with pytest.raises(ConfigError, match="parts is 3, but there are only 2 units"):
         rule([1, 1], 3)
     with pytest.raises(ConfigError, match="parts is 0"):
         rule([1, 1], 0)
@@ -265,16 +281,18 @@ def test_crossing_is_checked():
             rule([1, 1, 1], [0, 0], 2)
     with pytest.raises(ConfigError, match="not finite"):
         contiguous([1, 1, 1], [0, math.nan, 0], 2)
+    with pytest.raises(ConfigError, match="speeds has 1 entries; expected one for each of 2 parts"):
+        balanced([1, 1, 1], [0, 0, 0], 2, [1])
 
 
 # -- the optimum, by brute force -------------------------------------------------------------------
 
 
 def random_program(rng, floating=False):
-    """Products, sums and layouts of different sizes, with skip connections; each reads something
-    that was made before.
+    """Return a random program of products, sums and layout changes, with skip connections.
 
-    With `floating`, weights are cast and computed long before they are read.
+    Each equation reads an earlier value. With `floating`, weights are cast and computed long before
+    they are read.
     """
     sizes = [rng.choice([2, 3, 5, 8]) for _ in range(4)]
     weights = {(a, b): jnp.ones((a, b)) for a in sizes for b in sizes}
@@ -314,7 +332,7 @@ def random_program(rng, floating=False):
 
 
 def slowest(jaxpr, stages, flops_per_byte):
-    """The cost of the slowest stage, counted stage by stage and value by value."""
+    """Return the cost of the slowest stage, computed stage by stage and value by value."""
     eqns = jaxpr.jaxpr.eqns
     made = {v: s for e, s in zip(eqns, stages, strict=True) for v in e.outvars}
     cost = []
@@ -367,7 +385,7 @@ def test_balance_flops_is_the_optimum_of_random_programs(part):
         )
         assert sum(c.equations for c in costs) == len(stages)
         differ += stages != stages_of(jaxpr, count, policy="BALANCE_FLOPS", flops_per_byte=0.0)
-    assert differ > 5  # what crosses does matter
+    assert differ > 5  # transfers have an effect
 
 
 def test_what_stands_elsewhere_than_it_is_read_makes_no_stage_slower():
@@ -389,8 +407,10 @@ def test_what_stands_elsewhere_than_it_is_read_makes_no_stage_slower():
 
 
 def mlp(widths, batch=32, act=jnp.tanh, cast=False):
-    """A forward pass with one product for each layer; all weights are cast at the top where that is
-    asked for."""
+    """Return a forward pass with one product for each layer.
+
+    With `cast`, all weights are cast first.
+    """
 
     def fn(params, x):
         if cast:
@@ -434,7 +454,7 @@ def test_equal_blocks_are_shared_out_whole(layers, count, policy, width, cast):
     eqns = jaxpr.jaxpr.eqns
     for name in ("dot_general", "add", "tanh"):
         assert counts(stages, eqns, name) == [layers // count] * count
-    # what is sent is one activation, at the end of a block
+    # a stage sends one activation, at the end of a block
     assert [c.sends for c in stage_costs(jaxpr, stages)] == [32 * width * (2 if cast else 4)] * (
         count - 1
     ) + [0]
@@ -452,7 +472,7 @@ def test_six_equal_units_in_four_stages(policy):
 
 @pytest.mark.parametrize("width", [8, 64, 512])
 def test_six_equal_layers_in_four_stages_are_two_or_one_each(width):
-    """The mean at the end sends a number of 4 bytes, and is no stage."""
+    """The mean at the end sends a number of 4 bytes, but is not a separate stage."""
     jaxpr = mlp([width] * 7)
     stages = stages_of(jaxpr, 4)
     check(jaxpr, stages, 4)
@@ -463,8 +483,8 @@ def test_six_equal_layers_in_four_stages_are_two_or_one_each(width):
 @pytest.mark.parametrize("act", [jnp.tanh, jax.nn.relu])
 @pytest.mark.parametrize("widths", [[784, 256, 10], [256, 256, 1], [784, 256, 64, 10]])
 def test_layers_that_shrink_are_a_stage_each(widths, act):
-    """A network of digits: sending its first activations takes longer than all that comes after
-    them."""
+    """In a network for digits, sending the first activations takes longer than all later
+    equations."""
     jaxpr = mlp(widths, act=act)
     stages = stages_of(jaxpr, len(widths) - 1)
     check(jaxpr, stages, len(widths) - 1)
@@ -604,7 +624,8 @@ def test_blocks_that_do_not_fit():
     none = forward(lambda x: jnp.exp(jnp.cos(jnp.sin(x))), A)
     with pytest.raises(ConfigError, match="no repeated equations or scopes"):
         stages_of(none, 2, policy="REPEATED_LAYERS")
-    # 6 blocks of three products in 4 stages are much slower than need be, if they stay whole
+    # 4 stages of complete blocks would be much slower than other divisions of 6 blocks of three
+    # products
     jaxpr = mlp([64] * 7, act=lambda x: jnp.tanh(x @ jnp.ones((64, 64)) @ jnp.ones((64, 64))))
     assert len(best_blocks(jaxpr)) == 6
     stages = stages_of(jaxpr, 4)
@@ -612,7 +633,7 @@ def test_blocks_that_do_not_fit():
     assert max(work(jaxpr, stages)) <= SLACK * max(
         work(jaxpr, stages_of(jaxpr, 4, policy="BALANCE_FLOPS"))
     )
-    # 31 in 4 are not
+    # with 31 blocks, they are not
     jaxpr = mlp([64] * 32)
     stages = stages_of(jaxpr, 4)
     assert sorted(counts(stages, jaxpr.jaxpr.eqns, "dot_general")) == [7, 8, 8, 8]
@@ -664,7 +685,8 @@ def test_weights_that_are_computed_at_the_top_go_where_they_are_read():
 
 def test_what_depends_on_no_micro_batch_crosses_for_free():
     def fn(w, x):
-        w = jnp.tanh(w @ w)  # made wherever it is read, once it is known to be no micro-batch's
+        # computed in each stage that reads it, because it depends on no micro-batch
+        w = jnp.tanh(w @ w)
         for _ in range(4):
             x = jnp.tanh(x @ w)
         return jnp.sum(x)
@@ -681,7 +703,7 @@ def test_what_depends_on_no_micro_batch_crosses_for_free():
 
 def test_a_cut_does_not_avoid_what_crosses_for_free():
     def fn(w, x):
-        made = jnp.tanh(w)  # large, and read by the first three layers of four
+        made = jnp.tanh(w)  # large, and read by three of the four layers
         for k in range(4):
             x = jnp.tanh(x @ (made if k < 3 else w))
         return x
@@ -715,7 +737,7 @@ def test_skip_connections_are_counted_at_every_boundary():
     jaxpr = forward(fn, A)
     costs = stage_costs(jaxpr, (0, 0, 1, 1, 2, 2))
     assert [c.sends for c in costs] == [48 * 2, 48 * 2, 0]
-    # a result that nothing reads later is not carried
+    # a result is not forwarded if no later stage reads it
     assert [
         c.sends for c in stage_costs(forward(lambda x: (jnp.sin(x), jnp.cos(x)), A), (0, 1))
     ] == [0, 0]
@@ -742,7 +764,7 @@ def test_stages_of_equations_that_cost_nothing():
     assert len(jaxpr.jaxpr.eqns) == 4
     for count in (2, 3, 4):
         check(jaxpr, stages_of(jaxpr, count), count)
-    # but each stage gets one that does, if there are enough
+    # each stage gets such an equation, if there are enough
     jaxpr = forward(lambda x: jnp.cos(jnp.sin(x).T.reshape(2, 6).T), A)
     assert all(work(jaxpr, stages_of(jaxpr, 2, flops_per_byte=1e6)))
 
@@ -762,12 +784,12 @@ def test_wrong_options_are_named():
 
 def test_scopes_are_the_stages():
     def fn(w, unused, x):
-        scaled = w * 2  # read in the second scope first
-        x = x + 1  # before any scope, read in the first
+        scaled = w * 2  # its first reader is in the second scope
+        x = x + 1  # before all scopes; its reader is in the first scope
         with replicate(name="a"):
             x = jnp.tanh(x @ w)
-        x = jnp.sin(x)  # stays with the scope before
-        late = jnp.cos(unused)  # of inputs alone, read after all scopes
+        x = jnp.sin(x)  # belongs to the scope before it
+        late = jnp.cos(unused)  # reads only inputs, and is read after all scopes
         with replicate(name="b"):
             x = jnp.exp(x @ scaled)
         with split(name="head"):

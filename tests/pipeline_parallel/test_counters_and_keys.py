@@ -1,8 +1,8 @@
-"""Counters and random keys in the state of a pipeline, and numbers of the whole batch that updates
+"""Counters and random keys in the state of a pipeline, and numbers of the full batch that updates
 and losses read.
 
-Each step is taken on two batches of different sizes, and makes what one device makes; or it is
-refused at planning.
+Each step runs on two batches of different sizes, and computes the results of one device, or
+planning refuses the step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def weights() -> Any:
 
 
 def model(p: Any, x: jax.Array, *keys: jax.Array) -> jax.Array:
-    """Two layers, with a dropout behind each that has a key."""
+    """Return two layers, with a dropout after each layer that has a key."""
     for n, key in zip(("w", "u"), [*keys, None, None], strict=False):
         x = jnp.tanh(x @ p[n])
         x = x if key is None else jnp.where(jax.random.bernoulli(key, 0.7, x.shape), x / 0.7, 0.0)
@@ -74,7 +74,7 @@ STEPS: dict[str, tuple[Mapping[str, Any], Step]] = {}
 
 
 def step(**state: Any) -> Callable[[Step], Step]:
-    """Add a step to the table, whose state has these arrays beside its parameters."""
+    """Add a step to the table. Its state has these arrays in addition to its parameters."""
 
     def add(fn: Step) -> Step:
         STEPS[fn.__name__] = state, fn
@@ -97,8 +97,8 @@ def typed_key(s: Any, x: Any, y: Any) -> Any:
 
 @step(rng=jax.random.PRNGKey(3), count=zero(np.uint32))
 def key_and_count_in_the_loss(s: Any, x: Any, y: Any) -> Any:
-    """As nnx's `Rngs` do: the key of each layer is folded with a count, which the loss function
-    counts."""
+    """Return a step that folds each layer's key with a count, as nnx's `Rngs` does. The loss
+    function increments the count."""
 
     @jax.jit
     def loss_of(p: Any) -> Any:
@@ -134,8 +134,9 @@ def rows_that_the_update_reads(s: Any, x: Any, y: Any) -> Any:
 
 @step(seen=zero())
 def rows_that_both_read(s: Any, x: Any, y: Any) -> Any:
-    """The loss divides by the number, and has a penalty: micro-batches are given a portion, and the
-    update is not."""
+    """Return a step whose loss divides by the number of rows, and has a penalty. Micro-batches
+    receive their share, and the update reads the number.
+    """
     seen = s["seen"] + len(x)
     loss, grads = gradients(lambda p: ((model(p, x) - y) ** 2).sum() / seen + penalty(p))(
         s["params"]
@@ -186,7 +187,10 @@ class Dropped(nnx.Module):
 
 
 def of_nnx() -> tuple[Any, Step]:
-    """A model with dropouts in two stages: keys, and counts that a call of the model counts."""
+    """Return a model with dropouts in two stages.
+
+    Each call of the model increments the counts of the keys.
+    """
     tx, start = optax.adam(1e-2), nnx.Rngs(params=0, dropout=1)
     graph, params, rest = nnx.split(Dropped(start), nnx.Param, ...)
 
@@ -290,7 +294,7 @@ def test_an_update_that_reads_the_loss_is_refused_by_its_line(fn: Step, micro: i
     )
     with pytest.raises(GradientError, match=told):
         planned(state, fn, num_micro_batch=micro)
-    # the remedy works
+    # the remedy in the error works
     main = dtrans.trace(fn, state, *data(8))
     with compiled_quickly():
         startup = dtrans.trace(lambda: jax.tree.map(jnp.asarray, state))
@@ -310,8 +314,10 @@ def test_an_update_that_counts_rows_is_not_taken_for_a_batch_of_another_size() -
 
 
 def test_the_loss_and_the_update_read_rows_of_noise() -> None:
-    """Parts are given their rows, since no parameter enters them; the update was planned for so
-    many."""
+    """Micro-batches receive their rows, which depend on no parameter.
+
+    The update needs the planned number of rows.
+    """
 
     def rows_of_noise(s: Any, x: Any, y: Any) -> Any:
         noise = jax.random.normal(jax.random.fold_in(KEY, s["n"]), (len(x), 6))

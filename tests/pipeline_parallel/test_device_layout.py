@@ -1,4 +1,5 @@
-"""Virtual devices: which devices each stage has, for every layout, and what cannot be laid out."""
+"""Virtual devices: the devices of each stage, for every layout, and errors for impossible
+layouts."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from dtrans.pipeline_parallel.device_layout import Cluster
 
 
 class Device:
-    """What a layout needs of a device."""
+    """The attributes of a device that a layout reads."""
 
     def __init__(self, id, process_index, **more):
         self.id, self.process_index = id, process_index
@@ -23,7 +24,7 @@ class Device:
 
 
 def job(*per_host, **more):
-    """Devices numbered through, so many on each host."""
+    """Return devices with consecutive numbers, and the given number of them on each host."""
     hosts = [h for h, count in enumerate(per_host) for _ in range(count)]
     return [Device(i, h, **{k: v[i] for k, v in more.items()}) for i, h in enumerate(hosts)]
 
@@ -89,7 +90,7 @@ def test_surplus_devices_are_listed_and_are_an_error_only_if_asked():
     made = cluster.virtual_devices([1, 2], replicas=2)
     assert ids(made) == [[[0], [3]], [[1, 2], [4, 5]]] and made.replicas == 2
     assert [d.id for d in made.idle] == [6, 7] and made.notes == ["2 devices are idle: d6, d7"]
-    with pytest.raises(ConfigError, match="2 devices are idle: d6, d7; ask for more replicas"):
+    with pytest.raises(ConfigError, match="2 devices are idle: d6, d7; increase replicas"):
         cluster.virtual_devices([1, 2], replicas=2, use_all=True)
     everything = cluster.virtual_devices([1, 1], use_all=True)
     assert everything.idle == () and everything.notes == [] and everything.replicas == 4
@@ -115,7 +116,7 @@ def test_every_device_is_in_one_grid_or_idle(per_host, counts, replicas, rows):
     assert [g.shape for g in made] == [(replicas, c) for c in counts]
     used = [d for g in made for d in g.flat]
     assert sorted(d.id for d in (*used, *made.idle)) == list(range(len(devices)))
-    # a replica's devices follow each other in the cluster's order, and no other's come between
+    # the devices of a replica are consecutive in the cluster
     order = Cluster(devices=devices, prefer_intra_node=rows).virtual_devices([1])[0][:, 0].tolist()
     for r in range(replicas):
         mine = [d for g in made for d in g[r]]
@@ -153,13 +154,43 @@ def test_aware_row_makes_neighbours_the_replicas_of_a_stage():
     assert ids(Cluster("aware_row", one_each).virtual_devices([1, 1])) == [[[0], [1]], [[2], [3]]]
     by_machine = job(1, 1, 1, 1, slice_index=[7, 3, 7, 3])
     assert ids(Cluster("aware_row", by_machine).virtual_devices([1, 1])) == [[[0], [2]], [[1], [3]]]
-    # the first process stays first, wherever it is in the list
+    # the first process stays first, at any position in the list
     assert ids(Cluster("aware_row", by_machine[::-1]).virtual_devices([1, 1])) == [
         [[2], [0]],
         [[3], [1]],
     ]
     left = Cluster("aware_row", job(1, 1, 1)).virtual_devices([1, 1], replicas=1)
     assert ids(left) == [[[0]], [[1]]] and left.notes == ["1 device is idle: d2"]
+
+
+# -- speeds ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, counts, replicas, want",
+    [
+        (dict(speeds=[4, 1, 2, 3]), [1, 1], 2, (2, 1)),
+        (dict(speeds=[4, 1, 2, 3, 0.5]), [1, 1], 2, (2, 1)),  # the last device is idle
+        (dict(speeds=[4, 1, 2]), [1, 2], 1, (4, 1)),
+        (dict(speeds=[4, 1, 2, 3], layout="aware_row"), [1, 1], 2, (1, 2)),
+        (dict(speeds=[4, 1, 2, 3], layout="all"), [2], 2, (1,)),
+        (dict(), [1, 1], 2, (1, 1)),
+    ],
+)
+def test_a_stage_is_as_fast_as_its_slowest_device(options, counts, replicas, want):
+    assert Cluster(**options).stage_speeds(counts, replicas) == want
+
+
+def test_speeds_belong_to_the_devices_in_their_order():
+    d = job(2, 2)
+    cluster = Cluster(devices=d, speeds=[1, 2, 3, 4])
+    assert cluster.stage_speeds([1, 1], 2) == (1, 2)
+    by_host = Cluster(devices=d, speeds=[1, 2, 3, 4], prefer_intra_node=False)
+    assert by_host.stage_speeds([1, 1], 2) == (1, 3)
+    chosen = Cluster("specific", d, slices=[[[d[3]]], [[d[1]]]], speeds=[1, 2, 3, 4])
+    assert chosen.stage_speeds([1, 1], 1) == (4, 2)
+    with pytest.raises(ConfigError, match="speeds has 4 entries, but 2 stages with 3 replicas use"):
+        cluster.stage_speeds([1, 1], 3)
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -175,6 +206,18 @@ D = job(2, 2)
         (dict(slices=[[[D[0]]]]), "layout is 'auto', but slices= needs layout='specific'"),
         (dict(devices=[D[0], D[1], D[0]]), "devices contains d0 twice"),
         (dict(layout="aware_row", prefer_intra_node=False), "fixes the order of devices"),
+        (dict(devices=D, speeds=[1, 2]), "speeds has 2 entries, but there are 4 devices; pass one"),
+        (
+            dict(speeds=[1, 0]),
+            r"speeds\[1\] must be a positive, finite number, the speed of device",
+        ),
+        (dict(speeds=[float("nan")]), r"speeds\[0\] must be a positive, finite .* it is nan"),
+        (dict(speeds=[True]), r"speeds\[0\] must be a positive, finite .* it is True"),
+        (dict(speeds="21"), r"speeds must be a list with the speed of each device, .* it is '21'"),
+        (
+            dict(layout="specific", slices=[[[D[0]]]], speeds=[1]),
+            "layout='specific' does not order the devices; pass devices=",
+        ),
     ],
 )
 def test_clusters_that_cannot_be(options, message):

@@ -1,5 +1,8 @@
-"""Options of pipelines: what is computed once more, updates in parts, state on the host, slices of
-gradients, schedules of the user's own, devices of stages, and how stages are found."""
+"""Options of pipelines.
+
+The tests cover recomputation, updates in groups, state on the host, slices of gradients, the user's
+schedules, devices of stages, and the choice of stages.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from pipeline_models import Job, compiled_quickly
 import dtrans
 from dtrans._jax import equations
 from dtrans.data_parallel.plan import collectives
-from dtrans.errors import ConfigError
+from dtrans.errors import BatchError, ConfigError
 from dtrans.pipeline_parallel.device_layout import Cluster
 from dtrans.pipeline_parallel.schedule import Schedule, schedule as schedule_of
 from dtrans.pipeline_parallel.task import Task
@@ -39,30 +42,32 @@ SHARED = (
 
 @pytest.fixture(autouse=True)
 def quickly(x64):
-    """64 bits, and programs that are sooner compiled."""
+    """Enable 64 bits, and compile programs fast."""
     with compiled_quickly():
         yield
 
 
 def soak(*values):
-    """A case that is left out unless asked for."""
+    """Return a case that runs only in `make nightly`."""
     return pytest.param(*values, marks=pytest.mark.rotated)
 
 
 def array(*shape, seed=0):
-    """Normal numbers, scaled by the first dimension as weights are. Of numpy: modules are loaded in
-    32 bits."""
+    """Return normal random numbers, scaled by the first dimension, as weights usually are.
+
+    NumPy draws them, because modules are imported without 64 bits.
+    """
     x = np.random.default_rng([seed, *shape]).normal(size=shape)
     return x / np.sqrt(shape[0]) if len(shape) > 1 else x
 
 
 def rows(count=16, n=4, m=4):
-    """A batch."""
+    """Return a batch."""
     return jnp.asarray(array(count, n, seed=7) * count**0.5), jnp.asarray(array(count, m, seed=8))
 
 
 def job_of(loss, params, batch, tx=None, *, has_aux=False):
-    """A job whose parameters are given."""
+    """Return a job with given parameters."""
     tx = tx or optax.adam(1e-2)
     return Job(
         dtrans.make_train_step(loss, tx, has_aux=has_aux), lambda key: started(params, tx), batch
@@ -75,7 +80,10 @@ def started(params, tx):
 
 
 def planned(of, num_stages=2, num_micro_batch=2, flops_per_byte=0, **options):
-    """With stages of equal work: models are so small here that it would be best to send nothing."""
+    """Return a plan whose stages have equal work.
+
+    The models are so small that it would otherwise be best to send nothing.
+    """
     return flat_options.pipeline(
         *of.traced(),
         num_stages=num_stages,
@@ -86,8 +94,8 @@ def planned(of, num_stages=2, num_micro_batch=2, flops_per_byte=0, **options):
 
 
 def check(of, way="verify", **options):
-    """Return the plan, verified, or of a job that has the numbers of one device after three
-    steps."""
+    """Return the plan after its verification, or after a comparison of its job with one device over
+    three steps."""
     plan = planned(of, **options)
     if way == "verify":
         assert (report := plan.verify()), str(report)
@@ -97,12 +105,12 @@ def check(of, way="verify", **options):
 
 
 def backwards(plan):
-    """The programs that a stage runs after its forward."""
+    """Return the programs that a stage runs after its forward pass."""
     return [p for s in plan.step_programs.stages for p in (s.backward, s.weights) if p is not None]
 
 
 def primitives(*programs):
-    """How often each primitive is in some programs."""
+    """Return the number of equations of each primitive in some programs."""
     return collections.Counter(e.primitive.name for p in programs for e in equations(p.jaxpr))
 
 
@@ -115,7 +123,7 @@ BLOCKS = [
 
 
 def blocks(params, x, y):
-    """Residual blocks with values that have names."""
+    """Return the loss of residual blocks whose values have names."""
     for p in params:
         before = checkpoint_name(x @ p["up"], "before")
         x = x + checkpoint_name(jnp.sin(before), "after") @ p["down"]
@@ -123,7 +131,7 @@ def blocks(params, x, y):
 
 
 def net(*widths):
-    """Weights of layers."""
+    """Return weights of layers."""
     return {f"w{i}": array(n, m, seed=i) for i, (n, m) in enumerate(itertools.pairwise(widths))}
 
 
@@ -160,8 +168,10 @@ def test_what_is_computed_once_more_changes_no_number(schedules, names, options,
 @pytest.mark.parametrize("schedule", ["PreferBackward", "ZeroBubble"])
 @pytest.mark.parametrize("names,each", [("auto", 0), (("before",), 1), (("before", "after"), 2)])
 def test_what_is_kept_is_what_was_sent_and_what_has_a_name(names, each, schedule):
-    """Of 4 rows in 64 bits: the stream of `WIDTH`, and for each of two blocks a value of `INNER`,
-    or two."""
+    """For 4 rows in 64 bits, a stage saves the residual stream of `WIDTH`.
+
+    It also saves one or two named values of `INNER` for each of two blocks.
+    """
     of = job_of(blocks, BLOCKS, rows())
     plan = planned(of, num_micro_batch=4, gradient_checkpoint=names, schedule=schedule)
     stream, named = 4 * WIDTH * 8, each * 2 * 4 * INNER * 8
@@ -172,8 +182,10 @@ def test_what_is_kept_is_what_was_sent_and_what_has_a_name(names, each, schedule
 
 
 def test_what_is_kept_while_it_runs():
-    """Four micro-batches are kept by both devices, of which the second has what it was sent, and
-    nothing else."""
+    """Both devices save four micro-batches.
+
+    The second device saves only the values that it receives.
+    """
     of = job_of(blocks, BLOCKS, rows())
     found = {}
     for names in ("", "auto"):
@@ -183,7 +195,7 @@ def test_what_is_kept_while_it_runs():
         _, found[names] = measured(job, job.init(jax.random.key(0)), *of.batch)
     stream = 4 * WIDTH * 8
     assert found[""].peak == (4, 4) and found["auto"].peak == (0, 4)
-    # what is under way to and fro is there beside what is kept
+    # values that are being sent exist in addition to saved values
     assert 4 * stream <= found["auto"].peak_bytes[1] <= 6 * stream < found[""].peak_bytes[1]
 
 
@@ -219,11 +231,11 @@ def test_names_of_parts_that_values_do_not_have():
 
 
 def test_a_name_inside_a_loop_is_refused():
-    """What a loop makes on its way cannot be kept from outside."""
+    """A stage cannot save an intermediate value of a loop."""
 
     def loss(params, x, y):
         layer = lambda h, w: (checkpoint_name(jnp.tanh(h @ w), "inside"), None)
-        for _ in range(2):  # a loop whose weights are made on the way is no stack of layers
+        for _ in range(2):  # the loop computes its weights, so it is not a stack of layers
             x, _ = jax.lax.scan(layer, x, jnp.stack([w.T for w in params.values()]))
         return jnp.mean((x - y) ** 2)
 
@@ -256,7 +268,7 @@ def test_replicas_compute_once_more_by_themselves():
 
 
 def whole(*shape, seed=0):
-    """-1, 0 and 1: sums of products of such are exact, in whatever order they are made."""
+    """Return random numbers from -1, 0 and 1. Sums of their products are exact in any order."""
     return np.random.default_rng([seed, *shape]).integers(-1, 2, shape).astype(float)
 
 
@@ -264,7 +276,7 @@ WHOLE = [{"up": whole(WIDTH, INNER, seed=i), "down": whole(INNER, WIDTH, seed=i)
 
 
 def dropping(params, x, y, key):
-    """Half of each block's values are dropped; which ones is returned."""
+    """Return a loss that drops half of each block's values, and the masks."""
     masks = []
     for i, p in enumerate(params):
         key, own = jax.random.split(key)
@@ -274,7 +286,7 @@ def dropping(params, x, y, key):
 
 
 def draws(*programs):
-    """The primitives of some programs that make random numbers, or keys."""
+    """Return the primitives of some programs that create random numbers or keys."""
     return [n for n in primitives(*programs) if n.startswith(("random_", "threefry", "rng_"))]
 
 
@@ -288,8 +300,10 @@ def draws(*programs):
     ],
 )
 def test_masks_are_drawn_once(schedule, replicas):
-    """With and without, everything is the same bit for bit; a mask is kept as the bytes that it
-    has."""
+    """The results with and without recomputation are equal bit for bit.
+
+    The stored bytes of a mask are its bytes as a boolean array.
+    """
     batch = (
         jnp.asarray(whole(16, WIDTH)),
         jnp.asarray(whole(16, WIDTH, seed=1)),
@@ -309,13 +323,12 @@ def test_masks_are_drawn_once(schedule, replicas):
     assert 0.4 < np.mean(found[0][3]) < 0.6
     count = 16 // (2 * replicas)
     masks, stream = 2 * count * INNER, count * WIDTH * 8
-    # stage 1 takes its keys of what stage 0 has split; each makes them of the step's key
+    # stage 1 reads keys that stage 0 has split; each stage can compute them from the step's key
     assert [s.saves for s in plan.stages] == [masks, masks + stream]
 
 
 def test_noise_is_drawn_once_however_it_is_made():
-    """Normal numbers that are scaled by a parameter; a key that is made of data; one of the old
-    kind."""
+    """Test normal numbers scaled by a parameter, a key that depends on data, and a raw key."""
 
     def loss(params, x, y, key, old):
         h = jnp.tanh(x @ params["w0"])
@@ -359,8 +372,8 @@ def test_an_update_in_parts_changes_no_number(groups, tx, options):
 @pytest.mark.parametrize("tx", [optax.adam(0.1), CLIPPED], ids=["adam", "clipped"])
 @pytest.mark.parametrize("groups", [2, 3, 100])
 def test_parts_of_an_update_do_what_the_whole_does(groups, tx, replicas):
-    """The equations of a stage's parts are those of its whole update, each once; each leaf is of
-    one part."""
+    """The groups of a stage's update contain each equation of the full update once, and each leaf
+    once."""
     of = job_of(square, SIX, rows(), tx)
     one = planned(of, replicas=replicas).update.placed
     plan = planned(of, replicas=replicas, update_groups=groups)
@@ -413,18 +426,18 @@ OFFLOADED = [
 
 
 def stage_devices():
-    """All but the first, on which the host has what is its own."""
+    """Return all devices except the first, which stands for the host."""
     return jax.devices()[1:]
 
 
 def there(devices):
-    """What is on some devices, by id, but for single numbers."""
+    """Return the ids of arrays on some devices, without scalars."""
     gc.collect()
     return {id(x): x for x in jax.live_arrays() if x.devices() & set(devices) and x.size > 1}
 
 
 def shared(params, x, y):
-    """Two stages read the first weight; batch statistics are put back as they are made."""
+    """Return a loss whose first weight two stages read, with batch statistics as state."""
     h = jnp.tanh(x @ params["w0"])
     mean = 0.9 * params["mean"] + 0.1 * jnp.mean(h, 0)
     for n in ("w1", "w2", "w0"):
@@ -433,7 +446,7 @@ def shared(params, x, y):
 
 
 def statistics(tx):
-    """A step that puts them back."""
+    """Return a step that stores the new batch statistics."""
 
     def step(params, opt_state, x, y):
         (value, mean), grads = dtrans.value_and_grad(shared, has_aux=True)(params, x, y)
@@ -490,7 +503,7 @@ def test_parameters_are_fetched_for_each_task_and_nothing_stays(options):
 
 
 def played(job, program, env, fetched):
-    """A step, in which what is fetched is there for the task that reads it, and gone after it."""
+    """Run one task, and check that fetched parameters exist only during the task."""
 
     def look(ins):
         if isinstance(ins, RunStage):
@@ -529,7 +542,7 @@ def test_offload_is_a_flag():
 
 # -- sharding_stage=2 ------------------------------------------------------------------------------
 
-UNEVEN = net(5, 7, 6, 3)  # of which none is a multiple of 4 rows
+UNEVEN = net(5, 7, 6, 3)  # no size is a multiple of 4 rows
 SLICED = [
     soak(2, optax.adam(0.1), 1, "simulate", {}),
     (2, CLIPPED, 1, "on_mesh", {"schedule": "ZeroBubble"}),
@@ -558,7 +571,8 @@ def test_replicas_that_add_up_slices_of_gradients(replicas, tx, least, way, opti
 @pytest.mark.parametrize("replicas", [2, 4])
 @pytest.mark.parametrize("least", [1, 30])
 def test_sums_of_gradients_are_slices(least, replicas, schedule):
-    """Each backward scatters what it made; the update reduces what is in slices no more."""
+    """Each backward pass reduces and scatters its gradients. The update does not reduce slices
+    again."""
     of = job_of(square, UNEVEN, rows(16, 5, 3), CLIPPED)
     plan = planned(of, replicas=replicas, sharding_stage=2, min_slice_size=least, schedule=schedule)
     sliced = {f"params/{n}" for n, w in UNEVEN.items() if w.size >= least}
@@ -596,7 +610,7 @@ def test_sums_of_gradients_are_slices(least, replicas, schedule):
 
 
 def test_devices_hold_slices_of_sums_and_of_state():
-    """Live arrays after the last backward, and in the new state, by their shards."""
+    """Check the shards of live arrays after the last backward pass, and in the new state."""
     of = job_of(square, UNEVEN, rows(16, 5, 3))
     plan = planned(of, replicas=4, sharding_stage=2, min_slice_size=1)
     job = plan.on_mesh()
@@ -621,7 +635,7 @@ def test_devices_hold_slices_of_sums_and_of_state():
 
 
 def test_slices_of_a_leaf_of_two_stages():
-    """The stages that read it add up slices of their own, and these are added."""
+    """Both stages that read a leaf sum slices of its gradient, and the two sums are added."""
     tied = net(4, 6, 4) | {"v": array(6, 6)}
     loss = lambda p, x, y: jnp.mean(
         (jnp.tanh(jnp.tanh(x @ p["w0"]) @ p["v"] @ p["w1"]) @ p["w0"] @ p["w0"].T - y) ** 2
@@ -635,7 +649,7 @@ def test_slices_of_a_leaf_of_two_stages():
 
 
 def in_turn(num_stages, num_micro_batch, split=False, chunks=1):
-    """One micro-batch after the other, from its forward to its backward."""
+    """Return a schedule that runs one micro-batch after the other, forward and backward."""
     of = lambda d: [k for k in range(num_stages * chunks) if k % num_stages == d]
     orders = [
         [
@@ -703,8 +717,7 @@ def test_interleaved_has_two_stages_on_each_device_if_nothing_is_said():
 
 
 def devices_of(plan, job, state):
-    """By stage, the numbers of the devices that have its parameters and the optimizer's state of
-    these."""
+    """Return, for each stage, the devices that store its parameters and their optimizer state."""
     found = {}
     for n, x in (state.params | state.opt_state).items():
         home = plan.home(n)
@@ -784,11 +797,189 @@ def test_devices_that_are_not_enough_or_in_no_such_layout():
         planned(of, cluster=one).on_mesh()
 
 
+@pytest.mark.parametrize(
+    "devices, options, replicas, idle",
+    [
+        (8, {"num_stages": 3}, 2, 2),
+        (8, {"num_stages": 2}, 4, 0),
+        (7, {"num_stages": 2}, 3, 1),
+        (6, {"num_stages": "auto", "num_micro_batch": 1}, 6, 0),
+        (5, {"num_stages": 2, "schedule": "Interleaved"}, 2, 1),
+        (None, {"num_stages": 5}, 1, 3),
+    ],
+)
+def test_auto_makes_as_many_replicas_as_the_devices_allow(devices, options, replicas, idle):
+    of = job_of(square, SIX, rows(48))
+    cluster = Cluster() if devices is None else Cluster(devices=jax.devices()[:devices])
+    plan = planned(of, replicas="auto", cluster=cluster, **options)
+    assert plan.options.replicas == replicas
+    assert list(plan.devices.idle) == jax.devices()[:devices][(devices or 8) - idle :]
+    named = [note for note in plan.notes if "idle" in note]
+    assert len(named) == (idle > 0)
+    assert all(str(d) in note for note in named for d in plan.devices.idle)
+    job = plan.on_mesh()
+    _, loss = job.step(job.init(jax.random.key(0)), *of.batch)
+    _, _, want = of.on_one_device(1)
+    assert float(loss) == pytest.approx(float(want), rel=1e-5)
+
+
+def test_auto_counts_the_devices_of_a_scope_and_of_a_split():
+    def loss(params, x, y):
+        with dtrans.replicate(device_count=2, name="first"):
+            x = jnp.tanh(x @ params["w0"])
+        with dtrans.replicate(device_count=2, name="second"):
+            return jnp.mean((x @ params["w1"] - y) ** 2)
+
+    of = job_of(loss, net(8, 8, 8), rows(48, 8, 8))
+    plan = planned(of, replicas="auto", cluster=Cluster(devices=jax.devices()[:7]))
+    assert (plan.options.replicas, len(plan.devices.idle)) == (2, 3)
+
+    def headed(params, x, y):
+        x = jnp.tanh(x @ params["w0"])
+        with dtrans.split(device_count=2):
+            return jnp.mean((x @ params["w1"] - y) ** 2)
+
+    of = job_of(headed, net(8, 8, 8), rows(48, 8, 8))
+    plan = planned(of, replicas="auto", num_micro_batch=1)
+    assert (plan.options.replicas, len(plan.devices.idle)) == (2, 2)
+
+
+def test_auto_needs_devices_and_rows_for_its_replicas():
+    of = job_of(square, SIX, rows(48))
+    with pytest.raises(
+        ConfigError, match="^replicas is 'auto', but one replica of 2 stages uses 2 devices, and th"
+    ):
+        planned(of, replicas="auto", cluster=Cluster(devices=jax.devices()[:1]))
+    with pytest.raises(BatchError, match=r"times replicas=4"):
+        planned(job_of(square, SIX, rows(4)), replicas="auto", num_micro_batch=2)
+
+
+# -- speeds of devices -----------------------------------------------------------------------------
+
+
+LAYERS = net(*[8] * 7)
+AUTO = {"num_stages": "auto", "num_micro_batch": 8}
+
+
+def sizes_of(plan):
+    return [len(s.params) for s in plan.stages]
+
+
+@pytest.mark.parametrize(
+    "speeds, options, want",
+    [
+        ([2, 1], {}, [4, 2]),
+        ([1, 2], {}, [2, 4]),
+        ([1, 1], {}, [3, 3]),
+        ([20, 10, 30], {"num_stages": 3}, [2, 1, 3]),
+        ([2, 1], {"policy": "BALANCE_FLOPS"}, [4, 2]),
+        ([4, 1, 2, 1], {"replicas": 2}, [4, 2]),  # stage 0 waits for its slower device
+        ([2, 1], {"schedule": "Interleaved", "chunks": 2}, [2, 1, 2, 1]),
+        ([3, 1, 1, 1], {**AUTO, "flops_per_byte": 0}, [4, 1, 1]),
+        ([1, 1, 1, 3], {**AUTO, "flops_per_byte": 0}, [1, 1, 1, 3]),
+        # the slow devices would save less time than the messages cost
+        ([20, 1, 1, 1], AUTO, [6]),
+        ([1, 20, 1, 1], AUTO, [1, 5]),
+    ],
+)
+def test_stages_get_operations_by_the_speeds_of_their_devices(speeds, options, want):
+    of = job_of(square, LAYERS, rows(32, 8, 8))
+    plan = planned(of, cluster=Cluster(speeds=speeds), **options)
+    assert sizes_of(plan) == want
+
+
+@pytest.mark.parametrize("options", [{}, {"replicas": 2, "sharding_stage": 2, "min_slice_size": 0}])
+def test_uneven_stages_compute_the_numbers_of_one_device(options):
+    speeds = [3, 1] * options.get("replicas", 1)
+    of = job_of(square, LAYERS, rows(32, 8, 8), CLIPPED)
+    plan = check(of, cluster=Cluster(speeds=speeds), **options)
+    assert sizes_of(plan) in ([5, 1], [4, 2])
+    check(of, "simulate", cluster=Cluster(speeds=speeds), **options)
+
+
+def test_a_loop_over_layers_is_divided_by_speeds():
+    def loop(params, x, y):
+        x, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["w"])
+        return jnp.mean((x - y) ** 2)
+
+    of = job_of(loop, {"w": array(6, 8, 8)}, rows(16, 8, 8))
+    plan = check(of, cluster=Cluster(speeds=[1, 2]))
+    assert [plan.types[s.params[0]].shape[0] for s in plan.stages] == [2, 4]
+
+
+def test_a_plan_and_its_costs_name_the_speeds():
+    of = job_of(square, LAYERS, rows(32, 8, 8))
+    plan = planned(of, cluster=Cluster(speeds=[2, 1]))
+    (note,) = [note for note in plan.notes if note.startswith("operations by speed")]
+    flops = [s.flops for s in plan.stages]
+    assert f"stage 0 has speed 2 and {flops[0] / sum(flops):.1%}" in note
+    costs = plan.costs()
+    assert [cost.speed for cost in costs] == [2, 1]
+    times = [cost.flops / cost.speed for cost in costs]
+    assert costs.slowest is costs[times.index(max(times))]
+    assert f"{max(times) * 2 / sum(times):.2f} times the mean" in str(costs)
+    assert planned(of).costs().slowest is None and "speed" not in str(planned(of).costs())
+
+
+def test_an_unbalanced_plan_is_judged_by_time():
+    of = job_of(square, LAYERS, rows(32, 8, 8))
+    five_to_one = planned(of, cluster=Cluster(speeds=[5, 1]))
+    assert sizes_of(five_to_one) == [5, 1]
+    assert not any("unbalanced" in note for note in five_to_one.notes)
+
+
+def test_auto_chooses_among_the_first_listed_stages():
+    d = jax.devices()
+    grids = [[[d[2]]], [[d[0]]], [[d[1]]]]
+    cluster = Cluster("specific", d[:3], slices=grids, speeds=[1, 4, 1])
+    of = job_of(square, LAYERS, rows(32, 8, 8))
+    plan = planned(of, cluster=cluster, flops_per_byte=0, **AUTO)
+    assert sizes_of(plan) == [1, 1, 4]
+
+
+def test_scopes_determine_stages_in_spite_of_speeds():
+    plan = planned(scoped("a", "b"), cluster=Cluster(speeds=[1, 9]))
+    assert sizes_of(plan) == [1, 1] and plan.speeds == (1, 9)
+
+
+def test_jobs_use_other_devices_than_the_plan_knows():
+    of = job_of(square, LAYERS, rows(32, 8, 8))
+    plan = planned(of, cluster=Cluster(speeds=[2, 1]))
+    job = plan.on_mesh(jax.devices()[:3])
+    assert devices_of(plan, job, job.init(jax.random.key(0))) == [(0,), (1,)]
+
+
+@pytest.mark.parametrize(
+    "speeds, options, message",
+    [
+        ([1, 2], {"replicas": 2}, "speeds has 2 entries, but 2 stages with 2 replicas use 4"),
+        ([1, 2], {"replicas": "auto"}, "speeds has 2 entries, but there are 8 devices"),
+        ([1, 2], {"policy": "REPEATED_LAYERS"}, "the same number of layers; leave out policy"),
+        ([1, 2], {"policy": "BALANCE_OP_NUM"}, "the same number of equations; leave out policy"),
+    ],
+)
+def test_speeds_that_do_not_fit(speeds, options, message):
+    of = job_of(square, LAYERS, rows(32, 8, 8))
+    with pytest.raises(ConfigError, match=message):
+        planned(of, cluster=Cluster(speeds=speeds), **options)
+
+
+def test_speeds_with_a_split_scope_without_stages():
+    def headed(params, x, y):
+        x = jnp.tanh(x @ params["w0"])
+        with dtrans.split(device_count=2):
+            return jnp.mean((x @ params["w1"] - y) ** 2)
+
+    of = job_of(headed, net(8, 8, 8), rows(16, 8, 8))
+    with pytest.raises(ConfigError, match="speeds of dtrans.Cluster cannot be combined with a dtr"):
+        planned(of, cluster=Cluster(speeds=[1, 2, 2]))
+
+
 # -- how stages are found --------------------------------------------------------------------------
 
 
 def test_policies_find_other_stages():
-    """Of three blocks in two stages, and of four."""
+    """Divide three blocks into two stages, and four blocks into two stages."""
     three, four = (job_of(blocks, BLOCKS[:n], rows()) for n in (3, 4))
     layers = lambda s: sorted({int(n.split("/")[1]) for n in s.params})
 
@@ -823,12 +1014,14 @@ def test_policies_change_no_number(policy):
 
 
 def test_what_a_byte_costs_moves_the_cut():
-    """Stages of equal work send 64 numbers of each row; where that is dear, the last makes the mean
-    alone."""
+    """Stages with equal work send 64 numbers for each row.
+
+    If bytes are expensive, the last stage computes only the mean.
+    """
     params = net(2, 64, 64, 2, 64)
     of = job_of(square, params, rows(16, 2, 64))
     cheap, dear = (planned(of, policy="BALANCE_FLOPS", flops_per_byte=cost) for cost in (0, 1e4))
-    # by default a stage has a layer
+    # by default, each stage has one layer
     assert [s.sends for s in planned(of, flops_per_byte=1e4).stages] == [
         8 * 2 * 8,
         0,
@@ -864,7 +1057,10 @@ def test_a_plan_notes_unbalanced_stages():
 
 
 def scoped(*names):
-    """A layer for each name, in a scope of that name; unnamed scopes for None, no scope for ''."""
+    """Return a loss with one layer for each name, in a scope of this name.
+
+    None is a scope without a name, '' is no scope.
+    """
 
     def loss(params, x, y):
         for i, name in enumerate(names):
@@ -887,14 +1083,14 @@ def layers_of(plan):
     "names,want",
     [
         (("a", "b", "c"), [["0"], ["1"], ["2"]]),
-        # a scope in a loop is as many as it is entered
+        # a scope inside a loop counts once for each time that it is entered
         (
             (None, None, None),
             [["0"], ["1"], ["2"]],
         ),
-        (("a", "a", "b"), [["0", "1"], ["2"]]),  # entered twice, it is one stage
+        (("a", "a", "b"), [["0", "1"], ["2"]]),  # a scope that is entered twice is one stage
         (("a", "b", "b", "b"), [["0"], ["1", "2", "3"]]),
-        # what stands between scopes goes with the one before
+        # equations between scopes belong to the scope before them
         (
             ("a", "", "b"),
             [["0", "1"], ["2"]],
@@ -910,11 +1106,11 @@ def test_scopes_are_stages(names, want):
 @pytest.mark.parametrize(
     "devices,options,want",
     [
-        (4, {}, 3),  # the slowest of four stages would have two layers, as with three
+        (4, {}, 3),  # the slowest stage has two layers, with three stages and with four
         (2, {}, 2),
         (6, {}, 6),
         (4, {"replicas": 2}, 2),
-        (4, {"num_micro_batch": 1}, 1),  # nothing runs beside anything
+        (4, {"num_micro_batch": 1}, 1),  # tasks do not overlap
         (2, {"schedule": "Interleaved", "chunks": 3}, 2),
     ],
 )
@@ -997,7 +1193,7 @@ def test_scopes_that_contradict():
         planned(scoped("a", "b"), policy="BALANCE_FLOPS")
     with pytest.raises(
         ConfigError,
-        match="in replicate\\(name='a'\\) reads a value of replicate\\(name='b'\\), which begins "
-        "later",
+        match="in replicate\\(name='a'\\) reads a value of replicate\\(name='b'\\). This "
+        "stage begins later",
     ):
         planned(scoped("a", "b", "a"))

@@ -62,7 +62,8 @@ class Calls:
 
 
 def test_a_plan_traces_and_divides_each_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trace the step of a micro-batch as it is, and the full step with its loss as one equation."""
+    """A plan traces the step of a micro-batch unchanged, and the full step with its loss as one
+    equation."""
     given, calls = traced(mean_loss, X), Calls(monkeypatch)
     dtrans.pipeline(*given, num_stages=2, num_micro_batch=4)
     assert sorted(calls.traces) == [((2, 4), False), ((8, 4), True)]
@@ -72,7 +73,7 @@ def test_a_plan_traces_and_divides_each_step_once(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_plan_with_values_of_the_whole_batch_does_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute the count in the captured full step; its micro-batches receive the count."""
+    """A plan captures the full step to compute the count. Micro-batches receive the count."""
     given, calls = traced(masked_mean, X, MASK), Calls(monkeypatch)
     plan = dtrans.pipeline(*given, num_stages=2, num_micro_batch=4)
     assert plan.values is not None
@@ -86,15 +87,17 @@ def test_another_plan_of_a_step_traces_nothing(monkeypatch: pytest.MonkeyPatch) 
     given = traced(mean_loss, X)
     first, calls = dtrans.pipeline(*given, num_stages=2, num_micro_batch=4), Calls(monkeypatch)
     again = dtrans.pipeline(*given, num_stages=2, num_micro_batch=4)
-    assert (calls.traces, len(calls.divided)) == ([], 1)  # the update of each plan is its own
+    assert (calls.traces, len(calls.divided)) == ([], 1)  # each plan has a separate update
     assert {n: p.fingerprint for n, p in again.programs.items()} == {
         n: p.fingerprint for n, p in first.programs.items()
     }
 
 
 def test_rows_on_another_axis_are_replayed_for_other_batches() -> None:
-    """Adam's count, which has no axes, is in the state; the programs are those of rows on dim 0,
-    for either batch."""
+    """Adam's count is state without axes.
+
+    For both batches, the programs equal the programs for rows on dimension 0.
+    """
     turned = lambda params, x: mean_loss(params, x.T)
     options = {"num_stages": 2, "num_micro_batch": 2}
     batch = dtrans.Batch(axes=(1,))
@@ -104,6 +107,6 @@ def test_rows_on_another_axis_are_replayed_for_other_batches() -> None:
     for rows in (8, 16):
         resized = types | {"x": jax.ShapeDtypeStruct((rows, 4), "float32")}
         found, wanted = (of.specialize([*resized.values()]).stages for of in (plan, first))
-        # the transposes of the user's step and of the rewrite are in the first stage
+        # the first stage has two kinds of transposes: in the user's step, and added by the rewrite
         assert [s.forward.inputs.keys() for s in found] == [s.forward.inputs.keys() for s in wanted]
         assert found[1].backward.fingerprint == wanted[1].backward.fingerprint

@@ -1,5 +1,5 @@
-"""What a pipeline gives beside its state: collections, summaries, and what the loss prints on its
-way."""
+"""Results of a pipeline in addition to its state: collections, summaries, and prints of the
+loss."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ Pair = collections.namedtuple("Pair", "first second")
 
 @pytest.fixture(autouse=True)
 def quickly(x64):
-    """64 bits, and programs that are sooner compiled."""
+    """Enable 64 bits, and compile programs fast."""
     with compiled_quickly():
         yield
 
 
 def array(*shape, seed=0):
-    """Normal numbers, scaled by the first dimension as weights are. Of numpy: modules are loaded in
-    32 bits."""
+    """Return normal random numbers, scaled by the first dimension, as weights usually are.
+
+    NumPy draws them, because modules are imported without 64 bits.
+    """
     x = np.random.default_rng([seed, *shape]).normal(size=shape)
     return x / np.sqrt(shape[0]) if len(shape) > 1 else x
 
@@ -47,7 +49,7 @@ PARAMS = {f"w{i}": array(n, m, seed=i) for i, (n, m) in enumerate(itertools.pair
 
 
 def soak(*values):
-    """A case that is left out unless asked for."""
+    """Return a case that runs only in `make nightly`."""
     return pytest.param(*values, marks=pytest.mark.rotated)
 
 
@@ -60,7 +62,7 @@ def started(tx):
 
 
 def job_of(loss, *, has_aux=True, count=16):
-    """A job with a batch of rows, and the number of each row."""
+    """Return a job with a batch of rows, and the number of each row."""
     tx = optax.sgd(0.1)
     batch = (array(count, 4) * 4, array(count, 3, seed=1), np.arange(count))
     return Job(
@@ -85,7 +87,7 @@ def planned(of, micro=2, replicas=2, **options):
 
 
 def ran(of, plan, way="simulate", steps=1):
-    """The job, and what its last step gave beside the state."""
+    """Return the job, and the results of its last step without the state."""
     job = getattr(plan, way)()
     state = job.init(jax.random.key(0))
     rest = ()
@@ -95,7 +97,7 @@ def ran(of, plan, way="simulate", steps=1):
 
 
 def by_hand(values, of, micro, replicas):
-    """What a function makes of each micro-batch of each replica."""
+    """Return a function's results on each micro-batch of each replica."""
     parts = [[x.reshape(replicas, micro, -1, *x.shape[1:])[r, m] for x in of.batch]
              for r, m in itertools.product(range(replicas), range(micro))]  # fmt: skip
     made = [jax.jit(values)(started(optax.sgd(0.1))[0], *part) for part in parts]
@@ -103,7 +105,7 @@ def by_hand(values, of, micro, replicas):
 
 
 def merged_tree(key, made):
-    """Each array of a pytree, merged."""
+    """Return a pytree in which each array is merged."""
     return jax.tree.map(lambda *xs: merged(key, nested(xs, made)), *flat(made))
 
 
@@ -131,7 +133,8 @@ def norm(grads):
 
 
 def metrics(params, x, y, row):
-    """Of the first stage and of the last: floats, integers, truth, one number and many."""
+    """Return values of the first and the last stage: floats, integers, booleans, scalars and
+    vectors."""
     h = hidden(params, x)
     p = predicted(params, x, h)
     return {
@@ -142,7 +145,7 @@ def metrics(params, x, y, row):
 
 
 def numbers(params, x, y, row):
-    """0-d values, which cannot be concatenated."""
+    """Return 0-d values, which cannot be concatenated."""
     p = predicted(params, x)
     return {
         "count": jnp.sum(p > 0),
@@ -152,7 +155,7 @@ def numbers(params, x, y, row):
 
 
 def collecting(params, x, y, row):
-    """Every value under every key."""
+    """Return a loss that collects every value under every key."""
     values, zero_d = metrics(params, x, y, row), numbers(params, x, y, row)
     found = {
         key: {
@@ -198,7 +201,7 @@ def test_collections_on_devices_in_all_schedules(micro, replicas, schedule):
 
 
 def test_a_loss_that_is_collected():
-    """The step gives the sum over 4 micro-batches, and takes the gradients of their mean."""
+    """The result is the sum over 4 micro-batches; the gradients belong to their mean."""
 
     def loss(params, x, y, row):
         return collect(jnp.mean((predicted(params, x) - y) ** 2), "GLOBAL_SUM")
@@ -240,7 +243,7 @@ def test_what_is_mapped_is_concatenated_along_what_it_is_mapped_over():
 
 
 def returning(fn):
-    """A loss with what a function of its predictions gives."""
+    """Return a loss, and a function of its predictions as a result."""
 
     def loss(params, x, y, row):
         p = predicted(params, x)
@@ -277,7 +280,7 @@ def test_collections_that_cannot_be():
 
 
 def collecting_outside(fn, wrap=lambda step: step):
-    """A step that collects what it makes after its loss."""
+    """Return a step that collects values after its loss."""
 
     def step(params, opt_state, x, y):
         value, grads = dtrans.value_and_grad(lambda p: jnp.mean((predicted(p, x) - y) ** 2))(params)
@@ -294,7 +297,8 @@ def collecting_outside(fn, wrap=lambda step: step):
 
 @pytest.mark.parametrize("wrap", [lambda step: step, jax.jit], ids=["plain", "jitted"])
 def test_collections_outside_of_the_loss(wrap):
-    """Of the loss, and of the batch: the sum of 4 micro-batches. Of gradients there is one."""
+    """Test values of the loss and of the batch, which are sums over 4 micro-batches, and one value
+    of the gradients."""
     of = collecting_outside(lambda value, grads, x: 2 * value + jnp.sum(x), wrap)
     _, (found,) = ran(of, planned(of))
     tree_close(found["more"], 4 * 2 * found["loss"] + jnp.sum(of.batch[0]), 1e-12)
@@ -311,7 +315,7 @@ def test_collections_outside_of_the_loss(wrap):
 
 
 def keeping(key):
-    """A step whose mean of a layer is state, and collected."""
+    """Return a step whose state is the collected mean of a layer."""
 
     def loss(params, x, y):
         kept = collect(jnp.mean(hidden(params, x), 0), key)
@@ -342,7 +346,7 @@ def test_state_that_is_collected_is_the_mean_of_all_or_refused():
 
 
 def shown(params, x, y, row):
-    """What each summary looks at."""
+    """Return the values that the summaries record."""
     h = hidden(params, x)
     p = predicted(params, x, h)
     return {
@@ -394,10 +398,10 @@ def test_summaries_are_one_value_for_each_tag(micro, replicas):
 
 
 def loaded(logdir):
-    """What TensorBoard reads in a folder."""
+    """Return the values that TensorBoard reads from a folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    # all
+    # read all values
     sizes = dict.fromkeys(
         ("scalars", "histograms", "images", "audio", "tensors", "compressedHistograms"), 0
     )
@@ -405,7 +409,10 @@ def loaded(logdir):
 
 
 def test_tensorboard_reads_what_a_job_writes(tmp_path):
-    """Three steps of four micro-batches on two replicas: one event of each tag and step."""
+    """Run three steps of four micro-batches on two replicas.
+
+    Each tag has one event for each step.
+    """
     of = job_of(showing, has_aux=False)
     job = planned(of, 4, 2).on_mesh()
     state = job.init(jax.random.key(0))
@@ -447,7 +454,7 @@ def test_tensorboard_reads_what_a_job_writes(tmp_path):
 
 
 def watching(params, opt_state, x, y):
-    """A step that shows its loss, its gradients and what the optimizer made."""
+    """Return a step that records its loss, its gradients and results of the optimizer."""
 
     def loss(params):
         value = jnp.mean((predicted(params, x) - y) ** 2)
@@ -526,7 +533,7 @@ EFFECTS = [
 
 @pytest.mark.parametrize("micro,replicas,way,options", EFFECTS)
 def test_what_the_loss_tells_is_told_once_for_each_micro_batch(micro, replicas, way, options):
-    """By the first stage and by the last, of what nothing else reads."""
+    """The first and the last stage call functions whose operands nothing else reads."""
     early, late = [], []
 
     def loss(params, x, y, row):
@@ -543,7 +550,7 @@ def test_what_the_loss_tells_is_told_once_for_each_micro_batch(micro, replicas, 
     each = 16 // (micro * replicas)
     sums = flat(by_hand(lambda p, x, y, row: jnp.sum(hidden(p, x)), of, micro, replicas))
     assert [n for n, _ in sorted(early)] == [n for n, _ in sorted(late)] == [*range(0, 16, each)]
-    # what is called from a thread of its own is not in 64 bits there
+    # a callback in a separate thread does not run in 64 bits
     np.testing.assert_allclose([h for _, h in sorted(early)], sums, rtol=1e-6)
     np.testing.assert_allclose(np.mean([v for _, v in late]), value, rtol=1e-6)
 
@@ -562,7 +569,10 @@ def test_what_the_loss_prints_is_printed(capfd):
 
 @pytest.mark.parametrize(("micro", "replicas"), [(2, 1), (2, 2)])
 def test_rows_of_a_result_are_joined_along_the_dimension_that_has_them(micro, replicas):
-    """A batch with time first and rows second, and a loss of each time and row."""
+    """Dimension 0 of the batch is time, dimension 1 are rows.
+
+    The result is a loss for each time and row.
+    """
     tx = optax.sgd(0.1)
 
     def loss(params, x):
@@ -586,7 +596,7 @@ def test_rows_of_a_result_are_joined_along_the_dimension_that_has_them(micro, re
 
 @pytest.mark.parametrize("way", ["simulate", "on_mesh"])
 def test_each_replica_has_a_row(way):
-    """Of a vector as of a number; nccl2 gives them in this form too."""
+    """Vectors and numbers get a leading axis with a row for each replica, as in nccl2 mode."""
 
     def loss(params, x, y, rows):
         out = predicted(params, x)

@@ -1,6 +1,8 @@
-"""Schedules: the orders of EPL's three, replayed from the edges that EPL adds; bubbles, makespans
-and peaks that are known; that every order can be carried out, and that what is read off it is so;
-and how they are shown."""
+"""Schedules: the orders of EPL's schedulers, bubbles, makespans, peaks, and drawings.
+
+EPL's orders are replayed from the dependencies that EPL adds. Every order can be executed, and its
+computed properties hold in the execution.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ SIZES = list(itertools.product(range(1, 7), range(1, 13)))
 
 
 def all_of(num_stages, num_micro_batch):
-    """All schedules of a size."""
+    """Return all schedules of a size."""
     return [
         *(schedule(name, num_stages, num_micro_batch) for name in NAMES if name != "Interleaved"),
         *(schedule("Interleaved", num_stages, num_micro_batch, chunks) for chunks in (2, 3, 4)),
@@ -49,7 +51,7 @@ def schedules(draw):
 
 @st.composite
 def played(draw):
-    """A schedule, and costs to play it with."""
+    """Draw a schedule, and costs of its tasks."""
     s = draw(schedules())
     each = lambda low, high: st.lists(
         st.integers(low, high), min_size=s.num_model_stages, max_size=s.num_model_stages
@@ -68,7 +70,10 @@ def short(order):
 
 
 def edges_of_epl(name, S, M):
-    """The edges that EPL's scheduler adds, as (stage, before, after); tasks are (kind, micro)."""
+    """Return the dependencies that EPL's scheduler adds, as (stage, before, after).
+
+    A task is (kind, micro-batch).
+    """
     edges = []
     for m, s in itertools.product(range(1, M), range(S)):
         more = int(name == "PreferBackwardOptimizer")
@@ -88,8 +93,8 @@ def edges_of_epl(name, S, M):
 
 
 def replayed(name, S, M):
-    """What each stage does when a forward takes 1 and a backward 2 and all begin as soon as the
-    edges let them."""
+    """Return each stage's order if F takes 1 and B takes 2, and each task begins as early as the
+    dependencies allow."""
     before = {(kind, s, m): set() for kind in "FB" for s in range(S) for m in range(M)}
     for kind, s, m in before:
         if kind == "F" and s:
@@ -135,8 +140,8 @@ def test_known_orders():
 
 
 def test_interleaved_is_megatrons_where_that_has_one():
-    """The formulas of Megatron-LM's schedules.py: of the i-th forward and backward, and how many
-    forwards warm up."""
+    """The expected orders are formulas of Megatron-LM's schedules.py: the i-th F and B, and the
+    number of warm-up tasks."""
     for S, turns, v in itertools.product(range(1, 6), range(1, 4), (2, 3)):
         M = S * turns
         for device, order in enumerate(schedule("Interleaved", S, M, v).orders):
@@ -186,10 +191,10 @@ def test_bubble_of_the_others_is_less():
             assert zero.bubble == Fraction(S - 1, 3 * M + S - 1)
         for chunks in (2, 3, 4):
             several = schedule("Interleaved", S, M, chunks)
-            # one micro-batch is only ever on one device
+            # a single micro-batch occupies one device at a time
             assert several.bubble < of_epl or S == 1 or M == 1
             assert idle(several.ticks()) < of_epl or S == 1 or M == 1
-            # the way of one micro-batch, and of the others behind it
+            # the path of one micro-batch, and the tasks of the other micro-batches behind it
             length = 3 * (chunks * M + S - 1) if M >= S else 3 * (chunks * S + M - 1)
             assert several.makespan() == Fraction(length, chunks), (S, M, chunks)
             assert (
@@ -222,8 +227,8 @@ def test_names_of_the_field(name, same):
 
 
 def test_a_chunk_is_a_part_of_the_work_of_its_device():
-    """By hand: two devices of two chunks, two micro-batches. A forward of a chunk takes 1/2, a
-    backward 1.
+    """Compute by hand: two devices, two chunks each, two micro-batches. F of a chunk takes 1/2, B
+    takes 1.
 
     device 0   F0@0 F1@0 F0@2 F1@2 .    B0@2 B1@2 B0@0 B1@0
     device 1   .    F0@1 F1@1 F0@3 .. B0@3 ..
@@ -233,11 +238,11 @@ def test_a_chunk_is_a_part_of_the_work_of_its_device():
     half = Fraction(1, 2)
     assert (at["F0@0"], at["F1@0"], at["F0@2"]) == ((0, half), (half, 1), (1, 3 * half))
     assert (at["F0@1"], at["F0@3"]) == ((half, 1), (3 * half, 2))
-    # 2 micro-batches x 2 chunks x 3/2 of work on a device, and half a forward and a backward of a
-    # chunk at both ends
+    # a device has 2 micro-batches x 2 chunks x 3/2 of work; at both ends it waits for half of an F
+    # and of a B of a chunk
     assert s.makespan() == 2 * 3 + (half + 1) == Fraction(15, 2)
     assert schedule("PreferBackward", 2, 2).makespan() == 2 * 3 + 3
-    # costs of model stages are as they are given
+    # costs of model stages are used without scaling
     assert s.makespan([0.5] * 4, [1] * 4) == 7.5
     assert s.makespan(2, 4, transfer=0) == 15 and isinstance(s.makespan(2, 4), int)
 
@@ -280,8 +285,10 @@ def test_peak_of_interleaved_counts_chunks():
 
 
 def peak_seen(s, play):
-    """The most that is in flight by the clock; what ends when something begins makes room for
-    it."""
+    """Return the largest number of micro-batches in flight.
+
+    A micro-batch that ends frees its place for one that begins.
+    """
     last = "W" if s.splits_backward else "B"
     changes = [(t.start, 1, t.device, 1) for t in play if t.task.kind == "F"]
     changes += [(t.end, 0, t.device, -1) for t in play if t.task.kind == last]
@@ -374,7 +381,7 @@ def test_the_tick_table_is_the_sequence_tick_by_tick(s):
     assert all(tick[before] < tick[task] for task in tick for before in s.dependencies(task))
     for row, order in zip(table, s.orders, strict=True):
         assert tuple(t for t in row if t) == order
-    # no task could have been a tick earlier
+    # no task could start a tick earlier
     assert all(
         i == max([-1, *(tick[t] for t in s.dependencies(task))]) + 1 for task, i in tick.items()
     )
@@ -384,7 +391,7 @@ def test_costs_of_floats_and_of_each_stage():
     s = schedule("PreferBackward", 2, 2)
     assert s.makespan(0.5, 1.0) == 4.5
     assert s.play(0.5, 1.0).bubble == pytest.approx(1 / 3)
-    # F0 F1 B0 B1 and F0 B0 F1 B1, the second device three times as slow
+    # orders F0 F1 B0 B1 and F0 B0 F1 B1; the second device is three times as slow
     assert s.makespan([1, 3], [2, 6]) == 1 + 2 * (3 + 6) + 2
     assert s.play((1, 3), np.array([2, 6])).bubble == 1 - Fraction(2 * (1 + 2 + 3 + 6), 2 * 21)
     assert isinstance(s.play(np.int64(1), np.float32(2)).makespan, float)
@@ -477,7 +484,7 @@ FIRST, LAST = (F00, F01, B00, B01), (F10, B10, F11, B11)
     [
         ([FIRST], "orders for 1 devices, but num_stages is 2"),
         ([FIRST[:-1], LAST], "lacks the task B1@0; add it to the order"),
-        ([(F00, B00), LAST], "lacks 2 tasks, the first is B1@0; add each of them"),
+        ([(F00, B00), LAST], "lacks 2 tasks, the first is B1@0; add each task to the order"),
         ([(*FIRST, F00), LAST], "has F0@0 twice"),
         ([LAST, FIRST], "has F0@1 on device 0, but its stage is on device 1"),
         (
@@ -517,8 +524,10 @@ def test_one_of_ones_own():
 
 @given(schedules(), st.randoms(use_true_random=False), st.integers(0, 3))
 def test_orders_are_refused_if_and_only_if_devices_wait_for_each_other(s, random, swaps):
-    """Neighbours change places; whether that can be carried out, a topological sort of the standard
-    library tells."""
+    """Swap neighbours at random.
+
+    A topological sort of the standard library decides if the order can be executed.
+    """
     orders = [list(order) for order in s.orders]
     for _ in range(swaps):
         order = random.choice(orders)
@@ -593,7 +602,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def bars_of(path):
-    """Of each bar: left, right, top, its colour; in points, by id. And all text."""
+    """Return each bar by id (left, right, top and colour, in points), and all texts."""
     root = ET.parse(path).getroot()
     bars = {}
     for group in root.iter(f"{SVG}g"):
@@ -642,7 +651,7 @@ def test_a_chart_has_the_bars_of_all_plays(tmp_path):
     assert f"as it ran (bubble {float(s.play(transfer=1).bubble):.1%})" in text
     assert text.count("time (ms)") == text.count("device") == 2
     assert {"forward", "cotangents of inputs", "gradients of weights"} <= set(text)
-    # the numbers in bars, and ticks
+    # the numbers in bars and the ticks
     assert sum(t in {"0", "1", "2", "3"} for t in text) >= 2 * len(s.sequence())
 
 

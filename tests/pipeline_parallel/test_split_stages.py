@@ -1,11 +1,10 @@
-"""Stages that are split over devices (`dtrans.split`): numbers, what each device has, what is
-moved, errors."""
+"""Stages that are split over devices (`dtrans.split`): results, the arrays of each device,
+communication, and errors."""
 
 from __future__ import annotations
 
 import collections
 
-import flat_options
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +12,20 @@ import optax
 import pytest
 from helpers import tree_close
 from pipeline_models import Job, compiled_quickly
+from split_models import (
+    BODY,
+    CLIPPED,
+    ROWS,
+    WIDTH,
+    array,
+    classifier,
+    compared,
+    experts,
+    job_of,
+    planned,
+    two_layers,
+    words,
+)
 
 import dtrans
 from dtrans._jax import equations
@@ -22,134 +35,14 @@ from dtrans.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def quickly(x64):
-    """64 bits, and programs that are sooner compiled."""
+    """Enable 64 bits, and compile programs fast."""
     with compiled_quickly():
         yield
 
 
 def soak(*values):
-    """A case that is left out unless asked for."""
+    """Return a case that runs only in `make nightly`."""
     return pytest.param(*values, marks=pytest.mark.rotated)
-
-
-def array(*shape, seed=0):
-    """Normal numbers, scaled by the first dimension as weights are. Of numpy: modules are loaded in
-    32 bits."""
-    x = np.random.default_rng([seed, *shape]).normal(size=shape)
-    return x / np.sqrt(shape[0]) if len(shape) > 1 else x
-
-
-CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.05, weight_decay=0.1))
-
-
-def job_of(loss, params, batch, tx=None, *, has_aux=False):
-    """A job whose parameters are given."""
-    tx = tx or optax.adam(0.05)
-
-    def init(key):
-        made = jax.tree.map(jnp.asarray, params)
-        return made, tx.init(made)
-
-    return Job(
-        dtrans.make_train_step(loss, tx, has_aux=has_aux), init, tuple(map(jnp.asarray, batch))
-    )
-
-
-def planned(of, num_stages=2, num_micro_batch=2, **options):
-    return flat_options.pipeline(
-        *of.traced(), num_stages=num_stages, num_micro_batch=num_micro_batch, **options
-    )
-
-
-def check(of, way="simulate", rtol=1e-12, **options):
-    """Compare with one device after three steps; the plan."""
-    plan = planned(of, **options)
-    tree_close(of.of(getattr(plan, way)()), of.on_one_device(), rtol)
-    return plan
-
-
-# -- models ----------------------------------------------------------------------------------------
-
-BODY, WIDTH, ROWS = 6, 8, 16
-
-
-def classifier(shards, classes, body=True, tx=None):
-    """A layer, and a dense head with bias, cross entropy of integer labels and accuracy, which are
-    split."""
-    params = {
-        "body": {"w": array(BODY, WIDTH), "b": array(WIDTH)},
-        "head": {"w": array(WIDTH, classes), "b": array(classes, seed=1)},
-    }
-
-    def loss(params, x, y):
-        if body:
-            with dtrans.replicate(name="body"):
-                h = jnp.tanh(x @ params["body"]["w"] + params["body"]["b"])
-        else:
-            h = jnp.tanh(x @ params["body"]["w"] + params["body"]["b"])
-        with dtrans.split(device_count=shards, name="head"):
-            logits = h @ params["head"]["w"] + params["head"]["b"]
-            value = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-            return value, jnp.mean(jnp.argmax(logits, -1) == y)
-
-    return job_of(
-        loss, params, (array(ROWS, BODY) * 4, np.arange(ROWS) % classes), tx, has_aux=True
-    )
-
-
-def words(shards, rows=11, tied=False):
-    """An embedding table that is split, a layer, and the table again as a head, or another one."""
-    params = {
-        "table": array(rows, WIDTH) * 3,
-        "w": array(WIDTH, WIDTH),
-        "head": array(WIDTH, rows, seed=2),
-    }
-
-    def loss(params, tokens):
-        with dtrans.split(device_count=shards, name="table"):
-            h = params["table"][tokens[:, :-1]]
-        with dtrans.replicate(name="layer"):
-            h = jnp.tanh(h @ params["w"])
-            logits = h @ (params["table"].T if tied else params["head"])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-    return job_of(loss, params, (np.random.default_rng(0).integers(0, rows, (ROWS, 4)),), CLIPPED)
-
-
-def two_layers(shards, inner=12):
-    """Columns and then rows, between two layers that are whole."""
-    params = {
-        "first": array(BODY, WIDTH),
-        "up": array(WIDTH, inner),
-        "bias": array(inner),
-        "down": array(inner, WIDTH),
-        "last": array(WIDTH, 3),
-    }
-
-    def loss(params, x, y):
-        with dtrans.replicate(name="first"):
-            h = jnp.tanh(x @ params["first"])
-        with dtrans.split(device_count=shards, name="both"):
-            h = h + jax.nn.gelu(h @ params["up"] + params["bias"]) @ params["down"]
-        with dtrans.replicate(name="last"):
-            return jnp.mean((h @ params["last"] - y) ** 2)
-
-    return job_of(loss, params, (array(ROWS, BODY) * 4, array(ROWS, 3)), CLIPPED)
-
-
-def experts(shards, count=4):
-    """Each row goes to its expert, by a product over experts."""
-    params = {"gate": array(BODY, count), "up": array(count, BODY, 5), "down": array(count, 5, 3)}
-
-    def loss(params, x, y):
-        with dtrans.replicate(name="gate"):
-            chosen = jax.nn.softmax(x @ params["gate"])
-        with dtrans.split(device_count=shards, name="experts"):
-            h = jax.nn.relu(jnp.einsum("bi,eij->ebj", x, params["up"]))
-            out = jnp.einsum("ebj,ejk->ebk", h, params["down"])
-            return jnp.mean((jnp.einsum("be,ebk->bk", chosen, out) - y) ** 2)
-
-    return job_of(loss, params, (array(ROWS, BODY) * 4, array(ROWS, 3)))
 
 
 # -- numbers ---------------------------------------------------------------------------------------
@@ -169,9 +62,8 @@ HEADS = [
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("shards,classes,way,tx,options", HEADS)
 def test_a_head_that_is_split(shards, classes, way, tx, options):
-    """Of 7, 50 and 51 classes; over 2 and 4 devices they are padded. Loss and accuracy are those of
-    one device."""
-    plan = check(classifier(shards, classes, tx=tx), way, **options)
+    """Test 7, 50 and 51 classes, padded for 2 and 4 devices. Loss and accuracy equal one device."""
+    plan = compared(classifier(shards, classes, tx=tx), way, **options)
     assert plan.model.sharding.shards == (1, shards)
     assert [plan.model.sharding.state[f"params/head/{n}"] for n in "wb"] == [1, 0]
 
@@ -184,15 +76,16 @@ def test_a_head_that_is_split(shards, classes, way, tx, options):
 @pytest.mark.parametrize("shards", [2, 3])
 def test_heads_in_the_whole_product(shards, classes, replicas, schedule, way):
     options = {"replicas": replicas, "schedule": schedule}
-    check(classifier(shards, classes, tx=CLIPPED), way, **options)
+    compared(classifier(shards, classes, tx=CLIPPED), way, **options)
 
 
 @pytest.mark.parametrize(
     "shards,way,options", [soak(2, "simulate", {"replicas": 2}), (4, "on_mesh", {})]
 )
 def test_one_stage_that_is_split(shards, way, options):
-    """There is no `replicate` scope: what is outside of the scope is whole on all shards."""
-    plan = check(classifier(shards, 51, body=False), way, num_stages=1, **options)
+    """Without `replicate` scopes, equations outside the split scope are replicated on all
+    shards."""
+    plan = compared(classifier(shards, 51, body=False), way, num_stages=1, **options)
     assert plan.model.sharding.shards == (shards,)
     assert (
         not {n for n in plan.model.sharding.state if "body" in n}
@@ -220,7 +113,7 @@ MODELS = [
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("model,shards,way,options,cut", MODELS)
 def test_other_models_that_are_split(model, shards, way, options, cut):
-    plan = check(model(shards), way, **options)
+    plan = compared(model(shards), way, **options)
     assert (
         sorted(
             n.removeprefix("params/") for n in plan.model.sharding.state if n.startswith("params/")
@@ -243,7 +136,7 @@ def test_two_stages_that_are_split_over_other_numbers():
             ).mean()
 
     of = job_of(loss, params, (array(ROWS, BODY), np.arange(ROWS) % 5))
-    plan = check(of, "on_mesh", num_stages=3)
+    plan = compared(of, "on_mesh", num_stages=3)
     assert plan.model.sharding.shards == (2, 1, 3)
     assert "stage 0 is split over 2 devices" in str(
         plan
@@ -252,7 +145,7 @@ def test_two_stages_that_are_split_over_other_numbers():
 
 @pytest.mark.parametrize("way", ["on_mesh", soak("simulate")])
 def test_what_is_compressed_is_as_far_off_as_its_type_says(way):
-    """Of each replica's share, pieces are rounded once, and each addition once."""
+    """Pieces of each replica's sum are rounded once, and so is each addition."""
     unit, count = 2.0**-8, 2
     of = classifier(2, 51, tx=optax.sgd(1.0))
     got = of.of(getattr(planned(of, replicas=count, compress="bf16"), way)(), 1)[0]
@@ -279,7 +172,8 @@ def test_what_is_compressed_is_as_far_off_as_its_type_says(way):
 
 @pytest.mark.parametrize("shards,classes,replicas", [(2, 50, 2), (4, 51, 1)])
 def test_each_device_has_its_piece(shards, classes, replicas):
-    """Of head, bias and what Adam keeps of both; before and after a step, on all replicas."""
+    """Check the shards of the head, its bias and their moments in Adam, before and after a step, on
+    all replicas."""
     of = classifier(shards, classes)
     plan = planned(of, replicas=replicas)
     job = plan.on_mesh()
@@ -294,7 +188,7 @@ def test_each_device_has_its_piece(shards, classes, replicas):
                 assert len({s.device for s in x.addressable_shards}) == shards * replicas
             for s in x.addressable_shards:
                 bytes_of[s.device] += s.data.nbytes
-        mine = 8 * 3 * (WIDTH + 1) * columns + 4  # with the count of steps
+        mine = 8 * 3 * (WIDTH + 1) * columns + 4  # includes the count of steps
         body = 8 * 3 * (BODY + 1) * WIDTH + 4
         assert sorted(bytes_of.values()) == sorted([mine] * shards * replicas + [body] * replicas)
         assert [s.stores for s in plan.stages] == [body, mine]
@@ -303,8 +197,10 @@ def test_each_device_has_its_piece(shards, classes, replicas):
 
 @pytest.mark.parametrize("schedule", ["PreferBackward", "ZeroBubble"])
 def test_logits_are_never_whole(schedule):
-    """No program of the stage has an array of all classes, and none gathers; what is reduced is of
-    rows."""
+    """No program of the stage has an array of all classes, and no program gathers.
+
+    Reduced arrays have one number for each row.
+    """
     shards, classes, per = 2, 51, ROWS // 2
     plan = planned(classifier(shards, classes), schedule=schedule)
     s = plan.step_programs.stages[1]
@@ -319,8 +215,8 @@ def test_logits_are_never_whole(schedule):
                                           for e, _ in collectives(p.jaxpr))  # fmt: skip
     of_rows = (per,)
     assert kinds(s.forward) in (
-        # the largest logit, the sum of exponentials, the label's logit, and value and place of the
-        # largest
+        # the largest logit, the sum of exponentials, the label's logit, and the value and the index
+        # of the maximum
         {
             ("all_reduce", "sum", (of_rows,)): 2,
             ("all_reduce", "max", (of_rows,)): 2,
@@ -335,7 +231,7 @@ def test_logits_are_never_whole(schedule):
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_updates_of_pieces_gather_nothing(tx, replicas, groups):
-    """Replicas reduce the pieces of gradients; shards add up one number, if there is a norm."""
+    """Replicas reduce pieces of gradients. If there is a norm, shards add up one number."""
     plan = planned(classifier(2, 50, tx=tx), replicas=replicas, update_groups=groups)
     found = collections.Counter()
     for piece in plan.update.placed.pieces:
@@ -350,9 +246,35 @@ def test_updates_of_pieces_gather_nothing(tx, replicas, groups):
     assert ((WIDTH, 25) in shapes) == (replicas > 1)
 
 
+def test_layers_in_a_loop_are_divided():
+    """Stacked parameters are divided along a dimension of a layer."""
+    params = {
+        "up": np.stack([array(BODY, WIDTH), array(BODY, WIDTH, seed=1)]),
+        "down": np.stack([array(WIDTH, BODY), array(WIDTH, BODY, seed=1)]),
+    }
+
+    def loss(params, x):
+        def layer(h, p):
+            with dtrans.split(device_count=2, name="mlp"):
+                return h + jnp.tanh(h @ p["up"]) @ p["down"], None
+
+        h, _ = jax.lax.scan(layer, x, params)
+        return jnp.mean(h**2)
+
+    plan = compared(job_of(loss, params, (array(ROWS, BODY),), CLIPPED), num_stages=1)
+    dims = {n: d for n, d in plan.model.sharding.state.items() if n.startswith("params")}
+    assert dims == {"params/up": 2, "params/down": 1}
+
+
+def test_maxima_over_shards_are_verified():
+    """The cross entropy and the accuracy of a split head compare numbers of several shards."""
+    report = planned(classifier(2, 7)).verify()
+    assert report.equal and report.complete, report
+
+
 def test_a_parameter_of_another_stage_too_is_not_cut():
     of = words(2, tied=True)
-    plan = check(of, "on_mesh")
+    plan = compared(of, "on_mesh")
     assert (
         plan.model.users["params/table"] == (0, 1)
         and "params/table" not in plan.model.sharding.state
@@ -366,8 +288,8 @@ def test_a_parameter_of_another_stage_too_is_not_cut():
     ids=["adafactor", "lamb"],
 )
 def test_optimizers_that_are_not_elementwise(tx):
-    """Adafactor keeps sums of rows and columns, lamb takes norms of leaves."""
-    check(classifier(2, 51, tx=tx), rtol=1e-11)
+    """Adafactor stores sums of rows and columns, and LAMB takes norms of leaves."""
+    compared(classifier(2, 51, tx=tx), rtol=1e-11)
 
 
 @pytest.mark.parametrize("way", ["simulate", soak("on_mesh")])
@@ -388,32 +310,6 @@ def test_a_split_must_say_over_how_many_devices():
         match="split\\(name='head'\\) has no number of devices; write dtrans.split\\(device_c",
     ):
         planned(classifier(None, 7))
-
-
-@pytest.mark.parametrize(
-    "options,says",
-    [
-        (
-            {"sharding_stage": 1, "replicas": 2},
-            "sharding_stage is 1, which is not supported together with split\\(name='head'\\)",
-        ),
-        (
-            {"sharding_stage": 2, "replicas": 2},
-            "sharding_stage is 2, which is not supported together with split\\(name='head'\\)",
-        ),
-        (
-            {"offload": True},
-            "offload is True, which is not supported together with split\\(name='head'\\)",
-        ),
-        (
-            {"schedule": "Interleaved", "num_stages": 1},
-            "chunks is 2, which is not supported together with split\\(name='head'\\)",
-        ),
-    ],
-)
-def test_options_that_do_not_go_with_it(options, says):
-    with pytest.raises(ConfigError, match=says):
-        planned(classifier(2, 7), **options)
 
 
 def test_a_stage_is_split_over_one_number_of_devices():

@@ -1,5 +1,5 @@
-"""What pipelines are made of: the programs of stages, what is kept and sent, where arrays are, and
-what is refused."""
+"""Parts of pipelines: the programs of stages, saved and sent values, the placement of arrays, and
+errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def quickly():
 
 @functools.cache
 def traced(name, rows=16, *, stacked=False, optimizer=optax.adam):
-    """A job and what it is planned from; 13 and 17 are no dimensions of weights."""
+    """Return a job, and the arguments of its plan. No dimension of a weight is 13 or 17."""
     of = (transformer(4, 16, stacked=True) if stacked else MODELS[name]).job(rows, optimizer(1e-2))
     return of, of.traced()
 
@@ -58,7 +58,7 @@ def programs(plan):
 
 
 def primitives(*found):
-    """How often each primitive is in programs, in bodies too."""
+    """Return the number of equations of each primitive in programs and their bodies."""
     return Counter(e.primitive.name for p in found for e in equations(p.jaxpr))
 
 
@@ -74,8 +74,8 @@ def nbytes(t):
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_everything_is_computed_once(name, stages, split):
-    """Stages together have all equations of the loss, and their programs the products that one
-    device computes."""
+    """The stages together contain all equations of the loss, and as many products as one device
+    computes."""
     of, _ = traced(name)
     plan = planned(
         name, stages, num_micro_batch=2, schedule="ZeroBubble" if split else "PreferBackward"
@@ -93,7 +93,7 @@ def test_everything_is_computed_once(name, stages, split):
     found = primitives(*programs(plan))
     for product in PRODUCTS:
         assert found[product] == whole[product]
-    # the transcendental functions of the forward pass, and what their derivatives are made of
+    # the transcendental functions of the forward pass, and of its derivatives
     for function in ("exp", "tanh", "log", "rsqrt"):
         assert found[function] == whole[function], function
 
@@ -102,15 +102,17 @@ def test_everything_is_computed_once(name, stages, split):
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_cotangents_and_weights_together_are_the_backward(name, stages):
-    """Zero-bubble's two programs have the equations of the one, and its products are in one of
-    them."""
+    """The two backward programs of ZeroBubble contain the equations of the single one.
+
+    Each product is in one of them.
+    """
     one = planned(name, stages, num_micro_batch=2).step_programs.stages
     two = planned(name, stages, num_micro_batch=2, schedule="ZeroBubble").step_programs.stages
     for whole, parts in zip(one, two, strict=True):
         assert whole.weights is None and parts.weights is not None
         first, second = primitives(parts.backward), primitives(parts.weights)
         same, found = primitives(whole.backward), first + second
-        numbers = {"broadcast_in_dim", "iota"}  # a constant is sooner made again than kept
+        numbers = {"broadcast_in_dim", "iota"}  # a constant is created again, and not saved
         assert {k: n for k, n in found.items() if k not in numbers} == {
             k: n for k, n in same.items() if k not in numbers
         }
@@ -146,7 +148,7 @@ def test_backward_reads_what_forward_kept_and_what_comes_back(name, options):
 
 
 def low(loss):
-    """A loss in 16 bits."""
+    """Return a loss in 16 bits."""
 
     def cast(*given):
         small = lambda x: x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -159,8 +161,10 @@ def low(loss):
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_no_weights_are_kept_for_each_micro_batch(name, cast):
-    """Whatever is kept is of a micro-batch of 13 rows: no weight, no transposed one, none in
-    another type."""
+    """Each saved value belongs to a micro-batch of 13 rows.
+
+    Weights, their transposes and their casts are not saved.
+    """
     model = MODELS[name]
     of = Model(low(model.loss) if cast else model.loss, model.params, model.batch).job(26)
     plan = dtrans.pipeline(*of.traced(), num_stages=3, num_micro_batch=2)
@@ -172,7 +176,7 @@ def test_no_weights_are_kept_for_each_micro_batch(name, cast):
 
 
 def test_what_is_sent_is_counted():
-    """An MLP sends its activations, of 8 rows of 32 numbers; the last stage sends nothing."""
+    """Stages of an MLP send activations of 8 rows with 32 numbers. The last stage sends nothing."""
     plan = planned("mlp", 4, num_micro_batch=2)
     assert [s.sends for s in plan.stages] == [8 * 32 * 4] * 3 + [0]
     wide = planned("transformer", 2, num_micro_batch=4)
@@ -184,7 +188,7 @@ def test_what_is_sent_is_counted():
 
 @pytest.fixture(scope="module")
 def running():
-    """A job of four stages and eight micro-batches on one device, and its state."""
+    """Return a job of four stages and eight micro-batches on one device, and its state."""
     with compiled_quickly():
         job = planned("mlp", 4, num_micro_batch=8).simulate()
         return job, job.init(jax.random.key(0))
@@ -221,7 +225,7 @@ def test_micro_batches_in_flight_are_as_planned_with_programs_of_their_own(
 
 
 def test_nothing_is_left_of_a_micro_batch(running):
-    """After a step, slots hold its state, its results and what is always there."""
+    """After a step, slots contain only the state, the results, and constant values."""
     job, state = running
     program, env = job.prepare(state, *traced("mlp")[0].batch)
     job.execute(program, env)
@@ -237,8 +241,8 @@ def test_nothing_is_left_of_a_micro_batch(running):
 
 @pytest.mark.soak
 def test_one_forward_one_backward_keeps_less_than_half():
-    """The transformer at 16 micro-batches: on each device, bytes of what waits for its backward or
-    is on its way."""
+    """For a transformer with 16 micro-batches, count the bytes on each device that wait for
+    backward or are being sent."""
     of, _ = traced("transformer")
     job = planned("transformer", 4, num_micro_batch=16).simulate()
     state = job.init(jax.random.key(0))
@@ -259,8 +263,7 @@ def test_tasks_are_timed_where_they_are(schedule):
     state = job.init(jax.random.key(0))
     made, play = timed(job, state, *of.batch)
     tree_close(made, job.step(state, *of.batch), 1e-6)
-    # the first stage sends no cotangents back: where backward is split, all that it has to do is in
-    # W
+    # the first stage sends no cotangents, so with a split backward pass all its work is in W
     idle = {Task("B", 0, m) for m in range(4)} if schedule == "ZeroBubble" else set()
     for device, order in enumerate(plan.schedule.orders):
         assert [t.task for t in play if t.device == device] == [t for t in order if t not in idle]
@@ -276,7 +279,7 @@ def test_tasks_are_timed_where_they_are(schedule):
 
 
 def live_bytes():
-    """By device, bytes of all arrays that are alive."""
+    """Return the bytes of all live arrays, by device."""
     gc.collect()
     found = Counter()
     for x in jax.live_arrays():
@@ -299,14 +302,14 @@ MEMORY = [
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name,options", MEMORY)
 def test_devices_hold_what_their_stages_have(name, options):
-    """After init, and after a step that may reuse the state it is given: the least that there can
-    be, and batches."""
+    """After init, and after a step that may donate its state, memory is minimal: the state and the
+    batches."""
     of, _ = traced(name, stacked=options.get("stacked", False))
     plan = planned(name, num_micro_batch=2, **options)
     replicas, stages = plan.options.replicas, plan.options.num_stages
     slices = replicas if plan.options.memory.sharding_stage else 1
     job = plan.on_mesh(jax.devices()[: stages * replicas])
-    want = Counter()  # by device of one replica: parameters, and Adam's two moments
+    want = Counter()  # bytes on each device of a replica: parameters, and Adam's two moments
     for n, home in plan.model.homes.items():
         want[plan.device_of(home)] += nbytes(plan.types[n]) * (1 + 2 / slices)
 
@@ -325,7 +328,7 @@ def test_devices_hold_what_their_stages_have(name, options):
     state = job.init(jax.random.key(0))
     check(0)
     state, _ = job.step(state, *of.batch)
-    check(64)  # the loss, the numbers of micro-batches
+    check(64)  # the loss and the numbers of micro-batches
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -341,8 +344,10 @@ def test_the_plan_says_what_devices_hold(stacked):
 
 
 def test_stages_hold_their_rows_of_a_stack():
-    """Four layers in four stages: rows of them, and of the optimizer's state; a job's parameters
-    are whole."""
+    """Each of four stages stores the rows of its layer, and of the layer's optimizer state.
+
+    `job.params` returns complete parameters.
+    """
     of, _ = traced("transformer", stacked=True)
     plan = planned("transformer", 4, num_micro_batch=2, stacked=True)
     rows = [[n for n in s.params if n.startswith("params/blocks/qkv")] for s in plan.stages]
@@ -364,7 +369,7 @@ def test_stages_hold_their_rows_of_a_stack():
 
 
 def blocks(count, width=8):
-    """Equal blocks, each of two products."""
+    """Return equal blocks of two products each."""
 
     def loss(params, x):
         for p in params:
@@ -440,7 +445,7 @@ X = np.ones((8, 4), np.float32)
 
 
 def plan_of(loss=loss, step=None, opt_state=(), num_stages=2, **options):
-    """The plan of a step, sgd if none is given."""
+    """Return the plan of a step; by default, a step with SGD."""
 
     def sgd(params, state, x):
         value, grads = dtrans.value_and_grad(loss)(params, x)
@@ -452,7 +457,7 @@ def plan_of(loss=loss, step=None, opt_state=(), num_stages=2, **options):
 
 
 def in_scopes(*kinds):
-    """A loss that opens scopes within each other."""
+    """Return a loss with nested scopes."""
 
     def nested(params, x):
         with kinds[0](name="outer"), kinds[1](name="inner"):
@@ -516,7 +521,7 @@ BAD = [
     (dict(flops_per_byte=-1.0), "flops_per_byte"),
     (dict(flops_per_byte=float("nan")), "flops_per_byte"),
     (dict(reduce="max"), "reduce must be 'mean', 'sum' or a dtrans.Reduce; it is 'max'"),
-    (dict(sharding_stage=3), "sharding_stage is 3; expected 0, 1 or 2"),
+    (dict(sharding_stage=4), "sharding_stage is 4; expected 0, 1, 2 or 3"),
     (
         dict(sharding_stage=1, replicas=2, clip_local_norm=1.0),
         "clip_local_norm is 1.0 and sharding_stage is 1",

@@ -1,5 +1,5 @@
-"""What goes from step to step of a pipeline: states from elsewhere, state that the loss makes, what
-is handed on."""
+"""The state of a pipeline between steps: states from other jobs, state that the loss computes, and
+donation."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_an_array_that_is_twice_in_a_state_is_not_donated_twice():
 
 @pytest.mark.parametrize("way", ["simulate", "on_mesh"])
 def test_what_a_step_hands_on_is_not_donated(way):
-    """An optimizer that keeps the parameters of the step before."""
+    """Return an optimizer that stores the parameters of the previous step."""
     step, init = simple(optax.sgd(0.1))
 
     def keeps(params, state, x):
@@ -138,7 +138,7 @@ def test_a_key_that_the_loss_splits_is_the_same_in_all_replicas(way):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("held", [lambda m: m, jax.lax.stop_gradient])
 def test_a_new_statistic_that_the_derivative_reads_is_the_new_one(held):
-    """It has the name of the old one, which the stage reads too."""
+    """The new statistic has the name of the old one, which the stage also reads."""
 
     def with_mean(params, x):
         h = jnp.tanh(x @ params["w0"])
@@ -210,7 +210,7 @@ print("\\n".join(program.lines))
 
 
 def test_instructions_are_the_same_in_all_processes():
-    """Values between processes are named by their place among them."""
+    """Processes name a value that they exchange by its position in the instructions."""
     said = []
     for seed in ("2", "3"):
         env = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}

@@ -1,5 +1,4 @@
-"""The numbers of pipelines: what a job in stages makes is what one device makes of the whole
-batch."""
+"""Results of pipelines: a job in stages computes the results of one device on the full batch."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ SHARED = (
 
 @pytest.fixture(autouse=True)
 def quickly(x64):
-    """64 bits, and programs that are sooner compiled."""
+    """Enable 64 bits, and compile programs fast."""
     with compiled_quickly():
         yield
 
@@ -46,11 +45,14 @@ FACTORS = {
     "way": ("simulate", "on_mesh"),
 }
 SMALL = MODELS | {"transformer": transformer(1, 8)}
-SIZES = {"mlp": 1, "convnet": 2, "transformer": 3}  # of programs
+SIZES = {"mlp": 1, "convnet": 2, "transformer": 3}  # number of programs
 
 
 def pairwise(factors):
-    """Some of the product, in which every two values of two factors are together at least once."""
+    """Return a part of the product of some factors.
+
+    Every two values of two factors occur together at least once.
+    """
     names = [*factors]
     product = [
         dict(zip(names, values, strict=True)) for values in itertools.product(*factors.values())
@@ -58,7 +60,7 @@ def pairwise(factors):
     pairs = lambda case: {((a, case[a]), (b, case[b])) for a, b in itertools.combinations(names, 2)}
     left = set().union(*map(pairs, product))
     while left:
-        # of those that cover the most: the fewest programs to compile
+        # among the cases that cover most pairs, choose the one with the fewest programs to compile
         size = lambda c: (
             SIZES[c["model"]] * c["stages"] * (2 if c["schedule"] == "Interleaved" else 1)
         )
@@ -68,7 +70,8 @@ def pairwise(factors):
 
 
 def check_case(models, case):
-    """All of a job's numbers after three steps, in every schedule that its programs can have."""
+    """Compare all results after three steps with one device, for every schedule with the same
+    programs."""
     of = models[case["model"]].job(16, gradients=True)
     names = SHARED if case["schedule"] == "1F1B" else (case["schedule"],)
     plan = dtrans.pipeline(
@@ -105,7 +108,7 @@ def test_numbers_are_those_of_one_device(case):
 @pytest.mark.parametrize("model", FACTORS["model"])
 def test_numbers_are_those_of_one_device_in_the_whole_product(model, stages, schedule):
     for i, (micro, replicas) in enumerate(itertools.product(FACTORS["micro"], FACTORS["replicas"])):
-        way = FACTORS["way"][i % 2 ^ (micro in (2, 8))]  # each of both for one and two replicas
+        way = FACTORS["way"][i % 2 ^ (micro in (2, 8))]  # each of the two, for one and two replicas
         check_case(
             MODELS, dict(zip(FACTORS, (model, stages, micro, schedule, replicas, way), strict=True))
         )
@@ -115,8 +118,8 @@ def test_numbers_are_those_of_one_device_in_the_whole_product(model, stages, sch
 
 
 def job_of(loss, params, batch, tx=None, *, has_aux=False):
-    """A job whose parameters are given."""
-    tx = tx or optax.sgd(0.1, momentum=0.9)  # whose programs are small
+    """Return a job with given parameters."""
+    tx = tx or optax.sgd(0.1, momentum=0.9)  # use small programs
     return Job(
         dtrans.make_train_step(loss, tx, has_aux=has_aux),
         lambda key: (params, tx.init(params)),
@@ -139,8 +142,8 @@ def planned(of, num_stages=2, num_micro_batch=2, replicas=2, **options):
 
 
 def check(of, way="verify", rtol=1e-12, **options):
-    """Return the plan, verified, or of a job that has the numbers of one device after three
-    steps."""
+    """Return the plan after its verification, or after a comparison of its job with one device over
+    three steps."""
     plan = planned(of, **options)
     if way == "verify":
         assert (report := plan.verify()), str(report)
@@ -150,14 +153,14 @@ def check(of, way="verify", rtol=1e-12, **options):
 
 
 def array(*shape, seed=0, dtype=None):
-    """Normal numbers, scaled by the first dimension as weights are."""
+    """Return normal random numbers, scaled by the first dimension, as weights usually are."""
     x = np.random.default_rng([seed, *shape]).normal(size=shape)
-    # not JAX's: 64 bits are for tests alone
+    # NumPy draws them, because only tests enable 64 bits
     return np.asarray(x / np.sqrt(shape[0]) if len(shape) > 1 else x, dtype)
 
 
 def net(*widths, dtype=None):
-    """Weights of layers."""
+    """Return weights of layers."""
     return {
         f"w{i}": array(n, m, seed=i, dtype=dtype)
         for i, (n, m) in enumerate(itertools.pairwise(widths))
@@ -171,7 +174,7 @@ def applied(params, x):
 
 
 def rows(count=8, n=4, m=3, dtype=None):
-    """A batch."""
+    """Return a batch."""
     return array(count, n, seed=7, dtype=dtype) * count**0.5, array(count, m, seed=8, dtype=dtype)
 
 
@@ -186,7 +189,7 @@ PARAMS = net(4, 6, 5, 3)
 
 
 def noisy(params, x, y, key):
-    """Dropout after the first layer; what was kept is returned."""
+    """Return a loss with dropout after the first layer, and the mask."""
     key, other = jax.random.split(key)
     kept = jax.random.bernoulli(key, 0.7, (*x.shape[:1], 6))
     h = jnp.tanh(x @ params["w0"]) * kept / 0.7
@@ -209,7 +212,7 @@ def test_a_key_is_used_as_it_is_by_one_micro_batch():
     [(2, 1, "simulate"), (1, 2, "on_mesh"), (2, 2, "simulate"), (4, 2, "on_mesh")],
 )
 def test_a_key_is_folded_with_replica_and_micro_batch(micro, replicas, way):
-    """By hand, and as nccl2 mode does with as many trainers and micro-steps."""
+    """Fold the key by hand, and compare with nccl2 mode with as many trainers and micro-steps."""
     tx = optax.sgd(0.1)
     x, y, key = batch = (*rows(16), jax.random.key(3))
     of = job_of(noisy, PARAMS, batch, tx, has_aux=True)
@@ -250,8 +253,11 @@ def test_a_replicated_key_is_the_same_for_all():
 
 
 def test_16_bits_are_added_up_in_32():
-    """bfloat16 rounds what stages send, as one device does; sums are wide, so only the means are
-    rounded anew."""
+    """Bfloat16 gradients of micro-batches are summed in 32 bits.
+
+    Stages and one device round the values that they send to bfloat16. Sums have 32 bits, so only a
+    mean over micro-batches is rounded again.
+    """
     params = net(8, 16, 16, 4, dtype=jnp.bfloat16)
     of = job_of(square, params, rows(64, 8, 4, dtype=jnp.bfloat16), optax.sgd(1.0))
     got = of.of(planned(of, num_micro_batch=8).simulate(), 1)
@@ -259,8 +265,8 @@ def test_16_bits_are_added_up_in_32():
     grads = jax.grad(square)(wide, *(x.astype(jnp.float64) for x in of.batch))
     for n in params:
         assert got[0][n].dtype == jnp.bfloat16
-        # a step's gradient is rounded to 8 bits a few times on its way through three layers, then
-        # is the parameter
+        # the gradient is rounded to 8 bits a few times on its path through three layers; the
+        # parameter is rounded once
         error = np.abs(np.asarray(got[0][n], float) - np.asarray(wide[n] - grads[n]))
         assert np.all(
             error <= 2**-8 * np.abs(np.asarray(got[0][n], float)) + 2**-6 * np.abs(grads[n]).max()
@@ -268,8 +274,10 @@ def test_16_bits_are_added_up_in_32():
 
 
 def test_sums_of_16_bits_do_not_stop_growing():
-    """Each of 16 micro-batches adds 1/16 of what is there in the end; in bfloat16 sums of 257 ones
-    are 256."""
+    """Each of 16 micro-batches adds 1/16 of the result.
+
+    In bfloat16, a sum of 257 ones would be 256.
+    """
     params = {"b": jnp.zeros((), jnp.bfloat16), "w": jnp.ones((2, 2), jnp.bfloat16)}
     loss = lambda params, x: (
         jnp.mean(jnp.sum(x @ params["w"], -1) * 0 + params["b"] * x[:, 0]) + 0 * params["b"]
@@ -282,8 +290,7 @@ def test_sums_of_16_bits_do_not_stop_growing():
 
 
 def test_leaves_that_are_frozen_or_no_numbers():
-    """Some are set to zero by the optimizer, some are integers, some None, some read by nobody,
-    some 0-d."""
+    """Leaves are set to zero by the optimizer, integers, None, unread, or 0-d."""
     params = {
         "layers": net(4, 6, 5, 3),
         "frozen": array(4, 4, seed=5),
@@ -310,14 +317,15 @@ def test_leaves_that_are_frozen_or_no_numbers():
             lambda p, x, y: loss(p | {"table": params["table"]}, x, y), float_params, rows(), tx
         )
         check(of, way)
-        # integers have no state of the optimizer
+        # integers have no optimizer state
         tx = optax.sgd(0.1, momentum=0.9)
         step = dtrans.make_train_step(loss, tx)
         check(of_step(step, params, tx.init(params | {"table": None}), rows()), way)
 
 
 def counted(params, opt_state, x, y):
-    """Statistics and a count are parameters that the step puts back."""
+    """Return a step whose parameters include statistics and a count, which the step updates without
+    gradients."""
 
     def loss(params):
         h = x @ params["w0"]
@@ -337,8 +345,10 @@ def counted(params, opt_state, x, y):
 
 @pytest.mark.parametrize("way", ["simulate", "on_mesh"])
 def test_batch_statistics_of_micro_batches_are_merged(way):
-    """Each micro-batch makes them of those before the step; their mean is what one device makes of
-    the batch."""
+    """Each micro-batch computes statistics from the statistics before the step.
+
+    Their mean equals one device's statistics.
+    """
     start = PARAMS | {
         "seen": {"count": jnp.zeros((), int), "mean": jnp.zeros(6), "spread": jnp.ones(6)}
     }
@@ -352,7 +362,7 @@ def test_batch_statistics_of_micro_batches_are_merged(way):
 
 
 def with_results(params, x, y):
-    """Results of the first stage, of the last, of all rows, of none."""
+    """Return results of the first stage, of the last stage, of all rows, and of no row."""
     h = jnp.tanh(x @ params["w0"])
     predicted = applied({n: params[n] for n in ("w1", "w2")}, h)
     return jnp.mean((predicted - y) ** 2), {
@@ -384,7 +394,7 @@ def test_results_are_those_of_the_whole_batch(micro, replicas, way):
 
 @pytest.mark.parametrize("way", ["simulate", "on_mesh"])
 def test_a_result_of_the_first_stage_is_merged_there(way):
-    """It does not go through the others."""
+    """The result is not sent to other stages."""
     loss = scoped(
         lambda p, v: {
             "h": (h := jnp.tanh(v["x"] @ p["w0"])),
@@ -476,7 +486,7 @@ OPTIMIZERS = {
 }
 
 
-# what the others do in an update is done by one of these
+# each kind of equation in an update occurs in at least one of these optimizers
 FIRST = ("adamw", "clipped adam", "adafactor", "several steps")
 
 
@@ -491,8 +501,8 @@ def test_optimizers(name):
 
 
 def test_a_state_whose_new_value_is_a_constant_is_held():
-    """JAX keeps a constant schedule's array as a constant of the jaxpr, which no stage's update
-    makes."""
+    """JAX stores the array of a constant schedule as a constant of the jaxpr, so no stage computes
+    it."""
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.constant_schedule(0.1))
     of = job_of(square, PARAMS, rows(), tx)
     job = check(of, replicas=1).simulate()
@@ -501,7 +511,10 @@ def test_a_state_whose_new_value_is_a_constant_is_held():
 
 
 def test_a_clip_in_the_optimizer_is_of_reduced_gradients_and_one_before_of_each_replicas():
-    """EPL's numbers: gradients (3, 0) and (0, 4) of two replicas, both clipped to 1."""
+    """As in EPL, gradients are (3, 0) and (0, 4) on two replicas.
+
+    A clip before the reduction limits both to 1.
+    """
     params = {"w": jnp.zeros(2), "v": jnp.zeros(())}
     x = jnp.asarray([[3.0, 0.0], [0.0, 4.0]])
     loss = lambda params, x: jnp.mean(x @ params["w"]) + 0 * params["v"] ** 2
@@ -541,8 +554,8 @@ CLIPS = [
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way,options", CLIPS, ids=["replicas", "weights apart", "on the host"])
 def test_a_local_clip_of_each_micro_batch(way, options):
-    """EPL's default: the gradients of each micro-batch, of all stages, are clipped before any are
-    added up."""
+    """As in EPL by default, the gradients of each micro-batch over all stages are clipped before
+    the sum."""
     of = job_of(square, PARAMS, rows(16), optax.sgd(1.0))
     x, y = of.batch
     parts = [
@@ -568,7 +581,8 @@ def test_a_local_clip_of_each_micro_batch(way, options):
 @pytest.mark.parametrize("way", ["simulate", "on_mesh"])
 @pytest.mark.parametrize("to,unit,least", [("fp16", 2.0**-11, 2.0**-25), ("bf16", 2.0**-8, 0.0)])
 def test_what_is_compressed_is_as_far_off_as_its_type_says(to, unit, least, way):
-    """The bound of nccl2 mode: each replica rounds its share once, and so does each addition."""
+    """The bound is the bound of nccl2 mode: each replica rounds its sum once, and each addition
+    rounds once."""
     count = 2
     of = job_of(square, PARAMS, rows(16), optax.sgd(1.0))
     x, y = of.batch
@@ -661,8 +675,10 @@ def test_schedules_give_the_same_numbers_bit_for_bit():
 
 
 def scoped(*stages):
-    """A loss of functions of (params, values so far), each a stage of its own; the last gives what
-    the loss returns."""
+    """Return a loss from functions of (params, values so far).
+
+    Each function is a stage, and the last returns the loss.
+    """
 
     def loss(params, x, y):
         values = {"x": x, "y": y}
@@ -684,7 +700,10 @@ TARGETS = rows(8, 4, 4)
 
 
 def test_a_value_that_skips_two_stages():
-    """What stage 0 makes is read by stage 3 alone: it is carried, and so is its gradient."""
+    """Only stage 3 reads a value of stage 0.
+
+    The stages in between forward the value and its gradient.
+    """
     loss = scoped(
         lambda p, v: {"h": (h := v["x"] @ p["w0"]), "skip": jnp.sin(h)},
         layer(1),
@@ -726,7 +745,8 @@ def test_a_parameter_that_three_stages_read():
 
 
 def test_the_first_stage_holds_a_parameter_that_it_reads_and_makes_no_gradient_of():
-    """Stage 0 reads it behind `stop_gradient`; its gradient is stage 1's."""
+    """Stage 0 reads the parameter through `stop_gradient`. Stage 1 computes the parameter's
+    gradient."""
     loss = scoped(
         lambda p, v: {"h": jnp.tanh(v["x"] @ p["w0"] @ jax.lax.stop_gradient(p["w1"]))},
         lambda p, v: jnp.mean((v["h"] @ p["w1"] - v["y"]) ** 2),
@@ -737,7 +757,10 @@ def test_the_first_stage_holds_a_parameter_that_it_reads_and_makes_no_gradient_o
 
 
 def test_a_loss_that_is_made_before_the_last_stage():
-    """Stage 1 makes the loss, stage 2 only what is returned beside it; it has no derivative."""
+    """Stage 1 computes the loss.
+
+    Stage 2 computes only an auxiliary result, without a derivative.
+    """
     loss = scoped(
         layer(0, "x"),
         lambda p, v: {"loss": jnp.mean((v["h"] @ p["w1"] - v["y"]) ** 2)},
@@ -762,8 +785,10 @@ def test_a_loss_that_is_made_before_the_last_stage():
 
 
 def test_a_parameter_of_no_stage_that_makes_gradients_has_a_home():
-    """The last stage reads it for what is returned beside the loss; the optimizer makes its
-    decay."""
+    """Only the last stage reads the parameter, for an auxiliary result.
+
+    The optimizer computes its decay.
+    """
     loss = scoped(
         layer(0, "x"),
         lambda p, v: (jnp.mean((v["h"] - v["y"]) ** 2), v["h"] @ p["w1"]),
@@ -788,8 +813,10 @@ tripled.defjvps(lambda dx, _, x: 3 * jnp.cos(x) * dx)
 
 
 def test_rules_of_derivatives_are_used():
-    """One that doubles the gradient, one that triples it, one that stops it: by hand, and on one
-    device."""
+    """Custom derivative rules double, triple or stop the gradient.
+
+    Compare with a computation by hand, and with one device.
+    """
 
     def loss(params, x, y, one=doubled, other=tripled, stop=jax.lax.stop_gradient):
         h = one(x @ params["w0"])
@@ -825,12 +852,12 @@ def test_jit_and_checkpoint_and_loops_in_the_loss():
 def test_a_step_that_is_jitted():
     of = job_of(square, PARAMS, rows())
     check(Job(jax.jit(of.step), of.init, of.batch))
-    of.on_one_device(1)  # what JAX remembers of that step is not what was captured
+    of.on_one_device(1)  # JAX's cache of that step must not replace the captured step
     check(Job(jax.jit(of.step), jax.jit(of.init), of.batch), "on_mesh")
 
 
 def looped(params, x, y):
-    """A scan over five layers, which also makes something of each."""
+    """Return a scan over five layers, which also stacks a result of each layer."""
 
     def layer(h, p):
         h = h + jnp.tanh(h @ p["w"] + p["b"])
@@ -879,7 +906,8 @@ def test_a_scan_over_layers_is_cut(optimizer, way, options):
     owners = lambda leaf: len(
         {home for n, home in plan.model.homes.items() if n.startswith(f"params/layers/{leaf}")}
     )
-    # Muon is for matrices: to it, biases of layers are one, and weights are for Adam
+    # Muon treats only matrices: a stack of biases is one matrix, and stacked weights are updated by
+    # Adam
     assert (owners("w"), owners("b")) == (sum(loops), 1 if optimizer == "muon" else sum(loops))
 
 
@@ -889,8 +917,10 @@ def test_a_transformer_whose_layers_are_a_scan():
 
 
 def test_parameters_from_a_key():
-    """Each stage makes its own from the key; together they are those of one device. One array is
-    there twice."""
+    """Each stage initializes its parameters from the key.
+
+    Together they equal one device. One array occurs twice.
+    """
 
     def init(key):
         first, second = jax.random.split(key)
@@ -902,7 +932,7 @@ def test_parameters_from_a_key():
     plan = planned(of, num_stages=3)
     for job in (plan.simulate(), plan.on_mesh()):
         state = job.init(jax.random.key(0))
-        # compiled, as stages' parts are: op by op the last bit may be another
+        # compile, as for stages; evaluated op by op, the last bit may differ
         startup = plan.startup
         tree_equal(
             (job.params(state), job.opt_state(state)),

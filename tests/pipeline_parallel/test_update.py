@@ -22,15 +22,14 @@ from dtrans.pipeline_parallel.update_by_stage import grouped, place
 
 
 def program(fn, **inputs):
-    """A program of a function of arrays by name, which returns a dict of some."""
+    """Return the program of a function of named arrays, which returns a dict of arrays."""
     made = jax.make_jaxpr(fn)(*inputs.values())
     outs = [*jax.eval_shape(fn, *inputs.values())]
     return program_of("test", made, [*inputs], outs, OPTIMIZE)
 
 
 def run(placed, values, places):
-    """Each output in each place where it is wanted; every place has its own values, and nothing
-    else."""
+    """Return the outputs in each place that needs them. A place reads only its own values."""
     inner = placed.program.jaxpr.jaxpr
     env = {}
     for n, v in zip(placed.program.in_names, inner.invars, strict=True):
@@ -63,7 +62,7 @@ def run(placed, values, places):
 
 
 def check(p, home, out_at, places, values):
-    """The pieces together make what the program makes; the placement."""
+    """Check that the pieces together compute the program. Return the placement."""
     placed = place(p, home, out_at, places)
     want = dict(zip(p.out_names, evaluate(p.jaxpr, *(values[n] for n in p.in_names)), strict=True))
     for (n, at), x in run(placed, values, places).items():
@@ -90,7 +89,7 @@ def test_what_is_in_one_place_stays_there():
 
 
 def test_what_is_of_several_places_is_made_at_the_hub_and_sent():
-    """The last place; it need hold none of it."""
+    """The last place is the hub, which may store none of the inputs."""
     p = program(lambda a, b: {"x": a * (total := a + b), "y": b - total}, a=ONE, b=TWO)
     placed = check(p, {"a": 0, "b": 1}, {"x": 0, "y": 1}, 3, {"a": ONE, "b": TWO})
     assert described(placed) == [(2, ["add"]), (0, ["mul"]), (1, ["sub"])]
@@ -99,8 +98,10 @@ def test_what_is_of_several_places_is_made_at_the_hub_and_sent():
 
 @pytest.mark.parametrize("places", [4, 5])
 def test_a_sum_over_all_places_is_made_at_the_hub_at_once(places):
-    """What each has is sent there once, and each is sent the sum; in four places the hub has a part
-    of it."""
+    """Each place sends its term to the hub once, and receives the sum.
+
+    With four places, the hub has a term, too.
+    """
 
     def fn(*xs):
         total = jnp.sin(xs[0])
@@ -152,8 +153,10 @@ def test_outputs_that_are_inputs_numbers_or_wanted_elsewhere():
 
 
 def test_there_and_back_and_there_again():
-    """Two layers of what is of several places, the second of which needs the first; vectors stay
-    where they are."""
+    """Two reductions over several places, where the second needs the first.
+
+    Vectors stay in their places.
+    """
 
     def fn(a, b):
         first = jnp.sum(a) + jnp.sum(b)
@@ -190,8 +193,11 @@ BINARY = (jnp.add, jnp.multiply, jnp.maximum)
 
 @st.composite
 def placements(draw):
-    """A program of some equations on vectors, one of which makes two; where its inputs are, and its
-    outputs wanted."""
+    """Draw a program of equations on vectors, the places of its inputs, and the places that need
+    its outputs.
+
+    One equation has two outputs.
+    """
     places = draw(st.integers(1, 4))
     where = st.one_of(st.none(), st.integers(0, places - 1))
     homes = draw(st.lists(where, min_size=1, max_size=5))
@@ -228,7 +234,8 @@ def test_pieces_in_order_with_sends_are_the_program(case):
         for v in e.outvars
     ]
     assert len(made) == len(set(made)), "no place makes anything twice"
-    # what belongs to a place is made in one place; what all have is made in place of being sent
+    # values of one place are computed there; values of inputs that all places have are computed
+    # everywhere, and not sent
     shared = {v for n, v in zip(p.in_names, p.jaxpr.jaxpr.invars, strict=True) if home[n] is None}
     for e in p.jaxpr.jaxpr.eqns:
         if all(not isinstance(a, Var) or a in shared for a in e.invars):
@@ -305,8 +312,10 @@ def test_elementwise_updates_are_one_piece_for_each_stage(tx):
 
 
 def test_a_clip_by_the_global_norm_is_three_layers_of_scalars():
-    """Sums of squares at each stage, the norm at the last, updates at each; one number goes there,
-    and one back."""
+    """Each stage computes sums of squares, the last stage the norm, each stage its updates.
+
+    One number is sent in each direction.
+    """
     plan = planned(optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)))
     placed = plan.update.placed
     count = 4
@@ -314,7 +323,7 @@ def test_a_clip_by_the_global_norm_is_three_layers_of_scalars():
     squares, hub, rest = placed.pieces[:count], placed.pieces[count], placed.pieces[count + 1 :]
     assert all("reduce_sum" in primitives(piece) and not square_roots(piece) for piece in squares)
     here = list(plan.model.homes.values())
-    # the norm, and Adam's of the leaves that are there
+    # the norm, and Adam's equations for the leaves of this stage
     assert hub.place == 3 and square_roots(hub) == 1 + here.count(3)
     assert [(piece.place, square_roots(piece)) for piece in rest] == [
         (p, here.count(p)) for p in range(3)
@@ -337,13 +346,13 @@ SCALARS = {
 @pytest.mark.parametrize("name", SCALARS)
 @pytest.mark.parametrize("stages", [2, 4])
 def test_only_scalars_go_to_the_hub(name, stages):
-    """And back: whatever is of all stages, no gradient leaves its own."""
+    """Updates that read the state of all stages send only scalars. No gradient leaves its stage."""
     sends = planned(SCALARS[name](), stages).update.placed.sends
     assert sends and all(v.aval.shape == () for v, _, _ in sends)
 
 
 def test_counts_of_steps_are_in_every_stage():
-    """State of no leaf: each stage has its own, which all go on alike."""
+    """Each stage has a copy of state that belongs to no leaf, and all copies change equally."""
     of = MODELS["mlp"].job(16, optax.adam(optax.linear_schedule(0.1, 0.0, 10)))
     plan = dtrans.pipeline(*of.traced(), num_stages=4, num_micro_batch=2)
     counts = [n for n in plan.main.args[1].names if n.endswith("count")]

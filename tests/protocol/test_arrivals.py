@@ -1,5 +1,4 @@
-"""Values of a pipeline as they come: in any order and any pieces, and nothing else than is
-expected."""
+"""Values of a pipeline arrive in any order and in any pieces. Unexpected values are refused."""
 
 from __future__ import annotations
 
@@ -47,8 +46,10 @@ def messages(origin: int, step: int, key: int, x: np.ndarray, **fields: Any) -> 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_values_come_in_any_order(arrivals: Arrivals, dropped: list[str], seed: int) -> None:
-    """Of two senders, whose messages are mixed; expected before or after they come; 0-d and empty
-    ones too."""
+    """Two senders' messages are mixed.
+
+    Values are expected before or after they arrive, and may be 0-d or empty.
+    """
     rng, shapes = random.Random(seed), [(), (0, 3), (1,), (700, 3), (2**20 + 1, 2)]
     values = {
         (origin, step, key): np.full(shape, origin * 100 + step * 10 + key, np.float32)
@@ -95,7 +96,7 @@ OTHER = [
     {"step": 0},
     {"key": -1},
     {"key": 1 << 20},
-    {"key": 0},  # it was taken already
+    {"key": 0},  # the value was already taken
 ]
 
 
@@ -121,11 +122,12 @@ def test_what_is_not_expected_is_dropped(
 def test_a_shape_that_the_sender_says_stays_what_it_said(
     arrivals: Arrivals, dropped: list[str]
 ) -> None:
-    x = np.ones((2**20 + 1, 2), np.float32)
+    rows = wire.MESSAGE_BYTES // 4  # two full messages, and a rest
+    x = np.ones((rows + 1, 2), np.float32)
     first, second, third = messages(1, 1, 0, x)
     arrivals.expect((1, 1, 0), ValueType((None, None), x.dtype))
     arrivals.hear(1, first)
-    arrivals.hear(1, wire.Message(second.op, second.fields | {"shape": [2**20, 2]}, second.frames))
+    arrivals.hear(1, wire.Message(second.op, second.fields | {"shape": [rows, 2]}, second.frames))
     assert len(dropped) == 1 and "the shape in an earlier message of this value is" in dropped[0]
     arrivals.hear(
         1, wire.Message(second.op, second.fields | {"shape": [2**60, 2**60]}, second.frames)

@@ -1,6 +1,7 @@
-"""Cuts at a loss, one part at a time: gates, server loops, the folder, and the launcher's wait.
+"""Cuts at the failure of a process: gates, server loops, the folder, and the launcher's wait, each
+tested alone.
 
-`test_simulation` runs them together.
+`test_simulation` tests them together.
 """
 
 from __future__ import annotations
@@ -74,7 +75,10 @@ def test_trainers_wait_longer_than_their_deadline_for_a_slow_write(
 def test_a_server_does_not_wait_for_the_write_of_its_newest_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It answers messages, and enters the next epoch. Its later writes are then left out."""
+    """The server answers messages, and enters the next epoch.
+
+    After that, it skips its later writes.
+    """
     launcher, folder = LauncherFolder(tmp_path), RoleFolder(tmp_path, "pserver 0")
     launcher.grant(Epoch(), "a run", 2, ["127.0.0.1:6174"])
     plan = planned()
@@ -159,7 +163,7 @@ class Job:
 
 def test_the_launcher_waits_for_the_newest_states_of_all_live_servers(tmp_path: Path) -> None:
     job = Job(tmp_path, writes_newest=True)
-    # the first look precedes the announcement
+    # the first check precedes the announcement
     answers = {2: ("pserver 0", 7, 6), 4: ("pserver 1", 6)}
 
     def running() -> set[str]:
@@ -185,7 +189,7 @@ def test_other_servers_learn_which_servers_are_lost(tmp_path: Path) -> None:
 def test_a_server_that_is_lost_during_the_writes_is_announced_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its backup answers again, after it has written the lost server's states."""
+    """The backup answers again after it has written the lost server's states."""
     monkeypatch.setattr(cuts_at_loss, "WRITE_PATIENCE", float("inf"))
     job = Job(tmp_path, writes_newest=True, writes_replicas=True)
     live = job.folders["pserver 0"]
@@ -249,7 +253,7 @@ def test_the_launcher_does_not_wait_for_a_server_that_ends_meanwhile(
 def test_the_launcher_does_not_wait_when_the_job_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After a signal, or at the time limit of the job."""
+    """A signal, or the time limit of the job, ends the wait."""
     monkeypatch.setattr(cuts_at_loss, "WRITE_PATIENCE", float("inf"))
     job = Job(tmp_path, writes_newest=True)
     stops = iter([False, True, True])
@@ -260,7 +264,7 @@ def test_the_launcher_does_not_wait_when_the_job_ends(
 def test_a_job_continues_from_an_earlier_cut_if_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The launcher removes cuts that it does not need, and then grants the next epoch."""
+    """The launcher removes unneeded cuts, and then grants the next epoch."""
     job = Job(tmp_path, writes_newest=True)
     for name in ("pserver 0", "pserver 1"):
         for step in (10, 20):
@@ -323,7 +327,7 @@ def test_plans_without_a_common_newest_state_are_refused() -> None:
         check_cuts(planned(mode=dtrans.Async()), AT_LOSS)
     tables = table_jobs.planned(optax.sgd(0.5), table_jobs.LAZY, 2, 1)
     check_cuts(tables, AT_LOSS)
-    # of the table, a server stores only old values of the rows that a step changes
+    # for the table, a server stores only old values of the rows that a step changes
     assert [*AT_LOSS.extra_bytes(tables).values()] == [2 * table_jobs.D * 4]
 
 
@@ -332,7 +336,7 @@ def test_replicas_need_a_trained_parameter_on_each_server() -> None:
     replicas = dtrans.Cuts(10, replicas=1)
     tables = table_jobs.planned(optax.sgd(0.5), table_jobs.LAZY, 2, 2)
     check_cuts(tables, replicas)
-    # a backup stores the table once, and dense parameters in two states and six gradients
+    # a backup stores the table once, and dense parameters as two states and six copies of gradients
     sizes = [sum(found.values()) for found in tables.server_bytes.values()]
     table = table_jobs.V // 2 * table_jobs.D * 4
     extra = [9 * (size - table) + table for size in sizes]
@@ -381,7 +385,8 @@ def test_a_replica_is_on_another_server_and_host(endpoints: list[str], backups: 
 def test_a_server_sends_its_backup_one_merged_gradient_in_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of three trainers. At the beginning, it sends its state."""
+    """A server sends its backup its state at the beginning, and then one gradient in each step,
+    merged from three trainers."""
     sent: dict[str, list[int]] = {}
     send = PeerLine.send
 

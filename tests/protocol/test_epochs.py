@@ -1,6 +1,6 @@
-"""Epochs and cuts, one part at a time: gates, members, server loops, the folder, and `job.steps`.
+"""Epochs and cuts: gates, members, server loops, the folder, and `job.steps`, each tested alone.
 
-`test_simulation` runs them together.
+`test_simulation` tests them together.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from dtrans.run.parameter_server.cuts import EpochStart, ServerCuts, check_cuts
 from dtrans.run.parameter_server.server_connections import ServerConnections
 from dtrans.run.parameter_server.state_writer import StateWriter
 from dtrans.run.role_jobs.return_to_cut import ReturnToCut
+from dtrans.run.role_jobs.trainer_job import TrainerJob
 from tools.simulate.case import Case
 from tools.simulate.updates import SimulatedUpdate, served
 
@@ -55,7 +56,7 @@ SERVER = PLAIN.endpoints[0]
 
 
 class Epochs:
-    """A launcher that the test plays."""
+    """Stand-in for the launcher."""
 
     incarnation = 0
 
@@ -145,7 +146,7 @@ def test_a_gate_sends_processes_of_an_earlier_epoch_to_its_own() -> None:
     for greeting in (hello(epoch=1, back=True), hello(epoch=1), hello()):
         assert not gate.admits(b"0", greeting, is_known=False)
     assert gate.said == [(b"0", "rewind", {"epoch": 2})] * 3
-    # another server learns of the epoch from the launcher
+    # the launcher informs another server of the epoch
     peer = wire.Message("peer", {"endpoint": "127.0.0.1:2", "epoch": 1})
     assert not gate.admits(b"1", peer, is_known=False)
     assert len(gate.said) == 3 and gate.early == {}
@@ -176,7 +177,7 @@ def test_a_trainer_between_two_epochs_connects_again_for_the_newer(
 def test_a_trainer_reports_a_lost_server_and_waits_for_the_next_epoch() -> None:
     epochs, lost = Epochs(), LostPeerError("it went away", "pserver 127.0.0.1:1")
     member = EpochMember(epochs)
-    assert member.lost(lost) is lost  # it takes no part in an epoch yet
+    assert member.lost(lost) is lost  # the trainer takes part in no epoch yet
     member.enter(Epoch(3))
     found = member.lost(lost)
     assert isinstance(found, NewEpoch) and found.number == 4
@@ -197,7 +198,10 @@ def test_a_trainer_without_a_launcher_or_cuts_is_in_no_epoch(
 
 
 def test_a_process_that_was_replaced_is_refused() -> None:
-    """It greeted for the next epoch, and died before this epoch began with a new process."""
+    """The process greeted for the next epoch, and died.
+
+    Then this epoch began with a new process.
+    """
     epoch = Epoch(2, incarnations=(0, 2))
     trainers = TrainerRegistry(served(PLAIN, SERVER), deadline=10.0, epoch=epoch)
     error = "^the launcher has started another process of trainer 1$"
@@ -256,7 +260,7 @@ def test_checkpoints_of_undone_steps_are_forgotten() -> None:
 
 
 class Network:
-    """A transport whose clock and events the test sets, and its listener."""
+    """Transport, and its listener. The test sets the clock and the events."""
 
     endpoint, local, silent = SERVER, "", 0
 
@@ -276,12 +280,12 @@ class Network:
         self.said.append((address, wire.parse([bytes(x) for x in frames])))
 
     def take(self, address: bytes, message: wire.Message) -> None:
-        """Let a message come with the next poll."""
+        """Deliver a message at the next poll."""
         frames = [wire.header(message.op, **message.fields)]
         self.events.append(Event("message", self, frames, address))
 
     def lose(self, address: bytes) -> None:
-        """Let the end of a connection come with the next poll."""
+        """Deliver the end of a connection at the next poll."""
         self.events.append(Event("lost", self, address=address))
 
 
@@ -315,7 +319,7 @@ class Server:
         self.loop.step()
 
     def said(self) -> list[tuple[bytes, str]]:
-        """Return the new messages, without those that let trainers wait."""
+        """Return the new messages, without messages that only tell trainers to wait."""
         said, self.network.said = self.network.said, []
         return [(address, x.op) for address, x in said if x.op != "waiting"]
 
@@ -366,7 +370,7 @@ def test_a_loop_reports_a_lost_trainer_once_and_waits_for_the_next_epoch() -> No
     ((number, role, reason),) = epochs.lost
     assert (number, role) == (0, "trainer 1")
     assert "the connection of trainer 1" in reason
-    # messages of the others are still handled
+    # messages of the other roles are still handled
     server.network.take(b"0", wire.Message("recv", {"step": 5, "blocks": [], "number": 1}))
     server.step(9.5)
     assert server.said() == [(b"0", "blocks")]
@@ -377,7 +381,7 @@ def test_a_loop_reports_a_lost_trainer_once_and_waits_for_the_next_epoch() -> No
 
 
 def test_a_role_that_ended_in_an_earlier_epoch_is_not_lost() -> None:
-    """A report of another host's agent may arrive when the server is in the next epoch."""
+    """The report of another host's agent may arrive after the server has entered the next epoch."""
     epochs = Epochs(Epoch(2, 5))
     with EndedRoles() as ended:
         server = Server(epochs, ended=ended)
@@ -414,7 +418,8 @@ def test_a_loop_without_cuts_ends_at_once() -> None:
 
 
 def test_early_greetings_are_answered_in_their_epoch() -> None:
-    """Those of later epochs are stored again."""
+    """An epoch answers greetings that arrived before the epoch, and stores greetings of later
+    epochs again."""
     epochs = Epochs()
     old = greeted(epochs)
     old.network.take(b"2", hello(0, "session 0", epoch=1))
@@ -425,7 +430,7 @@ def test_early_greetings_are_answered_in_their_epoch() -> None:
     new = Server(epochs, network=old.network, early=old.serving.gate.early)
     assert new.said() == [(b"2", "welcome")]
     assert new.serving.gate is not None and list(new.serving.gate.early) == [b"3"]
-    # the connections of the old epoch are not known
+    # the new epoch does not know connections of the old epoch
     new.network.take(b"0", wire.Message("recv", {"step": 5, "blocks": [], "number": 1}))
     new.step(0.06)
     assert new.said() == [] and list(new.serving.trainers.by_address) == [b"2"]
@@ -457,7 +462,7 @@ def test_a_folder_that_no_launcher_uses_is_named(tmp_path: Path) -> None:
 def test_a_file_that_another_host_replaces_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On NFS, the open file of the reader is then gone."""
+    """On NFS, the file that the reader has opened then disappears."""
     folder, read_text, faults = RoleFolder(tmp_path, "trainer 0"), Path.read_text, []
 
     def read(path: Path) -> str:
@@ -477,7 +482,10 @@ def test_a_file_that_another_host_replaces_is_read_again(
 def test_a_folder_has_complete_files_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A crash leaves the file of before: a reader ignores the new one, which is not renamed."""
+    """A crash during a write leaves the old file in place.
+
+    Readers ignore the new file, which was not renamed.
+    """
     folder = RoleFolder(tmp_path, "pserver 0")
     LauncherFolder(tmp_path).grant(Epoch(1, 5), "a run")
     folder.enter(Epoch(1, 5))
@@ -519,7 +527,10 @@ def test_the_newest_cut_is_common_to_all_servers(tmp_path: Path) -> None:
 
 
 def test_a_cut_is_complete_when_trainers_have_written_their_leaves(tmp_path: Path) -> None:
-    """If a server reports that trainers write leaves: also trainers without a report."""
+    """A server may report that trainers write leaves.
+
+    Then a cut also needs trainers that have reported nothing.
+    """
     launcher, servers = LauncherFolder(tmp_path), ["pserver 0"]
     launcher.grant(Epoch(), "a run", trainers=2)
     server = RoleFolder(tmp_path, "pserver 0")
@@ -546,7 +557,7 @@ def test_a_cut_is_complete_when_trainers_have_written_their_leaves(tmp_path: Pat
 
 
 def test_a_server_forgets_cuts_after_that_of_its_epoch(tmp_path: Path) -> None:
-    """Also as a new process, which reads what the old one had written."""
+    """A new process of the server also forgets cuts that the old process has written."""
     names = ["pserver 0"]
     RoleFolder(tmp_path, "pserver 0").enter(Epoch())
     before = RoleFolder(tmp_path, "pserver 0")
@@ -583,7 +594,10 @@ def test_a_server_drops_its_cuts_before_a_step(tmp_path: Path) -> None:
 
 
 def test_the_cut_of_the_current_epoch_stays(tmp_path: Path) -> None:
-    """A server may write more cuts before it learns of an epoch, and then loads its cut."""
+    """A server may write more cuts before it learns of an epoch.
+
+    Then it loads the cut of the epoch.
+    """
     folder = RoleFolder(tmp_path, "pserver 0")
     folder.enter(Epoch())
     for step in (10, 20, 30, 40):
@@ -634,7 +648,7 @@ def test_what_a_cut_cannot_contain_is_named() -> None:
 
 
 def test_cuts_do_not_contain_stale_rows() -> None:
-    """A trainer that starts again would look up newer rows than were announced for its step."""
+    """A trainer that starts again would look up newer rows than the rows announced for its step."""
     check_cuts(table_jobs.planned(optax.sgd(0.5), table_jobs.LAZY, 2, 1), dtrans.Cuts(10))
     stale = {"params/emb": dtrans.Rows(update="lazy", staleness=2)}
     with pytest.raises(ConfigError, match="cuts: rows of params/emb have staleness=2, and cuts do"):
@@ -775,7 +789,8 @@ def test_an_asynchronous_server_counts_from_the_restored_checkpoint(tmp_path: Pa
 
 
 def returning(step: int) -> ReturnToCut:
-    """A return of a trainer that has made three steps, to the cut of a step."""
+    """Return a `ReturnToCut` to the cut after `step`, for a trainer that has completed three
+    steps."""
     back = ReturnToCut("trainer 0", None, lambda epoch: None, lambda: "parameters")
     back.begin(1, 3)
     return back
@@ -794,7 +809,7 @@ def test_a_request_between_steps_ends_a_return_or_raises() -> None:
         LostPeerError, match=r"during job.save\('a'\), and trainer 0 cannot go back"
     ):
         returning(2).end_request("job.save('a')", 3, 2, repeats=False)
-    with pytest.raises(Rewound) as e:  # a loop of the user's own
+    with pytest.raises(Rewound) as e:  # a loop that the user writes
         returning(2).end_request("job.save('a')", 3, 2, repeats=None)
     assert (e.value.step, e.value.state) == (2, ("parameters",))
 
@@ -803,10 +818,10 @@ def test_a_request_between_steps_ends_a_return_or_raises() -> None:
 
 
 class CountingJob(Job):
-    """Job whose state is its number of steps, and which goes back at some of them.
+    """Job whose state is its number of steps. Some of its steps go back to an earlier step.
 
     Args:
-      back: number of a call of `step` to the step to which it goes back.
+      back: number of a call of `step` -> the step to which this call goes back.
       first: the number of steps before the job.
     """
 
@@ -858,7 +873,7 @@ def test_a_function_returns_the_batch_of_each_step() -> None:
     job = CountingJob()
     assert list(job.steps(0, lambda i: (i,), stop=4)) == [(i + 1, -i) for i in range(4)]
     assert job.batches == [0, 1, 2, 3] and job.prefetched == [1, 2, 3]
-    # the servers' state has a step, so a second loop continues there
+    # the servers' state has the number of its step, so a second loop continues there
     assert list(job.steps(4, lambda i: (i,), stop=6)) == [(5, -4), (6, -5)]
     assert list(job.steps(6, lambda i: (i,), start=6, stop=6)) == []
 
@@ -889,6 +904,33 @@ def test_a_loss_after_the_last_step_repeats_steps() -> None:
     assert found == [(1, 0), (2, -1), (3, -2), (2, -1), (3, -2)]
 
 
+def test_a_loop_repeats_steps_whose_gradients_a_communicator_has_not_sent() -> None:
+    """The trainer has completed step 3.
+
+    The servers go back to step 1 before they receive the gradients.
+    """
+
+    def flush() -> None:
+        raise NewEpoch(2)
+
+    def begin(epoch: int, step: int) -> None:
+        begun.append((epoch, step))
+        job._return.is_due = True
+
+    begun = list[tuple[int, int]]()
+    job: Any = object.__new__(TrainerJob)
+    connections = types.SimpleNamespace(is_in_epoch=True)
+    job._executor = types.SimpleNamespace(connections=connections, flush=flush)
+    end = lambda step: Rewound(1, "the state of step 1", 2)
+    job._return = types.SimpleNamespace(begin=begin, end=end, is_due=False)
+    job._step_count = 3
+    with pytest.raises(Rewound):
+        job.end_loop()
+    assert begun == [(2, 3)]
+    connections.is_in_epoch = job._return.is_due = False
+    job.end_loop()  # a job without cuts sends the gradients when it ends
+
+
 def test_steps_of_an_iterable_cannot_be_repeated() -> None:
     job = CountingJob({2: 0})
     found = []
@@ -901,7 +943,7 @@ def test_steps_of_an_iterable_cannot_be_repeated() -> None:
 
 def test_errors_of_steps_name_the_argument() -> None:
     job, batch = CountingJob(), lambda i: (i,)
-    with pytest.raises(ConfigError, match=r"needs the number after the last step: job.steps"):
+    with pytest.raises(ConfigError, match=r"pass the number of steps: job.steps"):
         job.steps(0, batch)
     for options in ({"stop": 3}, {"start": 1}, {"start": 1, "stop": 3}):
         with pytest.raises(ConfigError, match="but batches is list; leave them out"):
@@ -922,7 +964,8 @@ def test_a_lost_role_is_a_peer_error_with_its_name() -> None:
 
 
 def test_a_trainer_cannot_go_back_after_its_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operation at its end meets a new epoch: the launcher starts all roles again."""
+    """An operation after the last step meets a new epoch, so the launcher starts all roles
+    again."""
     connections = ServerConnections(
         deadline=1.0, patience=1.0, wait_port=True, encryption="disabled", epochs=Epochs()
     )
@@ -934,7 +977,9 @@ def test_a_trainer_cannot_go_back_after_its_last_step(monkeypatch: pytest.Monkey
         raise NewEpoch(3)
 
     monkeypatch.setattr(connections, "run", meet_new_epoch)
-    with pytest.raises(LostPeerError, match="a process was lost, .* after the last step"):
+    with pytest.raises(
+        LostPeerError, match="a process was lost, .* made its last step, so it cannot go back"
+    ):
         connections.run_last(Operation([], nothing))
     assert closed == [1, 1]
-    connections.close(None)  # no server is waited for
+    connections.close(None)  # the trainer waits for no server

@@ -30,14 +30,14 @@ def test_all_runs_without_a_death_hold() -> None:
 def test_all_runs_in_which_one_role_dies_hold() -> None:
     found = Explorer(small_case()).run()
     assert not found.faults, str(found)
-    assert found.states > 30_000
+    assert found.states > 10_000
 
 
 @pytest.mark.plan
 def test_all_runs_in_which_a_trainer_is_dropped_hold() -> None:
     found = Explorer(small_case(steps=1, quorum=1), roles=["trainer 1"]).run()
     assert not found.faults, str(found)
-    assert found.states > 2000
+    assert found.states > 1000
 
 
 @pytest.mark.soak
@@ -45,7 +45,7 @@ def test_all_runs_in_which_a_trainer_is_dropped_hold() -> None:
 def test_all_runs_in_which_a_trainer_joins_again_hold() -> None:
     found = Explorer(small_case(steps=1, quorum=1, replaces=True), roles=["trainer 1"]).run()
     assert not found.faults, str(found)
-    assert found.states > 20_000
+    assert found.states > 4_000
 
 
 @pytest.mark.soak
@@ -55,7 +55,7 @@ def test_all_runs_in_which_a_trainer_joins_again_hold() -> None:
 def test_all_runs_of_two_steps_hold(role: str, quorum: int) -> None:
     found = Explorer(small_case(quorum=quorum), roles=[role]).run()
     assert not found.faults, str(found)
-    assert found.states > 3_000
+    assert found.states > 1_000
 
 
 @pytest.mark.soak
@@ -66,7 +66,15 @@ def test_all_runs_of_two_servers_hold() -> None:
     assert found.states > 1000
 
 
-# Faults that a death in a job of two trainers, one server and two steps shows
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_all_runs_of_two_servers_in_which_one_role_dies_hold() -> None:
+    found = Explorer(small_case(steps=1, servers=2)).run()
+    assert not found.faults, str(found)
+    assert found.states > 1_000_000
+
+
+# Faults that show in a job of two trainers, one server and two steps if a process dies
 SHOWN = (
     "greetings of later epochs are dropped",
     "a cut has the state of the next step",
@@ -113,7 +121,7 @@ def test_a_run_is_a_function_of_its_events() -> None:
 
 
 def test_a_cut_of_undone_steps_does_not_count() -> None:
-    """A server reports it after the launcher has dropped a trainer at an earlier cut."""
+    """The server reports the cut after the launcher has dropped a trainer at an earlier cut."""
     with without_times():
         job = ChosenJob(small_case(quorum=1))
         writes = "pserver 127.0.0.1:1", 0, CUT
@@ -131,7 +139,8 @@ def test_a_cut_of_undone_steps_does_not_count() -> None:
 def test_an_effect_outside_of_its_footprint_ends_the_search(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without the connections in the footprint, one effect is used for different states."""
+    """If the footprint of an operation lacked the connections, its effect would be reused for
+    different states."""
     monkeypatch.setattr("tools.simulate.explore._footprint", lambda parts, choice: None)
     with pytest.raises(AssertionError, match="more than its footprint"):
         Explorer(small_case(), deaths=0).run()

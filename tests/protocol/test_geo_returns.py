@@ -1,4 +1,4 @@
-"""GEO-SGD after the loss of a process: repeated pushes, and trainers that begin with a cut."""
+"""GEO-SGD after the failure of a process: repeated pushes, and trainers that begin with a cut."""
 
 from __future__ import annotations
 
@@ -62,14 +62,17 @@ def test_a_trainer_continues_after_the_steps_of_servers(
     counts: dict[str, int],
     parts: list[tuple[float, float]],
 ) -> None:
-    """Two trainers, so that each push sends half of the changes. It pushes every ten steps."""
+    """With two trainers, each push sends half of the changes.
+
+    The trainer pushes every ten steps.
+    """
     begin = GeoReturn(cut, received, trainers=2, push_every=10)
     assert (begin.step, begin.counts) == (step, counts)
     for endpoint, expected in zip(received, parts, strict=True):
         delta = cut.deltas.get("w", array(0))
         change, repeated = begin.split(endpoint, cut.changes["w"], delta)
         assert (change[0], repeated[0]) == expected
-        # a server counts the repeated push, too
+        # a server counts the repeated push as well
         assert begin.counts[endpoint] + begin.repeated * bool(repeated.any()) == begin.count
 
 
@@ -153,7 +156,7 @@ class Servers:
         return list(self.values.values())
 
     def reconnect(self) -> None:
-        """Begin with a new connection, whose first answer has arrived."""
+        """Connect again. The first answer on the new connection has arrived."""
         self.pushes = self.answered = 0
 
 

@@ -1,4 +1,7 @@
-"""What an observer is told of a server, and that asking changes nothing; times are made up."""
+"""The status that a server reports to an observer.
+
+A request changes nothing. The test sets the times.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from tools.simulate.updates import SimulatedBlocks, SimulatedUpdate, gradient, g
 
 
 class Observed:
-    """A server with two blocks and two trainers, and an observer of it."""
+    """Server with two blocks and two trainers, and an observer."""
 
     def __init__(self, mode: str = "sync") -> None:
         self.case = Case(seed=0, mode=mode, steps=(9, 9), servers=((5, 300),))
@@ -51,7 +54,7 @@ class Observed:
             self.said.append((to, op, fields))
 
     def take(self, k: int, op: str, blocks: Any = (), **fields: Any) -> int:
-        """Let a trainer say something; how many bytes that is."""
+        """Deliver a message of a trainer. Return its number of bytes."""
         size = 0
         for head, *frames in wire.framed(op, blocks, **fields):
             parts = [head, *map(bytes, frames)]
@@ -76,14 +79,14 @@ class Observed:
             self.take(k, "send_barrier", step=step)
 
     def observe(self, *frames: bytes) -> tuple[str, dict[str, Any]]:
-        """Let an observer say something, `status` by default; the answer."""
+        """Deliver a message of the observer, by default `status`. Return the answer."""
         self.machine.observe(b"observer", frames or [wire.header("status", request=7)], self.now)
         to, op, fields = self.said.pop()
         assert to == b"observer"
         return op, fields
 
     def status(self) -> tuple[ServerStatus, list[TrainerStatus]]:
-        """The records of the answer, which goes over the wire."""
+        """Return the records of the answer, after encoding and decoding."""
         op, fields = self.observe()
         assert (op, fields.pop("request")) == ("status_report", 7)
         return read_report(wire.parse([wire.header(op, **fields)]))
@@ -125,7 +128,7 @@ def test_who_is_there_and_what_each_does() -> None:
     job.hello(1)
     assert job.status()[0].doing == "serving"
     size += job.take(0, "send", job.gradients(0, 0)[:1], step=0)
-    assert job.status()[1][0].doing == "sending: 1 of 2 gradients are here"
+    assert job.status()[1][0].doing == "sending: 1 of 2 gradients have arrived"
     size += job.take(0, "send", job.gradients(0, 0)[1:], step=0) + job.take(
         0, "send_barrier", step=0
     )
@@ -161,7 +164,7 @@ def test_bytes_are_those_of_messages_and_rates_are_of_a_window() -> None:
     assert server.received == sum(t.received for t in trainers) > received + 8 * 305 * 4
     assert server.received_per_second == pytest.approx(server.received / 20.0)
     assert server.sent == sum(t.sent for t in trainers) > 0
-    for _ in range(700):  # and of the last ten minutes, where nothing goes on
+    for _ in range(700):  # in the last ten minutes there are no steps
         job.now += 1.0
         job.machine.look(job.now)
     assert job.status()[0].steps_per_second == 0
@@ -315,7 +318,7 @@ def test_a_server_that_has_no_status_now_goes_on() -> None:
 
 
 def test_a_report_is_small() -> None:
-    """A thousand trainers are told in a message that is far from the limit of a frame."""
+    """A status with a thousand trainers is far smaller than the limit of a frame."""
     row = dataclasses.asdict(
         TrainerStatus(999, "present", "x" * 60, 10**6, 1e3, 99, 1.0, 10**12, 10**12)
     )
@@ -323,7 +326,10 @@ def test_a_report_is_small() -> None:
 
 
 def test_a_checkpoint_that_is_written_across_epochs_is_answered() -> None:
-    """The servers go back to a cut while they write; the repeated step requests the name again."""
+    """The servers go back to a cut during the write.
+
+    The repeated step requests the same name again.
+    """
     before, after = Observed(), Observed()
     for at in (before, after):
         at.machine.saves.start = lambda name, step: 2
@@ -336,7 +342,7 @@ def test_a_checkpoint_that_is_written_across_epochs_is_answered() -> None:
     after.machine.saves.written("10", "", after.now)
     answers = [(to, fields) for to, op, fields in after.said if op == "saved"]
     assert answers == [(b"trainer 0", {"name": "10", "error": "", "request": 7})]
-    # no trainer has requested this one again
+    # no trainer has requested this checkpoint again
     before.take(0, "save", step=0, name="20", made=0)
     other = Observed()
     other.machine.saves.take_over(before.machine.saves)

@@ -1,4 +1,5 @@
-"""Trainers of collectives meet, in any order of messages, and whatever else is said meanwhile."""
+"""Rendezvous of the trainers of collectives: messages arrive in any order, and other messages are
+ignored."""
 
 from __future__ import annotations
 
@@ -56,9 +57,9 @@ def test_all_meet_in_any_order_and_among_strangers(seed: int) -> None:
                 k, message = to_first.pop()
                 one.heard(k, [message])
         except WireError:
-            pass  # counted, and dropped
+            pass  # the message is counted and dropped
     assert (one.missing, sorted(one.joined), one.strangers) == ([], [1, 2, 3], {})
-    assert not any(x.met for x in others.values())  # strangers have said so
+    assert not any(x.met for x in others.values())  # processes outside of the job sent these
     for x in others.values():
         assert x.heard(b"the first", [wire.header("go")], 2.0) is None
         assert x.met
@@ -91,13 +92,14 @@ def test_time_is_up() -> None:
     assert waiting.limit == 60.0
     assert str(waiting.late()) == "trainer 1 waited 60 s at b:2 for trainer 0 (a:1) to connect"
     waiting.heard(b"the first", [one.question(1)], 10.0)
-    waiting.heard(b"the first", [one.question(1)], 50.0)  # asked again, which gives it no more time
+    # the repeated request does not extend the deadline
+    waiting.heard(b"the first", [one.question(1)], 50.0)
     assert waiting.limit == 70.0 + GRACE
     assert (
         str(waiting.late())
         == "trainer 1 waited 65 s at b:2 for trainer 0 (a:1) to reach the other trainers"
     )
-    waiting.heard(b"another first", [one.question(1)], 50.0)  # it was started anew
+    waiting.heard(b"another first", [one.question(1)], 50.0)  # the trainer has started again
     assert waiting.limit == 110.0 + GRACE
     with pytest.raises(WireError):
         one.heard(3, [b"what?"])

@@ -1,4 +1,4 @@
-"""The loops of a rendezvous, over the simulator's network."""
+"""The loops of a rendezvous, run over the network of the simulator."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ import pytest
 from dtrans.errors import DeadlineError, DtransError, PeerError
 from dtrans.protocol import wire
 from dtrans.protocol.collective.join_loop import LeaderLoop, MemberLoop
+from dtrans.protocol.transport import LINGER
 from tools.simulate.clock import Clock
-from tools.simulate.network import Network, SimulatedTransport, drawn_delay
+from tools.simulate.network import (
+    Network,
+    SimulatedListener,
+    SimulatedTransport,
+    drawn_delay,
+)
 from tools.simulate.process import Process
 
 
@@ -20,7 +26,7 @@ DEADLINE = 60.0
 
 
 class Trainer(Process):
-    """A trainer that joins a rendezvous, with the endpoints that it knows."""
+    """Trainer that joins a rendezvous, with its list of endpoints."""
 
     def __init__(
         self, network: Network, number: int, endpoints: tuple[str, ...] = ENDPOINTS
@@ -56,10 +62,11 @@ class Trainer(Process):
 def start(
     seed: int, second: tuple[str, ...] = ENDPOINTS, others: tuple[int, ...] = (1, 2)
 ) -> tuple[Network, Trainer, list[Trainer]]:
-    """Start trainer 0, and the others up to three seconds later; one that refuses is the last.
+    """Start trainer 0, and other trainers up to three seconds later. A trainer that refuses starts
+    last.
 
     Args:
-      second: endpoints that trainer 2 knows.
+      second: endpoints of trainer 2.
       others: trainers that start.
     """
     random, clock = Random(seed), Clock()
@@ -92,6 +99,23 @@ def test_the_others_are_given_up_where_one_refuses(seed: int) -> None:
     assert "trainer 2 (c:3) refused trainer 0" in str(first.error)
     assert "trainer 0 has different endpoints" in str(two.error)
     assert "trainer 1 stopped because trainer 0 gave up: trainer 2 (c:3) refused" in str(one.error)
+
+
+def test_only_a_trainer_that_refuses_lingers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal must arrive before its sender ends.
+
+    A trainer that receives the order to give up sends nothing.
+    """
+    close, lingers = SimulatedListener.close, dict[str, float]()
+
+    def closed(listener: SimulatedListener, linger: float = 0.0) -> None:
+        lingers.setdefault(listener.endpoint, linger)
+        close(listener, linger)
+
+    monkeypatch.setattr(SimulatedListener, "close", closed)
+    network, *_ = start(0, second=("a:1", "b:2", "z:9"))
+    network.clock.run(2 * DEADLINE)
+    assert lingers == {"b:2": 0.0, "c:3": LINGER}
 
 
 @pytest.mark.parametrize("seed", range(5))

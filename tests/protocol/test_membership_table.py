@@ -1,4 +1,4 @@
-"""Which trainers of collectives have ended, as one of them knows it."""
+"""One trainer's view of the trainers of collectives that have ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_last_words_come_before_the_end_of_a_connection_is_taken_for_one() -> No
 def test_a_connection_that_ends_without_a_word() -> None:
     known = roll()
     known.broken(2, 10.0)
-    known.broken(2, 11.0)  # and is not counted anew
+    known.broken(2, 11.0)  # and is not counted again
     assert known.silent(10.0 + GRACE) == [2]
     assert known.silent(12.0) == []
     assert known.failure() == "trainer 2 (h:2) has ended: its connection ended without a goodbye"

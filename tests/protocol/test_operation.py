@@ -1,4 +1,4 @@
-"""Operations of a trainer: what waits for answers is state, which can be copied in the middle."""
+"""Operations of a trainer. A pending operation is a value, which can be copied in the middle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tools.simulate.updates import InNumpy
 
 
 class Lines:
-    """Two servers of a trainer, and what it says to both."""
+    """Two servers of a trainer, and the messages that it sends them."""
 
     def __init__(self) -> None:
         self.said: list[wire.Message] = []
@@ -57,7 +57,7 @@ class Lines:
         return leave(self.known["a"])
 
     def take(self, operation: Operation[Any], first: bool) -> None:
-        """Let the first or the second half of the answer come that is waited for."""
+        """Deliver the first or the second half of the awaited answer."""
         answer = operation.waits_for
         half = [["t", 0 if first else 8, 8]]
         rows = np.full(2, 1.0 if first else 2.0, np.float32).tobytes()
@@ -66,7 +66,7 @@ class Lines:
             case "exchanged":
                 fields |= {"values": [["float32", [4]]], "pieces": [[["0", *half[0][1:]]]]}
             case "rows":
-                fields |= {"table": "t", "pieces": [half]}
+                fields |= {"pieces": [half]}
             case "blocks":
                 fields |= {"pieces": [half]}
             case "changes":
@@ -91,7 +91,7 @@ KINDS = ("exchange", "prefetch", "request", "saved", "tables", "evict", "changed
 
 
 def finished(lines: Lines, operation: Operation[Any]) -> Any:
-    """Finish an operation whose first half of an answer, or first answer, has come."""
+    """Finish an operation, after the first half of its answer or its first answer has arrived."""
     first = False
     while not operation.done:
         blocks = operation.waits_for.op in ("exchanged", "rows", "blocks", "changes")
@@ -142,7 +142,7 @@ def test_who_could_not_is_named_when_all_have_answered() -> None:
 
 
 class Pushes:
-    """A queue of pushes whose answers come when they are asked for."""
+    """Queue of pushes. An answer arrives when it is requested."""
 
     def __init__(self) -> None:
         self.server, self.put_count, self.answered = np.zeros(2, np.float32), 0, 0

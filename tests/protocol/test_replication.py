@@ -1,4 +1,5 @@
-"""Replicas of servers: which messages of a primary a backup accepts, and which states it has."""
+"""Replicas of servers: the messages that a backup accepts from a primary, and the states of the
+backup."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def test_inputs_are_applied_up_to_a_step() -> None:
     assert copies.take(PRIMARY, inputs(1, 3.0)) == 2
     copies.apply(1)
     assert [update.state[BLOCK].tolist() for update in updates] == [[1.0] * 3]
-    # the memory of the applied inputs is used again
+    # the memory of the applied inputs is reused
     assert copies.take(PRIMARY, inputs(2, 5.0)) == 3
     assert list(copies.newest(PRIMARY)) == [3, 2]
     assert copies.newest(PRIMARY)[2][BLOCK].tolist() == [3.5] * 3

@@ -1,4 +1,4 @@
-"""Counts of the steps of asynchronous trainers, and the `count` of a `recv` message."""
+"""Counts of the steps of asynchronous trainers, and the field `count` of `recv` messages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_count_in_range_is_accepted(count: int) -> None:
 
 
 def server_of(mode: Any, said: list[Any]) -> tuple[TrainerRegistry, SyncServer | AsyncServer]:
-    """A server with one trainer, which has said hello."""
+    """Return a server with one trainer, which has sent hello."""
     case = Case(seed=0, mode=mode, steps=(2,), servers=((5,),))
     blocks = served(case, case.endpoints[0])
     trainers = TrainerRegistry(blocks, deadline=60.0)
@@ -73,7 +73,7 @@ def server_of(mode: Any, said: list[Any]) -> tuple[TrainerRegistry, SyncServer |
 def test_an_unexpected_count_of_steps_is_refused(
     mode: str, field: dict[str, Any], refusal: str
 ) -> None:
-    """The refused message changes nothing, so the server answers the next one."""
+    """The refused message changes nothing. So the server answers the next message."""
     said: list[str] = []
     trainers, server = server_of(mode, said)
     (name,) = server.state

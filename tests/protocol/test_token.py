@@ -1,4 +1,4 @@
-"""The job's token: from the environment, or from a file that it names."""
+"""The job's token, from an environment variable or from a file."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def test_keys_are_derived_as_rfc_5869_says(
 )
 def test_a_token_that_can_be_guessed_is_refused(token: str, words: str | None) -> None:
     if words is None:
-        # drawn here: each worker of a run would collect a test of another name
+        # draw the token in the test: as a parameter it would differ between workers, which must
+        # collect equal tests
         check_strong(new_token() if token == "a token that is new" else token, "here")
         return
     with pytest.raises(ConfigError, match=f"^here, and {words} `dtrans keygen --token`$"):

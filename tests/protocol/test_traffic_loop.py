@@ -1,4 +1,4 @@
-"""The loop of a communicator and the waits of a trainer, over a transport that a test fills."""
+"""The loop of a communicator, and the waits of a trainer. The test controls the transport."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dtrans.protocol.transport import RETRY, Event
 
 
 class OneServer:
-    """A transport and its only link: a test says what comes, and when it is."""
+    """Transport with one link. The test sets the clock, and delivers events."""
 
     def __init__(self) -> None:
         self.time, self.said = 0.0, list[wire.Message]()
@@ -53,18 +53,18 @@ class OneServer:
         """Close the link."""
 
     def comes(self, kind: Any, op: str = "", frames: Sequence[Any] = (), **fields: Any) -> None:
-        """Let an event come: a message where `op` is its op."""
+        """Deliver an event. With `op`, the event is a message."""
         head = [wire.header(op, **fields), *frames] if op else []
         self.coming.append(Event(kind, self, head))
 
     def blocks(self, step: int, value: float) -> None:
-        """Let parameters come."""
+        """Deliver parameters."""
         frame = np.full(4, value, np.float32).tobytes()
         self.comes("message", "blocks", [frame], step=step, pieces=[[["w", 0, 16]]])
 
 
 def linked(local: bool = False, deadline: float = 5.0) -> tuple[OneServer, ServerLink]:
-    """A link to a server that has welcomed its trainer."""
+    """Return the link to a server that has welcomed its trainer."""
     server = OneServer()
     link = ServerLink(server, endpoint="here:1", trainer=0, trainers=1, session="", plan={},
                       sync_mode=False, secret="", deadline=deadline)  # fmt: skip
@@ -137,8 +137,10 @@ def test_a_loop_is_copied_in_the_middle() -> None:
 
 
 def test_an_answer_that_is_here_is_not_late() -> None:
-    """The thread was away, merging and sending, for longer than the deadline; meanwhile the answer
-    came."""
+    """The thread merges and sends for longer than the deadline.
+
+    The answer arrives meanwhile, so no deadline has passed.
+    """
     server, link = linked()
     loop = turns(loop_of(server, link))
     server.time = 60.0
@@ -153,7 +155,8 @@ def test_an_answer_that_is_here_is_not_late() -> None:
 
 
 def test_a_server_that_ends_behind_its_answer_is_found() -> None:
-    """Its end and its last answer are both there when the loop looks."""
+    """The last answer of the server and the end of its connection are both pending when the loop
+    polls."""
     server, link = linked(local=True)
     loop = turns(loop_of(server, link))
     server.blocks(0, 3.0)
@@ -172,7 +175,7 @@ def test_an_operation_between_steps_that_fails_ends_no_loop() -> None:
     steps = TrainerSteps({"here:1": link.line}.__getitem__)
     asked = loop.between(lambda: steps.tables(["here:1"]))
     turns(loop)
-    assert not asked.done  # parameters are on their way
+    assert not asked.done  # parameters have not arrived yet
     server.blocks(0, 3.0)
     turns(loop)
     server.time = 6.0
@@ -204,7 +207,7 @@ class FakeLink(OneServer):
 
 
 class TwoServers(OneServer):
-    """A transport with links to the servers "a" and "b"; a test says which events come when."""
+    """Transport with links to the servers "a" and "b". The test delivers the events."""
 
     def __init__(self, *, at_once: bool) -> None:
         super().__init__()
@@ -223,7 +226,7 @@ class TwoServers(OneServer):
         return link
 
     def poll(self, until: float, link: Any = None) -> Iterator[Event]:
-        """Yield all events that have come, or as in the simulator the first of them."""
+        """Yield all pending events; or, as in the simulator, only the first."""
         while self.coming:
             yield self.coming.popleft()
             if not self.at_once:
@@ -251,7 +254,7 @@ REFUSED = "^pserver b refused trainer 0: it ended: trainer 1 failed$"
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_an_answer_that_has_come_precedes_the_refusal_of_another_server(at_once: bool) -> None:
-    """Trainer 1 read its answer first and failed because of it; server b reports this failure."""
+    """Trainer 1 has failed by the answer that it received. Server b reports this failure."""
     servers = TwoServers(at_once=at_once)
     wait = servers.ask("a")
     servers.refuses("b")
@@ -282,7 +285,10 @@ def test_a_refusal_of_another_server_ends_a_wait(asked: str) -> None:
 
 @pytest.mark.parametrize("has_answered", [False, True])
 def test_the_end_of_a_server_ends_an_operation_that_needs_its_answer(has_answered: bool) -> None:
-    """Server a may itself wait for server b. An answer that server b has sent still counts."""
+    """Server a may itself wait for server b.
+
+    An answer that server b has already sent still counts.
+    """
     servers = TwoServers(at_once=True)
     servers.links["b"].line.opened(local=True)
     servers.links["b"].line.welcomed = True
@@ -290,7 +296,7 @@ def test_the_end_of_a_server_ends_an_operation_that_needs_its_answer(has_answere
     if has_answered:
         servers.comes_from("b", "report", tables=[], request=1)
     servers.coming.append(Event("broken", servers.opened_links["b"], []))
-    assert not wait.turn()  # nothing of server a
+    assert not wait.turn()  # no answer of server a
     if has_answered:
         servers.comes_from("a", "report", tables=[], request=1)
         turns_of(wait)
@@ -302,8 +308,10 @@ def test_the_end_of_a_server_ends_an_operation_that_needs_its_answer(has_answere
 
 @pytest.mark.parametrize("answer", ["", "waiting"])
 def test_a_greeting_without_an_answer_is_repeated_in_time_or_fails(answer: str) -> None:
-    """A server that says that it waits has not admitted the trainer. So the trainer may wait for
-    the next server at the endpoint."""
+    """A server that only says that it waits has not admitted the trainer.
+
+    So the trainer may wait for the next server at this endpoint.
+    """
     server, link = linked(deadline=60.0)
     link.line.opened()
     wait = OperationWait(server, {"here:1": link}, link.greet())

@@ -1,4 +1,4 @@
-"""What servers decide, without a socket and without a clock: messages and times are made up."""
+"""Decisions of servers, without sockets and clocks. The test supplies messages and times."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FOLDER = Path(presence_module.__file__).parent
 
 
 class Job:
-    """A server without a socket; what it has said, by address."""
+    """Server without a socket, and the messages that it sends, by address."""
 
     def __init__(self, count: int, *, sync_mode: bool = True) -> None:
         self.params, tx = mlp_params(), optax.sgd(0.5)
@@ -73,7 +73,7 @@ class Job:
         return self.trainers.hello(address or b"%d" % k, wire.Message("hello", fields), None)
 
     def send(self, k: int, value: float) -> None:
-        """All gradients of trainer k, each full of a number."""
+        """Send all gradients of trainer k; all their entries are `value`."""
         types = self.update.grad_types.items()
         grads = [
             (n, np.full(t.shape, value, t.dtype)) for n, t in types if n.endswith(f".trainer_{k}")
@@ -94,7 +94,7 @@ def test_a_synchronous_step_is_made_of_messages_alone() -> None:
     job.send(0, 1.0)
     for k in range(2):
         job.server.recv(k, wire.Message("recv", {"step": k == 0, "blocks": table}))
-    # trainer 0 has asked for the step after this one
+    # trainer 0 has requested the step after this one
     assert [said[:2] for said in job.said] == [(b"1", "blocks")]
     job.server.recv(1, wire.Message("recv", {"step": 0}))
     job.said.clear()
@@ -199,7 +199,7 @@ def test_who_is_waited_for_is_told_with_how_far_they_are() -> None:
     job.said.clear()
     job.server.look(2.0)
     assert len(types) > 1
-    assert told() == [f"trainer 1 (sending: 1 of {len(types)} gradients are here)"]
+    assert told() == [f"trainer 1 (sending: 1 of {len(types)} gradients have arrived)"]
 
 
 @pytest.mark.parametrize("sync_mode", [True, False])
@@ -208,7 +208,7 @@ def test_a_trainer_that_ended_before_its_hello_is_not_waited_for(sync_mode: bool
     job.trainers.begin(0.0)
     job.hello(0)
     job.trainers.died(1, "exit code 1", 0.1)
-    job.server.look(0.2)  # its hello may still be waiting to be read
+    job.server.look(0.2)  # its hello may not be read yet
     why = "trainer 1 ended with exit code 1 before it said hello to pserver 127.0.0.1:1"
     if sync_mode:
         with pytest.raises(PeerError, match=f"^{why}, in step 1$"):
@@ -216,7 +216,7 @@ def test_a_trainer_that_ended_before_its_hello_is_not_waited_for(sync_mode: bool
         return
     job.server.look(1.0)
     assert job.trainers.present == [0] and not job.trainers.served
-    job.server.look(100.0)  # the others go on
+    job.server.look(100.0)  # the other trainers continue
     with pytest.raises(WireError, match="trainer 1 has left, and cannot come back to this job"):
         job.hello(1)
     job.server.complete(0, wire.Message("complete", {}))
@@ -322,7 +322,7 @@ def test_a_connection_that_a_network_broke_is_waited_for() -> None:
 
 
 def ops_to(job: Job, k: int, op: str, **fields: Any) -> list[tuple[str, int]]:
-    """Let the server send something to a trainer; the op and number of each message."""
+    """Send an op from the server to a trainer. Return the op and the number of each message."""
     messages = [wire.parse(x) for x in job.trainers.framed(b"%d" % k, op, **fields)]
     return [(x.op, x.fields.get("number", 0)) for x in messages]
 
@@ -342,7 +342,10 @@ def test_messages_that_a_trainer_lacks_follow_its_welcome() -> None:
     job.hello(1, heard=2, back=True)
     assert ops_to(job, 1, "welcome", **welcome) == [("welcome", 0)]
     for heard, released in ((0, 2), (3, 2)):
-        with pytest.raises(WireError, match=f"after {heard} messages: 2 were sent, and {released}"):
+        said = (
+            f"after message {heard}: this process has sent 2 messages, and has already deleted the "
+        )
+        with pytest.raises(WireError, match=f"{said}first {released}"):
             job.hello(1, heard=heard, back=True)
     job.hello(1, heard=2, back=True, connection=5)
     with pytest.raises(WireError, match="a `hello` from an earlier connection of trainer 1"):
@@ -357,7 +360,7 @@ def test_a_unix_socket_stores_no_messages() -> None:
 
 
 def test_a_trainer_that_returns_late_receives_the_goodbye_again() -> None:
-    """The server has given the trainer up, but the trainer has not."""
+    """The server has given up the trainer, but the trainer still waits."""
     job = Job(2)
     for k in range(2):
         job.hello(k)
@@ -400,7 +403,7 @@ def test_a_refusal_is_forgotten_when_the_trainer_joins() -> None:
 
 
 def ends_of(job: Job) -> Serving:
-    """The protocol of a job's server, whose only trainer is there."""
+    """Return the protocol of a job's server, after its only trainer has sent hello."""
     job.hello(0)
     return Serving(job.server, job.trainers, job.say, Refusals(presence_module.log))
 
@@ -410,7 +413,7 @@ def say(serving: Serving, op: str, **fields: Any) -> None:
 
 
 def hello_again(job: Job, serving: Serving) -> list[str]:
-    """Let the trainer greet the server on a new connection; return the kinds of the answers."""
+    """Let the trainer greet the server on a new connection. Return the kinds of the answers."""
     job.trainers.lose(b"0", 1.0)
     job.said.clear()
     say(
@@ -440,7 +443,8 @@ def test_a_server_ends_when_its_goodbye_is_answered() -> None:
 
 @pytest.mark.parametrize("heard", [False, True], ids=["complete is lost", "goodbye is lost"])
 def test_who_comes_back_for_its_goodbye_is_told_it(heard: bool) -> None:
-    """A trainer repeats a lost `complete`, and the welcome repeats a lost goodbye."""
+    """A trainer repeats a lost `complete`, and the server repeats a lost goodbye with its
+    welcome."""
     serving = ends_of(job := Job(1))
     if heard:
         say(serving, "complete", number=1)
@@ -474,7 +478,7 @@ def test_by_a_unix_socket_no_goodbye_is_lost() -> None:
 
 
 def test_who_leaves_after_a_message_was_lost_has_not_left() -> None:
-    """A message before the `complete` is missing, which the trainer will repeat with it."""
+    """A message before the `complete` is missing. The trainer will repeat both."""
     serving = ends_of(job := Job(1))
     job.said.clear()
     say(serving, "complete", number=2)
@@ -482,8 +486,8 @@ def test_who_leaves_after_a_message_was_lost_has_not_left() -> None:
 
 
 def connection(heard: int) -> tuple[list[Any], TrainerLine, list[bytes]]:
-    """A trainer's connection that was welcomed: its messages, and a welcome that says what was
-    heard."""
+    """Return a trainer's welcomed connection: its messages, the line, and a welcome with the number
+    of messages that the server has received."""
     said: list[Any] = []
     line = TrainerLine(
         "h:1", 0, 1, session="", sync_mode=True, plan={}, secret="", deadline=60.0, say=said.append

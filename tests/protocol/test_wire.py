@@ -1,9 +1,12 @@
-"""Messages carry arrays bit for bit, garbage is refused with WireError and writes nothing, and
-memory that is received into is used again only when nobody can see it."""
+"""Messages contain arrays bit for bit. Malformed messages raise WireError and write nothing.
+
+Memory for received arrays is reused only when no array uses it any more.
+"""
 
 from __future__ import annotations
 
 import gc
+import json
 import time
 from typing import Any
 
@@ -17,10 +20,11 @@ from hypothesis import example, given, strategies as st
 from dtrans.errors import WireError
 from dtrans.protocol import wire
 from dtrans.protocol.buffers import ALIGNMENT, BufferPool
+from dtrans.protocol.row_pieces import RowPieces
 
 
 class Guarded:
-    """Blocks to receive into, each between bytes that nobody may write."""
+    """Blocks for received arrays, each between guard bytes that must not change."""
 
     MARGIN = 64
 
@@ -54,7 +58,7 @@ class Guarded:
 
 
 def sent(arrays: dict[str, Any]) -> list[list[bytes]]:
-    """The messages of some arrays, as they are on the wire."""
+    """Return the messages with some arrays, as frames."""
     return [
         [wire.header("send", step=0, pieces=pieces), *(bytes(f) for f in frames)]
         for pieces, frames in wire.messages(arrays.items())
@@ -62,7 +66,7 @@ def sent(arrays: dict[str, Any]) -> list[list[bytes]]:
 
 
 def received(arrays: dict[str, Any]) -> tuple[list[list[bytes]], dict[str, np.ndarray]]:
-    """The messages, and the arrays that are made of them at the other end."""
+    """Return the messages, and the arrays that a receiver reads from them."""
     messages = sent(arrays)
     there = Guarded({n: np.asarray(x).nbytes for n, x in arrays.items()})
     for parts in messages:
@@ -154,6 +158,30 @@ def test_many_small_blocks_share_a_frame_and_a_large_one_travels_from_where_it_i
     assert not any(np.shares_memory(frames[0], x) for x in arrays.values() if x.size)
 
 
+@pytest.mark.parametrize("limit", [5, 24, 1000])
+@pytest.mark.parametrize("dtype", ["float32", jnp.bfloat16])
+@pytest.mark.parametrize("sent", [0, 1, 3])
+def test_a_block_in_pieces_arrives_as_one_block(
+    limit: int, dtype: Any, sent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first `sent` rows arrive earlier. The rest may begin in the middle of an array."""
+    monkeypatch.setattr(wire, "MESSAGE_BYTES", limit)
+    rows = np.arange(10).reshape(5, 2).astype(dtype)
+    block = RowPieces([rows[:2], rows[2:4], rows[4:]])
+    assert np.asarray(block).tobytes() == rows.tobytes() and block.shape == (5, 2)
+    start = rows[:sent].nbytes
+    first = [("w", RowPieces([rows[:sent]]))] if sent else []
+    memory, arrived = np.zeros(rows.nbytes, np.uint8), dict[str, int]()
+    for blocks in (first, [("w", wire.after_bytes(block, start)), ("b", np.ones(2))]):
+        for pieces, frames in wire.messages(blocks):
+            message = wire.Message("blocks", {"pieces": json.loads(json.dumps(pieces))}, frames)
+            targets = {"w": memory, "b": np.zeros(16, np.uint8)}
+            wire.unpack(message, targets.__getitem__, arrived)
+    assert memory.tobytes() == rows.tobytes() and arrived == {"w": rows.nbytes, "b": 16}
+    whole = wire.after_bytes(rows, start)
+    assert b"".join(x.tobytes() for x in whole.arrays) == rows[sent:].tobytes()
+
+
 def test_nothing_to_send_is_no_message() -> None:
     assert list(wire.messages([])) == []
 
@@ -171,8 +199,10 @@ def test_any_blocks_arrive_whatever_their_sizes(sizes: list[int], data: st.DataO
 
 
 def test_limits_let_every_message_of_a_plan_pass() -> None:
-    """Also where names are many, and the table of what is wanted is longer than any frame of
-    data."""
+    """The limits allow every message of a plan, also with many names.
+
+    The list of requested arrays is then longer than any frame of data.
+    """
     names = {f"params/layer_{i}/{'kernel' * 9}.block{i}@GRAD.trainer_1": 4 for i in range(20_000)}
     frame, count = wire.limits(names)
     table = [[n, [1 << 30] * 8, "float8_e4m3b11fnuz"] for n in names]
@@ -183,6 +213,15 @@ def test_limits_let_every_message_of_a_plan_pass() -> None:
     ]
     assert max(len(bytes(f)) for parts in sent for f in parts) < frame and len(sent) < count
     assert wire.limits({"w": 1})[0] == wire.MESSAGE_BYTES
+
+
+def test_limits_let_a_request_of_tables_with_long_names_pass() -> None:
+    """Its header has each name twice."""
+    names = {f"{i}{'n' * 1000}": 4 for i in range(4000)}
+    pieces = [[(n, 1 << 30, 1 << 30) for n in names]]
+    counts = dict.fromkeys(names, 1 << 30)
+    header = wire.header("prefetch", step=1, counts=counts, train=True, pieces=pieces)
+    assert len(header) < wire.limits(names)[0]
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -304,8 +343,10 @@ BLOCKS = {
 
 
 def refused_or_right(parts: list[bytes]) -> None:
-    """Receive; only WireError may be raised, then nothing is written, and nothing ever outside a
-    block."""
+    """Receive a message.
+
+    Only WireError may be raised. Then no block may change, and guard bytes never change.
+    """
     there = Guarded({n: x.nbytes for n, x in BLOCKS.items()})
     try:
         there.take(parts)
@@ -407,7 +448,7 @@ def test_memory_that_nobody_holds_is_used_again() -> None:
     at = address(x)
     del x
     assert address(pool.take("w", (1000,), "float32")) == at
-    assert address(pool.take("w", (10, 100), "int32")) == at  # of the same size: another view of it
+    assert address(pool.take("w", (10, 100), "int32")) == at  # another view of equal size
 
 
 HOLDS = {
@@ -455,13 +496,13 @@ def test_memory_of_a_jax_array_is_used_again_when_the_array_is_gone() -> None:
     until = time.monotonic() + 30
     while address(pool.take("w", (1 << 16,), "float32")) != at:
         assert time.monotonic() < until, "it is never used again"
-        # what a thread of JAX's has done with is let go in a later call of JAX
+        # JAX releases arrays of a finished thread in a later call of JAX
         jax.device_put(np.zeros(1))
     assert total == 1 << 16
 
 
 def test_steps_that_keep_one_state_need_few_buffers() -> None:
-    """What a training loop does: the new parameters arrive while the old ones are still held."""
+    """As in a training loop, new parameters arrive while the old ones are still in use."""
     pool = BufferPool()
     seen, params = set(), None
     for i in range(10):
@@ -472,7 +513,7 @@ def test_steps_that_keep_one_state_need_few_buffers() -> None:
         del x
         jax.block_until_ready(params)
     assert float(params[0]) == 9
-    assert 2 <= len(seen) <= 3  # JAX lets go of an array a little after it is dropped
+    assert 2 <= len(seen) <= 3  # JAX frees an array shortly after its last reference
 
 
 def test_keys_do_not_share_memory() -> None:

@@ -37,8 +37,7 @@ def analysed(tx, params=PARAMS, loss=mlp_loss, batch=None):
 
 
 def of_update(update, params=PARAMS, init=lambda p: ()):
-    """The analysis of `update(grads, state, params) -> (updates, state)`; the gradients are the
-    batch."""
+    """Analyse `update(grads, state, params) -> (updates, state)`. The gradients are the batch."""
     loss = lambda p, g: sum(jnp.vdot(p[n], g[n]) for n in p)
     return analysed(optax.GradientTransformation(init, update), params, loss, (params,))
 
@@ -93,7 +92,7 @@ def test_elementwise_optimizers_leave_each_leaf_free(name):
             assert analysis.layout(var) == (RowAxis(of[0], 0) if of else SHARED), state
 
 
-# how many values cross, by which operations, and at which levels their parts are made
+# number of values that servers exchange, their operations, and the levels of their parts
 REDUCING = {
     "clip_by_global_norm": (
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
@@ -105,7 +104,7 @@ REDUCING = {
     "multi_steps": (optax.MultiSteps(optax.sgd(0.1), 2), 0, set(), set()),
     "novograd": (optax.novograd(0.1), 8, {"sum"}, {0}),
     "centralize": (optax.chain(optax.centralize(), optax.sgd(0.1)), 0, set(), set()),
-    # optax.safe_norm takes a norm, and then that of what it has replaced where the first was small
+    # optax.safe_norm takes a norm. If the norm was small, it takes the norm of a replacement.
     "lamb": (optax.lamb(0.1), 16, {"sum"}, {0, 1}),
     "lars": (optax.lars(0.1), 16, {"sum"}, {0, 1}),
     "lamb_after_a_clip": (
@@ -172,7 +171,7 @@ def test_muon_keeps_each_matrix_whole_and_says_why():
 
 
 def test_a_group_is_the_union_of_all_that_meet():
-    """b1 with b2, and b2 with w1's columns, make one group; w2 is free."""
+    """b1 meets b2, and b2 meets the columns of w1, so these three are a group. w2 is free."""
 
     def update(g, s, p):
         return {**g, "b1": g["b1"] + g["b2"], "b2": g["b2"] + jnp.flip(g["w1"])[0]}, s
@@ -181,7 +180,7 @@ def test_a_group_is_the_union_of_all_that_meet():
 
 
 def test_leaves_of_one_shape_added_together_are_not_rows():
-    """Element by element, but of two leaves: their rows need not be on one server."""
+    """The elementwise sum combines two leaves, whose rows may be on different servers."""
     analysis = of_update(lambda g, s, p: ({**g, "w1": g["w1"] + g["w2"]}, s))
     assert grouped(analysis) == {("params/w1", "params/w2")}
     assert analysis.groups["params/w1"].reason.startswith("add mixes leaves of f32[5,5]")
@@ -216,7 +215,7 @@ def test_a_scalar_leaf_that_scales_another_is_sent():
 
 
 def test_what_a_whole_leaf_is_reduced_to_is_sent():
-    """w1 is whole by its own doing; w2, which reads its norm, is not."""
+    """w1 itself must be complete. w2 reads the norm of w1, and is sliced."""
 
     def update(g, s, p):
         return {**g, "w1": jnp.flip(g["w1"]), "w2": g["w2"] * jnp.sum(g["w1"])}, s
@@ -300,9 +299,9 @@ def test_state_that_swaps_places_settles():
 
 R = RowAxis("params/k", 0)
 IOTA = np.arange(24.0, dtype=np.float32).reshape(4, 2, 3)
-# of `x`, the gradient of a leaf of shape (4, 2, 3): what a function makes of it, and its layout;
-# the operation where it is a reduction whose parts cross; or, as a string, how the reason for
-# keeping it whole begins
+# For `x`, the gradient of a leaf of shape (4, 2, 3): the layout of a function of `x`. If the
+# function is a reduction across servers, its operation. A string is the beginning of the reason why
+# the leaf is not sliced.
 RULES = {
     "sin": (jnp.sin, R),
     "where": (lambda x: jnp.where(x > 0, x, 1.0), R),
@@ -439,7 +438,7 @@ def test_rules(name):
 
 
 def test_rows_of_matrices_need_not_be_their_first_axis():
-    """The Gram matrix of what was turned around is one of rows again: summed over."""
+    """The Gram matrix of a transposed matrix has rows again, and is summed over servers."""
     params = {"w": jnp.ones((4, 3))}
     analysis = of_update(lambda g, s, p: ({"w": g["w"] @ (g["w"].T @ p["w"])}, s), params)
     assert analysis.groups == {}
@@ -535,7 +534,7 @@ def test_a_loop_is_divided_into_what_is_shared_and_what_has_rows():
     ids=str,
 )
 def test_argmax_over_rows_becomes_reductions_with_the_same_answer(fn, column):
-    """The first of equals; a NaN before all."""
+    """Return the first of equal entries. NaN precedes all numbers."""
     x = jnp.asarray(column)
     analysis = of_update(
         lambda g, s, p: (g, {"at": fn(g["b"])}),

@@ -1,4 +1,4 @@
-"""Rows that are dealt out by their numbers."""
+"""Rows that are divided into buckets by their row ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtrans.rows.writer import RowRange
 
 @st.composite
 def dealt(draw: st.DrawFn) -> list[RowBuckets]:
-    """The parts of a leaf: any number of rows, buckets and parts."""
+    """Draw the parts of a leaf: any number of rows, buckets and parts."""
     size = draw(st.integers(1, 60))
     count = draw(st.integers(1, size))
     parts = draw(st.integers(1, count))
@@ -34,7 +34,7 @@ def test_each_row_is_in_one_part_and_parts_keep_the_order(parts: list[RowBuckets
         assert np.all(np.diff(numbers) > 0)
         assert all(p.start <= n % p.count < p.stop for n in numbers)
         assert p.local(numbers).tolist() == list(range(p.rows))
-        # as ids are that are fewer than there is room for
+        # like ids that fill only a part of their array
         with_end = np.append(every, first.size).astype(np.int32)
         assert with_end[p.among(with_end)].tolist() == numbers.tolist()
         assert p.local(with_end[p.among(with_end)]).dtype == np.int32
@@ -42,7 +42,7 @@ def test_each_row_is_in_one_part_and_parts_keep_the_order(parts: list[RowBuckets
 
 @given(dealt(), st.integers(1, 3))
 def test_rows_of_a_value_are_those_of_the_leaf(parts: list[RowBuckets], width: int) -> None:
-    """Along an axis that has several entries for each row."""
+    """The axis has several entries for each row."""
     size = parts[0].size
     x = np.arange(2 * size * width).reshape(2, size, width)
     flat = x.reshape(2, size * width)
@@ -66,8 +66,10 @@ def test_a_run_answers_the_same_questions(start: int, count: int) -> None:
 
 
 def test_buckets_are_even_where_few_rows_are_looked_up_often() -> None:
-    """Words by frequency, as Zipf has it: of the rows that a step looks up, the first run has
-    most."""
+    """Row ids are words by frequency (Zipf's law).
+
+    Without buckets, the first range has most of the looked-up rows.
+    """
     size, count, servers = 1_000_000, 256, 4
     chance = np.cumsum(1 / np.arange(1, size + 1))
     rng = np.random.default_rng(0)

@@ -23,8 +23,10 @@ PATIENCE = 120.0  # seconds for what takes ten on an idle machine
 def test_trainer_0_is_called_once_with_the_values_of_one_device(
     strategy: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By debug.print, debug.callback, io_callback; the result of pure_callback enters the
-    update."""
+    """Use debug.print, debug.callback and io_callback.
+
+    The result of pure_callback enters the update.
+    """
     step, (params, opt_state) = jax.jit(script.step_of(strategy)), script.init(jax.random.key(0))
     for batch in script.batches():
         params, opt_state, _ = step(params, opt_state, *batch)
@@ -44,7 +46,7 @@ def test_trainer_0_is_called_once_with_the_values_of_one_device(
             np.testing.assert_allclose(x, params[n], rtol=1e-5, atol=1e-6)
         for x in found.pop(
             "pure_callback", pure
-        ):  # of whoever makes the update, as often as it likes
+        ):  # the roles that compute the update may call it any number of times
             assert min(np.abs(x - y).max() for y in pure) < 1e-5
         first = role.name == "trainer 0"
         assert found.keys() == (want.keys() if first else set()), role.name

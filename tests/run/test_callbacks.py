@@ -1,5 +1,5 @@
-"""Host callbacks of a step: a job calls each once, with the value of one device, or refuses it by
-its line."""
+"""Host callbacks of a step: a job calls each callback once, with the value of one device, or
+refuses it and names its line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def loss_of(params, x, y):
 
 
 def step_of(watch=lambda **values: None, loss=loss_of):
-    """A step that hands values of each kind to `watch`."""
+    """Return a step that passes values of each kind to `watch`."""
 
     def step(params, opt_state, x, y):
         value, grads = jax.value_and_grad(loss)(params, x, y)
@@ -66,7 +66,7 @@ def programs(step):
 
 
 def called(job, step):
-    """The values that a step of a job calls with, and those of one device, by name."""
+    """Return the values of the callbacks in a step of a job, and on one device, by name."""
     found = []
     for run in (
         lambda: jax.jit(step)(*init(None), X, Y),
@@ -80,7 +80,7 @@ def called(job, step):
 
 
 def check(plan, step, way):
-    """Both call as often, with the same numbers; callbacks are not in 64 bits."""
+    """Check that the job and one device make equal calls; callbacks do not use 64 bits."""
     one, several = called(getattr(plan, way)(), step)
     assert [name for name, _ in several] == [name for name, _ in one] != []
     for (_, a), (_, b) in zip(one, several, strict=True):
@@ -142,7 +142,8 @@ def test_trainers_of_servers_call_once_what_trainers_have(what):
 
 
 def strategies(step):
-    """Strategies of which no role has gradients, or the optimizer's values, of the whole step."""
+    """Yield strategies in which no role has the gradients, or the optimizer's values, of the full
+    step."""
     main, startup = programs(step)
     return {
         "sharding": lambda: dtrans.sharding(main, startup, degree=2, stage=1),
@@ -161,7 +162,10 @@ def test_others_refuse_what_reads_gradients_by_its_line(what):
 
 
 def test_the_remedies_work():
-    """A result in sharding and pipelines, and the new state between steps of servers."""
+    """Return a value as a result in sharding and pipelines.
+
+    With servers, use the new state between steps.
+    """
 
     def step(params, opt_state, x, y):
         *state, value = step_of()(params, opt_state, x, y)
@@ -269,7 +273,7 @@ def test_a_print_says_what_one_device_prints(capfd):
 
 @pytest.mark.parametrize("of", ["rows", "gradients"])
 def test_a_pure_callback_is_a_function_like_others(of):
-    """Its result feeds the loss, or the update: the state is that of one device."""
+    """The result of the function enters the loss or the update. The state equals one device."""
     doubled = lambda v: jax.pure_callback(
         lambda a: 2 * np.asarray(a), jax.ShapeDtypeStruct(v.shape, v.dtype), v
     )

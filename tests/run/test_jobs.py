@@ -1,8 +1,10 @@
-"""The surface that all plans and jobs have, each in each way of running in this process."""
+"""The methods of all plans and jobs, each in every way of running in this process."""
 
 from __future__ import annotations
 
 import dataclasses
+import pickle
+import re
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -17,7 +19,7 @@ from jax.sharding import Mesh
 from role_threads import HANG, RoleThreads, free_endpoints
 
 import dtrans
-from dtrans.costs import Costs
+from dtrans.costs import Costs, link_rate
 from dtrans.errors import ConfigError, StateError
 from dtrans.job import Job
 from dtrans.plan import Plan
@@ -82,7 +84,7 @@ def test_a_job_trains_as_one_device_and_says_what_it_is(plan: Plan, way: str) ->
             *want, expected = STEP(*want, X, Y)
         tree_close((job.params(state), job.opt_state(state), value), (*want, expected), 1e-6)
         assert "tanh" in job.lower(state, X, Y).as_text()
-        job.step(state, X, Y)  # to lower a step is not to take it
+        job.step(state, X, Y)  # lowering a step does not run it
         assert repr(plan) in repr(job) and "closed" not in repr(job)
     assert "closed" in repr(job)
     for call in (lambda: job.step(state, X, Y), lambda: job.init(KEY)):
@@ -143,7 +145,8 @@ def test_plans_hold_no_closures(name: str) -> None:
 
 
 def test_what_is_sent_is_received() -> None:
-    """Between two stages, and between trainers and servers, all that one gives another takes."""
+    """Between two stages, and between trainers and servers, each role receives all that another
+    role sends."""
     for name in ("pserver", "pipeline"):
         costs = planned(name).costs()
         assert sum(c.count * c.sent for c in costs) == sum(c.count * c.received for c in costs) > 0
@@ -157,6 +160,60 @@ def test_a_trainer_of_geo_sgd_stores_the_optimizer_state() -> None:
     assert trainer.state_bytes == 3 * 2 * 4 + 4  # the parameter, its two moments, and the count
 
 
+@pytest.mark.parametrize(
+    "link, rate",
+    [("1gbit", 125e6), ("1.5 Gbit/s", 187.5e6), ("200mbit", 25e6), ("64kbit", 8e3), (3, 3.0)],
+)
+def test_a_rate_is_bytes_or_text(link: Any, rate: float) -> None:
+    assert link_rate(link) == rate
+
+
+@pytest.mark.parametrize("link", ["1gbyte", "0gbit", "fast", 0, -1.0, float("inf"), True, None])
+def test_what_is_no_rate_is_refused(link: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f'such as "1gbit"; it is {link!r}')):
+        link_rate(link)
+
+
+@pytest.mark.parametrize(
+    "trainers, pservers, share", [(1, 1, 1.0), (2, 1, 2.0), (2, 2, 1.0), (4, 2, 2.0), (1, 2, 1.0)]
+)
+def test_the_bound_of_a_step_is_that_of_the_busiest_link(
+    trainers: int, pservers: int, share: float
+) -> None:
+    """The bound is M/B, or n M / (k B) with fewer servers than trainers.
+
+    All blocks have one size here.
+    """
+    step = dtrans.make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), tx := optax.adam(0.1))
+    init = lambda: (w := jnp.ones(40), tx.init(w))
+    main, startup = dtrans.trace(step, *init(), jnp.ones((4, 40))), dtrans.trace(init)
+    servers = ",".join(f"127.0.0.1:{i + 1}" for i in range(pservers))
+    placement = dtrans.BlockPlacement(min_block_size=1)
+    plan = dtrans.pserver(main, startup, pservers=servers, trainers=trainers, placement=placement)
+    costs = plan.costs(link=16.0)
+    assert costs.link_bytes == share * 40 * 4 and costs.link_seconds == share * 10
+    assert costs == plan.costs() and plan.costs().link_seconds is None
+    assert f"{share * 160:,.0f} bytes per step in one direction" in str(costs)
+    assert f"{share * 10:g} s at 16 bytes/s" in costs._repr_html_()
+    assert pickle.loads(pickle.dumps(costs)).link_seconds == costs.link_seconds
+
+
+def test_the_bound_of_geo_sgd_is_for_one_step() -> None:
+    main, startup = dtrans.trace(STEP, *init(KEY), X, Y), dtrans.trace(init, KEY)
+    plan = dtrans.pserver(main, startup, trainers=2, mode=dtrans.Geo(push_every=5))
+    _, server = plan.costs()
+    assert plan.costs(link="8bit").link_seconds == server.sent / 5
+
+
+@pytest.mark.parametrize("name", ["nccl2", "sharding", "pipeline"])
+def test_collectives_have_no_bound(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^link='1gbit' is only for plans of dtrans.pserver, whose"
+    ):
+        planned(name).costs(link="1gbit")
+    assert planned(name).costs().link_bytes is None
+
+
 def test_costs_are_those_counted_by_hand() -> None:
     w1, w2 = 4 * 6 * 4, 6 * 2 * 4
     trainer, *servers = planned("pserver").costs()
@@ -166,7 +223,7 @@ def test_costs_are_those_counted_by_hand() -> None:
         w1 + w2,
         1,
     )
-    # of each parameter its two moments, and a count on each server
+    # each parameter has two moments, and each server has a count
     assert sum(s.state_bytes for s in servers) == 3 * (w1 + w2) + 2 * 4
     (rank,) = planned("nccl2").costs()
     assert (rank.state_bytes, rank.sent) == (
@@ -236,7 +293,7 @@ def test_a_job_goes_on_from_a_checkpoint(name: str, tmp_path: Any) -> None:
 
 def test_what_runs_no_plan_says_so() -> None:
     class Nothing(Plan):
-        main = programs = costs = notes = rows = _title = _header = None
+        main = programs = _role_costs = transfers = notes = rows = _title = _header = None
 
     with pytest.raises(ConfigError, match="^a Nothing cannot run in the way 'mesh'$"):
         Nothing().on_mesh()
@@ -271,7 +328,7 @@ def test_a_role_runs_its_own_part_and_says_what_it_cannot(monkeypatch: pytest.Mo
 
 
 def test_roles_save_their_own_parts_and_go_on_from_them(tmp_path: Any) -> None:
-    """Two trainers and two servers by `on_cluster`'s jobs, each in a thread."""
+    """Run two trainers and two servers by `on_cluster`, each in a thread."""
 
     def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
         trained = {n: params[n] for n in ("w1", "w2")}

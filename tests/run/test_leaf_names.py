@@ -1,5 +1,4 @@
-"""Names are for people: whatever a user calls a leaf, each strategy trains it, or refuses it by its
-name."""
+"""Names of leaves: each strategy trains leaves with any name, or refuses them by name."""
 
 from __future__ import annotations
 
@@ -70,7 +69,7 @@ def job_of(plan: Any) -> Any:
 def steps(
     loss: Callable[..., Any], params: Params, strategy: Strategy, tx: Any
 ) -> tuple[Any, Any, Any, Any]:
-    """Two steps of a strategy, and of one device: losses and parameters of both."""
+    """Return losses and parameters of two steps, of a strategy and of one device."""
     x = jax.random.normal(jax.random.key(1), (ROWS, 4))
     step = dtrans.make_train_step(loss, tx)
     init = lambda: (params, tx.init(params))
@@ -105,7 +104,8 @@ def same(found: tuple[Any, Any, Any, Any]) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_any_names_train(strategy: str) -> None:
-    names = [n for n in NAMES if n not in ("w@GRAD.block0", ".block0")]  # blocks of others
+    # names of blocks of other leaves
+    names = [n for n in NAMES if n not in ("w@GRAD.block0", ".block0")]
     same(steps(in_turn, small(*names), STRATEGIES[strategy], optax.adam(1e-2)))
 
 
@@ -113,7 +113,8 @@ def test_any_names_train(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", NAMES)
 def test_any_name_trains_or_is_refused(name: str, strategy: str) -> None:
-    """Beside `w`, whose blocks and gradients have such names."""
+    """Train a leaf with this name beside the leaf `w`, whose blocks and gradients have similar
+    names."""
     try:
         found = steps(in_turn, small("w", name), STRATEGIES[strategy], optax.adam(1e-2))
     except ConfigError as e:

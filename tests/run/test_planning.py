@@ -1,4 +1,4 @@
-"""Plans are made before a process connects to others: planning starts no devices."""
+"""Planning happens before a process connects to others, so it must start no devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refusals speak of the roles that a strategy has, and of the method and the options that the user
+"""Errors mention only roles that the strategy has, and only methods and options that the user
 wrote."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STEP = dtrans.make_train_step(loss_of, TX)
 
 
 def with_value(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
-    """A step whose optimizer is told the loss."""
+    """Return a step that passes the loss to its optimizer."""
     plateau = optax.contrib.reduce_on_plateau()
     value, grads = dtrans.value_and_grad(loss_of)(params, x, y)
     updates, opt_state = plateau.update(grads, opt_state, params, value=value)
@@ -46,7 +46,7 @@ def plateau_init(key: Any) -> Any:
 
 
 def perturbed(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
-    """A step that takes its gradient at parameters which their gradient has moved."""
+    """Return a step that takes its gradient at parameters which another gradient has changed."""
     first = jax.grad(loss_of)(params, x, y)
     value, grads = jax.value_and_grad(loss_of)({"w": params["w"] + 0.1 * first["w"]}, x, y)
     updates, opt_state = TX.update(grads, opt_state, params)
@@ -54,7 +54,7 @@ def perturbed(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
 
 
 def printed(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
-    """A step that prints its gradient."""
+    """Return a step that prints its gradient."""
     value, grads = dtrans.value_and_grad(loss_of)(params, x, y)
     jax.debug.print("{}", grads["w"])
     updates, opt_state = TX.update(grads, opt_state, params)
@@ -75,13 +75,13 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     "sharding": lambda *two, **o: dtrans.sharding(*two, degree=5, stage=2, **o),
     "pipeline": lambda *two, **o: dtrans.pipeline(*two, num_stages=1, num_micro_batch=4, **o),
 }
-# words that a strategy's user has not met: roles that it does not have
+# words for roles that a strategy does not have
 FOREIGN = {
     "nccl2": r"\b(p?servers?|ranks?|degree|stages?|micro-batch(es)?)\b",
     "sharding": r"\b(p?servers?|trainers?|stages?|micro-batch(es)?)\b",
     "pipeline": r"\b(p?servers?|ranks?|degree|trainers?)\b",
 }
-REMEDIES = r"dtrans\.\w+|job\.\w+|stage \d"  # other strategies may be named as a way out
+REMEDIES = r"dtrans\.\w+|job\.\w+|stage \d"  # an error may recommend other strategies
 
 
 def traced(step: Any, make: Any = init, *batch: Any) -> Any:
@@ -90,7 +90,7 @@ def traced(step: Any, make: Any = init, *batch: Any) -> Any:
 
 
 def attempts(plan: Callable[..., Any]) -> Iterator[Callable[[], Any]]:
-    """What users do wrong, or what some strategies do not take."""
+    """Yield calls with errors of users, and calls that some strategies refuse."""
     yield lambda: plan(*traced(STEP)[:1], dtrans.trace(lambda key: init(key)[0], jax.random.key(0)))
     yield lambda: plan(
         *traced(STEP)[:1], dtrans.trace(lambda key: (*init(key), 0.0), jax.random.key(0))

@@ -1,8 +1,7 @@
-"""Arrays that lie on a user's mesh, and a mesh that `jax.set_mesh` has set: jobs make one device's
-numbers.
+"""Arrays on a user's mesh, and a mesh from `jax.set_mesh`: jobs compute the results of one device.
 
-A step is traced with such arrays, closes over one, or is given them; a state is made of them, and
-goes on from them.
+A step is traced with such arrays, closes over one, or gets them as arguments. A state is built from
+them, or they are the state of the next step.
 """
 
 from __future__ import annotations
@@ -52,7 +51,8 @@ WAYS = [
 
 
 def mesh(kind: str) -> Mesh:
-    """Two devices that a job has too, on Auto or Explicit axes; or four that it does not have."""
+    """Return a mesh: two devices that the job also uses, with Auto or Explicit axes; or four other
+    devices."""
     if kind == "elsewhere":
         return Mesh(np.array(jax.devices()[4:]), ("d",))
     types = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -60,7 +60,8 @@ def mesh(kind: str) -> Mesh:
 
 
 def placed(kind: str, tree: Any) -> Any:
-    """Arrays with their rows on a mesh, where these can be cut; or on another device."""
+    """Return arrays whose rows are sharded over a mesh, if possible; or arrays on another
+    device."""
     if kind == "one device":
         return jax.device_put(tree, jax.devices()[3])
     on = mesh(kind)
@@ -83,7 +84,10 @@ def step_with(shift: Any) -> Callable[..., Any]:
 
 
 def trained(plan: str, way: str, kind: str = "", what: str = "") -> Any:
-    """What two steps make. `what` is on a mesh of this kind, or `all` is."""
+    """Return the results of two steps.
+
+    The argument `what` is on a mesh of this kind, or everything if it is `all`.
+    """
     at: Callable[[str, Any], Any] = lambda name, tree: (
         placed(kind, tree) if what in (name, "all") else tree
     )
@@ -148,8 +152,8 @@ def test_a_mesh_that_is_set_stays_out_of_jobs(plan: str, way: str, kind: str) ->
 @pytest.mark.parametrize("plan", ["nccl2", "pipeline"])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_a_step_that_says_where_its_values_should_be(plan: str, kind: str) -> None:
-    """Constraints, shardings of `jit` and `device_put` are left out: the plan says where values
-    are."""
+    """Constraints, shardings of `jit` and `device_put` are dropped, because the plan places
+    values."""
     on = mesh(kind)
     plain = step_with(SHIFT)
     rows = NamedSharding(on, P("d"))
@@ -176,6 +180,6 @@ def test_a_step_that_says_where_its_values_should_be(plan: str, kind: str) -> No
         assert named.isdisjoint(("reshard", "sharding_constraint", "device_put"))
         job = PLANS[plan](main, startup).on_mesh()
         state, first = job.step(job.init(KEY), X, Y, KEY)
-        # traced again, where no mesh is set
+        # traced again without a mesh
         job.step(state, np.tile(X, (2, 1)), np.tile(Y, 2), KEY)
     np.testing.assert_allclose(first, alone()[1], rtol=1e-10)

@@ -1,17 +1,16 @@
-"""Updates that nobody wrote, on servers and on whole arrays: random programs of elementwise
-equations, reductions, changes of shape, matrix products, branches and loops over several leaves,
-with state of several layouts.
+"""Random updates, on servers and on full arrays: elementwise equations, reductions, shape changes,
+products, branches and loops over several leaves.
 
-All values are multiples of 1/8 between -4 and 4, and what an operation makes is rounded to such a
-number again. So sums are exact in whatever order they are taken: servers that reduce block by block
-must give the very numbers that whole arrays give, and comparisons, signs and `argmax` (with ties)
-can be among the operations. An operand is chosen by number, modulo how many there are: any list of
-instructions is a program, and a failure shrinks to a short one.
+All values are multiples of 1/8 between -4 and 4, and the result of each operation is rounded to
+such a number. So sums are exact in any order. Servers that reduce block by block must compute the
+same numbers as full arrays. Operations include comparisons, signs and `argmax` (with ties). An
+operand is a number modulo the number of values. So any list of instructions is a program, and a
+failure shrinks to a short list.
 
-Each example is carried out for two steps by hand (`helpers.serve`). Its structure is looked at too:
-no array of the full shape of a sliced leaf where one can be avoided, nothing read before it is
-made, and no leaf whole that none of the instructions binds. `DTRANS_EXAMPLES=2000` runs as many
-examples as it says (`make fuzz`).
+Each example runs two steps by hand (`helpers.serve`). The test also checks its structure. No array
+has the full shape of a sliced leaf if this can be avoided. No value is read before it is computed.
+Every leaf that no instruction binds is sliced. `DTRANS_EXAMPLES=2000` sets the number of examples
+(`make fuzz`).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from jax import lax
 from dtrans.ir.inline import inline_calls
 
 
-# sizes such that what is made of a block's rows has the whole leaf's shape by no coincidence
+# with these sizes, a value from a block's rows never has the leaf's full shape by coincidence
 SHAPES = {
     "a": (14, 3),
     "bias": (5,),
@@ -58,20 +57,20 @@ F = jnp.float64
 
 
 def q(x: jax.Array) -> jax.Array:
-    """The nearest multiple of 1/8 between -4 and 4."""
+    """Return the nearest multiple of 1/8 between -4 and 4."""
     return lax.round(lax.clamp(-4.0, x.astype(F), 4.0) * 8.0) / 8.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """A value of one leaf.
+    """Value of one leaf.
 
     Attributes:
       x: the array.
-      view: how it was made out of the leaf's shape; values of one view can be added.
-      back: makes the leaf's shape of it again.
-      rows: the axis of the rows; None once they are reduced.
-      runs: whether several entries along it are of one row.
+      view: derivation of the shape from the leaf's shape; values with equal views can be added.
+      back: converts the array to the leaf's shape.
+      rows: the axis of the rows; None after a reduction over rows.
+      runs: True if several entries along this axis belong to one row.
     """
 
     x: jax.Array
@@ -81,31 +80,31 @@ class Value:
     runs: bool = False
 
     def new(self, x: jax.Array) -> Value:
-        """Another array of the same view."""
+        """Return another array with the same view."""
         assert x.shape == self.x.shape, (x.shape, self.x.shape)
         return dataclasses.replace(self, x=x)
 
     def viewed(
         self, how: str, to: Any, back: Any, rows: int | None, runs: bool | None = None
     ) -> Value:
-        """Another view."""
+        """Return a value with another view."""
         runs = self.runs if runs is None else runs
         return Value(to(self.x), f"{self.view} {how}", lambda z: self.back(back(z)), rows, runs)
 
 
 def unit(x: jax.Array, name: str) -> Value:
-    """A value of the leaf's own shape."""
+    """Return a value with the leaf's shape."""
     return Value(x, "", lambda z: z, 0 if x.ndim else None)
 
 
 class Writer:
-    """Carries instructions out on arrays (or tracers).
+    """Runs instructions on arrays or tracers.
 
     Attributes:
-      values: of each leaf.
-      scalars: that any leaf may read.
-      vectors: of length 3, shared.
-      bound: the leaves that something was done to that servers cannot do in slices.
+      values: the values of each leaf.
+      scalars: numbers that every leaf may read.
+      vectors: shared vectors of length 3.
+      bound: the leaves with an operation that servers cannot run on slices.
     """
 
     def __init__(self, values: dict[str, list[Value]], count: jax.Array, key: jax.Array) -> None:
@@ -127,7 +126,7 @@ class Writer:
             pool.append(made)
 
     def other(self, v: Value, j: int) -> Value:
-        """A value of the same view."""
+        """Return another value of the same view."""
         same = [w for w in self.values[self.leaf] if w.view == v.view and w.x.shape == v.x.shape]
         return same[j % len(same)]
 
@@ -138,7 +137,7 @@ class Writer:
         self.bound.update(leaves or [self.leaf])
 
     def full(self, leaf: str) -> jax.Array:
-        """The last value of a leaf, in its shape."""
+        """Return the last value of a leaf, in the leaf's shape."""
         v = self.values[leaf][-1]
         return v.back(v.x)
 
@@ -200,7 +199,8 @@ def with_vector(w: Writer, v: Value, j: int) -> Value | None:
 
 @op
 def with_shared_array(w: Writer, v: Value, j: int) -> Value | None:
-    """A table, a counter of entries, something broadcast: arrays that no row enters."""
+    """Combine a value with a table, a count of entries, or a broadcast: arrays that depend on no
+    row."""
     shape = v.x.shape
     if not shape:
         return None
@@ -254,7 +254,7 @@ ARG = [jnp.argmax, jnp.argmin]
 
 
 def some_axes(v: Value, j: int) -> tuple[int, ...]:
-    """Rows, all but rows, everything, or one."""
+    """Return the axis of rows, all other axes, all axes, or one axis."""
     n = v.x.ndim
     rest = tuple(d for d in range(n) if d != v.rows)
     return [() if v.rows is None else (v.rows,), rest, tuple(range(n)), (j // 4 % n,) if n else ()][
@@ -298,7 +298,7 @@ def arg_reduce(w: Writer, v: Value, j: int) -> Value | None:
 
 @op
 def publish(w: Writer, v: Value, j: int) -> None:
-    """What one leaf is reduced to, for all the others."""
+    """Reduce a leaf to a number that all other leaves may read."""
     w.scalars.append(REDUCE[j % len(REDUCE)](v.x, axis=tuple(range(v.x.ndim))) if v.x.ndim else v.x)
 
 
@@ -318,7 +318,7 @@ def global_norm(w: Writer, v: Value, j: int) -> None:
 
 @op
 def normalised(w: Writer, v: Value, j: int) -> Value:
-    """Two levels at least: scaled to a norm, and reduced again."""
+    """Normalize a value, and subtract its maximum: at least two levels of reductions."""
     x = q(v.x / (1 + jnp.sum(v.x * v.x)))
     return v.new(q(x - jnp.max(x)))
 
@@ -334,7 +334,7 @@ def transposed(w: Writer, v: Value, j: int) -> Value:
 
 @op
 def ravelled(w: Writer, v: Value, j: int) -> Value | None:
-    """All axes from one on become one."""
+    """Merge all axes from one axis on."""
     n, shape = v.x.ndim, v.x.shape
     if n < 2:
         return None
@@ -366,7 +366,7 @@ def expanded(w: Writer, v: Value, j: int) -> Value | None:
 
 @op
 def repeated(w: Writer, v: Value, j: int) -> Value | None:
-    """Broadcast along a new axis; back by its first entry."""
+    """Broadcast along a new axis. The way back takes the first entry."""
     if v.x.ndim > 3:
         return None
     axis = j % (v.x.ndim + 1)
@@ -388,7 +388,7 @@ def there_and_back(w: Writer, v: Value, j: int) -> Value:
 
 @op
 def beside(w: Writer, v: Value, j: int) -> Value | None:
-    """Concatenated or stacked with another, along any axis, and reduced along it."""
+    """Concatenate or stack with another value along any axis, and reduce along this axis."""
     if not v.x.ndim:
         return None
     axis = j % v.x.ndim
@@ -405,7 +405,7 @@ def beside(w: Writer, v: Value, j: int) -> Value | None:
 
 @op
 def padded(w: Writer, v: Value, j: int) -> Value | None:
-    """Moved along an axis."""
+    """Shift along an axis, with padding."""
     if not v.x.ndim:
         return None
     axis = j % v.x.ndim
@@ -421,7 +421,7 @@ def padded(w: Writer, v: Value, j: int) -> Value | None:
 
 @op
 def columns_replaced(w: Writer, v: Value, j: int) -> Value | None:
-    """`dynamic_slice` and `dynamic_update_slice` at a shared index."""
+    """Apply `dynamic_slice` and `dynamic_update_slice` at a shared index."""
     if not v.x.ndim:
         return None
     axis = j % v.x.ndim
@@ -433,7 +433,7 @@ def columns_replaced(w: Writer, v: Value, j: int) -> Value | None:
 
 @op
 def along(w: Writer, v: Value, j: int) -> Value | None:
-    """Along one axis: the others are left alone."""
+    """Apply an operation along one axis."""
     if not v.x.ndim:
         return None
     axis = j % v.x.ndim
@@ -458,7 +458,7 @@ def along(w: Writer, v: Value, j: int) -> Value | None:
         lambda x: jnp.take_along_axis(x, jnp.argsort(-x, axis), axis),
     ]
     if k == 7 and (v.rows is not None and v.x.ndim > 1):
-        w.binds()  # a reshape that may move the rows: sliced or not, as it happens
+        w.binds()  # a reshape that may move rows, so the leaf may be sliced or not
     if k == 9:
         w.binds()  # gather
     return v.new(fns[k](v.x))
@@ -468,7 +468,7 @@ def along(w: Writer, v: Value, j: int) -> Value | None:
 
 
 def as_matrix(w: Writer, v: Value) -> jax.Array | None:
-    """Rows first, in two dimensions."""
+    """Return a matrix with rows on the first dimension."""
     return None if v.rows != 0 or v.runs else v.x.reshape(v.x.shape[0], -1)
 
 
@@ -489,7 +489,7 @@ def dot(w: Writer, v: Value, j: int) -> Value | None:
         return v.new(q(x @ q(y.T @ x)).reshape(v.x.shape))
     if k == 3:
         return v.new(q(x + (x @ jnp.arange(x.shape[1], dtype=F))[:, None]).reshape(v.x.shape))
-    if k == 4:  # a column of rows times rows: contracted
+    if k == 4:  # contraction of a column of rows with rows
         return v.new(q(x + q(y[:, 0] @ x)).reshape(v.x.shape))
     if k == 5:  # shared numbers, one for each row
         return v.new(q(x + jnp.arange(x.shape[0], dtype=F) @ y).reshape(v.x.shape))
@@ -554,7 +554,7 @@ INSIDE = [
 
 @op
 def branch(w: Writer, v: Value, j: int) -> Value:
-    """A branch of one leaf, on a shared count or on what was reduced."""
+    """Add a branch of one leaf. The predicate depends on a shared count, or on a reduction."""
     s, other = w.scalar(j // 7), w.other(v, j // 3).x
     f, g, h = (INSIDE[j // d % len(INSIDE)] for d in (2, 11, 5))
     if j % 2:
@@ -568,7 +568,7 @@ def branch(w: Writer, v: Value, j: int) -> Value:
 
 @op
 def branch_of_all(w: Writer, v: Value, j: int) -> None:
-    """A branch of the whole tree, with a number of its own."""
+    """Add a branch whose operand is the full tree. The branch also returns a number."""
     tree = {n: w.full(n) for n in w.values}
     f, g = (INSIDE[j // d % len(INSIDE)] for d in (4, 13))
 
@@ -621,7 +621,7 @@ def loop(w: Writer, v: Value, j: int) -> Value:
 
 @op
 def scanned(w: Writer, v: Value, j: int) -> Value | None:
-    """A scan over an axis, with a carry."""
+    """Add a scan over an axis, with a carry."""
     if v.x.ndim < 1:
         return None
     axis = j % v.x.ndim
@@ -652,7 +652,7 @@ def loop_of_all(w: Writer, v: Value, j: int) -> None:
 
 @op
 def first_entry(w: Writer, v: Value, j: int) -> None:
-    """One entry, for the others."""
+    """Publish one entry for the other leaves."""
     if v.x.ndim and v.rows is not None:
         w.binds()
     w.scalars.append(v.x[(0,) * v.x.ndim])
@@ -660,7 +660,7 @@ def first_entry(w: Writer, v: Value, j: int) -> None:
 
 @op
 def mixed(w: Writer, v: Value, j: int) -> Value | None:
-    """Entry by entry with another leaf."""
+    """Combine with another leaf, entry by entry."""
     other = list(w.values)[j % len(w.values)]
     x = w.full(other)
     if j % 3 or other == w.leaf or x.size != v.x.size:
@@ -669,7 +669,7 @@ def mixed(w: Writer, v: Value, j: int) -> Value | None:
     return v.new(q(v.x + x.reshape(v.x.shape)))
 
 
-# what keeps rows is drawn more often than what mixes them, or every leaf would be whole
+# operations that keep rows are drawn more often; otherwise no leaf would be sliced
 RARE = [
     "first_entry",
     "mixed",
@@ -701,7 +701,7 @@ PROGRAMS = st.fixed_dictionaries(
 
 
 def initial(kind: str, x: jax.Array, name: str) -> Any:
-    """State of one kind for one leaf."""
+    """Return the state of one kind for one leaf."""
     x = x.astype(F)
     if kind == "transposed":
         return jnp.transpose(x) * 0.5
@@ -719,7 +719,7 @@ def initial(kind: str, x: jax.Array, name: str) -> Any:
 
 
 class Update:
-    """A program as an optimizer."""
+    """Random program in the form of an optimizer."""
 
     def __init__(self, program: dict[str, Any]) -> None:
         self.program = program
@@ -798,7 +798,7 @@ def eighths(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> jax
 
 
 def check(program: dict[str, Any]) -> None:
-    """Numbers and structure of one program."""
+    """Check the numbers and the structure of one program."""
     rng = np.random.default_rng(0)
     params = {n: eighths(rng, SHAPES[n], DTYPES.get(n, F)) for n in sorted(program["leaves"])}
     written = Update(program)
@@ -838,14 +838,14 @@ def check(program: dict[str, Any]) -> None:
     no_full_shapes(plan)
     for leaf, reason in plan.placement.unsliced.items():
         if plan.placement.blocks[leaf][0].rows == 1:
-            continue  # there is nothing to bind
+            continue  # no two leaves that could be bound
         assert leaf.removeprefix("params/") in written.bound, f"{leaf} is whole: {reason}"
 
 
 EXAMPLES = os.environ.get("DTRANS_EXAMPLES")
 
 
-# leaves that a loop binds together, and one of them by itself once both are known to be whole
+# leaves that a loop combines, and one of them alone after both are known to be unsliced
 TIED = {
     "leaves": ["a", "bias"],
     "kinds": ["moment", "fixed", "transposed"],

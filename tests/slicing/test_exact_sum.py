@@ -1,4 +1,4 @@
-"""Sums that are the same whatever is added first."""
+"""Sums whose result does not depend on the order of the terms."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Initial values in blocks: the equations of an init, written for some rows only, make the very
-numbers that the whole makes there, and nothing of the whole's size where the initialiser allows."""
+"""Initial values in blocks.
+
+An init that is rewritten for some rows computes the same bits as the full init. If the initializer
+allows it, no array has the full size.
+"""
 
 from __future__ import annotations
 
@@ -29,27 +32,27 @@ from dtrans.slicing.partial_init import makes_rows, write_parts, write_rows
 
 
 KEY = jax.random.key(7)
-SHAPE = (13, 6)  # not a size of anything else here
+SHAPE = (13, 6)  # no other size in this file is equal
 BLOCKS = [(0, 5), (5, 6), (6, 12), (12, 13)]  # uneven, and of one row
 
 
 @dataclasses.dataclass
 class Blocks:
-    """An init, whole and in blocks."""
+    """An init: the full arrays, and its blocks."""
 
     whole: list[np.ndarray]
     blocks: list[np.ndarray]
     jaxpr: Any
 
     def equal(self) -> None:
-        """Every block is the rows of the whole, bit for bit."""
+        """Check that every block has the rows of the full array, bit for bit."""
         for got, want in zip(self.blocks, self.whole, strict=True):
             assert got.shape == want.shape
             assert got.dtype == want.dtype
             assert got.tobytes() == want.tobytes()
 
     def nothing_of(self, *shapes: tuple[int, ...]) -> None:
-        """No equation makes anything of these shapes."""
+        """Check that no equation creates an array with one of these shapes."""
         assert not [
             e for e in self.jaxpr.jaxpr.eqns if any(v.aval.shape in shapes for v in e.outvars)
         ]
@@ -57,7 +60,7 @@ class Blocks:
 
 
 def written(fn: Callable[..., Any], args: Sequence[Any], *parts: Slice | None) -> Any:
-    """The jaxpr of parts of the only output of a function."""
+    """Return the jaxpr of parts of a function's only output."""
     jaxpr = inline_calls(jax.make_jaxpr(fn)(*args))
     b = Builder(jaxpr)
     b.invars += jaxpr.jaxpr.invars
@@ -110,7 +113,7 @@ INITIALIZERS = {
 @pytest.mark.parametrize("name", INITIALIZERS)
 def test_a_block_of_an_initialiser_is_the_rows_of_the_whole(name, dtype):
     with jax.enable_x64(dtype == jnp.float64):
-        # as a server does
+        # compare with jit, as servers do
         found = in_blocks(lambda key: INITIALIZERS[name](key, SHAPE, dtype), jit=jax.jit)
     found.equal()
     found.nothing_of(SHAPE)
@@ -165,7 +168,7 @@ def test_what_is_not_understood_is_made_whole_and_cut(name):
     }[name]
     found = in_blocks(fn)
     for got, want in zip(found.blocks, found.whole, strict=True):
-        # a loop, compiled with a slice behind it, may round otherwise
+        # a compiled loop with a slice after it may round differently
         assert np.allclose(got, want, rtol=1e-5)
     assert any(v.aval.shape in (SHAPE, (78,)) for e in found.jaxpr.jaxpr.eqns for v in e.outvars)
 
@@ -196,12 +199,12 @@ def test_bits_of_a_block(bit_width, shape, axis):
         ((2**31, 5), 0, 2**31 - 3),
         ((2**20, 3, 2**12), 0, 2**19 + 7),
         ((6, 2**31 - 1, 3), 1, 2**30),
-        ((2**20, 2**12, 7), 0, 149795),  # the low words overflow within the block
+        ((2**20, 2**12, 7), 0, 149795),  # the lower words overflow within the block
         ((2**40, 3), 0, 2**39 + 1),
     ],
 )
 def test_counters_beyond_32_bits(shape, axis, start):
-    """Against 64-bit integers: no array of such a size is made."""
+    """Compare with 64-bit integers, because no array of such a size can be created."""
     stop = start + 2
     high, low = jax.jit(lambda: counters(shape, axis, start, stop))()
     want = np.zeros((), np.uint64)
@@ -227,7 +230,7 @@ def test_bits_are_counted_in_the_default_mode_only():
 
 
 def test_a_mode_that_is_changed_after_tracing():
-    """A block goes by the mode of the init, as the whole does."""
+    """A block uses the mode of the init, as the full array does."""
     draw = lambda key: jax.random.normal(key, SHAPE)
     plain = quick(draw)(KEY)
     jaxpr = inline_calls(jax.make_jaxpr(draw)(KEY))
@@ -334,8 +337,10 @@ def test_the_whole_is_the_program_itself():
 
 
 def test_parts_of_one_program_share_what_they_can():
-    """The key is split once; parts that are wanted twice are made once; of wholes there are
-    slices."""
+    """The key is split once.
+
+    A part that is requested twice is computed once. Parts of full arrays are slices.
+    """
 
     def fn(key):
         a, b = jax.random.split(key)
@@ -353,14 +358,14 @@ def test_parts_of_one_program_share_what_they_can():
     assert made[0] is made[2]
     kinds = [e.primitive.name for e in b.eqns]
     assert kinds.count("random_split") == 1
-    assert kinds.count("random_bits") == 3  # two blocks, and the orthogonal one whole
+    assert kinds.count("random_bits") == 3  # two blocks, and the orthogonal array in full
     assert kinds.count("qr") + kinds.count("householder_product") <= 2
     assert b.roles.count(DIST) == 2
     jax.extend.core.check_jaxpr(b.build(made).jaxpr)
 
 
 def test_thousands_of_equations_in_a_row():
-    """As in deep models, which split one key again and again."""
+    """Deep models split one key many times."""
 
     def fn(key):
         for _ in range(500):
@@ -453,7 +458,7 @@ INSTRUCTION = st.tuples(st.sampled_from([*UNARY, *BINARY]), st.integers(0, 7))
     [("normal", 5, 2)], [("pad", 0), ("twice", 1), ("every other", 2), ("flip", 3)], 0, (0.5, 0.5)
 )
 def test_any_init(sources, instructions, axis, where):
-    """Whole numbers, so that nothing depends on an order of sums."""
+    """All numbers are integers, so the result does not depend on the order of a sum."""
 
     def fn(key):
         keys = jax.random.split(key, len(sources))
@@ -480,7 +485,10 @@ def test_any_init(sources, instructions, axis, where):
 
 
 def rows_of(fn: Callable[..., Any], axes: Sequence[int], count: int) -> Any:
-    """The jaxpr of rows of the outputs of a function, of the key and of their numbers."""
+    """Return the jaxpr of some rows of a function's outputs.
+
+    Its inputs are the key and the row ids.
+    """
     jaxpr = inline_calls(jax.make_jaxpr(fn)(KEY))
     b = Builder(jaxpr)
     b.invars += jaxpr.jaxpr.invars
@@ -491,14 +499,13 @@ def rows_of(fn: Callable[..., Any], axes: Sequence[int], count: int) -> Any:
 
 
 def alone(fn: Callable[..., Any], *axes: int) -> list[bool]:
-    """Which outputs of a function have rows that are made without the rest."""
+    """Return, for each output of a function, True if its rows can be computed alone."""
     jaxpr = inline_calls(jax.make_jaxpr(fn)(KEY))
     return [makes_rows(jaxpr, v, axis) for v, axis in zip(jaxpr.jaxpr.outvars, axes, strict=True)]
 
 
 def looked_up(fn: Callable[..., Any], axes: Sequence[int], numbers: Sequence[int]) -> Any:
-    """Check rows of an init against those of the whole, bit for bit; the program that makes
-    them."""
+    """Compare rows of an init with the full array, bit for bit. Return the program of the rows."""
     made = rows_of(fn, axes, len(numbers))
     whole = jax.tree.leaves(jax.jit(fn)(KEY))
     found = run(made, [KEY, np.asarray(numbers, np.int32)], jax.jit)
@@ -510,7 +517,7 @@ def looked_up(fn: Callable[..., Any], axes: Sequence[int], numbers: Sequence[int
 
 
 def nothing_has(jaxpr: Any, rows: int) -> bool:
-    """Whether no value of a program has so many rows."""
+    """Return True if no value of a program has `rows` rows."""
     variables = (*jaxpr.jaxpr.constvars, *(v for e in jaxpr.jaxpr.eqns for v in e.outvars))
     return not any(rows in v.aval.shape for v in variables)
 
@@ -563,7 +570,7 @@ def test_rows_along_another_axis():
 
 
 def test_rows_of_a_table_and_of_the_state_beside_it():
-    """One program for all that is asked for at once: the bits are drawn once."""
+    """One program computes all requested outputs, and draws the bits once."""
 
     def fn(key):
         a, b = jax.random.split(key)
@@ -595,7 +602,7 @@ def test_rows_of_what_must_be_made_whole(name):
 
 
 def test_rows_are_numbered_beyond_32_bits():
-    """Against 64-bit integers: no array of such a size is made."""
+    """Compare with 64-bit integers, because no array of such a size can be created."""
     shape, numbers = (2**30, 3, 7), np.array([2**30 - 1, 5, 2**28 + 3], np.int32)
     high, low = counters(shape, 0, 0, 3, jnp.asarray(numbers))
     index = numbers.astype(np.uint64)[:, None, None]
@@ -626,7 +633,8 @@ def test_bits_from_a_place_that_is_computed(bit_width, axis):
 
 
 def model_init(key: jax.Array) -> dict[str, Any]:
-    """As flax and others do it: a key for each leaf, folded in or split off."""
+    """Return an init in the style of flax and others: each leaf has a key, folded in or split
+    off."""
     a, b = jax.random.split(key)
     return {
         "dense": {"kernel": init.lecun_normal()(a, (13, 6)), "bias": jnp.zeros(6)},

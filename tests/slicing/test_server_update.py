@@ -36,7 +36,7 @@ from dtrans.ops import all_reduce_p
 
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10)
 
-# name: (optimizer, whether it is elementwise, so that each leaf must be free)
+# name: (optimizer, True if it is elementwise, so that no leaf is bound to another)
 OPTIMIZERS = {
     "sgd": (optax.sgd(0.1), True),
     "momentum": (optax.sgd(0.1, momentum=0.9), True),
@@ -103,18 +103,19 @@ OPTIMIZERS = {
 }
 ELEMENTWISE = [n for n, (_, free) in OPTIMIZERS.items() if free]
 WITHOUT = {
-    "sm3": {"scalar"},  # optax.sm3 does not take 0-d leaves
-    # it makes float64 state of bfloat16 leaves, so that no state can stay as it is
+    "sm3": {"scalar"},  # optax.sm3 rejects 0-d leaves
+    # creates float64 state for bfloat16 leaves, so no state keeps its type
     "inject": {"half"},
     "noisy": {"half", "kernel", "few", "one_row", "scalar"},  # for speed
 }
 
 
 def leaves(dtype=jnp.float64, without=()):
-    """One row, fewer rows than servers, no rows, a conv kernel, an uneven last block, bf16,
-    frozen."""
+    """Return leaves of many kinds: one row, fewer rows than servers, no rows, a convolution kernel,
+    an uneven last block, bfloat16, frozen."""
     rng = np.random.default_rng(0)
-    # few distinct shapes, of blocks too: each costs a compilation for each primitive
+    # The leaves and their blocks have few distinct shapes, because each shape costs a compilation
+    # for each primitive.
     shapes = {
         "bias": (4,),
         "embedding": (7, 2),
@@ -130,14 +131,14 @@ def leaves(dtype=jnp.float64, without=()):
 
 
 def loss(params, x):
-    """The embedding is used twice (tied), and `frozen` not at all."""
+    """Return a loss that reads the embedding twice (tied weights), and never reads `frozen`."""
     used = {n: p for n, p in params.items() if n != "frozen"}
     total = sum(jnp.sum(p.astype(x.dtype) ** 2) for p in used.values())
     return jnp.mean(x) * (total + jnp.sum(params["embedding"] @ params["embedding"].T))
 
 
 def gradients(params, seed):
-    """Numbers to be gradients; those of `frozen` are zero."""
+    """Return numbers that tests use as gradients. Those of `frozen` are zero."""
     rng = np.random.default_rng(seed)
     return {
         n: jnp.asarray(rng.normal(size=p.shape) * (n != "frozen"), p.dtype)
@@ -150,8 +151,8 @@ def mean_of(trees):
 
 
 def check(tx, params, plan, trainers, steps=3, rtol=1e-12):
-    """Carry the plan out by hand and compare with whole arrays, state included."""
-    names = plan.main.in_names[:-1]  # all but x
+    """Run the plan by hand, and compare with full arrays, state included."""
+    names = plan.main.in_names[:-1]  # all arguments except x
     state = tx.init(params)
     held = quick(lambda p: start_servers(plan, p))(params)
     one_round = quick(
@@ -218,7 +219,8 @@ def test_three_servers_compute_what_whole_arrays_compute(case):
 
 
 class TwoOnTheFirst(dtrans.PSDispatcher):
-    """The first two blocks of a leaf together on the first server, the third on the next."""
+    """Dispatcher that assigns the first two blocks of a leaf to the first server, and the third to
+    the next."""
 
     def dispatch(self, varlist):
         return [self.eps[b.index // 2] for b in varlist]
@@ -250,7 +252,7 @@ def zeros_and_count(params):
 
 
 def agree(update, init=zeros_and_count, shapes=SHAPES, servers=3):
-    """The plan by hand equals the update on whole arrays; returns the plan."""
+    """Check that the plan, run by hand, equals the update on full arrays. Return the plan."""
     with jax.enable_x64(True):
         tx = bare(update, init)
         rng = np.random.default_rng(3)
@@ -267,7 +269,7 @@ def agree(update, init=zeros_and_count, shapes=SHAPES, servers=3):
 
 
 def per_leaf(fn):
-    """An update of `fn(g, p, m, count) -> (update, m)`, leaf by leaf."""
+    """Return an update that applies `fn(g, p, m, count) -> (update, m)` to each leaf."""
 
     def update(grads, state, params):
         out = {n: fn(g, params[n], state["m"][n], state["count"]) for n, g in grads.items()}
@@ -314,8 +316,10 @@ def test_a_table_of_the_leaf_shape_is_cut_with_it():
 
 
 def test_a_flat_view_of_a_leaf_is_cut_where_its_rows_begin():
-    """An entry of `g.ravel()` is a part of a row: rows 1 and 2 of two columns are its entries 2 to
-    5."""
+    """An entry of `g.ravel()` is a part of a row.
+
+    Rows 1 and 2 of two columns are entries 2 to 5.
+    """
     tables = {
         n: np.random.default_rng(4).normal(size=np.prod(s, dtype=int)) for n, s in SHAPES.items()
     }
@@ -333,8 +337,10 @@ def test_a_flat_view_of_a_leaf_is_cut_where_its_rows_begin():
 
 
 def test_what_rows_are_reduced_to_meets_rows_of_the_same_number():
-    """Sums of columns of a square leaf, one for each row: they are everybody's, and no rows of the
-    leaf."""
+    """Column sums of a square leaf have one number for each row.
+
+    All servers have these sums, which are not rows of the leaf.
+    """
 
     def fn(g, p, m, count):
         if g.ndim != 2:
@@ -440,7 +446,7 @@ def test_a_number_taken_from_a_row_keeps_the_leaf_whole():
 
 
 def reductions(plan):
-    """Every `all_reduce` equation of every server, as (endpoint, parameters)."""
+    """Return every `all_reduce` equation of every server, as (endpoint, parameters)."""
     return [
         (ep, eqn.params)
         for ep in plan.servers
@@ -451,9 +457,11 @@ def reductions(plan):
 
 
 def variants(plan, params, deaf):
-    """Parameters and gradients by which a server that hears nothing of some reduction may give
-    itself away: random ones, some large and some small; its own rows zero, so that its norm is;
-    others' rows not finite."""
+    """Yield parameters and gradients that can show that a server misses the result of a reduction.
+
+    They are random, some large and some small. Or the server's own rows are zero, so that its norm
+    is zero. Or other servers' rows are not finite.
+    """
     rng = np.random.default_rng(7)
     for scale in (1.0, 0.01, 100.0):
         yield (
@@ -486,7 +494,7 @@ def variants(plan, params, deaf):
     "ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"
 )
 def test_a_server_that_goes_on_with_its_own_part_of_a_reduction_is_noticed(tx, ops):
-    """For each `all_reduce` of each server; but for that of a value which is its own, that it only
+    """Test each `all_reduce` of each server, except a reduction whose result the server only
     sends."""
     with jax.enable_x64(True):
         rng = np.random.default_rng(6)
@@ -499,7 +507,7 @@ def test_a_server_that_goes_on_with_its_own_part_of_a_reduction_is_noticed(tx, o
         def run(params, grads, deaf=None):
             held = start_servers(plan, params, evaluate=interpret)
             for step in range(2):
-                # not in proportion: what Adafactor divides by itself would be 1 everywhere
+                # not proportional, since otherwise Adafactor's quotient would be 1 everywhere
                 now = {
                     n: g * np.linspace(1, 1 + 4 * step, g.size).reshape(g.shape)
                     for n, g in grads.items()
@@ -538,8 +546,10 @@ def test_a_server_that_goes_on_with_its_own_part_of_a_reduction_is_noticed(tx, o
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["adam", "lamb", "adafactor"])
 def test_each_server_holds_its_share_of_parameters_and_state(name):
-    """Within 5%, after startup and after steps; Adafactor's column sums, on every server, are in
-    that."""
+    """The share is within 5 % after startup and after steps.
+
+    It includes Adafactor's column sums on every server.
+    """
     tx = {"adam": optax.adam(0.1), "lamb": optax.lamb(0.1), "adafactor": optax.adafactor(0.1)}[name]
     shapes = {
         "embedding": (1999, 256),
@@ -576,7 +586,7 @@ def test_each_server_holds_its_share_of_parameters_and_state(name):
 
 
 def test_a_loop_that_carries_rows_and_something_shared_becomes_two():
-    """What is shared is read by another leaf, which has no rows of the first."""
+    """Another leaf, without rows of the first one, reads the shared value."""
 
     def update(grads, state, params):
         turn = lambda i, c: (jnp.sin(c[0]) + i, c[1] * 2)
@@ -589,8 +599,10 @@ def test_a_loop_that_carries_rows_and_something_shared_becomes_two():
 
 
 def test_a_number_of_a_leaf_on_one_server_is_sent_into_a_loop_of_another():
-    """`c` has one row, so that its norm is a value of its server only; the loop adds rows of what
-    is made of it."""
+    """`c` has one row, so its norm is a value of one server.
+
+    The loop adds rows of a value that depends on this norm.
+    """
 
     def update(grads, state, params):
         add = jax.lax.broadcasted_iota(jnp.float64, (5, 3), 0) * jnp.sum(grads["c"] ** 2)
@@ -624,7 +636,7 @@ def test_a_parameter_made_of_a_number_of_another_leaf():
 
 
 def test_state_that_is_a_number_of_one_leaf_and_then_of_another():
-    """It lives with one of them."""
+    """The state is on the server of one of the two leaves."""
 
     def update(grads, state, params):
         return {**grads, "a": grads["a"] * state["x"]}, {
@@ -658,7 +670,10 @@ def test_stacked_columns_and_counted_rows_stay_cut():
     "dtype", [jnp.int32, jnp.uint8, jnp.float64, jnp.bfloat16], ids=lambda d: d.__name__
 )
 def test_rows_are_counted_from_those_of_the_whole_leaf(dtype):
-    """bfloat16 cannot tell large numbers apart: they are rounded once, as in the whole."""
+    """bfloat16 cannot represent all large integers.
+
+    So positions are rounded once, as for the full array.
+    """
 
     def fn(g, p, m, count):
         if g.ndim < 2:
@@ -674,7 +689,7 @@ def test_rows_are_counted_from_those_of_the_whole_leaf(dtype):
 
 
 def test_a_linear_solve_in_an_optimizer_is_not_a_derivative():
-    """`jnp.linalg.solve` contains its transpose."""
+    """`jnp.linalg.solve` contains its transpose, which is not a derivative of the loss."""
 
     def update(grads, state, params):
         k = grads["k"] @ jnp.swapaxes(grads["k"], 1, 2) + jnp.eye(2)
@@ -686,7 +701,7 @@ def test_a_linear_solve_in_an_optimizer_is_not_a_derivative():
 
 
 def test_sums_of_small_types_are_rounded_once():
-    """Each server's part rounded to bfloat16 would be a step of 4e-3 off."""
+    """If each server rounded its part to bfloat16, the error would be 4e-3."""
     rng = np.random.default_rng(1)
     with jax.enable_x64(True):
         params = {"w": jnp.asarray(rng.normal(size=(31, 2)), jnp.bfloat16)}

@@ -1,5 +1,5 @@
-"""Collections: marks that survive every transformation of JAX and vanish in lowering, how they are
-read, and what merging means, held against numpy."""
+"""Collections: marks that survive every transformation of JAX and disappear in lowering, and their
+merge rules, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Metrics:
 
 
 def keys_in(fn, *args):
-    """The keys of all marks in a function, nested ones included."""
+    """Return the keys of all marks in a function, also in bodies."""
     return [
         e.params["key"] for e in equations(jax.make_jaxpr(fn)(*args)) if e.primitive is collect_p
     ]
 
 
 def read(fn, *args):
-    """What `collected` finds in a function: the key of each output, None for those that are not
-    marked."""
+    """Return the key that `collected` finds for each output of a function; None for outputs without
+    a mark."""
     jaxpr = inline_calls(lowered_jaxpr(fn, *args), keep=(COLLECT,))
     found = collected(jaxpr)
     return [found.get(v) for v in jaxpr.jaxpr.outvars]
@@ -135,8 +135,8 @@ def test_marks_survive_and_change_nothing(name):
     assert found and set(found) == {"GLOBAL_CONCAT"}
     lowered = jax.jit(transform(loss)).lower(w, x).as_text()
     assert "collect" not in lowered
-    # vmap may move its axis; a value and its mark are two values to what differentiates a call or a
-    # loop
+    # vmap may move its axis. For the derivative of a call or a loop, a value and its mark are two
+    # values.
     if "vmap" not in name and name not in ("grad of jit", "grad of scan"):
         unmarked = jax.jit(transform(plain)).lower(w, x).as_text()
         assert lowered.replace("loss", "f") == unmarked.replace("plain", "f")
@@ -268,7 +268,7 @@ def test_additions_are_made_in_order():
     tiny, huge = jnp.float32(1.0), jnp.float32(2.0**24)
     assert float(merged("LOCAL_SUM", [[huge, tiny, tiny]])) == 2.0**24
     assert float(merged("LOCAL_SUM", [[tiny, tiny, huge]])) == 2.0**24 + 2
-    # replicas after micro-batches
+    # merge over replicas after micro-batches
     assert float(merged("GLOBAL_SUM", [[huge], [tiny], [tiny]])) == 2.0**24
     assert float(merged("GLOBAL_SUM", [[huge, -huge], [tiny, tiny]])) == 2.0
 

@@ -1,4 +1,4 @@
-"""Leaves that a step holds still are found, are in no program of a server, and stay exact."""
+"""Leaves that a step does not change are found, are in no program of a server, and stay exact."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ HELD = {
 MOVED = {
     "trained": (loss, optax.adam(1e-2)),
     "weight decay": (loss_without, optax.adamw(1e-2)),
-    # whose moments need the gradient
+    # the moments depend on the gradient
     "zeros behind Adam": (
         loss,
         optax.chain(optax.adam(1e-2), ZEROS),
@@ -121,7 +121,7 @@ def test_jobs_hold_it_still_too(mode: str, name: str) -> None:
         plan = dtrans.pserver(*given, pservers="127.0.0.1:1,127.0.0.1:2", trainers=2)
         assert plan.frozen == ("params/emb",)
         assert {b.leaf for b in plan.placement.table} == {"params/w"}
-        assert plan.costs()[0].sent == 50 * 2 * 4  # of 1,600 bytes those that move
+        assert plan.costs()[0].sent == 50 * 2 * 4  # the bytes of trained leaves, of 1,600 bytes
     elif mode == "pipeline":
         plan = dtrans.pipeline(*given, num_stages=2, num_micro_batch=2)
     else:
@@ -139,12 +139,12 @@ def test_jobs_hold_it_still_too(mode: str, name: str) -> None:
 
 
 def test_moments_of_a_leaf_that_was_trained_before_are_refused(tmp_path: Any) -> None:
-    """With them it would go on moving on one device, though its gradient is zero."""
+    """With these moments, one device would still change the leaf, although its gradient is zero."""
     tx = optax.adam(1e-2)
     before = dtrans.nccl2(*traced(loss, tx), trainers=2).simulate()
     trained, _ = before.step(before.init(), X)
     checkpoint.save(tmp_path / "1", before, trained)
-    match = "opt_state/0/mu/emb has other entries than 0.0, its initial value"
+    match = "opt_state/0/mu/emb has other entries than its initial value 0.0"
     for plan in (
         dtrans.nccl2(*traced(loss_without, tx), trainers=2),
         dtrans.pserver(*traced(loss_without, tx), pservers="127.0.0.1:1", trainers=2),
@@ -154,7 +154,7 @@ def test_moments_of_a_leaf_that_was_trained_before_are_refused(tmp_path: Any) ->
             job.scatter(before.gather(trained))
         with pytest.raises(StateError, match=match):
             checkpoint.restore(tmp_path / "1", job)
-    behind = optax.chain(tx, ZEROS)  # moves nothing, whatever its moments
+    behind = optax.chain(tx, ZEROS)  # changes nothing, whatever its moments are
     job = dtrans.nccl2(*traced(loss, behind), trainers=2).simulate()
     state, _ = job.step(job.scatter((before.params(trained), behind.init(start(tx)[0]))), X)
     np.testing.assert_array_equal(job.params(state)["emb"], before.params(trained)["emb"])

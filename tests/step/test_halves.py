@@ -43,7 +43,7 @@ BATCH = mlp_batch(8, SIZES)
 
 
 def micro_batched(tx):
-    """Gradients summed over four micro-batches in a scan, with jax.grad inside."""
+    """Return a step that sums gradients of four micro-batches in a scan, with jax.grad inside."""
 
     def step(params, opt_state, x, y):
         def one(carry, xy):
@@ -69,7 +69,8 @@ def some_unused_loss(params, x, y):
 
 
 def cast_loss_step(tx):
-    """Mixed precision: bfloat16 parameters go into the gradient, float32 ones into the update."""
+    """Return a step in mixed precision: the gradient reads bfloat16 parameters, and the update
+    reads float32 parameters."""
 
     def step(params, opt_state, x, y):
         low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
@@ -104,8 +105,13 @@ PARTLY = optax.multi_transform(
     {"a": optax.adam(1e-2), "z": optax.set_to_zero()},
     {n: "z" if n == "w2" else "a" for n in PARAMS},
 )
+SECOND = optax.MultiSteps(CLIPPED, 2)  # its update is a branch
+FINITE = optax.apply_if_finite(CLIPPED, 3)
+# JAX versions differ in the calls that they inline into a branch. A `jit` always stays.
+JITTED = optax.GradientTransformation(CLIPPED.init, jax.jit(CLIPPED.update))
+SECOND_JITTED = optax.MultiSteps(JITTED, 2)
 
-# name: (step with jax.grad, the same with marks, optimizer, params)
+# name: (step with jax.grad, the same step with marks, optimizer, params)
 STEPS = {
     "sgd": (plain_step(mlp_loss, optax.sgd(0.1)), None, optax.sgd(0.1), PARAMS),
     "adam": (plain_step(mlp_loss, ADAM), None, ADAM, PARAMS),
@@ -118,6 +124,9 @@ STEPS = {
         PARAMS,
     ),
     "frozen": (plain_step(mlp_loss, PARTLY), None, PARTLY, PARAMS),
+    "every_second": (plain_step(mlp_loss, SECOND), None, SECOND, PARAMS),
+    "every_second_jitted": (plain_step(mlp_loss, SECOND_JITTED), None, SECOND_JITTED, PARAMS),
+    "if_finite": (plain_step(mlp_loss, FINITE), None, FINITE, PARAMS),
     "tied": (plain_step(tied_loss, ADAM), dtrans.make_train_step(tied_loss, ADAM), ADAM, SQUARE),
     "jitted_step": (jax.jit(plain_step(mlp_loss, ADAM)), None, ADAM, PARAMS),
     "jitted_loss": (plain_step(jax.jit(mlp_loss), ADAM), None, ADAM, PARAMS),
@@ -172,7 +181,7 @@ def test_inferred_gradients_are_the_marked_ones(name):
     state = tx.init(params)
     a, b = (gradients_of(c, params, state, BATCH) for c in (inferred, known))
     for leaf in a:
-        # with mixed precision the mark is on the bfloat16 value, and what is used first is its cast
+        # in mixed precision, the mark is on the bfloat16 value, and the first use is its cast
         assert distance(a[leaf].astype(jnp.float32), b[leaf].astype(jnp.float32)) <= 1e-6, leaf
 
 
@@ -203,8 +212,8 @@ def test_the_halves_make_the_step(name, marked):
     )
     assert set(made) == set(done.optimized) | set(done.opt_state)
     for n, v in made.items():
-        # Adam's first step divides a gradient by its own size: an error of the last bit of a tiny
-        # one shows
+        # Adam's first step divides a gradient by its size, so a rounding error of a tiny gradient
+        # is visible
         assert distance(v, want[n]) <= (2e-2 if name == "mixed_precision" else 1e-5), n
 
 
@@ -252,8 +261,10 @@ def test_a_leaf_that_is_never_changed_stays_with_the_trainers():
 
 @pytest.mark.parametrize("grad", [jax.value_and_grad, dtrans.value_and_grad])
 def test_a_statistic_that_the_trainers_make_stays_with_the_trainers(grad):
-    """A running mean of the batch, kept among the parameters. Of a derivative it could be a hidden
-    gradient."""
+    """The parameters contain a running mean of the batch.
+
+    After a derivative, such a value could be a hidden gradient.
+    """
 
     def step_with(statistic):
         def step(params, opt_state, x):
@@ -300,8 +311,10 @@ def test_a_leaf_that_the_loss_does_not_use_is_updated_on_the_servers(marked):
 
 @pytest.mark.parametrize("name", STEPS)
 def test_roles_are_exact(name):
-    """Optimize is what new state is made of beyond the gradients; backward what differentiation
-    transposed."""
+    """Equations of the new state after the gradients are `optimize`.
+
+    Equations that differentiation transposes are `backward`.
+    """
     done = divide_step(traced(STEPS[name][0], STEPS[name][2], STEPS[name][3]))
     program = done.program
     eqns = program.jaxpr.jaxpr.eqns
@@ -387,7 +400,7 @@ def test_two_values_that_could_be_the_gradient_are_listed():
 
 
 def test_a_hidden_gradient_is_refused():
-    """The gradient of a flattened parameter has another shape than the parameter."""
+    """The gradient of a flattened parameter has a different shape from the parameter."""
 
     def step(params, opt_state, x, y):
         flat, back = jax.flatten_util.ravel_pytree(params)
@@ -407,8 +420,8 @@ def test_a_hidden_gradient_is_refused():
 
 @pytest.mark.parametrize("grad", [jax.value_and_grad, dtrans.value_and_grad])
 def test_a_gradient_hidden_beside_others_is_refused(grad):
-    """Such leaves are made from the trainer's own gradient alone: on many trainers they would drift
-    apart."""
+    """Each trainer would compute the hidden gradient from its own rows, so parameters would differ
+    between trainers."""
 
     def step(params, opt_state, x, y):
         flat, back = jax.flatten_util.ravel_pytree({n: params[n] for n in ("b1", "w1")})
@@ -632,8 +645,10 @@ def test_an_optimizer_that_is_told_the_loss_is_refused_by_name(tx, who):
 
 
 def test_a_gradient_computed_from_another_gradient_is_refused_for_several_trainers():
-    """Sharpness-aware steps perturb parameters by their gradient; each trainer would do so by its
-    own."""
+    """A sharpness-aware step perturbs parameters by their gradient.
+
+    Each trainer would use the gradient for its rows.
+    """
     ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.5))
     tx = optax.contrib.sam(optax.sgd(0.1), ascent, opaque_mode=True)
 
@@ -650,7 +665,7 @@ def test_a_gradient_computed_from_another_gradient_is_refused_for_several_traine
     dtrans.pserver(main, startup)
     for strategy in (dtrans.nccl2, dtrans.pserver):
         job = strategy(main, startup, trainers=2).simulate()
-        state, _ = job.step(job.init(params), *mlp_batch())  # the first gradient is that of all
+        state, _ = job.step(job.init(params), *mlp_batch())  # all trainers have the first gradient
         wanted, _, _ = step(params, tx.init(params), *mlp_batch())
         tree_close(job.params(state), wanted, 1e-6)
     with pytest.raises(
@@ -663,7 +678,7 @@ def test_a_gradient_computed_from_another_gradient_is_refused_for_several_traine
 
 
 def test_a_derivative_inside_the_loss_is_part_of_it():
-    """A penalty on the slope of the model by its input, example by example."""
+    """The loss has a penalty on the derivative of the model by its input, for each example."""
 
     def loss(params, x, y):
         slope = jax.vmap(jax.grad(lambda one: jnp.sum(mlp_forward(params, one[None]))))(x)
@@ -678,7 +693,8 @@ def test_a_derivative_inside_the_loss_is_part_of_it():
 
 
 def test_state_that_the_batch_enters_is_looked_for_once(monkeypatch):
-    """Statistics beside many leaves: each output of the step asks for no pass of its own."""
+    """A step with statistics and many leaves needs one pass for all outputs, and not one pass for
+    each."""
     passes = []
     counted = lambda *args: (passes.append(None), backward_slice(*args))[1]
     monkeypatch.setattr("dtrans.step.halves.backward_slice", counted)

@@ -1,4 +1,4 @@
-"""Hyperparameters in a job's state, found by short and by full names."""
+"""Hyperparameters in the state of a job, found by short and by full names."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_leaf_in_the_state_of_another_process_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["pserver", "pipeline"])
 def test_a_rate_that_is_an_argument_of_the_step_changes_between_steps(kind: str) -> None:
-    """The step of docs/between_steps.md."""
+    """Run the step of docs/between_steps.md."""
     tx = optax.scale_by_adam()
 
     def init(key: Any) -> Any:

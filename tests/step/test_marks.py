@@ -1,6 +1,8 @@
-"""Marks: `dtrans.value_and_grad` is `jax.value_and_grad` with an equation that survives every
-transformation of JAX and vanishes in lowering; `dtrans.make_train_step` is the step that everybody
-writes."""
+"""Marks of gradients.
+
+`dtrans.value_and_grad` equals `jax.value_and_grad`, plus an equation that survives every
+transformation of JAX and disappears in lowering. `dtrans.make_train_step` returns the usual step.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ BATCH = mlp_batch()
 
 
 def marks(fn, *args):
-    """The leaves named by the marks in a function, nested ones included."""
+    """Return the leaves that the marks in a function name, also in bodies."""
     return sorted(
         e.params["leaf"] for e in equations(lowered_jaxpr(fn, *args)) if e.primitive is mark_p
     )

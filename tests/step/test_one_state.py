@@ -1,4 +1,5 @@
-"""Steps of one state: what each leaf is for, numbers that are counts, states in and out of jobs."""
+"""Steps with one state: the role of each leaf, Python numbers as counts, and conversion of
+states."""
 
 from __future__ import annotations
 
@@ -60,13 +61,15 @@ def test_what_each_leaf_is_for() -> None:
         "state/lora/a": "parameter",
         "state/lora/b": "parameter",
     }
-    # constant, for updates alone
+    # a constant that only updates read
     assert kinds("injected_rate")["state/opt/hyperparams/learning_rate"] == "optimizer"
 
 
 def descent(state: Tree, x: jax.Array) -> tuple[Tree, jax.Array]:
-    """An autoencoder: what it returns looks like the batch. It counts its steps with a number of
-    Python's."""
+    """Return an autoencoder's step, whose result has the types of the batch.
+
+    A Python number counts its steps.
+    """
     loss = lambda w: jnp.mean((x @ w @ w.T - x) ** 2)
     w = state["w"] - 0.1 * jax.grad(loss)(state["w"])
     return {"w": w, "steps": state["steps"] + 1, "rate": state["rate"]}, x @ w @ w.T
@@ -91,9 +94,9 @@ def test_a_result_may_look_like_the_batch_and_a_number_that_changes_is_data() ->
     whole = job.gather(state)
     assert (int(whole["steps"]), whole["rate"]) == (1, 0.1)
     np.testing.assert_allclose(whole["w"], alone["w"], rtol=1e-6)
-    again = job.scatter({**autoencoder(), "steps": 7})  # a number of Python's is taken
+    again = job.scatter({**autoencoder(), "steps": 7})  # the step accepts a Python number
     assert int(job.gather(job.step(again, X)[0])["steps"]) == 8
-    with pytest.raises(TraceError, match="the state has another structure"):
+    with pytest.raises(TraceError, match="the state does not have the structure"):
         job.scatter({"w": whole["w"]})
 
 
@@ -147,7 +150,7 @@ def test_a_function_of_the_parameters_reads_what_it_needs(mode: str) -> None:
     params, _, _ = STEP(*start(), X)
     np.testing.assert_allclose(job.apply(dense, state, X), dense(params, X), rtol=1e-5)
     np.testing.assert_allclose(job.apply(dense, state, X[:3]), dense(params, X[:3]), rtol=1e-5)
-    # any pytree; jitted functions too
+    # any pytree, also with jitted functions
     loss = jax.jit(lambda params, x: {"of": (dense(params, x) ** 2).mean()})
     np.testing.assert_allclose(
         job.apply(loss, state, X)["of"], (dense(params, X) ** 2).mean(), rtol=1e-5
@@ -155,7 +158,7 @@ def test_a_function_of_the_parameters_reads_what_it_needs(mode: str) -> None:
 
 
 def test_slices_stay_where_they_are() -> None:
-    """What is sliced enters the compiled function as slices; XLA gathers what a product needs."""
+    """The compiled function gets slices as inputs. XLA gathers the slices that a product needs."""
     given = dtrans.trace(STEP, *start(), X), dtrans.trace(start)
     job = dtrans.sharding(
         *given, degree=2, stage=3, slices=dtrans.Slicing(min_slice_size=0)
@@ -209,7 +212,7 @@ def test_hyperparameters_are_changed_between_steps(mode: str, way: str) -> None:
 
 
 def test_hyperparameters_of_an_nnx_optimizer_have_their_short_names() -> None:
-    """nnx keeps each of them in a variable, whose path ends in `value`."""
+    """nnx stores each hyperparameter in a variable, whose path ends in `value`."""
     model = lambda key: nnx.Linear(4, 2, rngs=nnx.Rngs(key))
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     build = lambda key: (m := model(key), nnx.Optimizer(m, tx, wrt=nnx.Param))
@@ -264,7 +267,7 @@ def test_a_hyperparameter_that_two_optimizers_keep_is_said_by_its_whole_name() -
 
 
 def test_a_step_with_state_behind_its_batch_is_told_where_it_belongs() -> None:
-    """As on the first page of Equinox: make_step(model, x, y, opt_state)."""
+    """The signature is that of Equinox's first page: make_step(model, x, y, opt_state)."""
     tx, model = optax.adam(0.1), {"w": jnp.ones((3, 2))}
 
     def make_step(model: Any, x: jax.Array, opt_state: Any) -> Any:

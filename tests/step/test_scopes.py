@@ -1,5 +1,8 @@
-"""Scopes of the user: they are read from whatever JAX makes of what was traced in them, they are
-told apart as entered, their text is the same in every trace, and none is in another."""
+"""Scopes of the user.
+
+Equations keep their scope through all transformations of JAX. Different scopes with one name are
+distinguished, their text is the same in every trace, and scopes cannot be nested.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ W, X = jnp.ones((4, 4)), jnp.ones((3, 4))
 
 
 def scopes(fn, *args):
-    """The scope of each equation of a traced function, by primitive."""
+    """Return the scope of each equation of a traced function, by primitive."""
     with numbered():
         eqns = opened(inline_calls(lowered_jaxpr(fn, *args))).eqns
     return [(e.primitive.name, s) for e, s in zip(eqns, scopes_of(eqns), strict=True)]
@@ -65,7 +68,7 @@ def test_a_scope_is_read_however_the_function_is_called(wrap, inside, scope):
     want = Scope(scope.__name__, name="a part", device_count=2)
     assert found[0] == ("exp", None) and found[-1] == ("tanh", None)
     assert want in {s for _, s in found} <= {None, want}
-    # what the condition of the branch is made of stands outside of the scope that is inside
+    # the condition of the branch is computed outside of the scope that is inside the branch
     assert {n for n, s in found[1:-1] if s is None} <= {
         "slice",
         "squeeze",
@@ -207,7 +210,7 @@ def test_text_is_the_same_in_every_trace():
     first = texts(make_model(), X)
     assert len({t for t in first if t}) == 4
     model = make_model()
-    for _ in range(2):  # what JAX keeps of the jitted part is met again beside what is new
+    for _ in range(2):  # JAX's cache of the jitted part is used together with new equations
         assert texts(functools.partial(model), X) == first
 
 
@@ -262,7 +265,7 @@ def test_scopes_are_not_nested(outer, inner):
     named = f"{inner.__name__}(name='within') is entered within {outer.__name__}(name='around')"
     with pytest.raises(ConfigError, match=re.escape(named)):
         jax.make_jaxpr(fn)(X)
-    with replicate():  # what failed has left nothing behind
+    with replicate():  # the failed scope has left no state
         pass
 
 

@@ -1,5 +1,5 @@
-"""Summaries: equations that survive every transformation of JAX and do nothing, how they are found
-and merged, and what TensorBoard's own loader reads of what is written."""
+"""Summaries: equations without effect that survive every transformation of JAX, their merge rules,
+and the files that TensorBoard's loader reads."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from dtrans.step.summary import Summary, merge, summaries, summary_p
 
 
 def tags(fn, *args):
-    """The tags of all summaries in a function, nested ones included."""
+    """Return the tags of all summaries in a function, also in bodies."""
     return [
         e.params["tag"] for e in equations(jax.make_jaxpr(fn)(*args)) if e.primitive is summary_p
     ]
 
 
 def found(fn, *args):
-    """What `summaries` finds in a function, and the shape of what each looks at."""
+    """Return the summaries that `summaries` finds in a function, with the shapes of their
+    operands."""
     flat = eliminate_dead(inline_calls(lowered_jaxpr(fn, *args)))
     return [(s.tag, s.kind, s.atom and s.atom.aval.shape, dict(s.options)) for s in summaries(flat)]
 
@@ -103,7 +104,7 @@ def test_summaries_survive_and_change_nothing(name):
     w, x = jnp.linspace(-1, 1, 8).reshape(4, 2), jnp.linspace(0, 1, 12).reshape(3, 4)
     w = jnp.stack([w, 2 * w]) if name == "vmap of cond" else w
     x = jnp.stack([x, 2 * x]) if name == "vmap of scan" else x
-    # each is there once: what is computed once more does not show it once more
+    # each summary occurs once: a recomputation does not record it again
     assert sorted(tags(transform(loss), w, x)) == ["about", "all", "mean"]
     tree_close(quick(transform(loss))(w, x), quick(transform(plain))(w, x), 1e-6)
     tree_close(transform(loss)(w, x), transform(plain)(w, x), 1e-6)
@@ -313,10 +314,10 @@ def test_images_of_8_bits_stay_so():
 
 
 def loaded(logdir):
-    """What TensorBoard reads in a folder."""
+    """Return the values that TensorBoard reads from a folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    # all
+    # read all values
     sizes = dict.fromkeys(
         ("scalars", "histograms", "images", "audio", "tensors", "compressedHistograms"), 0
     )
@@ -443,8 +444,8 @@ def test_two_writers_of_one_folder_do_not_overwrite_each_other(tmp_path):
 @pytest.mark.parametrize(
     "values, specs, message",
     [
-        ({}, [Summary("s", "scalar")], "values has no s, but specs has"),
-        ({"s": 1.0, "z": 2.0}, [Summary("s", "scalar")], "no summary z"),
+        ({}, [Summary("s", "scalar")], "values lacks s, which specs lists"),
+        ({"s": 1.0, "z": 2.0}, [Summary("s", "scalar")], "lacks the summary z"),
         (
             {"s": np.ones(2)},
             [Summary("s", "scalar")],

@@ -1,4 +1,4 @@
-"""Products that are transposed next, made the other way round."""
+"""Products whose result is transposed next are computed with swapped operands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dtrans.step.weight_gradients import fuse_transposes
 
 
 def straight(fn, *args):
-    """(the jaxpr of a function, its result, the names of its equations)."""
+    """Return (the jaxpr of a function, its result, the names of its equations)."""
     jaxpr = jax.make_jaxpr(fn)(*args)
     inner = jaxpr.jaxpr
     eqns, _ = fuse_transposes(inner.eqns, ["backward"] * len(inner.eqns), inner.outvars)

@@ -1,4 +1,4 @@
-"""Modes of parameter servers that tests of verification go through."""
+"""Asynchronous modes of parameter servers, for the tests of verification."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""One role of the jobs in test_callback_processes.py, whose step calls the host in each of JAX's
-ways.
+"""One role of a job in test_callback_processes.py. The step calls the host by each of JAX's
+callbacks.
 
 The first argument is the strategy, the second a folder. The process writes the arguments of all
 calls, in order, to `trainer-K.npz` or `pserver-K.npz` in this folder.

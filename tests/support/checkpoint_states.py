@@ -42,9 +42,8 @@ OPTIMIZERS = {
 
 
 def distinct(tree: Any) -> Any:
-    """Return a pytree of the same types, in which all numbers differ from each other and from an
-    init.
-    """
+    """Return a pytree of the same types in which all numbers differ from each other, and from those
+    of an init."""
 
     def fill(i: int, x: Any) -> Any:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -25,7 +25,7 @@ from dtrans.errors import DtransError
 
 
 ROWS, STEPS = 24, 5  # rows of a global batch
-SURVIVED = 8  # steps of those who survive
+SURVIVED = 8  # steps of each surviving trainer
 
 
 def optimizer(rate: float = 1e-2) -> Any:
@@ -107,7 +107,7 @@ def numbers(folder: str) -> None:
     main, startup = programs()
     plan = dtrans.nccl2(main, startup, trainers=n)
     job = plan.on_cluster()
-    state = job.init(jax.random.key(100 * k))  # each its own; all start from that of trainer 0
+    state = job.init(jax.random.key(100 * k))  # all trainers start from trainer 0's state
     found = flat(first=job.params(state), first_state=job.opt_state(state))
     for i, batch in enumerate(batches()):
         before = state
@@ -173,8 +173,9 @@ def numbers(folder: str) -> None:
 
 
 def turned(trainers: int) -> dict[str, Any]:
-    """Return the results of the second step of a job whose batch has its rows along dimension 1 of
-    `x`.
+    """Return the results of a job's second step.
+
+    The batch has the rows of `x` along dimension 1.
     """
     step = dtrans.make_train_step(
         lambda params, x, y: loss_fn(params, x.T, y), optimizer(), has_aux=True
@@ -231,7 +232,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "local": {"local_sgd": 3},
     "local, weight": {"local_sgd": 3, "example_count": "aux/count"},
 }
-# of two parts the sum is the same in any order
+# the sum of two parts does not depend on their order, so 16-bit sums can be compared exactly
 OF_TWO = {"bf16": {"compress": "bf16"}, "fp16": {"compress": "fp16", "compress_scale": 64.0}}
 OF_FOUR = {
     "nodes": {"trainers_per_node": 2},
@@ -254,7 +255,8 @@ def planned(options: dict[str, Any], trainers: int) -> Any:
 
 
 def devices(folder: str) -> None:
-    """Run the jobs of `options` with nodes, in processes of two devices."""
+    """Run the jobs of `options` whose trainers are grouped by node, with two devices in each
+    process."""
     jax.config.update("jax_num_cpu_devices", 2)
     options(folder, of=OF_DEVICES)
 

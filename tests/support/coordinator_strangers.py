@@ -1,4 +1,5 @@
-"""Strangers at JAX's coordinator, the addresses at which a process listens, and test certificates."""
+"""Helpers for tests of access to JAX's coordinator: connections from outside the job, listening
+addresses, and certificates."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 
-# how a client of HTTP/2, which gRPC speaks, begins: a preface, and a frame of no settings
+# first bytes of an HTTP/2 client, which gRPC expects: the preface, and an empty SETTINGS frame
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 SETTINGS = 4
 KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
@@ -21,7 +22,7 @@ def listening() -> set[str]:
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:
             own = socket.socket(fileno=os.dup(fd))
-        except OSError:  # no socket, or the folder that was listed
+        except OSError:  # the descriptor is no socket, or belongs to `listdir`
             continue
         with own:
             if own.family in (socket.AF_INET, socket.AF_INET6) and own.getsockopt(
@@ -43,16 +44,16 @@ def greets(host: str, port: int, shown: ssl.SSLContext | None = None) -> bool:
             line = shown.wrap_socket(plain, server_hostname=host) if shown else plain
             line.sendall(PREFACE)
             answer = line.recv(9)
-    except OSError:  # ssl.SSLError is one too
+    except OSError:  # also covers ssl.SSLError
         return False
     return len(answer) > 3 and answer[3] == SETTINGS
 
 
 def context(folder: Path, *, own: bool) -> ssl.SSLContext:
-    """Return the TLS context of a client, with the certificate of the job or without a certificate."""
+    """Return the TLS context of a client, with the job's certificate or without a certificate."""
     made = ssl.create_default_context(cafile=str(folder / "ca.pem"))
     made.set_alpn_protocols(["h2"])
-    made.verify_flags &= ~ssl.VERIFY_X509_STRICT  # our authority is as short as openssl makes it
+    made.verify_flags &= ~ssl.VERIFY_X509_STRICT  # openssl's default CA fails the strict check
     if own:
         made.load_cert_chain(folder / "own.pem", folder / "own.key")
     return made

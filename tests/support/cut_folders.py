@@ -1,4 +1,4 @@
-"""Two servers that write cuts into a folder, without processes."""
+"""Two servers in the test's process that write cuts (snapshots of their state) to a folder."""
 
 from __future__ import annotations
 

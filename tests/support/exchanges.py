@@ -34,7 +34,7 @@ def divided(grads: Any) -> Any:
 
 
 def reference(rounds: int) -> Any:
-    """Return the same optimizer for one device."""
+    """Return the optimizer of `clipping_plan`, for one device."""
     return optax.chain(*[optax.clip_by_global_norm(NORM), EASED][:rounds], SGD)
 
 
@@ -47,7 +47,7 @@ def clipping_plan(
     owners: Sequence[str] = (),
     loss: Any = mlp_loss,
 ) -> PServerPlan:
-    """Return a plan for batches like those of `mlp_batch`; see `with_exchanges`."""
+    """Return a plan for the batches of `mlp_batch`; see `with_exchanges`."""
     batch = mlp_batch(8, dtype=jax.tree.leaves(params)[0].dtype)
     plan = dtrans.pserver(
         dtrans.trace(dtrans.make_train_step(loss, SGD), params, SGD.init(params), *batch),
@@ -165,7 +165,7 @@ def _blocks(
             t = MOMENTUM * t + s * g
             return p - RATE * t, t
 
-        # some go on with the mean that was made before, some make it again
+        # some units reuse the mean from an earlier block, others compute the mean again
         again = i % 2 or ep not in owners
         inputs = {
             f"lr_sched/{level - 1}": scalar,

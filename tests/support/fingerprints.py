@@ -2,8 +2,8 @@
 
 `golden/fingerprints.json` has these lines from before the package got its present layout.
 `golden/renames.json` has names that have changed since: old name -> new name. No other difference
-is allowed. The text of a jaxpr depends on the version of JAX, and the data of the character model
-is Python's library. So the file also records both versions.
+is allowed. The text of a jaxpr depends on the version of JAX. The character model is trained on the
+source files of Python's library. So the file also records both versions.
 
     python tests/support/fingerprints.py tests/golden/fingerprints.json     writes the file again
 """
@@ -216,7 +216,7 @@ def of_stages(plan: Any) -> list[str]:
     return [*found, "program update", *lines_of(plan.update.program)]
 
 
-# -- what is looked at -----------------------------------------------------------------------------
+# -- recorded plans --------------------------------------------------------------------------------
 
 
 OPTIMIZERS = (
@@ -226,7 +226,7 @@ OPTIMIZERS = (
     "schedule_free_adamw", "adabelief",
 )  # fmt: skip
 SHARDED = ("uneven", "transformer", "scan")
-SAME_PROGRAMS = ("PreferForward", "PreferBackwardOptimizer")  # as PreferBackward
+SAME_PROGRAMS = ("PreferForward", "PreferBackwardOptimizer")  # the programs of PreferBackward
 SCHEDULES = (
     "PreferForward",
     "PreferBackward",
@@ -349,7 +349,7 @@ def renamed(line: str, renames: Mapping[str, str]) -> str:
 
 
 def recorded() -> dict[str, Any]:
-    """Return the recorded lines, with the present names."""
+    """Return the recorded lines, with names replaced by their present names."""
     old = json.loads((GOLDEN / "fingerprints.json").read_text())
     renames = json.loads((GOLDEN / "renames.json").read_text())
     old["plans"] = {

@@ -26,8 +26,8 @@ from dtrans.parameter_server.plan import PServerPlan
 from dtrans.rows.writer import RowRange
 
 
-# the future of `jax.checkpoint`: lowering a step opens it, and each rematerialised function is
-# traced once
+# JAX_REMAT3 is the planned `jax.checkpoint`: lowering a step inlines it, and JAX traces each
+# rematerialised function once
 closes_remat = pytest.mark.skipif(
     "JAX_REMAT3" in os.environ, reason="with JAX_REMAT3 lowering opens jax.checkpoint"
 )

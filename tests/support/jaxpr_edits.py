@@ -35,8 +35,8 @@ from dtrans._jax import (
 
 Place = tuple[int, ...]
 Edits = tuple[tuple[Place, int], ...]
-# an edit is the number of the value that replaces an output, among those of its type, or one of
-# these
+# An edit n replaces an equation's output by the n-th earlier value of the same type. These two
+# edits replace an output by the output of the equation's body, or by zeros.
 BODY, ZEROS = -1, 99
 
 
@@ -72,7 +72,7 @@ def run_with_edits(
 
 def _run_once(eqn: Any, edits: Mapping[Place, int], at: Place, ins: Sequence[Any]) -> list[Any]:
     """Return the outputs of a call's body, of the first branch, or of a loop that repeats its first
-    turn.
+    iteration.
     """
     body, name = bodies(eqn)[0], eqn.primitive.name
     if name != SCAN:
@@ -111,14 +111,14 @@ def edits_of(jaxpr: Any, place: Place, edits: Mapping[Place, int]) -> Iterator[t
     for n, eqn in reversed(list(enumerate(opened(jaxpr).eqns))):
         at = (*place, n)
         keys = [v for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)]
-        if keys or edits.get(at, BODY) != BODY:  # no number stands for a random key
+        if keys or edits.get(at, BODY) != BODY:  # no number can replace a random key
             continue
         yield from ((at, 0), (at, 1), (at, ZEROS))
         if not has_bodies(eqn):
             continue
         if eqn.primitive.name != "while":
             yield at, BODY
-        if eqn.primitive.name in CUSTOM_RULES:  # the rule would stay
+        if eqn.primitive.name in CUSTOM_RULES:  # an edit of the body would not change the rule
             continue
         for number, body in enumerate(bodies(eqn)):
             yield from edits_of(body, (*at, number), edits)

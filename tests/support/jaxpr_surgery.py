@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 from dtrans._jax import Literal, Var, bodies, closed, constants, opened, shard_map_of, with_bodies
 
@@ -80,7 +80,7 @@ class Surgery:
         return self.seen == self.number + 1
 
     def _keep(self, eqn: Any) -> None:
-        """Keep the outputs of the earlier equation."""
+        """Store the outputs of the equation `earlier`, which `fault` reads."""
         name = eqn.primitive.name
         if self.earlier is not None and name == self.earlier[0]:
             if name == self.primitive and not self.where(eqn.outvars[0].aval.shape):
@@ -103,7 +103,7 @@ class Surgery:
         return eqn.replace(params={**eqn.params, **params([self._body(b, axes) for b in inside])})
 
     def _body(self, body: Any, axes: Mapping[str, int]) -> Any:
-        """Return a body with the fault; several equations may call one."""
+        """Return a body with the fault. Several equations may call the same body."""
         if self.done:
             return self._with_fault.get(id(body), body)
         made = self._rewritten(body, axes)
@@ -145,7 +145,7 @@ def _traced(fn: Callable[..., Any], types: Sequence[Any], axes: Mapping[str, int
     avals = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
     if not axes:
         return opened(jax.make_jaxpr(fn)(*avals))
-    mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
+    mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     (eqn,) = opened(jax.make_jaxpr(mapped)(*avals)).eqns
     return opened(shard_map_of(eqn).body)

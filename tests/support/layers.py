@@ -31,10 +31,10 @@ import pytest
 
 
 TESTS = str(Path(__file__).parents[1])
-OURS = (TESTS, str(Path(__file__).parents[2] / "examples"))  # helpers are read, dtrans is not
+OURS = (TESTS, str(Path(__file__).parents[2] / "examples"))  # folders whose functions are read
 LAYERS = ("unit", "plan", "job", "process", "cluster")
-DAYS = {"unit": 1, "plan": 1, "job": 4, "process": 8, "cluster": 16}  # until a test has run by day
-SECONDS = {"unit": 0.1, "plan": 0.2, "job": 1, "process": 5, "cluster": 20}  # of a test, on average
+DAYS = {"unit": 1, "plan": 1, "job": 4, "process": 8, "cluster": 16}  # interval between two runs
+SECONDS = {"unit": 0.1, "plan": 0.2, "job": 1, "process": 5, "cluster": 20}  # average of a test
 
 # names that code of a layer reads: modules, functions, methods, and words of commands
 NAMES = {
@@ -82,7 +82,7 @@ def _layer(value: Any) -> int:
 
 @functools.cache
 def _function_layer(function: types.FunctionType) -> int:
-    """Return the layer of a function, and of the functions and classes of the tests that it reads."""
+    """Return the layer of a function and of the test functions and classes that it reads."""
     layer, todo, known = 0, [function], {function}
     while todo:
         own, found = _reads(todo.pop())
@@ -116,7 +116,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _functions(value: Any) -> set[types.FunctionType]:
-    """Return the functions of the tests in a value: itself, methods, or entries of a table."""
+    """Return the test functions in a value: the value itself, its methods, or its entries."""
     if isinstance(value, dict):
         return {fn for kind in set(map(type, value.values())) for fn in _methods(kind)} | {
             fn for inner in value.values() if callable(inner) for fn in _functions(inner)
@@ -142,7 +142,7 @@ def _methods(kind: type) -> set[types.FunctionType]:
 
 
 def today() -> date:
-    """Return the date of the sample. Workers and inner runs get this date from the first process."""
+    """Return the date of the sample, which workers and inner runs get from the first process."""
     text = os.environ.setdefault("SAMPLE_DATE", date.today().isoformat())
     return date.fromisoformat(text)
 
@@ -159,7 +159,7 @@ def spread(cases: Sequence[T]) -> list[T]:
 
 def sample(cases: Sequence[T], count: int, name: str, turn: int) -> list[T]:
     """Return `count` cases. Successive turns go through all cases."""
-    # the name shifts the turns: not every test begins with its first case
+    # the test's name shifts the turns, so that tests do not all begin with their first case
     start = (zlib.crc32(name.encode()) + turn) * count
     order = spread(cases)
     return [order[(start + i) % len(order)] for i in range(min(count, len(order)))]
@@ -199,7 +199,7 @@ def mark(items: Sequence[pytest.Item], config: pytest.Config) -> None:
 
 
 def _with_mark(metafunc: pytest.Metafunc, name: str) -> list[Any]:
-    """Return the cases of a test that have a separate mark."""
+    """Return the cases of a test that have the mark `name`."""
     return [call for call in metafunc._calls if any(mark.name == name for mark in call.marks)]
 
 
@@ -220,7 +220,7 @@ def mark_cases(metafunc: pytest.Metafunc) -> None:
     excluded = {id(call) for call in [*marked, *daily]}
     others = [call for call in metafunc._calls if id(call) not in excluded]
     count = marker.args[0] if marker else sum(id(call) not in rotated for call in others)
-    # a test is of the sample of its file every few days only: meanwhile its cases stay
+    # The test itself runs only once in `days` days. So its cases change only then.
     days = DAYS[layer_of(metafunc.definition)] if is_of_today(metafunc.config) else 1
     turn = today().toordinal() // days
     chosen = sample(others, count, test, turn)
@@ -236,7 +236,7 @@ def of_other_nights(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
     """Yield the soak tests of other nights, if several nights share the soak tests."""
     nights = int(os.environ.get("SAMPLE_NIGHTS", 1))
     for item in items if nights > 1 else ():
-        # its name gives a test its night: numbers would change with the samples of days
+        # The name of a test chooses its night. Its index would change with the daily samples.
         turn = zlib.crc32(item.nodeid.encode()) + today().toordinal()
         if item.get_closest_marker("soak") and turn % nights:
             yield item
@@ -250,7 +250,7 @@ def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     files = by_key(items, lambda item: item.path)
 
     def length(path: Path) -> float:
-        """Return about the seconds of a file's tests by day."""
+        """Return the approximate duration of a file's tests by day, in seconds."""
         by_day = (item for item in files[path] if not item.get_closest_marker("soak"))
         return sum(SECONDS[layer] for item in by_day for layer in LAYERS if layer in item.keywords)
 

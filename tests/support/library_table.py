@@ -26,11 +26,11 @@ MODES = ("nccl2", "stage 1", "stage 2", "stage 3", "pserver", "pipeline")
 TRAINERS, ROWS = 2, 12
 
 ORDER = "the gradient of .* is taken at the new .*, so the step would wait for an update"
-REFUSED = {  # what they are refused for
+REFUSED = {  # strategy -> case -> pattern of the error
     "pserver": dict.fromkeys(("gan_in_order", "actor_critic"), ORDER),
     "pipeline": {
         **dict.fromkeys(
-            ("flax_batch_norm_dropout", "meta_gradient"), "needs values of the whole batch"
+            ("flax_batch_norm_dropout", "meta_gradient"), "needs values of the full batch"
         ),
         "sharpness_aware": "dtrans.value_and_grad differentiates with respect to .*, which is not "
         "a leaf of `state`",
@@ -38,9 +38,9 @@ REFUSED = {  # what they are refused for
         **dict.fromkeys(("gan_in_order", "actor_critic"), ORDER),
     },
 }
-WHY = {  # in a few words
+WHY = {  # part of an error -> short text for the table
     ORDER: "a gradient is taken at a parameter that the step has just updated",
-    "needs values of the whole batch": "needs values of the full batch",
+    "needs values of the full batch": "needs values of the full batch",
     "which is not a leaf of": "a gradient at perturbed parameters",
     "a pipeline needs one loss": "two losses",
 }

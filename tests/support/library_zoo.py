@@ -249,7 +249,7 @@ def _eqx_step(value_and_grad: Any) -> Step:
 
 @_case(_with_adam, value_and_grad=eqx.filter_value_and_grad, one=False)
 def equinox_mlp(value_and_grad: Any) -> Step:
-    """An Equinox model, whose leaves are functions too, and its optimizer's state."""
+    """An Equinox model, some of whose leaves are functions, with its optimizer's state."""
     return _eqx_step(value_and_grad)
 
 

@@ -15,8 +15,8 @@ import dtrans
 from dtrans.parameter_server.plan import PServerPlan
 
 
-ROWS = 3  # of each trainer, in each step
-# servers exchange partial sums
+ROWS = 3  # rows of each trainer in each step
+# the clip by global norm makes servers exchange partial sums
 TX = optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1, momentum=0.9))
 
 

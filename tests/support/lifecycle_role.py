@@ -1,4 +1,4 @@
-"""One role of the jobs in test_lifecycle.py, test_failed_saves.py and test_sync_matrix.py.
+"""One role of the jobs in test_lifecycle.py, test_failed_saves.py and test_sync_server.py.
 
 The process prints its progress, and waits at gates until the test lets it continue. Its argument is
 JSON: the name of a function of this module, and the function's arguments.
@@ -125,7 +125,7 @@ def saving(job: dict[str, Any]) -> None:
 
 
 def hold(checkpoint: Path) -> None:
-    """Let the writer of a piece wait when its files are written, before it renames the folder."""
+    """Make the writer of a piece wait after the last file, before it renames the folder."""
     from dtrans.checkpoint import orbax_io
 
     written = orbax_io._sync_tree
@@ -193,10 +193,32 @@ def matrix_trainer(job: dict[str, Any]) -> None:
     np.savez(job["out"], **found)
 
 
+def different_speeds(job: dict[str, Any]) -> None:
+    """Take a role of a job whose trainers have different speeds; `role` is its environment."""
+    from speeds_job import ROWS, batch_of, params_of, plan_for
+
+    import dtrans
+
+    os.environ.update(job["role"])
+    role = dtrans.Role.from_env()
+    found: dict[str, np.ndarray] = {}
+    with plan_for(role.pserver_endpoints).on_cluster(deadline=60) as cluster:
+        state = cluster.init(params_of())
+        if role.is_pserver:
+            np.savez(job["out"], **cluster.serve(state))
+            return
+        for i in range(len(ROWS)):
+            part = cluster.shard_batch(*batch_of(i))
+            found[f"rows/{i}"] = np.asarray(len(part[0].x))
+            state, *results = cluster.step(state, *part)
+            found |= {f"results/{i}/{n}": x for n, x in flat(results).items()}
+        found |= {f"params/{n}": x for n, x in flat(cluster.params(state)).items()}
+    np.savez(job["out"], **found)
+
+
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent)]
     what = json.loads(sys.argv[1])
     jax.config.update("jax_enable_x64", what["x64"])
-    {fn.__name__: fn for fn in (pserver, trainer, saving, matrix_pserver, matrix_trainer)}[
-        what["do"]
-    ](what)
+    roles = (pserver, trainer, saving, matrix_pserver, matrix_trainer, different_speeds)
+    {fn.__name__: fn for fn in roles}[what["do"]](what)

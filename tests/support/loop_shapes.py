@@ -123,10 +123,10 @@ def half_inside(p: Params, x: jax.Array) -> jax.Array:
 
 SHAPES = {
     "a scan": Shape(lambda p, x: end(scanned(x, p["w"])), one_stack),
-    "and sum(p**2) in the loss": Shape(
+    "a scan, and sum(p**2) in the loss": Shape(
         lambda p, x: end(scanned(x, p["w"])) + 1e-4 * squares(p), one_stack
     ),
-    "and the norm of the stack": Shape(
+    "a scan, and the norm of the stack": Shape(
         lambda p, x: end(scanned(x, p["w"])) + 1e-4 * squares(p) ** 0.5, one_stack
     ),
     "scans over p[:half], p[half:]": Shape(
@@ -141,8 +141,8 @@ SHAPES = {
         one_stack,
     ),
     "no loop, p[0], p[1], ...": Shape(unrolled, one_stack),
-    "a reshaped stack, two layers a turn": Shape(in_pairs, one_stack),
-    "two stacks, a layer of each a turn": Shape(
+    "a reshaped stack, two layers an iteration": Shape(in_pairs, one_stack),
+    "two stacks, a layer of each an iteration": Shape(
         lambda p, x: end(scanned(x, p, lambda h, w: layer(layer(h, w["a"])[0], w["b"]))), two_stacks
     ),
     "a scan in a scan": Shape(

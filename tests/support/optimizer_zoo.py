@@ -244,8 +244,8 @@ SCHEDULES: Mapping[str, Callable[[], Any]] = {
     ),
 }
 
-# Why optax cannot train a leaf on one device; `test_what_is_left_out_is_what_optax_cannot_train`
-# tries.
+# Reasons why optax cannot train some leaves on one device; checked by
+# `test_what_is_left_out_is_what_optax_cannot_train`.
 PROMOTES = {"half": "optax makes its bfloat16 state wider in an update"}
 NO_ROWS = {"scalar": "optax raises an IndexError"}
 NO_MIX = {"half": "optax raises a TypeError for leaves of two types"}
@@ -287,7 +287,7 @@ ALIASES: Mapping[str, Case] = {
     "rmsprop, centered, momentum": Case(
         lambda: optax.rmsprop(0.1, centered=True, momentum=0.9, nesterov=True)
     ),
-    # the scalar's gradient never keeps its sign for three steps, as it has to for rprop to move it
+    # rprop changes the scalar only after three gradients with equal signs, which do not occur
     "rprop": Case(lambda: optax.rprop(0.1), still={"scalar"}),
     "sgd": Case(lambda: optax.sgd(0.1)),
     "sgd, momentum": Case(lambda: optax.sgd(0.1, momentum=0.9)),
@@ -347,7 +347,7 @@ PADDLE: Mapping[str, Case] = {
         "adamax": lambda: paddle.adamax(0.1),
         "adagrad": lambda: paddle.adagrad(0.1),
         "decayed_adagrad": lambda: paddle.decayed_adagrad(0.1),
-        # without an epsilon of this size it does not move what is bfloat16
+        # with a smaller epsilon, updates of bfloat16 leaves would round to zero
         "adadelta": lambda: paddle.adadelta(1.0, epsilon=1e-3),
         "rmsprop": lambda: paddle.rmsprop(0.1, momentum=0.9, centered=True),
         "ftrl": lambda: paddle.ftrl(0.1, l1=0.01),
@@ -539,7 +539,7 @@ REFUSED: Mapping[str, Refusal] = {
 }
 
 
-# -- what must be in it ----------------------------------------------------------------------------
+# -- names that need a case ------------------------------------------------------------------------
 
 
 def exported() -> Iterator[str]:
@@ -549,8 +549,7 @@ def exported() -> Iterator[str]:
         if inspect.isfunction(fn) and fn.__module__ == "optax._src.alias":
             yield name
     for name, fn in vars(optax.contrib).items():
-        # the parts that its own optimizers are made of, and a function of parameters, are no
-        # optimizers
+        # exclude parts of optimizers, and a function of parameters
         if (
             inspect.isfunction(fn)
             and not name.startswith("scale_by_")
@@ -578,12 +577,12 @@ INTRODUCTION = f"""# Optimizers
 
 <!-- Written by tests/support/optimizer_zoo.py: `make docs`. -->
 
-With parameter servers, each leaf is either *sliced* over servers by rows, or stored whole on one
+With parameter servers, each leaf is either *sliced* over servers by rows, or stored in full on one
 server. This page shows which optimizers of optax allow slices. For your own step, see
 `print(plan)`.
 
 If a leaf is sliced, each server updates its rows of the leaf, and stores the optimizer state of
-these rows. If an optimizer mixes the rows of a leaf, the leaf is stored whole on one server. The
+these rows. If an optimizer mixes the rows of a leaf, the leaf is stored in full on one server. The
 plan lists such leaves with the reason.
 
 Some optimizers reduce over rows: they compute a norm of a leaf or of all leaves, a maximum, or a
@@ -607,14 +606,14 @@ reason.
 """
 
 HEADER = (
-    "| optimizer | sliced leaves | rounds | all_reduces | whole leaves, and why |\n| --- | "
+    "| optimizer | sliced leaves | rounds | all_reduces | leaves on one server, and why |\n| --- | "
     "--- | --- | --- | --- |"
 )
 
 LOOKAHEAD = """
 `lookahead` needs a pair of parameters, `optax.LookaheadParams`. Your own step can train them, with
 the gradient with respect to `params.fast`. A fast leaf and its slow leaf are updated together, so
-both are stored whole. To slice them, store the slow parameters in the optimizer state:
+both are stored in full. To slice them, store the slow parameters in the optimizer state:
 
 ```python
 """
@@ -640,7 +639,7 @@ def row(name: str, plan: PServerPlan) -> str:
     sliced = [n for n in with_rows if n not in plan.placement.unsliced]
     whole: dict[str, list[str]] = {}
     for leaf, reason in plan.placement.unsliced.items():
-        # `svd mixes rows of f32[7,2] (optax.contrib.scale_by_galore)`: the first two words say it
+        # shorten `svd mixes rows of f32[7,2] (optax.contrib.scale_by_galore)` to `svd mixes rows`
         found = re.fullmatch(r"(\w+) (.*?)( of \S+)?( \(.*\))?", reason)
         why = f"`{found[1]}` {found[2]}" if found else reason
         whole.setdefault(why, []).append(leaf.removeprefix("params/"))

@@ -57,8 +57,8 @@ def own_sshd(folder: Path, host: str = "127.0.0.1", wrap: Sequence[str] = ()) ->
         "StrictModes no\nUsePAM no\nPermitRootLogin prohibit-password\nPasswordAuthentication no\n"
         "KbdInteractiveAuthentication no\n"
     )
-    # it stays at the end: the servers of other tests, in other processes, need it for each
-    # connection
+    # The folder is never removed: servers of other tests, in other processes, need it for each
+    # connection.
     SEPARATION.mkdir(exist_ok=True)
     server = subprocess.Popen(
         [*wrap, sshd() or "sshd", "-D", "-e", "-f", folder / "config"],

@@ -79,7 +79,7 @@ def of(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
 
 
 X, LABEL, IDS = of("float32", 32, 1000), of("int32", 32), of("int32", 32, 7)
-# the loss, what makes the parameters, the batch
+# name of a model -> (loss, function that creates the parameters, batch)
 NETS: dict[str, tuple[Any, Any, tuple[Any, ...]]] = {
     "fc": (fc, fc_params, (X, X)),
     "fc, the weight first": (fc, lambda key: WeightFirst(**fc_params(key)), (X, X)),
@@ -101,7 +101,7 @@ def decays(params: Any) -> Any:
 SGD = optax.sgd(0.1)
 DECAY = optax.exponential_decay(0.1, 10, 0.9)
 L2 = optax.chain(optax.add_decayed_weights(1e-2, mask=decays), SGD)
-# what is here: the model and the optimizer
+# name of a recording -> (model, optimizer)
 CASES: dict[str, tuple[str, Any]] = {
     "fc_sgd": ("fc", SGD),
     "fc_momentum": ("fc", optax.sgd(0.1, momentum=0.9)),
@@ -111,9 +111,8 @@ CASES: dict[str, tuple[str, Any]] = {
     "mlp_sgd": ("mlp", SGD),
     "fc_sgd_lr_exponential": ("fc", optax.sgd(DECAY)),
     "mlp_adam_lr_exponential": ("mlp", optax.adam(DECAY)),
-    # Paddle dispatches parameters as it meets them, and meets one that has a regularizer when it
-    # sees the op of that; dtrans dispatches them in leaf order: this tree has the weight first, as
-    # Paddle did
+    # Paddle dispatches parameters in the order of its ops, and the regularizer of the weight is an
+    # early op. dtrans dispatches in leaf order, so this pytree has the weight first.
     "fc_sgd_l2_w": ("fc, the weight first", L2),
     "fc_sgd_clip_value_opt": ("fc", optax.chain(optax.clip(1e-5), SGD)),
     "fc_sgd_clip_global_opt": ("fc", optax.chain(optax.clip_by_global_norm(0.1), SGD)),
@@ -132,18 +131,18 @@ CASES: dict[str, tuple[str, Any]] = {
     "mlp_adam_dcasgd": ("mlp", optax.adam(0.1)),
 }
 GEO = "geo_fc_sgd"
-# A table whose rows went to the servers by their numbers. Paddle 1.8 raised; this was recorded of
-# one that was mended.
+# A table whose rows are assigned to servers by id. Paddle 1.8 raises an error for it, so a patched
+# Paddle made this recording.
 DISTRIBUTED = {"PATCHED_emb1_dist_sgd_sync": ("emb1", SGD)}
-# What the layers said of the table, where it was not dense.
+# The options of the table in Paddle's layers, for recordings with a table that is not dense.
 TABLES = {
     "emb1_sparse_sgd_sync": Embedding(is_sparse=True),
     "emb2_sparse_sgd_sync": Embedding(is_sparse=True),
     "emb1_sparse_adam_async": Embedding(is_sparse=True),
     "PATCHED_emb1_dist_sgd_sync": Embedding(is_sparse=True, is_distributed=True),
 }
-# Paddle raised: a clip met a cut parameter with the whole gradient. Here they are as without the
-# clip, but for it.
+# Paddle raises an error for these two, because a clip reads the full gradient of a parameter that
+# is cut into blocks. Except for the clip, dtrans's programs equal the recordings without the clip.
 WITHOUT_CLIP: dict[str, str] = {
     "fc_sgd_clip_value_opt": "fc_sgd",
     "fc_sgd_clip_global_opt": "fc_sgd",
@@ -176,6 +175,6 @@ def transpiled(
         pservers=",".join(endpoints(recorded["pservers"])),
         trainers=recorded["trainers"],
         sync_mode=recorded["sync_mode"],
-        seed=1,  # the program's random_seed when this was recorded
+        seed=1,  # `random_seed` of the recorded program
     )
     return t

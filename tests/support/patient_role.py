@@ -21,7 +21,7 @@ import dtrans
 
 
 STEPS, ROWS = 120, 8
-PACE = 0.02  # seconds between two steps, so that what happens to a job happens in the middle of it
+PACE = 0.02  # seconds between two steps, so that interruptions come in the middle of the training
 WAIT = {"deadline": 120.0, "patience": 30.0}  # seconds
 TX = optax.adam(1e-2)
 

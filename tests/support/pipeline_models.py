@@ -95,7 +95,7 @@ class Job:
         return (*state, *rest)
 
     def of(self, job: Any, steps: int = 3) -> Any:
-        """Return the same values for a job that runs a plan."""
+        """Return the values that `on_one_device` returns, computed by a job that runs a plan."""
         state = job.init(jax.random.key(0))
         rest: tuple[Any, ...] = ()
         for _ in range(steps):

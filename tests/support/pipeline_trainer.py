@@ -18,11 +18,17 @@ import numpy as np
 import optax
 from cluster_trainer import flat, refused
 from pipeline_models import MODELS, Job, Model
+from split_models import planned, tower
 
 import dtrans
 
 
 STEPS, ROWS = 3, 8
+
+
+def squares(params: Any, by: float) -> Any:
+    """Return a sum that reads all parameters, as a function for `job.apply`."""
+    return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params)) * by
 
 
 def main(folder: Path, given: dict[str, Any]) -> None:
@@ -42,9 +48,29 @@ def main(folder: Path, given: dict[str, Any]) -> None:
     said["rows"] = refused(job.step, state, *(x[: cluster.trainer_id + 1] for x in one.batch))
     said["few"] = refused(job.step, state, *(x[:1] for x in one.batch))
     found |= flat(last=(job.params(state), job.opt_state(state)))
+    applied = job.apply(squares, state, 2.0)
     held = sorted({**state.params, **state.opt_state})
     said["odd"] = refused(dtrans.pipeline(step, init, num_stages=cluster.trainers + 1).on_cluster)
-    save(folder, said=np.array(list(said.items())), held=np.array(held), **found)
+    save(folder, said=np.array(list(said.items())), held=np.array(held), applied=applied, **found)
+
+
+def split(folder: Path, given: dict[str, Any]) -> None:
+    """Train a tower whose stages have several devices each, and write the results."""
+    connected(given.pop("devices"), 60)
+    one = tower(given.pop("split"))
+    job = planned(one, **given).on_cluster()
+    state = job.init(jax.random.key(0))
+    found: dict[str, Any] = {}
+    for i in range(STEPS):
+        state, loss = job.step(state, *part(one.batch))
+        found |= flat(**{f"loss {i}": loss})
+    found |= flat(last=(job.params(state), job.opt_state(state)))
+    pieces = []
+    for n, x in state.params.items():
+        if n.endswith("/up"):
+            pieces.append((n, str(x.addressable_shards[0].data.shape)))
+    save(folder, pieces=np.array(pieces), **found)
+    job.close()
 
 
 def parts(folder: Path, given: dict[str, Any]) -> None:
@@ -60,7 +86,7 @@ def parts(folder: Path, given: dict[str, Any]) -> None:
         state, *results = job.step(state, buffer, key, shift, *part([y]))
         buffer[:] = np.nan
         found |= flat(**{f"results {i}": results})
-    job.step(state, x, key, shift, y)  # now both sizes are known
+    job.step(state, x, key, shift, y)  # compiles the second batch size
     rows = ROWS // 2 if k else ROWS
     said = refused(job.step, state, x[:rows], key, shift, y[:rows])
     found |= flat(
@@ -126,7 +152,7 @@ def planned_masked(one: Job) -> dtrans.PipelinePlan:
 
 
 def noisy() -> Job:
-    """Return a job with results for each row, noise that depends on the row, and an unsplit input."""
+    """Return a job with per-row results, noise that depends on the row, and an unsplit input."""
 
     def params(key: jax.Array) -> Any:
         return [jax.random.normal(k, (4, 4)) for k in jax.random.split(key, 4)]
@@ -182,6 +208,6 @@ def save(folder: Path, **found: Any) -> None:
 
 
 if __name__ == "__main__":
-    {job.__name__: job for job in (main, parts, given)}[sys.argv[1]](
+    {job.__name__: job for job in (main, split, parts, given)}[sys.argv[1]](
         Path(sys.argv[2]), json.loads(sys.argv[3])
     )

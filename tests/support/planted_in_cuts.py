@@ -17,6 +17,7 @@ from dtrans.protocol.server.epoch_gate import EpochGate
 from dtrans.protocol.server.joint_update import JointUpdate
 from dtrans.protocol.server.newest_states import NewestStates
 from dtrans.protocol.server.replication import Replica, StoredReplicas
+from dtrans.protocol.server.save_requests import SaveRequests
 from dtrans.protocol.server.step_counts import StepCounts
 from dtrans.protocol.server.sync_server import SyncServer
 from dtrans.protocol.server.trainer_exits import TrainerExits
@@ -223,10 +224,10 @@ def _logs_no_joins(real: Any) -> Any:
 
 
 def _keeps_dropped_trainers(real: Any) -> Any:
-    def begin_epoch(self: Any, epoch: Any) -> None:
-        before = self._epoch.dropped if hasattr(self, "_epoch") else ()
-        dropped = tuple(sorted({*before, *epoch.dropped}))
-        real(self, dataclasses.replace(epoch, dropped=dropped))
+    def begin_epoch(self: Any, epoch: Any, *before: Any) -> None:
+        dropped_before = self._epoch.dropped if hasattr(self, "_epoch") else ()
+        dropped = tuple(sorted({*dropped_before, *epoch.dropped}))
+        real(self, dataclasses.replace(epoch, dropped=dropped), *before)
 
     return begin_epoch
 
@@ -461,6 +462,41 @@ PLANTED_IN_REPLICAS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a backup does not acknowledge again after a break": _forgets_to_acknowledge_again,
     "a backup does not write the replica of a lost server": lambda m: m.setattr(
         SimulatedServer, "_endpoints_of", lambda self, names: []
+    ),
+}
+
+
+def _notes_cuts_without_their_files(self: Any, epoch: int, who: str, step: int, cut: Any) -> None:
+    state = {name: 0 * x for name, x in cut.state.items()}
+    self._note_cut(epoch, who, step, dataclasses.replace(cut, state=state))
+
+
+def _removes_cuts_before_its_newest(self: Any, who: str) -> None:
+    for step in [x for x in self._cuts[who] if x < max(self._cuts[who])]:
+        del self._cuts[who][step]
+
+
+def _forgets_only_pending_checkpoints(self: Any, ended: Any, last: int) -> None:
+    for name, error in ended:
+        steps, _ = self._pending.pop(name)
+        del self._blocks[name]
+        if not error:
+            self.saved[name] = steps
+
+
+# Faults of full disks, and of checkpoints that trainers request in jobs with cuts
+PLANTED_WITH_FULL_DISKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a cut that a server cannot write counts": lambda m: m.setattr(
+        SimulatedLauncher, "_note_unwritten", _notes_cuts_without_their_files
+    ),
+    "a server removes the last common cut": lambda m: m.setattr(
+        SimulatedLauncher, "_remove_old_cuts", _removes_cuts_before_its_newest
+    ),
+    "a server that goes back forgets pending checkpoints": lambda m: m.setattr(
+        SaveRequests, "take_over", _do_nothing
+    ),
+    "a server goes back and keeps checkpoints of undone steps": lambda m: m.setattr(
+        SaveRequests, "undo", _forgets_only_pending_checkpoints
     ),
 }
 

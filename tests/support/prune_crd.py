@@ -28,7 +28,7 @@ HEAD = f"""\
 # kubernetes-sigs/jobset at {COMMIT}. Written by tests/support/prune_crd.py.
 """
 
-# keywords of a schema that say what is valid; the others are for people, and for servers
+# keywords of a schema that restrict values; all other keywords are for people and for API servers
 KEPT = (
     "type",
     "format",
@@ -50,20 +50,20 @@ STRICTER: dict[str, dict[str, Any]] = {
     "": {"required": ["apiVersion", "kind", "metadata", "spec"]},
     ".apiVersion": {"const": f"jobset.x-k8s.io/{VERSION}"},
     ".kind": {"const": "JobSet"},
-    # the CRD leaves it to Kubernetes
+    # Kubernetes checks the metadata, so the CRD has no schema for it
     ".metadata": {
         "required": ["name"],
         "properties": {"name": {"type": "string", **_LABEL}},
         "additionalProperties": False,
     },
     ".spec.network.subdomain": _LABEL,
-    # its description in the CRD has the pattern
+    # in the CRD, only the description of the field has the pattern
     ".spec.failurePolicy.rules[].name": {"pattern": "^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"},
     f"{_JOB}.completionMode": {"enum": ["Indexed", "NonIndexed"]},
     f"{_JOB}.completions": _COUNT,
     f"{_JOB}.parallelism": _COUNT,
     f"{_JOB}.backoffLimit": _COUNT,
-    # the two that a Job may have
+    # a Job accepts only these two of a pod's policies
     f"{_JOB}.template.spec.restartPolicy": {"enum": ["Never", "OnFailure"]},
 }
 

@@ -185,7 +185,7 @@ REDUCED: list[Callable[..., jax.Array]] = [
     lambda x, axis: jnp.mean(x, axis) ** 2,
     lambda x, axis: jnp.median(x, axis),
 ]
-# a kind, the axes that are reduced, and the kind that is left
+# (kind of the operand, reduced axes, kind of the result)
 REDUCTIONS: list[tuple[str, tuple[int, ...], str]] = [
     ("rows", (0,), "columns"),
     ("rows", (1,), "vector"),

@@ -1,8 +1,8 @@
 """Ray cluster on this machine, in a separate process, because Ray forks and JAX does not support
 forks.
 
-As a script, this file starts nodes, prints the address and waits for lines. The id of a node
-removes this node, and the end of standard input ends the cluster.
+As a script, this file starts nodes, prints the address and waits for lines. A line with the id of a
+node removes this node, and the end of standard input ends the cluster.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RayCluster:
     """
 
     def __init__(self, nodes: int = NODES, cpus: int = CPUS) -> None:
-        # actors import dtrans, and modules of tests
+        # the actors must find dtrans and the modules of the tests
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}
         command = [sys.executable, __file__, str(nodes), str(cpus)]
         self._process = subprocess.Popen(

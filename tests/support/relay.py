@@ -69,7 +69,7 @@ class Relay:
         with contextlib.suppress(OSError):
             while data := origin.recv(1 << 16):
                 self._flows.wait()
-                # A connection that has lost data passes none any more: TCP delivers no stream with
+                # After a loss, the connection passes no more data: TCP never delivers a stream with
                 # a hole.
                 if connection.loss is None:
                     target.sendall(data)

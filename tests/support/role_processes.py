@@ -56,7 +56,7 @@ class Process:
         for line in self._popen.stdout:
             if line == f"{said}\n":
                 return
-        raise AssertionError(f"it never said {said!r}: {self._popen.communicate()[1]}")
+        raise AssertionError(f"the role never printed {said!r}: {self._popen.communicate()[1]}")
 
     @property
     def memory(self) -> float:

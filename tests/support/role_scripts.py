@@ -30,7 +30,7 @@ def report():
 """
 
 
-# this one imports what roles report in jobs with cuts, without JAX
+# Role of a job with cuts. The script imports dtrans's reports of roles, but not JAX.
 EPOCHS = f"""
 import os, signal, sys, threading, types
 package = types.ModuleType("dtrans")  # its own __init__ imports JAX
@@ -68,7 +68,7 @@ def all_in(number):
     return len([x for x in marks if x.epoch >= number]) == count
 
 def cut(*steps):
-    # write cuts on a server; return when all servers have the last of them
+    # write cuts on a server; return when all servers have the last cut
     if kind.lower() == "pserver":
         for step in steps:
             epochs.note_cut(epochs.current().number, step)
@@ -84,7 +84,7 @@ def lose(role):
         die()
 
 def finish(number):
-    # all roles are in an epoch, and end
+    # wait until all roles have entered the epoch, and end this role
     wait(lambda: all_in(number))
     ended = ended_roles(number)  # none that started again is among them
     assert all(epochs.marks()[role].left for role in ended), ended
@@ -93,7 +93,7 @@ def finish(number):
 """
 
 
-# this one does import dtrans, and prints the variables of its role in each mode that is an argument
+# This script imports dtrans. For each argument, a list of servers, it prints its role's variables.
 ROLE_OF_PROCESS = """
 import json, os, sys
 from dtrans.run.distributed.role import Role
@@ -116,9 +116,9 @@ def came(listener: socket.socket) -> tuple[str, socket.socket]:
 def assert_gone(*connections: socket.socket) -> None:
     for connection in connections:
         try:
-            while connection.recv(100):  # a timeout is the failure
+            while connection.recv(100):  # raises TimeoutError if the role has not ended
                 continue
-        except ConnectionResetError:  # killed with unread input: gone as well
+        except ConnectionResetError:  # a role that was killed with unread input
             continue
         finally:
             connection.close()

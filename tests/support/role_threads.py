@@ -6,6 +6,7 @@ import atexit
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,14 +56,14 @@ class RoleThreads:
     def start(self, name: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         if fn is serve:
             SERVED[args[1]] = args[0]
-        x64 = jax.config.jax_enable_x64  # of this thread; a new one has the default
+        x64 = jax.config.jax_enable_x64  # a setting of each thread
 
         def body() -> None:
             try:
                 with jax.enable_x64(x64):
                     self._ended[name] = fn(*args, **kwargs)
             except BaseException as e:
-                self._ended[name] = e.with_traceback(None)  # whose frames would hold sockets
+                self._ended[name] = e.with_traceback(None)  # frames would keep sockets open
 
         self._threads[name] = threading.Thread(
             target=body, name=f"role_threads {name}", daemon=True
@@ -71,9 +72,12 @@ class RoleThreads:
 
     def end(self, name: str) -> Any:
         """Return the result of a thread, or the exception that it raised."""
-        # it may find only after HANG that another does not come, and has yet to end
-        self._threads[name].join(2 * HANG)
-        assert not self._threads[name].is_alive(), f"{name} hangs"
+        # a role may wait for HANG until it notices that another role is missing, and then ends
+        thread = self._threads[name]
+        thread.join(2 * HANG)
+        if thread.is_alive():
+            frame = sys._current_frames()[thread.ident or 0]
+            raise AssertionError(f"{name} hangs:\n{''.join(traceback.format_stack(frame))}")
         return self._ended[name]
 
     def all(self) -> dict[str, Any]:
@@ -141,7 +145,7 @@ class StepOrder:
         self._changed = threading.Condition()
 
     def take(self, k: int, step: Callable[[], Any]) -> Any:
-        """Step when it is this trainer's turn."""
+        """Wait for the turn of trainer `k`, then run its step."""
         with self._changed:
             self._there.add(k)
             self._changed.notify_all()
@@ -191,7 +195,7 @@ class Peer:
         self._context = zmq.Context()
         self._endpoint = endpoint
         self._socket = new_socket(self._context, zmq.DEALER)
-        self._socket.reconnect_ivl = 5  # milliseconds, where nobody is there yet
+        self._socket.reconnect_ivl = 5  # milliseconds between two attempts
         connect(
             self._socket,
             f"tcp://{endpoint}",
@@ -229,7 +233,7 @@ class Peer:
         return wire.parse(self._socket.recv_multipart())
 
     def refused(self) -> str:
-        """The reason in the next message, which must be a refusal."""
+        """Return the reason in the next message, which must be a refusal."""
         message = self.hear()
         assert message.op == "refuse", message
         return message["reason"]

@@ -22,20 +22,20 @@ from dtrans.run.base.lowering import OVER_AXIS
 from dtrans.run.distributed.multihost import trainer_devices
 
 
-SIDES = (1024, 2048, 4096)  # of square arrays of float32: 4, 16 and 64 MB
+SIDES = (1024, 2048, 4096)  # sides of square float32 arrays: 4, 16 and 64 MB
 TIMES, TOGETHER = (3, 24, 6), 4
-STEPS = 25  # of training
+STEPS = 25  # training steps
 
 
 def scatters(folder: Path) -> None:
-    """Count the reduce-scatters of each size that differ from the sum, and check if XLA runs any."""
+    """Count wrong reduce-scatters of each size, and check if XLA runs any reduce-scatter."""
     cluster = dtrans.connect(deadline=60)
     k = cluster.trainer_id
     mesh = Mesh(np.array(trainer_devices()), ("ranks",))
     found: dict[str, Any] = {}
 
     def several(x: jax.Array) -> Any:
-        """As many as a step of a few layers has."""
+        """Run as many reduce-scatters as a step of a few layers."""
         sent = [x[0] * (i + 1) for i in range(TOGETHER)]
         made = OVER_AXIS[reduce_scatter_p](*sent, over=("ranks",), axis=0)
         return [x[None] for x in made]

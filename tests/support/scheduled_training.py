@@ -40,7 +40,7 @@ def main(saved: Path) -> None:
     if role.mode == "nccl2":
         dtrans.connect()
 
-    # JAX can make arrays from here on
+    # `connect` must run before JAX creates devices, so these imports come after it
     import jax
     import numpy as np
 

@@ -70,7 +70,7 @@ def on_shards(program, types, args, noise=False):
         x if d is None else pieces_of(x, d, program.shards)
         for x, d in zip(args, program.in_axes, strict=True)
     ]
-    if noise:  # padding may hold anything
+    if noise:  # padding may have any value
         parts = [
             p if d is None else _with_noise(p, d, x.shape[d])
             for p, d, x in zip(parts, program.in_axes, args, strict=True)
@@ -143,7 +143,7 @@ def traced(fn):
 
 
 def checked(fn, args, cuts, shards, *, outs=None, mesh=False, noise=True, trace=None):
-    """Split a function of flat arrays, and check that the results equal the results of one device."""
+    """Split a function of flat arrays, and check that the results equal one device's results."""
     jaxpr = (trace or traced)(fn)(*args)
     program = split(jaxpr, cuts, shards, AXIS, outs=outs)
     types = [v.aval for v in jaxpr.jaxpr.outvars]

@@ -21,7 +21,7 @@ import dtrans
 from dtrans.zero.plan import ShardingPlan
 
 
-ROWS = 16  # of a global batch: one for each of 8 ranks in 2 groups
+ROWS = 16  # rows of a global batch: one for each rank of 2 groups of 8 ranks
 Tree = Any
 
 
@@ -222,7 +222,7 @@ MODELS: Mapping[str, Model] = {
                                 numbers),
     "nested scan": Model(nested_params, nested_loss, numbers),
     "long scan": Model(functools.partial(stacked_params, depth=16, width=5), stacked_loss, numbers),
-    # gradients of each rank are rounded to 16 bits: the mean of those
+    # each rank rounds its gradients to 16 bits, so the job computes the mean of rounded gradients
     "scan, cast inside": Model(
         stacked_params, functools.partial(stacked_loss, layer=_half_layer), numbers, exact=False),
     "scan, cast inside, checkpoint": Model(
@@ -449,7 +449,7 @@ def ranks_agree(job: Any, state: Any) -> None:
 
 
 def alone(step: Any, init: Any, params: Tree, batches: Sequence[Any]) -> Any:
-    """Return the same values from one device."""
+    """Return the final state and the results of the steps, from one device."""
     (params, opt_state), results = init(params), []
     run = quick(step)
     for batch in batches:
@@ -487,8 +487,7 @@ def mean_of_parts(
     return step
 
 
-# -- optimizers on gradients that are given
-# ---------------------------------------------------------
+# -- optimizers with prescribed gradients ----------------------------------------------------------
 
 
 def given_gradients(case: Any, params: Any, degree: int, steps: int = 3) -> list[Any]:
@@ -503,14 +502,14 @@ def given_gradients(case: Any, params: Any, degree: int, steps: int = 3) -> list
 
 
 def inner_product(params: Any, grads: Any) -> jax.Array:
-    """Return a loss whose gradient with respect to the parameters is the mean of the batch's rows."""
+    """Return a loss whose parameter gradient is the mean of the batch's rows."""
     of = lambda p, g: jnp.mean(jnp.sum((p * g).real.reshape(g.shape[0], -1), 1))
     products = [of(p, g) for p, g in zip(*map(jax.tree.leaves, (params, grads)), strict=True)]
     return sum(x.astype(jnp.float32) for x in products)  # type: ignore[return-value]
 
 
 def zoo_step(case: Any, ranks: int | None) -> Any:
-    """Return the step of a case, with given gradients; on one device, with the mean over all ranks."""
+    """Return a case's step with given gradients; on one device, with the mean over all ranks."""
     tx = case.make()
 
     def step(params: Any, opt_state: Any, grads: Any) -> Any:

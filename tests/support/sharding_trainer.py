@@ -82,7 +82,7 @@ def train(folder: Path, options: str) -> None:
     for stage in given["stages"]:
         plan = planned(k, stage=stage, **given["plan"])
         job = plan.on_cluster()
-        state = job.init(jax.random.key(100 * k))  # each its own; all start from that of rank 0
+        state = job.init(jax.random.key(100 * k))  # all ranks start from rank 0's state
         found |= flat(**{f"{stage} first": (job.params(state), job.opt_state(state))})
         for i, batch in enumerate(batches()[:STEPS]):
             before = state
@@ -91,11 +91,12 @@ def train(folder: Path, options: str) -> None:
         for name, x in {**state.params, **state.opt_state}.items():
             found[f"{stage} held {name}"] = np.asarray(x.addressable_data(0))
         found |= flat(**{f"{stage} last": (job.params(state), job.opt_state(state))})
+        found |= flat(**{f"{stage} applied": job.apply(loss_fn, state, *batches()[0])})
         assert all(x.is_fully_addressable for x in jax.tree.leaves((job.params(state), loss, aux)))
         checkpoint.save(folder / f"stage {stage}", job, state)
         said[f"{stage} donated"] = refused(job.step, before, *part(batch))
         said[f"{stage} saved"] = refused(checkpoint.save, folder / "gone", job, before)
-    # what is refused, by all ranks or by one
+    # calls that must raise an error, on all ranks or on one
     said["rows"] = refused(job.step, state, *(x[: 1 + k] for x in batch))
     said["ragged"] = refused(job.step, state, batch[0][:3], batch[1][:2])
     said["count"] = refused(planned(degree=n + 1).on_cluster)

@@ -24,7 +24,7 @@ ROWS = 8
 
 
 def listening(port: str) -> list[str]:
-    """Return the addresses at which a process of this host listens at a port, in Linux's notation."""
+    """Return the addresses at which this host listens at a port, in Linux's notation."""
     rows = [
         line.split()
         for name in ("tcp", "tcp6")
@@ -38,7 +38,7 @@ def main(folder: Path) -> None:
     me = int(os.environ["SLURM_PROCID"])
     p2p.this_host = lambda: f"node{me}"
     address.route_to = lambda host, port: f"127.0.0.{2 + me}"
-    address.is_loopback = lambda host: False  # so that it is taken for one that other hosts reach
+    address.is_loopback = lambda host: False  # treat loopback addresses as reachable by other hosts
     jax.config.update("jax_num_cpu_devices", 1)
     cluster = dtrans.connect(deadline=60)
     of = MODELS["mlp"].job(ROWS)

@@ -68,10 +68,10 @@ def replay(endpoint: str, stream: bytes) -> None:
         socket.create_connection(address(endpoint), timeout=HANG) as line,
     ):
         line.sendall(stream)
-        with contextlib.suppress(OSError):  # the other end has seen enough
+        with contextlib.suppress(OSError):  # the server may have closed the connection
             line.shutdown(socket.SHUT_WR)
         while line.recv(1 << 16):
-            pass  # until the other end has read it, or has seen enough
+            pass  # until the server closes the connection
 
 
 def flipped(stream: bytes, r: random.Random, count: int) -> bytes:
@@ -87,7 +87,7 @@ def flipped(stream: bytes, r: random.Random, count: int) -> bytes:
 
 
 def flips(endpoint: str, stream: bytes, seed: int, connections: int, each: int) -> None:
-    """Replay a connection many times, each time with other changed bits."""
+    """Replay a connection many times, each time with different bits flipped."""
     r = random.Random(seed)
     for _ in range(connections):
         replay(endpoint, flipped(stream, r, each))

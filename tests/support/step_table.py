@@ -18,9 +18,9 @@ import step_zoo
 
 import dtrans
 from dtrans.batch.exact_step import ExactStep, shard_step
-from dtrans.errors import DtransError
+from dtrans.errors import DtransError, GradientError
 from dtrans.step.batch_sharing import Batch
-from dtrans.step.halves import divide_step
+from dtrans.step.halves import divide_step, leave_undivided
 
 
 PAGE = DOCS / "steps.md"
@@ -28,8 +28,8 @@ TRAINERS, ROWS = 2, 12
 
 HEAD = f"""# Steps in each strategy
 
-To compute the results of one device, trainers must exchange values in some steps
-([exact.md](exact.md)). `print(plan)` lists the exchanges of your step; this table lists them for 45
+Some training steps compute the results of one device only if trainers exchange values
+([exact.md](exact.md)). `print(plan)` lists the exchanges of your step; this table lists them for {len(step_zoo.CASES)}
 steps.
 
 The tests verify each plan by [`plan.verify()`](verify.md), without a tolerance. Strategies are
@@ -43,9 +43,9 @@ one for each strategy. Their parameters, state and results equal those of one de
 | column | meaning |
 | --- | --- |
 | alone | reduction that turns the losses and gradients of the parts into those of one device; \
-"no" if trainers must exchange values |
+"no" if trainers must exchange values; "no gradient" if the step does not have one gradient |
 | exchanged | collectives in addition to those for gradients and results, with the bytes of each \
-trainer |
+trainer; without a gradient, all collectives except those for results |
 | servers | number of rounds in which trainers exchange these values, and results, through \
 servers; "exact" if no round is needed |
 | pipeline | number of values that are computed for the full batch before the micro-batches; \
@@ -58,9 +58,11 @@ servers; "exact" if no round is needed |
 
 def shared(case: step_zoo.StepCase) -> ExactStep:
     main = dtrans.trace(case.step, *case.init(jax.random.key(0)), *case.batch(ROWS // TRAINERS))
-    return shard_step(
-        divide_step(main).with_reported(), Batch(axes=axes_of(case)), TRAINERS, ("trainers",)
-    )
+    try:
+        step = divide_step(main).with_reported()
+    except GradientError as e:
+        step = leave_undivided(main, str(e))
+    return shard_step(step, Batch(axes=axes_of(case)), TRAINERS, ("trainers",))
 
 
 def axes_of(case: step_zoo.StepCase) -> Any:
@@ -103,10 +105,14 @@ def why(error: DtransError) -> str:
     """Return a refusal in a few words."""
     told = str(error)
     words = {
-        "values of the whole batch": "needs values of the full batch",
+        "values of the full batch": "needs values of the full batch",
+        "in a loop or a branch": "the step sums gradients in a loop",
         "is computed from gradients": "a result depends on gradients",
+        "which need no gradients": "no gradient was found",
+        "is taken at the new": "a gradient is taken after an update",
+        "needs the undifferentiated loss": "the step calls jax.grad",
     }
-    # a StopIteration would end `map`
+    # unpack, because the StopIteration of `next` would end the caller's `map`
     (found,) = (short for long, short in words.items() if long in told)
     return found
 
@@ -117,6 +123,8 @@ def row(case: step_zoo.StepCase) -> str:
     for x in found.part.exchanged:
         moved.setdefault(x.op, []).append(x.nbytes)
     alone = f"{found.reduce} of parts" if found.proven else "no"
+    if found.step.undivided:
+        alone = "no gradient"
     listed = (
         ", ".join(f"{len(n)} {op}, {sum(n):,} bytes" for op, n in sorted(moved.items()))
         or "nothing"

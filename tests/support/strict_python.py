@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 
-# JAX writes a file of the compilation cache in place. A process that reads it meanwhile warns, and
-# compiles the program.
+# JAX writes a file of the compilation cache in place. A process that reads an incomplete file
+# warns, and compiles the program.
 STRICT_PYTHON = (
     sys.executable,
     "-W",

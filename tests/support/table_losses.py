@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 
-V, D = 40, 3  # rows of `emb` and `table`, and their width, which is that of `w`
+V, D = 40, 3  # number of rows of `emb` and `table`, and width of `emb`, `table` and `w`
 EMBED = nn.Embed(V, D, dtype=jnp.bfloat16)
 
-# by name a loss of (params, ids), and how many rows of `emb` a step looks up at most
+# name -> (loss of (params, ids), largest number of rows of `emb` that a step looks up)
 READ = {
     "by index": (lambda p, ids: jnp.mean((p["emb"][ids] @ p["w"]) ** 2), 8),
     "jnp.take": (lambda p, ids: jnp.mean(jnp.take(p["emb"], ids[:, 0], axis=0) @ p["w"]), 4),
@@ -27,6 +27,43 @@ READ = {
     ),
     "twice": (lambda p, ids: jnp.mean(p["emb"][ids[:, 0]] * p["emb"][ids[:, 1]]), 8),
     "times a constant row": (lambda p, ids: jnp.mean((p["emb"] * jnp.arange(3.0))[ids[:, 0]]), 4),
+    "of the transpose": (lambda p, ids: jnp.mean(p["emb"].T[:, ids[:, 0]] ** 2), 4),
+    "in another shape": (
+        lambda p, ids: jnp.mean(p["emb"].reshape(V, D, 1)[ids[:, 0]] @ p["w"][:1]),
+        4,
+    ),
+    "with a row of zeros": (
+        lambda p, ids: jnp.mean((p["emb"].at[0].set(0.0)[ids] @ p["w"]) ** 2),
+        9,
+    ),
+    "with a row to which one is added": (
+        lambda p, ids: jnp.mean((p["emb"].at[0].add(1.0)[ids] @ p["w"]) ** 2),
+        9,
+    ),
+    "a slice at a constant position": (
+        lambda p, ids: jnp.mean(
+            jax.lax.dynamic_slice(p["emb"], (2, 0), (1, D)) @ p["w"] * p["emb"][ids[:, 0]]
+        ),
+        5,
+    ),
+    "several consecutive rows": (
+        lambda p, ids: jnp.mean(
+            jax.lax.dynamic_slice_in_dim(p["emb"], ids[0, 0], 5) @ p["w"] + p["emb"][ids[0, 1]]
+        ),
+        6,
+    ),
+    "consecutive rows under vmap": (
+        lambda p, ids: jnp.mean(
+            jax.vmap(lambda i: jax.lax.dynamic_slice_in_dim(p["emb"], i, 2))(ids[:, 0]) @ p["w"]
+        ),
+        8,
+    ),
+    "with a slice that is overwritten": (
+        lambda p, ids: jnp.mean(
+            jax.lax.dynamic_update_slice(p["emb"], jnp.zeros((1, D)), (0, 0))[ids] @ p["w"]
+        ),
+        9,
+    ),
     "flax.linen.Embed": (
         lambda p, ids: jnp.mean(EMBED.apply({"params": {"embedding": p["emb"]}}, ids)),
         8,
@@ -42,7 +79,7 @@ def turns(p: Any, ids: jax.Array, f: Any) -> jax.Array:
 
 
 def drawn(p: Any, ids: jax.Array) -> jax.Array:
-    """Return the loss for rows of two tables whose ids come from random keys that a loop carries."""
+    """Return a loss of rows of two tables, with ids from random keys that a loop carries."""
 
     def turn(carry: Any, i: jax.Array) -> Any:
         key, h = carry
@@ -66,7 +103,7 @@ def again(p: Any, ids: jax.Array) -> jax.Array:
     return jax.checkpoint(lambda p, i: jnp.sin(p["emb"][i] @ p["w"]).sum())(p, ids[:, 0])
 
 
-# the same, with how many rows of each table
+# name -> (loss of (params, ids), largest number of looked-up rows of each table)
 LOOPS = {
     "a turn": (lambda p, ids: turns(p, ids[:, 0], lambda p, i: p["emb"][i]), {"params/emb": 4}),
     "rows a turn": (
@@ -100,6 +137,14 @@ LOOPS = {
     "numbers that are drawn": (drawn, {"params/emb": 4, "params/table": 8}),
     "branches": (branched, {"params/emb": 8}),
     "computed again": (again, {"params/emb": 4}),
+    "branches with constant ids": (
+        lambda p, ids: jax.lax.cond(
+            ids[0, 0] > 3,
+            lambda: jax.lax.dynamic_slice(p["emb"], (2, 0), (1, D)).sum(),
+            lambda: jax.lax.dynamic_slice(p["emb"], (5, 0), (1, D)).sum(),
+        ),
+        {"params/emb": 2},
+    ),
     "layers computed again": (
         lambda p, ids: turns(
             p, ids[:, 0], lambda p, i: jax.checkpoint(lambda w: jnp.sin(w[i]))(p["emb"])

@@ -15,7 +15,7 @@ from dtrans.run.parameter_server.sync_update import SyncUpdate
 from dtrans.run.parameter_server.update import ServerUpdate, copy_state
 
 
-Gradients = Mapping[str, np.ndarray]  # of a trainer: by the last part of a leaf's name
+Gradients = Mapping[str, np.ndarray]  # gradients of a trainer, by the last part of a leaf's name
 
 
 class TableServers:

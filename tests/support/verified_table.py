@@ -22,7 +22,7 @@ if __name__ == "__main__":
 import optimizer_zoo
 import step_zoo
 import table_jobs
-from step_zoo import StepCase
+from step_cases import StepCase
 
 import dtrans
 from dtrans.errors import DtransError
@@ -31,7 +31,7 @@ from dtrans.verification.outcome import Report
 
 
 PAGE = DOCS / "verified.md"
-ROWS, RANKS = 12, 3  # 1 / 12, and thirds of it, are rounded
+ROWS, RANKS = 12, 3  # floats round 1 / 12 and thirds of it, so exact fractions matter
 SMALL = dtrans.Slicing(min_slice_size=1)
 SERVERS = "127.0.0.1:1,127.0.0.1:2"
 STRATEGIES: Mapping[str, Callable[..., Any]] = {
@@ -49,7 +49,7 @@ STRATEGIES: Mapping[str, Callable[..., Any]] = {
         main, startup, num_stages=2, num_micro_batch=3, **o
     ),
 }
-# of the page alone, each compared at one point: a replay has as many steps as the order has turns
+# strategies that only this page has; each is compared at one point, because a replay has many steps
 REPLAYED: Mapping[str, Callable[..., Any]] = {
     "async": lambda main, startup, **o: dtrans.pserver(
         main, startup, pservers=SERVERS, trainers=3, mode=dtrans.Async(), **o
@@ -59,7 +59,7 @@ REPLAYED: Mapping[str, Callable[..., Any]] = {
     ),
 }
 COLUMNS = (*STRATEGIES, *REPLAYED)
-# modes of parameter servers with a table, and the update of rows that nobody looks up
+# modes of parameter servers with a table, and the option `update` of `dtrans.Rows`
 ADAPTIVE = dtrans.DelayCompensation(0.5, decay=0.9)
 TABLES: Mapping[str, tuple[Any, str]] = {
     "sync": (dtrans.Sync(), "dense"),
@@ -108,10 +108,14 @@ class Outcome:
         return f"incomplete: {'; '.join(map(_in_short, self.report.unfollowed))}"
 
 
-# of refusals, and of what is not followed
+# part of an error, or of a reason in `unfollowed` -> short text for the page
 IN_SHORT: Mapping[str, str] = {
-    "values of the whole batch": "needs values of the full batch",
+    "values of the full batch": "needs values of the full batch",
+    "in a loop or a branch": "the step sums gradients in a loop",
     "is computed from gradients": "a result depends on gradients",
+    "which need no gradients": "no gradient was found",
+    "is taken at the new": "a gradient is taken after an update",
+    "needs the undifferentiated loss": "the step calls jax.grad",
     "near tie": "a tie that rounding decides",
     "which is optimizer state": "the loss or a result reads optimizer state",
     "which only the trainers have": "the update reads an argument",
@@ -215,13 +219,13 @@ Each plan is compared at one point.
 
 
 def row(case: StepCase) -> str:
-    """Return the row of a step."""
+    """Return the line of the page's table for a step."""
     cells = [str(verify(case, strategy)) for strategy in COLUMNS]
     return f"| {case.name} | {' | '.join(cells)} |\n"
 
 
 def table_row(name: str) -> str:
-    """Return the row of an optimizer that updates a table."""
+    """Return the line of the page's table for an optimizer that updates an embedding table."""
     case = optimizer_zoo.Case(lambda: table_jobs.OPTIMIZERS[name])
     cells = [str(verify_table(case, column)) for column in TABLES]
     return f"| {name} | {' | '.join(cells)} |\n"

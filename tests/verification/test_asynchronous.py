@@ -31,7 +31,7 @@ def _loss(params: Any, x: Any, y: Any) -> Any:
 
 
 def _step(tx: Any, factor: float = 1.0) -> Callable[..., Any]:
-    """Make a step with a leaf that trainers make themselves."""
+    """Return a step with a leaf that trainers compute."""
 
     def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
         scaled = lambda trained: jax.tree.map(lambda v: v * factor, _loss(trained, x, y))
@@ -82,7 +82,7 @@ def test_state_of_the_optimizer_is_compared(mode: str) -> None:
 
 @pytest.mark.parametrize("merge", ["own", "mean"])
 def test_a_leaf_that_trainers_make(merge: str) -> None:
-    """The newest counts where servers have it."""
+    """If servers store the leaf, its newest value counts."""
     plan = _plan(
         ASYNCHRONOUS["async"], SGD, batch=dtrans.Batch("local", merge={"params/seen": merge})
     )

@@ -1,5 +1,5 @@
-"""Tables of asynchronous jobs, and lazy updates, are compared with replays that are written from
-their definitions."""
+"""Tables of asynchronous jobs, and lazy updates, are compared with replays that follow their
+definitions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 
 def _loss(params: Any, ids: Any, y: Any) -> Any:
-    """Words of one table, of which one is padding, and tags of another of the same shape."""
+    """Return a loss of words from one table, with padding, and of tags from another table of the
+    same shape."""
     words = jnp.where((ids[:, :1] != PADDING), params["words"][ids[:, 0]], 0)
     x = jnp.concatenate(
         [words, jnp.take(params["tags"], ids[:, 1], axis=0), params["words"][ids[:, 1]]], 1
@@ -50,8 +51,10 @@ def _loss(params: Any, ids: Any, y: Any) -> Any:
 
 @functools.cache
 def _plan(mode: str, optimizer: str, update: str) -> dtrans.PServerPlan:
-    """Plan a step with two tables of one shape; servers have them in runs of rows, and in
-    buckets."""
+    """Return the plan of a step with two tables of one shape.
+
+    Servers store ranges of rows of one, and buckets of the other.
+    """
     tx = OPTIMIZERS[optimizer]
 
     def init(key: Any) -> Any:
@@ -74,8 +77,7 @@ def _plan(mode: str, optimizer: str, update: str) -> dtrans.PServerPlan:
 
 
 def _ids() -> np.ndarray:
-    """Return numbers of rows with repetitions and padding, in which trainers share some rows and
-    not others."""
+    """Return row ids with repetitions and padding. Trainers share some of the rows."""
     pairs = [
         [0, 1],
         [2, 2],
@@ -94,8 +96,8 @@ def _ids() -> np.ndarray:
 
 
 def _verify(plan: dtrans.PServerPlan) -> Report:
-    # with GEO-SGD trainers have batches of their own: numbers are drawn, since those that are given
-    # are for all of them
+    # GEO-SGD trainers have different batches: ids are drawn, because a given batch would be the
+    # same for all trainers
     ids = jax.ShapeDtypeStruct((ROWS, 2), int) if plan.push_every else _ids()
     return plan.verify(ids, jax.ShapeDtypeStruct((ROWS,), jnp.float64), points=(0,))
 
@@ -136,7 +138,7 @@ LOSSES |= {name: (loss, [*sizes]) for name, (loss, sizes) in LOOPS.items()}
 @pytest.mark.parametrize("mode", ["sync", "compensated", "geo"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_rows_that_losses_look_up(name: str, mode: str) -> None:
-    """Also in loops and branches, which look rows up before them."""
+    """Lookups are also in loops and branches, whose ids are computed before them."""
     loss, leaves = LOSSES[name]
     params = {
         n: jnp.ones(shape) for n, shape in (("emb", (V, D)), ("w", (D, D)), ("table", (V, D)))
@@ -194,7 +196,9 @@ _GIVE_ROWS = ordered_job._OrderedServer.give_rows
 def _backup_of_the_first(self: Any, trainer: int, name: str, ids: Any) -> Any:
     rows = _GIVE_ROWS(self, trainer, name, ids)
     first = min(k for k, n in self._sent_rows if n == name)
-    self._sent_rows[trainer, name] = self._sent_rows[first, name]
+    mine, other = (self._sent_rows[k, name] for k in (trainer, first))
+    copied = jnp.resize(jnp.asarray(other.rows), mine.rows.shape)
+    self._sent_rows[trainer, name] = RowGradient(mine.ids, copied)
     return rows
 
 
@@ -260,7 +264,7 @@ def _patch(where: Any, name: str, fault: Any) -> Callable[[pytest.MonkeyPatch], 
 
 
 def _operate(primitive: str, number: int, fault: Any) -> Callable[[pytest.MonkeyPatch], None]:
-    """Return a change of one equation of the traced job."""
+    """Return a function that replaces one equation of the traced job."""
 
     def traced(plan: Any, batch: Any) -> Any:
         found = _TURNS(plan, batch)
@@ -277,11 +281,11 @@ SERVER, MEMORY = ordered_job._OrderedServer, traced_tables.TracedMemory
 
 @dataclasses.dataclass(frozen=True)
 class Planted:
-    """A fault.
+    """Fault of a job.
 
     Attributes:
-      mode, optimizer, update: of the plan.
-      plant: plants it.
+      mode, optimizer, update: options of the plan.
+      plant: function that plants the fault.
       named: the equation that the cause names.
     """
 

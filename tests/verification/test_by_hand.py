@@ -1,5 +1,7 @@
-"""`dtrans.verify`: hand-written `shard_map` steps with faults, each named; and the same without
-them."""
+"""`dtrans.verify`: hand-written `shard_map` steps with and without faults.
+
+The report names each fault.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 from paths import DOCS
 
 import dtrans
@@ -25,8 +27,8 @@ from dtrans.verification.evaluate import World
 from dtrans.verification.field_values import lifted, same
 
 
-DATA = AbstractMesh((4,), ("data",))
-GRID = AbstractMesh((2, 3), ("data", "model"))
+DATA = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
+GRID = AbstractMesh((2, 3), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 ROWS, WIDTH, HIDDEN = 12, 4, 6
 ADAM = optax.adam(1e-2)
 RATE = 0.1
@@ -66,7 +68,10 @@ def forward(params: Any, x: Any, y: Any) -> Any:
 
 
 def smooth(x: Any) -> Any:
-    """Return the mean of each row and the row before it, around the end."""
+    """Return the mean of each row and the previous row.
+
+    The row before the first is the last row.
+    """
     return (x + jnp.roll(x, 1, axis=0)) / 2
 
 
@@ -74,7 +79,7 @@ def smooth(x: Any) -> Any:
 
 
 def data_parallel(reduce_grads: Any, reduce_loss: Any, *, check_vma: bool = False) -> Any:
-    """Return Adam in data parallelism."""
+    """Return a data-parallel step with Adam."""
 
     def rank_step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
         loss, grads = jax.value_and_grad(_loss)(params, x, y)
@@ -86,8 +91,10 @@ def data_parallel(reduce_grads: Any, reduce_loss: Any, *, check_vma: bool = Fals
 
 
 def of_global_loss(*, scale: float) -> Any:
-    """Return SGD whose ranks differentiate the loss of the whole batch: psum is its own transpose
-    here."""
+    """Return a step with SGD whose ranks differentiate the loss of the full batch.
+
+    Here psum is its own transpose.
+    """
 
     def rank_step(params: Any, x: Any, y: Any) -> Any:
         loss, grads = jax.value_and_grad(lambda p: lax.pmean(_loss(p, x, y), "data"))(params)
@@ -99,7 +106,7 @@ def of_global_loss(*, scale: float) -> Any:
 
 
 def zero(piece_of: Callable[[Any], Any], divisor: int) -> Any:
-    """Return SGD in ZeRO stage 1: each rank updates one piece of the parameters."""
+    """Return a step with SGD in ZeRO stage 1. Each rank updates one piece of the parameters."""
 
     def rank_step(w: Any, x: Any, y: Any) -> Any:
         grad = jax.grad(lambda w: jnp.mean((x @ w - y[:, 0]) ** 2))(w)
@@ -115,7 +122,7 @@ def zero(piece_of: Callable[[Any], Any], divisor: int) -> Any:
 
 
 def tensor_parallel(axis: str | None) -> Any:
-    """Return a layer of columns and one of rows, on a mesh of two axes."""
+    """Return a step with a column-sharded and a row-sharded layer, on a mesh of two axes."""
 
     def rank_forward(params: Any, x: Any, y: Any) -> Any:
         del y
@@ -129,7 +136,7 @@ def tensor_parallel(axis: str | None) -> Any:
 
 
 def halo(shift: int) -> Any:
-    """Return `smooth` where each rank gets a row from its neighbour."""
+    """Return `smooth` on ranks. Each rank receives a row from its neighbour."""
 
     def rank_smooth(x: Any) -> Any:
         ring = [(k, (k + shift) % 4) for k in range(4)]
@@ -146,7 +153,8 @@ ADAM_ARGS = (PARAMS, ADAM.init(PARAMS), *BATCH)
 SGD_ARGS = (PARAMS, *BATCH)
 FLAT_ARGS = (jnp.arange(4.0), *BATCH)
 
-# the step, its arguments, one with a fault, the same without it, and the words for the fault
+# the step, its arguments, a faulty program, the same program without the fault, and the text for
+# the fault
 FAULTS: dict[str, tuple[Any, Any, Any, Any, str]] = {
     "sum for mean": (
         adam_step, ADAM_ARGS, data_parallel(total, mean), data_parallel(mean, mean),
@@ -228,7 +236,8 @@ def test_faults_are_named_and_repaired_steps_pass(name: str) -> None:
 
 
 def test_types_stand_for_arrays() -> None:
-    """Adam's second moments are drawn with both signs first, whose roots are no numbers."""
+    """Values for Adam's second moments are drawn with both signs at first, and roots of negative
+    numbers are not real."""
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), ADAM_ARGS)
     assert dtrans.verify(data_parallel(mean, mean), adam_step, *types)
 
@@ -287,7 +296,7 @@ COLLECTIVES: dict[str, Callable[[Any], Any]] = {
                                                                            "data").sum())))(x),
     "custom rule": lambda x: jax.grad(lambda x: _doubled(x).sum())(x),
 }  # fmt: skip
-GRADIENTS = ("grad", "remat")  # check_vma decides about their sums over ranks
+GRADIENTS = ("grad", "remat")  # check_vma determines if their gradients are already sums over ranks
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
@@ -379,7 +388,7 @@ def test_programs_without_collectives_are_refused(make: Any, words: str) -> None
 
 
 def test_explicit_axes_are_refused() -> None:
-    mesh = AbstractMesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     parallel = jax.shard_map(
         lambda x: x, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
     )

@@ -1,4 +1,5 @@
-"""Exact sums of servers are sums in the field, however their parts are dealt out and packed."""
+"""Exact sums of servers are sums in the finite field, for any division and packing of their
+parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arithmetic modulo 2**61 - 1, against Python's integers; floats as rationals."""
+"""Arithmetic modulo 2**61 - 1, compared with Python's integers, and floats as rationals."""
 
 from __future__ import annotations
 

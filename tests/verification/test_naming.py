@@ -1,5 +1,5 @@
-"""Differences are named: the first value of a job that is no piece, partial sum or copy of one of
-the step."""
+"""Names of differences: the first value of a job that is not a piece, a partial sum or a copy of a
+value of the step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 from dtrans.verification.field_values import Real
 from dtrans.verification.naming import find_causes
 
 
 ROWS, RANKS = 12, 3
-MESH = AbstractMesh((RANKS,), ("rank",))
+MESH = AbstractMesh((RANKS,), ("rank",), axis_types=(AxisType.Auto,))
 
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -34,7 +34,7 @@ def _step(w: Any, x: Any) -> Any:
 
 
 def _named(body: Callable[..., Any]) -> Any:
-    """Return the cause of a faulty body of a `shard_map`."""
+    """Return the cause that the report gives for a faulty body of a `shard_map`."""
     w, x = jnp.ones(4), jnp.ones((ROWS, 4))
     job = jax.shard_map(body, mesh=MESH, in_specs=(P(), P("rank")), out_specs=P(), check_vma=False)
     values = {"w": _random((4,), 0), "x": _random((ROWS, 4), 1)}
@@ -43,7 +43,7 @@ def _named(body: Callable[..., Any]) -> Any:
 
 
 def _line(fn: Any, text: str) -> str:
-    """Return the line of a function that has a text, as reports write it."""
+    """Return the line of a function that contains a text, in the format of reports."""
     lines, start = inspect.getsourcelines(fn)
     (k,) = [k for k, line in enumerate(lines) if text in line]
     return f"test_naming.py:{start + k}"
@@ -111,7 +111,8 @@ def test_copies_that_differ() -> None:
 
 @pytest.mark.parametrize("micro", [1, 2])
 def test_what_has_no_meaning_is_passed_by(micro: int) -> None:
-    """The sum over the first rows of all ranks is no sum of consecutive rows, and not wrong."""
+    """The sum over the first rows of all ranks is not a sum of consecutive rows, but is not
+    wrong."""
 
     def body(w: Any, x: Any) -> Any:
         parts = x.reshape(micro, -1, 4)
@@ -126,7 +127,7 @@ def test_what_has_no_meaning_is_passed_by(micro: int) -> None:
 
 
 def test_terms_that_only_their_sum_gives_a_meaning() -> None:
-    """A trainer's sum over every other row is no sum of consecutive rows."""
+    """A trainer's sum over every second row is not a sum of consecutive rows."""
     w, x = jnp.ones(4), jnp.ones((ROWS, 4))
 
     def job(w: Any, x: Any) -> Any:

@@ -1,5 +1,7 @@
-"""Steps with odd loops, branches and rules: literals, closures, rows in reverse. Each strategy
-computes them."""
+"""Steps with unusual loops, branches and rules: literals, closures, reversed rows.
+
+Each strategy computes them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def predicted(p: Any, x: jax.Array) -> jax.Array:
 
 
 def a_stack_of_layers_is_read_whole(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Layers that a loop stacks, as they are and multiplied, beside a literal."""
+    """Return a loss that reads a loop's stack of layers, unchanged and multiplied, and a
+    literal."""
 
     @jax.checkpoint
     def turn(c: jax.Array, w: jax.Array) -> Any:
@@ -67,7 +70,7 @@ def a_loop_ends_by_the_largest_of_all_rows(p: Any, x: jax.Array, y: jax.Array) -
 
 def a_rule_closes_over_an_array(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     with jax.ensure_compile_time_eval():
-        shift = jnp.arange(3.0)  # an array, and no value of the trace
+        shift = jnp.arange(3.0)  # a concrete array, not a traced value
 
     @jax.custom_vjp
     def layer(c: jax.Array, w: jax.Array) -> jax.Array:
@@ -116,8 +119,10 @@ def a_number_is_added_to_a_sum_over_rows(p: Any, x: jax.Array, y: jax.Array) -> 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_entry_of_a_sum_is_changed_once(strategy: str) -> None:
-    """The number is a literal, and is in no part's term: parts that exchange nothing are refused by
-    its line."""
+    """The number is a literal, and belongs to no part's term.
+
+    A strategy whose parts exchange nothing refuses the step, and names the line.
+    """
     if strategy in ("nccl2", "stage 3"):
         verify(a_number_is_added_to_a_sum_over_rows, strategy)
     else:

@@ -1,7 +1,8 @@
-"""48 faults of rewritten steps, twelve for each strategy: each is seen, and named where it is.
+"""48 faults of rewritten steps, twelve for each strategy: reports show each fault, and name its
+place.
 
-A fault replaces one equation of the traced step of a job. Twice it is known where that is: by the
-table here, and by the values that the same job has without the fault.
+A fault replaces one equation of a job's traced step. Two sources give its place: the table of this
+file, and the values of the same job without the fault.
 """
 
 from __future__ import annotations
@@ -179,17 +180,17 @@ def of_earlier(*_: Any, right: Any, earlier: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Planted:
-    """A fault.
+    """Fault of a traced step.
 
     Attributes:
-      kind: what goes wrong.
-      strategy: names the plan.
-      primitive, number: of the equation; negative from the last one.
-      fault: replaces it.
+      kind: kind of the fault.
+      strategy: name of the plan's strategy.
+      primitive, number: the equation; a negative number counts from the last equation.
+      fault: function that replaces the equation.
       named: the primitive that the cause names.
-      shape: of the equation's output; any by default.
+      shape: shape of the equation's output; by default any shape.
       loss, rows: the step.
-      earlier: the equation whose output the fault gives instead.
+      earlier: the equation whose output the fault returns instead.
     """
 
     kind: str
@@ -318,7 +319,7 @@ def test_there_are_twelve_of_each_strategy() -> None:
 
 
 def _note_arguments(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return a list that the arguments of the job come to, when causes are found."""
+    """Return a list that gets the arguments of the job when the report searches for causes."""
     found: list[Any] = []
     find_causes = check.find_causes
 
@@ -331,10 +332,10 @@ def _note_arguments(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def _first_wrong(right: Any, faulty: Any, arguments: Sequence[Any]) -> set[str]:
-    """Return the first equation whose value the right job does not have, and others up to the next
-    collective.
+    """Return the first equation whose value the right job lacks, and further wrong equations up to
+    the next collective.
 
-    There is none, where a fault takes a right value for another one.
+    The set is empty if the fault replaces a right value by another right value.
     """
     logs = []
     for jaxpr in (right, faulty):

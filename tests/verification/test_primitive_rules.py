@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 X = np.random.default_rng(0).normal(size=(4, 3, 3)) + 2 * np.eye(3)
 IDS = jnp.array([1, 3, 1, 0])
-# each works on rows of the batch by themselves
+# each function treats rows of the batch separately
 ROWWISE: dict[str, Callable[..., Any]] = {
     "fft": lambda x: jnp.abs(jnp.fft.fft(x)),
     "rfft": lambda x: jnp.fft.rfft2(x).imag,
@@ -138,14 +138,14 @@ def test_systems_are_solved_exactly() -> None:
     assert same(solved, b)
 
 
-# what no rule follows, and is listed in a report by its name
+# primitives without a rule, which a report lists by name
 UNFOLLOWED = {
     "cholesky_update", "create_token", "dce_sink", "empty", "ffi_call", "linear_call", "ormqr",
     "pgather",
     "polynomial", "precv", "psend", "pure_callback", "reduce_window", "rng_uniform", "scaled_dot",
     "select_and_gather_add", *CALLBACKS,
 }  # fmt: skip
-# integers, booleans and random keys only: JAX computes these
+# functions of integers, booleans and random keys, which JAX computes
 EXACT = {
     "and", "clz", "empty2", "iota", "lu_pivots_to_permutation", "mulhi",
     "not", "or", "platform_index", "population_count",
@@ -165,7 +165,8 @@ def test_every_primitive_has_a_rule_or_a_reason() -> None:
 
 
 def _spectral_loss(params: Any, x: Any, y: Any) -> Any:
-    """A layer in the frequencies, with complex weights, behind a whitening by Cholesky factors."""
+    """Return the loss of a layer in the frequency domain with complex weights, after whitening by
+    Cholesky factors."""
     mixed = jnp.fft.irfft(jnp.fft.rfft(x) * params["w"], n=4)
     spread = jnp.linalg.cholesky(jnp.einsum("bi,bj->bij", mixed, mixed) + jnp.eye(4))
     return jnp.mean((jnp.einsum("bij,bj->b", spread, x) - y) ** 2) + jnp.sum(

@@ -1,7 +1,7 @@
-"""Plans of random steps compute the step, or are refused by an error of dtrans.
+"""Plans of random steps compute the step, or planning raises an error of dtrans.
 
-`make test` draws the same steps of a strategy each time. `make fuzz` draws others, as many as
-DTRANS_EXAMPLES says.
+`make test` draws the same steps for a strategy in each run. `make fuzz` draws different steps;
+DTRANS_EXAMPLES is their number.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ POINTS = STEPS if EXAMPLES else (0, 1)
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """A way to make plans of random steps.
+    """Strategy that plans random steps.
 
     Attributes:
-      plan: of a traced step, a traced init and a number of ranks.
-      share: of all examples, in percent.
-      parts: in how many parts each rank takes its rows; other strategies take any number of rows.
-      narrow: it differentiates anew, so that it refuses gradients that are not marked, and most
-        values that an update reads.
+      plan: function of a traced step, a traced init and a number of ranks.
+      share: percentage of the examples.
+      parts: number of parts into which each rank divides its rows; other strategies take any number
+        of rows.
+      narrow: True if the strategy differentiates the loss itself. It refuses unmarked gradients,
+        and most values that an update reads.
     """
 
     plan: Callable[[Any, Any, int], Any]
@@ -100,15 +101,15 @@ STRATEGIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step, and a plan of it.
+    """Step with a plan.
 
     Attributes:
       step: the step.
-      strategy: of `STRATEGIES`.
+      strategy: key of `STRATEGIES`.
       ranks: trainers, or micro-batches of a pipeline.
-      rows: those that are traced.
-      given: those that are verified.
-      wide: numbers have 64 bits.
+      rows: number of rows of the traced batch.
+      given: number of rows of the verified batch.
+      wide: True if numbers have 64 bits.
     """
 
     step: RandomStep | ShortStep
@@ -134,7 +135,7 @@ class Case:
 
 @st.composite
 def draw_cases(draw: st.DrawFn, name: str) -> Case:
-    """Return the strategy of hypothesis that draws cases of a strategy of dtrans."""
+    """Return the hypothesis strategy that draws cases of a strategy of dtrans."""
     strategy = STRATEGIES[name]
     ranks = draw(st.sampled_from((3, 2, 5)))
     rows = draw(st.sampled_from((12, 35)))
@@ -148,7 +149,7 @@ def draw_cases(draw: st.DrawFn, name: str) -> Case:
 
 
 MINIMAL = RandomStep((), (), ("linear", 0), "sgd", (), "marked", one_state=False)
-# shrunk inputs of faults that were found, and what was wrong
+# shrunk inputs of faults that were found, and a description of each fault
 KEPT = {
     "a result that is an array of a batch: padded rows were handed out": Case(
         dataclasses.replace(MINIMAL, readings=(Reading("vector", 0, 0, "each"),)),
@@ -195,16 +196,16 @@ def test_faults_stay_mended(fault: str) -> None:
 
 
 def name_failure(case: Case) -> str:
-    """Return the type of the error that a case raises; nothing where it raises none."""
+    """Return the type of the error that a case raises; an empty text without an error."""
     try:
         case.verify()
-    except Exception as error:  # whatever it is, a user would see it
+    except Exception as error:  # report any exception, since a user would see it
         return type(error).__name__
     return ""
 
 
 def describe(case: Case) -> str:
-    """Return a text that has the short step of a case, and what makes it."""
+    """Return a text with the short step of a case, and its origin."""
     return f"{case.step.length(case.rows)} equations: {case.step.short(case.rows)}\n{case}"
 
 
@@ -237,7 +238,7 @@ def test_plans_of_random_steps_compute_them(name: str) -> None:
         raise
     print(f"{name}: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(found.items())))
     assert found["equal"] >= found["refused"], "most steps are refused, which says little"
-    # a plan that differs where ties decide is no more than incomplete
+    # a plan that differs only where ties decide is incomplete
     assert EXAMPLES or not found["incomplete"]
 
 
@@ -260,11 +261,11 @@ BUSY = RandomStep(
     one_state=True,
     anchored=True,
 )
-# without statistics of the batch, which micro-batches cannot exchange
+# without batch statistics, which micro-batches cannot exchange
 BUSY_IN_PARTS = dataclasses.replace(
     BUSY, instructions=BUSY.instructions[::3], loss=("error", 0), readings=(), gradient="marked"
 )
-# a strategy, a file, its text and what a fault puts in its place
+# a strategy, a file, a text of this file, and the faulty text
 PLANTED = {
     "each trainer normalises by its own statistics": (
         "nccl2", "engine/writer.py",
@@ -280,7 +281,7 @@ PLANTED = {
 "self.pieces.index())", "scaled = value"
     ),
     "what ranks gather is doubled": (
-        "stage 3", "zero/all_gather.py", "sent.append(x)", "sent += b.call(times(2), x)"
+        "stage 3", "zero/all_gather.py", "sent.append(x)", "sent += b.call(lambda x: 2 * x, x)"
     ),
     "groups add up nothing": (
         "groups", "zero/reduce_scatter.py",
@@ -300,7 +301,7 @@ PLANTED = {
 
 @contextlib.contextmanager
 def plant(file: str, old: str, new: str) -> Iterator[None]:
-    """Let a function of a module run a changed text, wherever it was imported."""
+    """Run a changed text of a function, in all modules that have imported the function."""
     name = f"dtrans.{file.removesuffix('.py').replace('/', '.')}"
     module = importlib.import_module(name)
     path = str(module.__file__)
@@ -318,8 +319,7 @@ def plant(file: str, old: str, new: str) -> Iterator[None]:
 
 
 def _forget_traces() -> None:
-    """Clear the caches of traced functions, whose keys do not change with the text of a
-    function."""
+    """Clear the caches of traced functions, whose keys do not depend on the text of a function."""
     jax.clear_caches()
     builder._traced.cache_clear()
 
@@ -327,7 +327,7 @@ def _forget_traces() -> None:
 def _pairs_of_functions(
     module: str, names: Mapping[str, Any], changed: Mapping[str, Any]
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield the functions and methods of a module, each with the changed one."""
+    """Yield the functions and methods of a module, each with its changed version."""
     for name, value in list(names.items()):
         now, other = (inspect.unwrap(getattr(x, "__func__", x)) for x in (value, changed.get(name)))
         if getattr(now, "__module__", None) != module or now is other:

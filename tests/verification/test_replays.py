@@ -1,4 +1,4 @@
-"""Jobs whose trainers take steps by themselves are compared with a replay on one device."""
+"""Jobs whose trainers take steps independently are compared with a replay on one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans with tables: rows that are looked up and put back are those of one device."""
+"""Plans with tables: looked-up and updated rows equal one device."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from table_jobs import DENSE, OPTIMIZERS
 
 import dtrans
+from dtrans.protocol.server_blocks import RowGradient
 from dtrans.rows.writer import RowRange
 from dtrans.run.parameter_server.tables import mesh_tables, missed_steps, traced_tables
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 
 def _loss(params: Any, ids: Any, y: Any) -> Any:
-    """Two features on one table: the one by index, the other by `jnp.take`."""
+    """Return the loss of two features from one table: one by index, the other by `jnp.take`."""
     x = jnp.concatenate([params["emb"][ids[:, 0]], jnp.take(params["emb"], ids[:, 1], axis=0)], 1)
     return jnp.mean((jnp.tanh(x) @ params["w"] - y) ** 2)
 
@@ -57,7 +58,8 @@ def test_plans_with_tables_compute_the_step(name: str) -> None:
 
 @pytest.mark.parametrize("trainers", [1, 5])
 def test_rows_in_buckets(trainers: int) -> None:
-    """Also where trainers do not divide the rows of the batch."""
+    """Plans with rows in buckets are verified, also if the number of trainers does not divide the
+    batch."""
     sparse = {"params/emb": dtrans.Rows("dense", place="bucket", buckets=5)}
     tx = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.3))
     assert (report := _plan(tx, sparse, trainers).verify()), str(report)
@@ -103,15 +105,21 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         RowRange, "local", lambda self, ids: ids - self.start // 2
     ),
     "rows are not put back": lambda m: m.setattr(traced_tables, "put_rows", _left),
-    "only the first trainer's rows count": lambda m: m.setattr(
-        traced_tables, "all_ids", _ids_of_the_first
-    ),
+    "only the first trainer's rows count": lambda m: _leave_out_later_trainers(m),
 }
 
 
-def _ids_of_the_first(table: Any, grads: Any, present: Any) -> np.ndarray:
-    ids: np.ndarray = grads[table.gradients[0]].ids
-    return ids
+def _leave_out_later_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ids_of_the_first(table: Any, grads: Any, present: Any) -> np.ndarray:
+        ids: np.ndarray = grads[table.gradients[0]].ids
+        return ids
+
+    def scatter_known_rows(ids: np.ndarray, size: int, gradient: RowGradient) -> np.ndarray:
+        is_known = np.isin(gradient.ids, ids)
+        return _AMONG(ids, size, RowGradient(gradient.ids[is_known], gradient.rows[is_known]))
+
+    monkeypatch.setattr(traced_tables, "all_ids", ids_of_the_first)
+    monkeypatch.setattr(traced_tables, "scatter_rows", scatter_known_rows)
 
 
 def _still(blocks: Any, rows: Any, values: Any) -> Any:

@@ -1,4 +1,5 @@
-"""`plan.verify()`: plans of all strategies are found equal, and planted faults are seen."""
+"""`plan.verify()`: plans of all strategies are equal to the step, and reports show planted
+faults."""
 
 from __future__ import annotations
 
@@ -11,14 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 from verified_table import ROWS, SERVERS, SMALL, STRATEGIES
 
 import dtrans
 from dtrans.errors import BatchError
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
-from dtrans.run.base import lowering
-from dtrans.run.collective import first_state
+from dtrans.run.base import lowering, state
 from dtrans.verification.evaluate import World
 from dtrans.verification.field_values import (
     NearTie,
@@ -105,9 +105,9 @@ def test_other_plans_compute_the_step(name: str) -> None:
 @pytest.mark.parametrize("tx", [optax.adam(1e-2), optax.lamb(1e-2)], ids=["adam", "lamb"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_leaves_that_have_one_value_for_ever(strategy: str, tx: Any) -> None:
-    """A leaf without a gradient: its moments are zero, which plans use, and jobs insist on.
+    """A leaf without a gradient has moments that are zero. Plans use this fact, and jobs check it.
 
-    LAMB asks whether the norm of what they make is zero.
+    LAMB compares the norm of its update with zero.
     """
 
     def loss(params: Any, x: Any, y: Any) -> Any:
@@ -120,8 +120,10 @@ def test_leaves_that_have_one_value_for_ever(strategy: str, tx: Any) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ties_at_every_point_are_decided_alike(strategy: str) -> None:
-    """The first step of Adafactor clips updates whose root mean square is 1 up to rounding. Later
-    steps name a fault."""
+    """The first step of Adafactor clips updates whose root mean square is 1 up to rounding.
+
+    At later steps, a fault is found.
+    """
     tx = optax.adafactor(1e-2, min_dim_size_to_factor=2)
     assert (report := STRATEGIES[strategy](*_programs(tx)).verify()), str(report)
     right, _ = _programs(tx)
@@ -131,7 +133,7 @@ def test_ties_at_every_point_are_decided_alike(strategy: str) -> None:
 
 @pytest.mark.parametrize("extreme", [jnp.max, jnp.min])
 def test_extremes_of_near_ties_are_those_of_parts(extreme: Any) -> None:
-    """Elements decide, so the order of operands does not."""
+    """Field elements decide near ties, so the order of operands has no effect."""
     x = lifted(np.array([1.0, 2.0, 2.0, -3.0, -3.0]), jnp.float64)
     x = Real(np.arange(5, dtype=np.uint64)[::-1].copy(), x.approx)
     one = lambda fn, *of: World().run(jax.make_jaxpr(fn)(*of), [(x,)])[0][0]
@@ -228,7 +230,7 @@ def _padded_with_ones(x: Any, axis: int, size: int) -> Any:
 
 
 def test_the_padding_of_the_first_state_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_state, "padded_to", _padded_with_ones)
+    monkeypatch.setattr(state, "padded_to", _padded_with_ones)
     report = STRATEGIES["stage 3"](*_programs(CLIPPED)).verify()
     assert {d.output.partition("/")[0] for d in report.differences} == {"init"}, str(report)
 
@@ -250,12 +252,12 @@ def test_a_server_that_makes_other_rows_is_seen() -> None:
 
 
 def _init_of(startup: Any) -> Any:
-    """Return a function that makes (params, opt_state) by a startup program."""
+    """Return a function that computes (params, opt_state) with a startup program."""
     return lambda key: startup(key)
 
 
 def test_labels_of_a_given_batch_are_used() -> None:
-    """Only the label seven, which is never drawn, shows this fault."""
+    """Only label seven shows this fault, and a drawn batch never contains this label."""
 
     def loss_of(weight: float) -> Any:
         def loss(params: Any, x: Any, y: Any) -> Any:
@@ -300,7 +302,7 @@ def test_a_callback_is_not_followed() -> None:
 
 
 def test_copies_that_differ_are_told() -> None:
-    mesh = AbstractMesh((3,), ("d",))
+    mesh = AbstractMesh((3,), ("d",), axis_types=(AxisType.Auto,))
     each = jax.shard_map(lambda x: x, mesh=mesh, in_specs=P("d"), out_specs=P(), check_vma=False)
     x = lifted(jnp.arange(6.0), jnp.float64)
     ((found,),) = World().run(jax.make_jaxpr(each)(jnp.ones(6)), [(x,)])
@@ -327,14 +329,15 @@ COLLECTIVES = {
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_float64_values_are_what_jax_computes(name: str) -> None:
-    """Both the float64 value and, where a program has sums and products only, the elements."""
+    """Compare the float64 value, and for programs of sums and products also the field elements."""
     x = jnp.arange(18.0).reshape(6, 3) % 7
     fn = COLLECTIVES[name]
     run = lambda mesh: jax.shard_map(
         fn, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False
     )
     ((found,),) = World().run(
-        jax.make_jaxpr(run(AbstractMesh((3,), ("d",))))(x), [(lifted(x, x.dtype),)]
+        jax.make_jaxpr(run(AbstractMesh((3,), ("d",), axis_types=(AxisType.Auto,))))(x),
+        [(lifted(x, x.dtype),)],
     )
     wanted = jax.vmap(fn, axis_name="d")(x.reshape(3, 2, 3))
     wanted = wanted.reshape(-1, *wanted.shape[2:])

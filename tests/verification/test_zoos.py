@@ -1,5 +1,7 @@
-"""Plans of the zoos of steps and of optimizers compute the step; `docs/verified.md` says which are
-refused."""
+"""Plans of the zoos of steps and optimizers compute the step.
+
+`docs/verified.md` lists the refused steps.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 
 def _check(found: Outcome) -> None:
-    """Fail if a plan differs; skip where the step is refused."""
+    """Fail if a plan differs; skip the test if the step is refused."""
     if found.report is None:
         pytest.skip(f"refused: {found.refusal}")
     assert found.report, str(found.report)

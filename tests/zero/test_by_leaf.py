@@ -1,6 +1,8 @@
-"""Sharding by whole leaves: who owns what (Paddle's two rules), that ranks which update what they
-own compute what one device computes, and that what they move and hold is what bins of these leaves
-take."""
+"""Sharding by full leaves.
+
+The tests check the owners of leaves (Paddle's two rules), results against one device, and the bytes
+that ranks move and store in bins.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,7 @@ def test_use_order_goes_on_by_one_rank_at_a_time() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_leaves_are_given_away_in_the_order_of_their_use(rule: str) -> None:
-    """Not in that of their names, which has all biases first."""
+    """The order of names would assign all biases first."""
     sizes = (32, 64, 256, 2)
     plan = plan_of(
         mlp_loss, optax.adam(0.1), mlp_params(sizes), *mlp_batch(4, sizes), degree=2, partition=rule
@@ -194,7 +196,7 @@ def check(
     [pytest.param(n, marks=[pytest.mark.rotated] * (k % 2)) for k, n in enumerate(OPTIMIZERS)],
 )
 def test_ranks_that_own_leaves_train_as_one_device(name: str) -> None:
-    """Leaves of every kind: of no dimension, of one row, not trained, not read."""
+    """Leaves are of every kind: no dimension, one row, not trained, not read."""
     check("uneven", OPTIMIZERS[name](), 3, "greedy_even")
 
 
@@ -271,7 +273,7 @@ def test_more_ranks_than_leaves(rule: str, way: str) -> None:
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ["adam", "clip, muon"])
 def test_a_leaf_of_16_bits_beside_others(name: str) -> None:
-    """Each type has bins of its own."""
+    """Each type has separate bins."""
     tx, params = OPTIMIZERS[name](), half_params(jnp.float64)
     batches = [numbers(s, jnp.float64) for s in range(3)]
     plan = plan_of(half_loss, tx, params, *batches[0], degree=2, partition="greedy_even")
@@ -285,7 +287,7 @@ def test_a_leaf_of_16_bits_beside_others(name: str) -> None:
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("degree", [2, 3])
 def test_a_gradient_that_enters_a_norm_and_no_update(degree: int) -> None:
-    """A frozen leaf has an owner too: somebody must know its gradient."""
+    """A frozen leaf has an owner, too, because some rank must have its gradient."""
     params, batches = (
         mlp_params(dtype=jnp.float64),
         [mlp_batch(12, dtype=jnp.float64, seed=s) for s in range(3)],
@@ -377,7 +379,7 @@ def test_options_do_what_they_do_to_rows(options: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_a_gradient_that_only_results_use() -> None:
-    """It has no owner, and is reduced as it is."""
+    """Only a result reads the gradient of `w1`, so no rank owns this leaf."""
     params, batches = (
         mlp_params(dtype=jnp.float64),
         [mlp_batch(8, dtype=jnp.float64, seed=s) for s in range(2)],
@@ -480,8 +482,10 @@ SIZES = (8, 16, 4)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("degree", [2, 4])
 def test_what_is_moved_and_held(rule: str, degree: int) -> None:
-    """One reduce_scatter and one all_gather, each of the longest rank's part from all; state is
-    that of the longest."""
+    """One reduce_scatter and one all_gather move the longest rank's part for each rank.
+
+    The state also has this size.
+    """
     params = mlp_params(SIZES)
     plan = plan_of(
         mlp_loss, optax.adam(0.1), params, *mlp_batch(8, SIZES), degree=degree, partition=rule
@@ -513,8 +517,10 @@ def positions(plan: Any, *names: str) -> list[int]:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_gradients_are_scattered_when_all_of_a_part_are_made(stage: int) -> None:
-    """Parts are of as many bytes as was asked for, or of the largest leaf; no more is moved than in
-    one."""
+    """Parts have the requested number of bytes, or the bytes of the largest leaf.
+
+    All parts together move as many bytes as one.
+    """
     sizes = (8,) * 9
     params, batch = mlp_params(sizes), mlp_batch(8, sizes)
     options: dict[str, Any] = {"degree": 2, "partition": "greedy_even", "stage": stage}
@@ -562,8 +568,10 @@ def switches(plan: Any) -> list[Any]:
     "name, levels", [("muon", 1), ("adam", 1), ("lamb", 1), ("clip, muon", 2), ("muon, clip", 2)]
 )
 def test_one_switch_for_each_level(name: str, levels: int) -> None:
-    """Norms of whole leaves are where the leaves are; only what is of all leaves takes a level, and
-    no branch talks."""
+    """The owner of a leaf computes the leaf's norm.
+
+    Only values of all leaves need a level, and no branch communicates.
+    """
     plan = plan_of(
         mlp_loss,
         OPTIMIZERS[name](),
@@ -588,8 +596,10 @@ def test_one_switch_for_each_level(name: str, levels: int) -> None:
 
 
 def test_each_matrix_is_multiplied_by_one_rank() -> None:
-    """The work of Muon is shared out; what it makes at the first level it does not make again at
-    the second."""
+    """Ranks share the work of Muon.
+
+    Results of the first level are not computed again at the second level.
+    """
     shapes = {"a": (6, 6), "b": (6, 8), "c": (8, 6)}
     rng = np.random.default_rng(0)
     params = {n: jnp.asarray(rng.normal(size=s), jnp.float32) for n, s in shapes.items()}
@@ -597,7 +607,7 @@ def test_each_matrix_is_multiplied_by_one_rank() -> None:
     tx = OPTIMIZERS["muon, clip"]()
     batch = jnp.ones((6, 6))
     plan = plan_of(loss, tx, params, batch, degree=3, partition="greedy_even")
-    steps = [  # Newton-Schulz turns in a loop
+    steps = [  # Newton-Schulz iterations are in a loop
         [
             sum(e.primitive.name in ("scan", "while") for e in equations(body))
             for body in eqn.params["branches"]
@@ -641,7 +651,7 @@ def test_the_program_is_the_same_each_time() -> None:
 
 
 def test_counts_are_made_outside_of_branches() -> None:
-    """So that they are the same on all ranks, whatever a rank owns."""
+    """So counts are equal on all ranks, whatever a rank owns."""
     plan = plan_of(
         mlp_loss, optax.adam(0.1), mlp_params(), *mlp_batch(), degree=2, partition="greedy_even"
     )

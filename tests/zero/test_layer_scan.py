@@ -1,5 +1,5 @@
-"""Loops over layers in stage 3: what one loop makes of layers for another, and what neither may
-lose."""
+"""Loops over layers in stage 3: values that one loop passes to another, and values that must not be
+lost."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def planned(
 def check(
     loss: Loss, params: Any, rtol: float, has_aux: bool = False, batch: Any = (X, Y), **options: Any
 ) -> Any:
-    """Three steps are those of one device; the plan."""
+    """Compare three steps with one device. Return the plan."""
     tx = optax.sgd(0.05)
     step = jax.jit(dtrans.make_train_step(loss, tx, has_aux=has_aux))
     for prefetch in (0, 1):
@@ -84,12 +84,12 @@ def loops(plan: ShardingPlan) -> list[Any]:
 
 
 def made_whole(plan: ShardingPlan) -> list[str]:
-    """What loops make of the shape of all layers."""
+    """Return the results of loops that have the shape of all layers."""
     return [str(v.aval) for e in loops(plan) for v in e.outvars if v.aval.shape == (LAYERS, D, D)]
 
 
 def test_a_gradient_that_all_ranks_make_is_not_added_up() -> None:
-    """A penalty on the layers alone, made by a loop: no row of the batch enters its gradient."""
+    """A loop computes a penalty of the layers. Its gradient depends on no row of the batch."""
 
     def loss(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         penalty, _ = lax.scan(lambda c, w: (c + jnp.sum(w**2), None), 0.0, p["a"])
@@ -138,11 +138,11 @@ def test_gathers_wait_for_nothing_that_is_not_made() -> None:
 
 
 def test_a_gather_behind_a_loop_waits_for_what_the_loop_scattered() -> None:
-    """Else XLA may gather it before the loop, and keep it whole beside the gradients of all
-    layers."""
+    """Without the wait, XLA may gather the leaf before the loop, and store it in addition to the
+    gradients of all layers."""
 
     def loss(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        # whose backward reads "second" behind that of the loop
+        # its backward pass reads "second" after the backward pass of the loop
         h = jnp.tanh(jnp.tanh(x @ p["first"]) @ p["second"])
         return end(p, lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, p["a"])[0], y)
 
@@ -174,7 +174,7 @@ def test_keys_and_constants_beside_layers() -> None:
 
 @pytest.mark.parametrize("amp", [None, "bf16"])
 def test_no_stack_of_layers_is_handed_from_loop_to_loop(amp: str | None) -> None:
-    """The forward loop would keep each layer in 16 bits for the backward loop."""
+    """Otherwise the forward loop would store each layer in 16 bits for the backward loop."""
     plan = check(casts, start(), 6e-2, precision=amp)
     assert loops(plan)
     assert made_whole(plan) == []

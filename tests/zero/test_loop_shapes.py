@@ -1,5 +1,7 @@
-"""Stage 3 on many shapes of loops: one layer is whole at a time, whatever the way to it; numbers
-are one device's."""
+"""Stage 3 on many shapes of loops: only one layer is complete at a time.
+
+Results equal one device.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def test_plans_compute_the_step(name: str) -> None:
     assert (report := plan.verify()), str(report)
 
 
-JOBS = ["a scan", "two stacks, a layer of each a turn"]
+JOBS = ["a scan", "two stacks, a layer of each an iteration"]
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -79,7 +81,7 @@ def test_plans_with_options_compute_the_step(name: str, option: str) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_nothing_makes_a_stack_of_whole_layers(name: str) -> None:
-    """But for zeros, which take no memory."""
+    """No equation creates a stack of full layers, except zeros, which take no memory."""
     plan, *_ = planned(name, jnp.float32, layers=16, width=24)
     assert {s.axis for s in plan.slices.leaves.values()} == {SHAPES[name].axis}
     least = min(np.prod(shape) for shape in SHAPES[name].leaves(16, 24).values())
@@ -87,12 +89,12 @@ def test_nothing_makes_a_stack_of_whole_layers(name: str) -> None:
     large = [e for e, t in outs if t.shape[-2:] == (24, 24) and 2 * t.size >= least]
     if (
         name != "no loop, p[0], p[1], ..."
-    ):  # whose gradients JAX pads to the size of the stack, to add them up
+    ):  # JAX pads their gradients to the size of the stack, and adds them
         assert [e.primitive.name for e in large if e.primitive.name != "broadcast_in_dim"] == []
 
 
 def test_no_rank_gathers_in_a_branch_that_its_own_rows_choose() -> None:
-    """Others might be in another branch, and it would wait for them for ever."""
+    """Other ranks might be in another branch, so the gather would wait forever."""
 
     def loss(p: Any, x: jax.Array) -> jax.Array:
         def either(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
@@ -114,7 +116,10 @@ def test_no_rank_gathers_in_a_branch_that_its_own_rows_choose() -> None:
 
 
 def test_a_branch_returns_one_value_as_a_slice_and_whole() -> None:
-    """The other branch has values of two leaves: only the first output is a slice in both."""
+    """The other branch has values of two leaves.
+
+    Only the first output is a slice in both branches.
+    """
 
     def loss(p: Any, x: jax.Array) -> jax.Array:
         both = lambda a, b: (jnp.sin(a),) * 2
@@ -129,11 +134,12 @@ def test_a_branch_returns_one_value_as_a_slice_and_whole() -> None:
     assert (report := plan.verify()), str(report)
 
 
-@pytest.mark.parametrize("name", ["a scan", "and sum(p**2) in the loss"])
+@pytest.mark.parametrize("name", ["a scan", "a scan, and sum(p**2) in the loss"])
 def test_a_step_that_donates_its_state_needs_a_quarter_of_its_parameters_beside_activations(
     name: str,
 ) -> None:
-    """Slices of gradients, an eighth, and a layer or its gradient, a sixteenth."""
+    """Temporaries take at most a quarter: slices of gradients an eighth, and a layer or its
+    gradient a sixteenth."""
     shape, layers, width, rows = SHAPES[name], 16, 512, 64
     types = jax.eval_shape(lambda: shape.params(layers, width))
     init = lambda: (params := shape.params(layers, width), ADAM.init(params))
@@ -144,5 +150,5 @@ def test_a_step_that_donates_its_state_needs_a_quarter_of_its_parameters_beside_
     stats = job.lower(job.init(), jnp.ones((rows, width))).compile().memory_analysis()
     psi = 4 * layers * width**2
     assert stats.alias_size_in_bytes > 3 * psi / 8 * 0.99, "the state is donated"
-    kept = 3 * layers * rows // 8 * width * 4  # what JAX keeps of each layer of a tanh
+    kept = 3 * layers * rows // 8 * width * 4  # JAX stores the outputs of tanh of each layer
     assert stats.temp_size_in_bytes - kept < psi / 4, stats.temp_size_in_bytes / psi

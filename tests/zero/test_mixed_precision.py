@@ -1,5 +1,5 @@
-"""Mixed precision of sharding: what is in 16 bits, what the loss is scaled by, and that all ranks
-agree."""
+"""Mixed precision of sharding: the values in 16 bits, the loss scale, and its agreement on all
+ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def mlp(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     h = x
     for k in range(LAYERS):
         h = jnp.tanh(h @ params["w"][str(k)] + params["b"][str(k)])
-    return jnp.mean((h @ params["w"]["0"].T - y) ** 2)  # tied, and transposed
+    return jnp.mean((h @ params["w"]["0"].T - y) ** 2)  # tied weights, also transposed
 
 
 def mlp_params(key: jax.Array) -> Any:
@@ -53,7 +53,7 @@ def stack(key: jax.Array) -> Any:
 
 
 def embedded(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
-    """An embedding that is looked up as it is, and multiplied in 16 bits."""
+    """Return the loss of an embedding that is looked up in float32, and multiplied in 16 bits."""
     h = jnp.tanh(params["table"][ids])
     return jnp.mean((h @ params["table"].T - y) ** 2)
 
@@ -99,8 +99,8 @@ FOLLOWS = [(name, amp, stage) for name in MODELS for amp in ("bf16", "fp16") for
     ],
 )
 def test_training_follows_one_device(name: str, amp: str, stage: int) -> None:
-    """The update of the first step points where that of one device does, and the loss goes as its
-    does."""
+    """The first update has nearly the direction of one device's update, and the losses decrease
+    alike."""
     loss, params = MODELS[name]
     tx = optax.sgd(0.5)
     main, startup, step, init = programs(loss, params, tx, X, Y)
@@ -144,8 +144,10 @@ def test_the_mesh_gives_the_numbers_of_one_device_in_float16(stage: int) -> None
 
 @pytest.mark.parametrize("scaling", [1.0, dtrans.LossScaling(initial=4096.0)])
 def test_a_scale_changes_nothing_that_fits(scaling: Any) -> None:
-    """Powers of two: float16 gradients are the same bits further up, where none is too small or too
-    large."""
+    """Scales are powers of two.
+
+    They change no bit of float16 gradients that neither underflow nor overflow.
+    """
     tx = optax.sgd(0.5)
     states = []
     for s in (scaling, 256.0):
@@ -214,8 +216,7 @@ def test_products_are_in_16_bits_and_nothing_else() -> None:
 
 
 def test_nothing_is_cast_in_vain() -> None:
-    """No change of type whose result nobody reads, and none of a value that was wider a moment
-    ago."""
+    """No cast has an unread result, and no value is cast back to a type that it just had."""
     plan = plan_of("mlp", stage=2, precision="bf16")
     eqns = plan.program.jaxpr.jaxpr.eqns
     read = {id(a) for e in eqns for a in e.invars} | {
@@ -275,7 +276,7 @@ def test_one_gradient_that_is_not_finite_changes_nothing_anywhere(
 
 
 def test_an_overflow_alone_is_found() -> None:
-    """A gradient that is finite, but not when it is scaled."""
+    """A finite gradient that overflows when the loss is scaled also reduces the scale."""
     job = plan_of(
         "mlp", stage=2, precision="fp16", loss_scaling=dtrans.LossScaling(initial=2.0**40)
     ).simulate()
@@ -310,7 +311,7 @@ def test_a_fixed_scale_never_skips() -> None:
 
 
 def test_the_scale_saves_gradients_that_float16_would_lose() -> None:
-    """Gradients of 1e-8 and less are nothing in float16; with their scale they train."""
+    """Gradients of 1e-8 and less are zero in float16. With the scale they train."""
     tiny = lambda params, x: jnp.mean(x @ params["w"]) * 1e-6
     main, startup, *_ = programs(
         tiny, lambda key: {"w": jnp.ones((8, 4))}, optax.sgd(1e6), jnp.ones((8, 8))
@@ -373,8 +374,10 @@ def test_micro_steps_are_scaled_too() -> None:
 def test_gradients_are_clipped_as_they_are_without_the_scale(
     clip: float, stage: int, scaling: Any
 ) -> None:
-    """Each rank clips its own gradient, then these are averaged: a norm far above the bound, and
-    one far below."""
+    """Each rank clips its gradient before the mean.
+
+    One norm is far above the bound, the other far below.
+    """
     loss, params = MODELS["mlp"]
     start, parts = params(KEY), 2
     wanted = jax.tree.map(jnp.zeros_like, start)
@@ -409,7 +412,8 @@ def test_clipping_keeps_what_is_not_finite() -> None:
 @pytest.mark.parametrize("scale", [2.0**15, 2.0**16, 2.0**17])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_leaves_of_float16_learn_under_any_scale(scale: float, dynamic: bool) -> None:
-    """65,536 is infinite in float16; a gradient that was scaled by it may be finite."""
+    """A scale of 65,536 is infinite in float16, but a gradient multiplied by the scale may be
+    finite."""
     small = lambda params, x: jnp.mean((x @ params["w"]).astype(jnp.float32)) * 1e-3
     start = lambda key: {"w": jnp.ones((8, 4), jnp.float16)}
     x = jnp.ones((8, 8), jnp.float16)
@@ -431,7 +435,7 @@ def test_leaves_of_float16_learn_under_any_scale(scale: float, dynamic: bool) ->
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_step_that_is_skipped_leaves_statistics_as_they_were(stage: int) -> None:
-    """A running mean of the batch, and a counter, are made by the loss, not by the optimizer."""
+    """The loss computes a running mean of the batch and a counter, not the optimizer."""
     tx = optax.sgd(0.1)
 
     def step(params: Any, opt_state: Any, x: jax.Array) -> Any:
@@ -474,7 +478,7 @@ def test_a_step_that_is_skipped_leaves_statistics_as_they_were(stage: int) -> No
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 def test_a_linear_solve_keeps_its_rules(amp: str) -> None:
-    """JAX keeps the bodies of a linear solve in a tuple that has names."""
+    """JAX stores the bodies of a linear solve in a tuple with names."""
 
     def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.mean(

@@ -1,5 +1,5 @@
-"""Optimizers that mix the rows of a leaf: ranks hold slices of leaves and state, and the numbers
-are one device's."""
+"""Optimizers that mix the rows of a leaf: ranks store slices of leaves and state, and the results
+equal one device."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 
 def shampoo(rate: float = 0.1) -> Any:
-    """Precondition the rows and the columns of matrices, as Shampoo does, with plain powers of
-    statistics."""
+    """Precondition rows and columns of matrices, as Shampoo does, with powers of the statistics."""
 
     def power(statistics: jax.Array) -> jax.Array:
         values, vectors = jnp.linalg.eigh(statistics)
@@ -103,7 +102,7 @@ def test_state_is_shared_by_all_ranks(optimizer: str) -> None:
 
 
 def test_one_of_two_factors_is_cut() -> None:
-    """Ranks would gather the other factor of Adafactor's statistics in each step."""
+    """Otherwise ranks would gather the other factor of Adafactor's statistics in each step."""
     plan, *_ = planned("adafactor", "transformer", 1)
     matrices = [
         n.rpartition("/")[2] for n in plan.main.args[0].names if plan.main.inputs[n].ndim == 2
@@ -120,14 +119,18 @@ def test_micro_steps_add_up_before_an_update_mixes_rows() -> None:
 
 
 def test_an_iteration_is_written_once_on_whole_matrices() -> None:
-    """A product in each turn of Newton's iteration would be reduced in each turn."""
+    """An iteration of Newton's method reads full matrices. On slices, each iteration would reduce
+    its product."""
     plan, *_ = planned("muon", "uneven", 1)
     (loop, *_) = [e for e in plan.program.jaxpr.jaxpr.eqns if e.primitive.name == "scan"]
     assert "all_reduce" not in str(loop.params["jaxpr"])
 
 
 def test_small_statistics_stay_whole() -> None:
-    """A gather of each would cost more than its memory; arrays without elements have no rows."""
+    """Gathers would cost more than the memory that slices save.
+
+    Arrays without elements have no rows.
+    """
 
     def init(params: Any) -> Any:
         return shampoo().init(params), jax.tree.map(lambda p: jnp.zeros((0, 3), p.dtype), params)
@@ -142,6 +145,6 @@ def test_small_statistics_stay_whole() -> None:
     plan = plan_of_step(
         step, init_of(tx), params, jnp.ones((4, 8)), degree=DEGREE, min_slice_size=100
     )
-    # of columns: 20 x 20
+    # statistics of columns: 20 x 20
     assert {n.rpartition("/")[0] for n in plan.slices.state} == {"opt_state/0/1"}
     assert plan.memory()["padding"] == 0

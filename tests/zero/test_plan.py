@@ -1,5 +1,5 @@
-"""Sharding by structure: which collectives there are and where, bytes that are moved and held, what
-is refused."""
+"""The structure of sharding plans: the collectives and their places, moved and stored bytes, and
+errors."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def round_params() -> dict[str, jax.Array]:
 
 
 def round_loss(p: Any, x: jax.Array) -> jax.Array:
-    h = x * p["scale"]  # its gradient needs that of the first layer's input
+    h = x * p["scale"]  # its gradient depends on the gradient of the first layer's input
     for i in range(3):
         h = jnp.tanh(h @ p[f"w{i}"])
     return jnp.mean(h**2)
 
 
 X = jnp.ones((16, 8))
-COUNT = sum(ROUND[i] * ROUND[i + 1] for i in range(3))  # elements of the leaves that are cut
+COUNT = sum(ROUND[i] * ROUND[i + 1] for i in range(3))  # number of elements in sliced leaves
 PSI = 4 * COUNT
 
 
@@ -68,12 +68,12 @@ def uneven_plan(**options: Any) -> Any:
 
 
 def of_type(plan: Any, name: str) -> list[tuple[int, Any]]:
-    """Equations of a primitive, at the top, with their positions."""
+    """Return the top-level equations of a primitive, with their positions."""
     return [(i, e) for i, e in enumerate(plan.program.jaxpr.jaxpr.eqns) if e.primitive.name == name]
 
 
 def shapes_in(jaxpr: Any) -> set[tuple[int, ...]]:
-    """The shapes of all that is made anywhere."""
+    """Return the shapes of all values of a jaxpr, also in bodies."""
     found = set()
     for eqn in opened(jaxpr).eqns:
         found |= {v.aval.shape for v in eqn.outvars}
@@ -83,13 +83,14 @@ def shapes_in(jaxpr: Any) -> set[tuple[int, ...]]:
 
 
 def whole_names(plan: Any, kind: str) -> list[str]:
-    """The leaves that gathers at the top are of, in order."""
+    """Return the leaves of the top-level gathers, in order."""
     label = plan.program.labels
     return [label[v].removesuffix(".gathered") for _, e in of_type(plan, kind) for v in e.outvars]
 
 
 def readers(jaxpr: Any, roles: Sequence[str], var: Var) -> set[str]:
-    """In which directions a value is read, itself or what is cheaply made of it alone."""
+    """Return the directions (forward, backward) in which the value, or a cheap function of it
+    alone, is read."""
     inner, known, found = opened(jaxpr), {var}, set()
     for eqn, role in zip(inner.eqns, roles, strict=True):
         ins = [a for a in eqn.invars if isinstance(a, Var)]
@@ -168,7 +169,7 @@ def test_what_stage_3_gathers_is_read_in_one_direction(model: str, prefetch: int
         assert counts.pop("params/unread") == 0
         assert counts.pop("params/w1") == counts.pop("params/b1") == counts.pop("params/b2") == 1
     else:
-        # looked up, then multiplied with, and again in the backward pass
+        # looked up, multiplied, and read again in the backward pass
         assert counts.pop("params/embedding") == 3
         assert [counts.pop(f"params/{i}_up_bias") for i in range(2)] == [1, 1]
     assert set(counts.values()) == {2}
@@ -176,7 +177,7 @@ def test_what_stage_3_gathers_is_read_in_one_direction(model: str, prefetch: int
 
 
 def test_stage_3_gathers_before_the_first_reader_and_not_long_before() -> None:
-    """Without prefetch, between a gather and who reads it there is no other gather."""
+    """Without prefetch, no other gather is between a gather and the first reader of its value."""
     plan = round_plan(stage=3, degree=4, prefetch=0, overlap=False)
     eqns = plan.program.jaxpr.jaxpr.eqns
     for i, e in of_type(plan, "all_gather"):
@@ -193,7 +194,7 @@ def test_a_gather_waits_for_what_is_computed_so_many_windows_before(prefetch: in
     dots = [i for i, e in enumerate(inner.eqns) if e.primitive.name == "dot_general"]
     gathers = of_type(plan, "all_gather")
     assert len(gathers) == 6 and len(of_type(plan, "after")) == 6
-    # how many products come before each gather
+    # number of products before each gather
     before = [sum(d < i for d in dots) for i, _ in gathers]
     reader = lambda v: next(k for k, x in enumerate(inner.eqns) if any(a is v for a in x.invars))
     first = [sum(d < reader(e.outvars[0]) for d in dots) for _, e in gathers]
@@ -245,7 +246,8 @@ def test_without_overlap_collectives_are_one_chain() -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_what_is_compiled_gathers_again_for_the_backward_pass(prefetch: int) -> None:
-    """XLA makes no two gathers of one leaf one, which would keep it whole in between."""
+    """XLA must not merge two gathers of one leaf, since the leaf would stay in memory in
+    between."""
     plan = round_plan(stage=3, degree=4, prefetch=prefetch)
     job = plan.on_mesh(donate=False)
     text = job.lower(job.init(round_params()), X).compile().as_text()
@@ -326,19 +328,19 @@ def test_a_loop_gathers_a_layer_at_a_time_and_nothing_makes_the_stack(
     assert not shapes_in(plan.program.jaxpr) & forbidden
     assert set(whole_names(plan, "all_gather")) == {"params/first", "params/last"}
     assert all(v.aval.ndim < 3 for _, e in of_type(plan, "reduce_scatter") for v in e.outvars)
-    # each layer is gathered once in each direction, and its gradient scattered, in loops
+    # each layer is gathered once in each direction, and its gradient is scattered, in loops
     kernel, bias, ends = (
         4 * DEEP * padded * WIDE,
         4 * DEEP * padded,
         4 * (padded * WIDE + padded * 3),
     )
-    # what is computed again is read again; else nobody needs a bias
+    # recomputed values are read again; otherwise no equation reads a bias in backward
     again = bias if "checkpoint" in name else 0
     moved = plan.traffic()
     forward, backward = kernel + bias, kernel + again
     if (
         "cast" in name
-    ):  # what is cast right behind a gather is cast before it; a checkpoint is not looked into
+    ):  # a cast directly after a gather moves before it; bodies of a checkpoint are not changed
         forward, backward = forward // 2, backward // (1 if "checkpoint" in name else 2)
     assert moved["all_gather", "shard"] == forward + backward + ends + 4 * padded * 3
     assert moved["reduce_scatter", "shard"] == kernel + bias + ends
@@ -358,9 +360,9 @@ def test_a_loop_whose_stack_is_cast_before_makes_no_whole_stack_of_weights() -> 
 @pytest.mark.parametrize("degree", [2, 4, 8])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_hold_what_zero_says(stage: int, degree: int) -> None:
-    """Of a model in fp32 under Adam, of n elements: 4n and 8n/N bytes, or in stage 3 12n/N."""
+    """For a model of n elements in fp32 with Adam: 4n and 8n/N bytes; in stage 3, 12n/N bytes."""
     plan = round_plan(stage=stage, degree=degree)
-    scale, count = 4, 4  # a number for each, which all have
+    scale, count = 4, 4  # one number for each, stored by all ranks
     assert plan.memory() == {
         "params": PSI // (degree if stage == 3 else 1) + scale,
         "opt_state": 2 * PSI // degree + 2 * scale + count,
@@ -388,7 +390,7 @@ def test_devices_hold_what_the_plan_says(stage: int, replicas: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_padding_is_told_by_the_byte(stage: int) -> None:
     plan = uneven_plan(stage=stage, degree=4)
-    # of four ranks' slices together: elements beyond the leaf, times those behind a row
+    # padding of all four slices together: entries beyond the leaf, times the entries of a row
     elements = {"w1": 3 * 7, "b1": 1, "w2": 1 * 11, "b2": 1, "w3": 1 * 3, "row": 1, "unread": 3 * 2}
     copies = 3 if stage == 3 else 2
     of_frozen = 1 * 7 if stage == 3 else 0
@@ -406,8 +408,10 @@ def test_padding_is_told_by_the_byte(stage: int) -> None:
 def test_collectives_move_what_zero_says(
     stage: int, degree: int, replicas: int, fuse: float
 ) -> None:
-    """Twice the parameters in stages 1 and 2, three times in stage 3; between groups the slices of
-    gradients."""
+    """Stages 1 and 2 move twice the parameters, and stage 3 three times.
+
+    Between groups, ranks move slices of gradients.
+    """
     plan = round_plan(stage=stage, degree=degree, replicas=replicas, bucket_MB=fuse)
     scale, loss = 4, 4
     everywhere = "dp and shard" if replicas > 1 else "shard"
@@ -431,16 +435,16 @@ def test_leaves_that_nobody_trains_or_reads_cost_no_reduction(stage: int) -> Non
     assert len(moments) == 2 and set(moments) <= plan.slices.state.keys(), (
         "nobody reads it, and its moments are slices"
     )
-    # its update may change it all the same (decay of weights)
+    # without a gradient, the update can still change the parameter, by weight decay
     assert whole_names(plan, "all_gather").count("params/unread") == (1 if stage < 3 else 0)
     if stage < 3:
         assert "params/frozen" not in whole_names(plan, "all_gather")
         assert plan.slices.unsliced["params/frozen"] == "no gradient enters its update"
     else:
-        assert whole_names(plan, "all_gather").count("params/frozen") == 2  # where it is read
+        assert whole_names(plan, "all_gather").count("params/frozen") == 2  # at its reader
         assert "params/frozen" in plan.slices.leaves
     assert not [n for n in plan.main.in_names if n.startswith("opt_state") and "frozen" in n]
-    # nor is anything of their shape padded, scattered or reduced
+    # no array of this shape is padded, scattered or reduced
     for e in plan.program.jaxpr.jaxpr.eqns:
         if e.primitive.name in ("reduce_scatter", "all_reduce"):
             assert all(a.aval.shape not in ((9, 2), (12, 2), (7, 7)) for a in e.invars)
@@ -463,7 +467,7 @@ def test_a_dtype_is_a_bucket_and_a_size_is_its_limit() -> None:
         if stage < 3:
             assert [len(e.invars) for _, e in of_type(plan, "all_gather")] == [3, 3]
         two = plan_of(loss, ADAM, params, X, stage=stage, degree=4, bucket_MB=2 * 8 * 4 * 4 / 2**20)
-        # those of 16 bits are half as large
+        # leaves of 16 bits have half the size
         assert sorted(len(b.leaves) for b in two.buckets) == [
             1,
             2,
@@ -531,7 +535,7 @@ def test_a_plan_says_which_leaves_are_whole_and_why() -> None:
 
 @pytest.mark.parametrize("partition", ["rows", "greedy_even"])
 def test_statistics_that_forward_updates_are_not_called_unchanged(partition: str) -> None:
-    """A running mean changes at every step; the optimizer has no part in it."""
+    """Each step changes a running mean, although the optimizer does not."""
     init = lambda: ({"mean": jnp.zeros(8), "still": jnp.ones(8), "w": jnp.ones((8, 8))}, ())
     loss = lambda w, p, x: jnp.mean((((x - p["mean"]) * p["still"]) @ w) ** 2)
 
@@ -549,7 +553,8 @@ def test_statistics_that_forward_updates_are_not_called_unchanged(partition: str
 
 
 def test_no_leaf_has_rows_for_so_many_ranks() -> None:
-    """All leaves stay whole, the plan says why, and what is moved is what nccl2 mode moves."""
+    """No leaf is sliced, the plan gives the reason, and as many bytes are moved as in nccl2
+    mode."""
     plan = plan_of(
         mlp_loss,
         ADAM,
@@ -631,8 +636,10 @@ def test_no_device_ever_holds_a_whole_leaf_of_the_first_state() -> None:
 
 
 def test_jobs_on_cpus_do_not_gather_ahead_in_loops_by_themselves() -> None:
-    """Nothing is gathered beside computation there; what is asked for stays, and so does what other
-    platforms do."""
+    """On CPUs, gathers do not overlap with computation.
+
+    An explicit option still has effect, and other platforms have the default.
+    """
     plan, asked, first = (
         round_plan(degree=2, **o) for o in ({"stage": 3}, {"stage": 3, "prefetch": 1}, {"stage": 1})
     )
@@ -738,7 +745,7 @@ def test_options_out_of_range_are_refused_by_name(options: dict[str, Any], messa
 
 
 def test_degree_has_no_default() -> None:
-    with pytest.raises(TypeError, match="degree"):
+    with pytest.raises(ConfigError, match="degree must be a positive number of ranks, it is None"):
         round_plan()
 
 
@@ -773,7 +780,7 @@ def test_devices_are_as_many_as_ranks() -> None:
     for count in (2, 8):
         with pytest.raises(
             ConfigError,
-            match=f"degree=2 and replicas=2 need 4 devices, but on_mesh received {count}",
+            match=f"the plan needs 4 devices, but on_mesh received {count}",
         ):
             plan.on_mesh(jax.devices()[:count])
     assert plan.on_mesh(jax.devices()[4:]).mesh.devices.shape == (2, 2)

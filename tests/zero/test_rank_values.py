@@ -1,4 +1,4 @@
-"""Which values differ from rank to rank, on small jaxprs."""
+"""Values that differ between ranks, on small jaxprs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtrans.zero.rank_values import local_values
 
 
 def test_what_a_loop_makes_of_its_rank_differs() -> None:
-    """Nothing that enters the loop differs: its body asks."""
+    """The inputs of the loop are equal on all ranks, but its body reads the rank."""
 
     def body(carry: Any, _: Any) -> tuple[Any, None]:
         (index,) = trainer_index_p.bind(over=("dp",))

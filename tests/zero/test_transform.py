@@ -1,6 +1,8 @@
-"""Sharding by numbers: ranks that keep slices compute what one device computes on the global batch,
-whatever the stage, the degree, the optimizer and the options; parameters, optimizer state and
-results."""
+"""Results of sharding: ranks with slices compute one device's parameters, optimizer state and
+results on the global batch.
+
+This holds for each stage, degree, optimizer and option.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,10 @@ Choice = tuple[Any, ...]
 
 
 def pairwise(factors: Sequence[Sequence[Any]]) -> list[Choice]:
-    """Choices of which any two factors have all their combinations: greedily, the same each
-    time."""
+    """Return choices that contain all combinations of any two factors.
+
+    The greedy algorithm is deterministic.
+    """
     places = range(len(factors))
     pairs = lambda c: {(i, c[i], j, c[j]) for i, j in itertools.combinations(places, 2)}
     left = {
@@ -87,7 +91,10 @@ def on_one_device(
     steps: int = 3,
     degree: int = 0,
 ) -> Any:
-    """Return what one device computes; loops of `degree` ranks sum gradients, if it is not 0."""
+    """Return the results of one device.
+
+    If `degree` is not 0, loops sum the gradients of `degree` ranks.
+    """
     m = MODELS[model]
     ranks, degree = 1 if m.exact else ranks, degree if m.rounded else 0
     return _on_one_device(model, optimizer, ranks, jnp.dtype(dtype).name, steps, degree)
@@ -97,7 +104,10 @@ def on_one_device(
 def _on_one_device(
     model: str, optimizer: str, ranks: int, dtype: Any, steps: int, degree: int
 ) -> Any:
-    """Parameters, state and losses; with several ranks of the mean of the gradients of each."""
+    """Return parameters, state and losses of one device.
+
+    With several ranks, the gradient is the mean of the ranks' gradients.
+    """
     m = MODELS[model]
     tx, params = m.around(OPTIMIZERS[optimizer]()), m.params(dtype)
     step = plain_step(m.loss, tx)
@@ -215,7 +225,7 @@ def test_what_is_gathered_ahead_of_time_or_together_is_the_same(
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name, degree", [("sgd", 4), ("adamw", 3)])
 def test_a_leaf_of_16_bits(name: str, degree: int, stage: int) -> None:
-    """Its gradients are such that sums of them are exact; what 16 bits round they round alike."""
+    """Sums of these gradients are exact, so all 16-bit roundings are equal."""
     tx, params = OPTIMIZERS[name](), half_params(jnp.float64)
     batches = [numbers(s, jnp.float64, rows=12) for s in range(3)]
     plan = plan_of(half_loss, tx, params, *batches[0], stage=stage, degree=degree)
@@ -243,8 +253,10 @@ def test_a_step_without_marks(stage: int) -> None:
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_rows_are_reduced_to_meets_rows_of_the_same_number(stage: int) -> None:
-    """Sums of columns of a square leaf, one for each row: every rank has them, and they are no rows
-    of the leaf."""
+    """Column sums of a square leaf have one number for each row.
+
+    Every rank has them, and they are not rows of the leaf.
+    """
     by_columns = lambda x, y: x * jnp.cumsum(jnp.sum(y, 0)[:, None] * jnp.ones((1, 5)), 1)
 
     def loss(params: Any, x: Any, y: Any) -> Any:
@@ -301,7 +313,7 @@ def test_models_that_are_hard_to_gather(name: str, options: Any, marked: bool) -
 def test_models_that_are_hard_to_gather_elsewhere(
     name: str, stage: int, degree: int, prefetch: int
 ) -> None:
-    """With the sum over ranks of what each has of a sum."""
+    """The reference adds up, over ranks, each rank's term of a sum."""
     m, tx = SMALL[name], OPTIMIZERS["clip, adam"]()
     params, batches = m.params(jnp.float64), [m.batch(s, jnp.float64, rows=12) for s in range(2)]
     plan = plan_of(
@@ -349,7 +361,7 @@ def test_what_padding_holds_changes_nothing(stage: int, optimizer: str, way: str
 
 
 def mask_padding(plan: Any, state: Any, value: Any) -> Any:
-    """A state whose padding is filled with something."""
+    """Return a state whose padding is filled with a value."""
 
     def filled(held: Mapping[str, Any]) -> dict[str, Any]:
         new = dict(held)
@@ -376,8 +388,8 @@ MERGE = {
 
 
 def weighted_loss(net: Any, x: jax.Array, y: jax.Array, mask: jax.Array, total: bool) -> Any:
-    """The mean over what the mask counts, or the sum; with results, each of which wants to be
-    merged in its own way."""
+    """Return the mean or the sum over the rows that the mask counts, and results for each kind of
+    merge."""
     predicted = mlp_forward(net, x)
     each = jnp.sum((predicted - y) ** 2, -1) * mask
     count = jnp.sum(mask)
@@ -390,7 +402,7 @@ def weighted_loss(net: Any, x: jax.Array, y: jax.Array, mask: jax.Array, total: 
 
 
 def full_step(total: bool = False) -> Any:
-    """A step that also keeps statistics in its parameters, and returns what it computes from
+    """Return a step with statistics in its parameters, and with results that it computes from
     gradients."""
 
     def step(params: Any, opt_state: Any, x: jax.Array, y: jax.Array, mask: jax.Array) -> Any:
@@ -422,7 +434,10 @@ def full_start() -> Any:
 
 
 def full_batches(weighted: bool) -> list[Any]:
-    """With a mask whose sums differ from part to part, where they are a weight."""
+    """Return batches.
+
+    If the option is weighted, they have a mask whose sums differ between parts.
+    """
     made = []
     for seed in range(2):
         mask = np.random.default_rng(seed).integers(0, 3, 32) + 0.5 if weighted else np.ones(32)
@@ -455,7 +470,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 @functools.cache
 def averaged(name: str, ranks: int) -> Any:
-    """What trainers of nccl2 mode make with these options."""
+    """Return the results of nccl2 mode with these options."""
     options, merge = OPTIONS[name], merge_of(OPTIONS[name])
     batches, init = full_batches("example_count" in options), full_init
     main = dtrans.trace(
@@ -477,9 +492,9 @@ CASES = [
     )
     for k, name in enumerate(OPTIONS)
     for stage in (1, 2, 3)
-    # sums of two numbers are rounded alike, whatever their order
+    # two numbers have the same rounded sum in any order
     for degree, replicas in [(2, 1) if "16" in name else (4, 1) if (k + stage) % 2 else (2, 2)]
-    if not (stage > 1 and name in ("weight, window", "clip, window"))  # these are refused
+    if not (stage > 1 and name in ("weight, window", "clip, window"))  # planning refuses these
     if not (stage > 1 and name == "bf16, window")  # each micro-step is rounded
 ]
 
@@ -505,8 +520,11 @@ def test_every_option_does_what_it_does_in_nccl2_mode(
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage, replicas", [pytest.param(2, 1, marks=pytest.mark.rotated), (3, 2)])
 def test_micro_steps_are_compressed_each(stage: int, replicas: int) -> None:
-    """What is sent is rounded once, and each sum, by at most the unit roundoff of what is added up;
-    between groups the sum of all micro-steps is sent once more."""
+    """The sent value of each micro-step is rounded once, and so is each sum.
+
+    A rounding is at most the unit roundoff of the summands. Between groups, the sum of all
+    micro-steps is sent once more.
+    """
     tx, params, degree, steps = optax.sgd(1.0), uneven_params(jnp.float64), 2, 2
     batch = numbers(0, jnp.float64)
     plan = plan_of(
@@ -592,7 +610,7 @@ def test_parts_of_unequal_weight_and_micro_steps_are_one_batch(name: str, stage:
     got = trained(plan, "mesh", full_start(), batches)
     want = alone(full_step(), full_init, full_start(), batches)
     for made in (got, want):
-        del made[0]["seen"]  # a mean of means: of unequal parts, or one after the other
+        del made[0]["seen"]  # a mean of means: over unequal parts, or of micro-steps
         for _, aux in made[2]:
             del aux["first"], aux["rows"]
     tree_close(got, want, 1e-12)
@@ -639,7 +657,7 @@ def test_each_rank_has_a_key_of_its_own(stage: int) -> None:
 # -- any optimizer, any leaves ---------------------------------------------------------------------
 
 
-# Optax adds up products of bfloat16 leaves in 32 bits, and ranks add their parts in another order.
+# optax adds up products of bfloat16 leaves in 32 bits, and ranks add their parts in another order
 SUMMED_IN_32_BITS = ("lbfgs, linesearch=None",)
 
 

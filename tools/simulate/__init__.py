@@ -4,9 +4,13 @@
     python -m tools.simulate --count 5000       checks many
     python -m tools.simulate --exhaustive       checks all runs of a small job
 
+A *case* is a job with its faults. A *promise* is a property of the protocol that is checked after
+each run, such as the bits of the result.
+
 clock          virtual clock
 network        connections with delays, bandwidth, breaks, partitions and duplicated messages
-case           a random job with its faults and requests, generated from a seed
+case           a job with its faults and requests
+draw           random cases, each drawn from a seed
 updates        the computation of simulated servers
 one_device     the same steps on one device
 job            the processes of a case, and the scheduled events
@@ -18,10 +22,11 @@ trainer_mean   a leaf that a trainer computes itself, and writes at cuts
 between_steps  requests of a trainer between steps: checkpoints, and requests about tables
 storage        the folder to which a server writes checkpoints
 noise_maker    a process that sends malformed messages
-judge          checks of a job that has ended; the next five modules contain more checks
+judge          checks of a job that has ended; the next seven modules contain more checks
 judge_answers  checks of the answers to requests between steps
 judge_guests   checks of processes that are not a part of the job
 judge_cuts     checks of jobs with cuts
+judge_saves    checks of checkpoints in jobs with cuts
 judge_alone    checks of jobs with cuts whose servers are asynchronous
 judge_geo      checks of jobs of GEO-SGD with cuts
 judge_events   checks of restarted servers and malformed messages

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dtrans.cli import run_command
-from tools.simulate.case import drawn
+from tools.simulate.draw import drawn
 from tools.simulate.explore import Explorer, small_case
 from tools.simulate.verdict import simulated, smaller, verdicts
 
@@ -19,7 +19,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 @app.command()
 def simulate(
     seed: Annotated[
-        int, typer.Option(min=0, help="Seed of the first schedule, which determines all of it.")
+        int, typer.Option(min=0, help="Seed of the first schedule; a seed determines all events.")
     ] = 0,
     count: Annotated[
         int, typer.Option(min=1, help="Number of schedules; a single one is printed in full.")
@@ -41,8 +41,8 @@ def simulate(
     """Run jobs of parameter servers over a simulated network with faults.
 
     Servers and trainers run the state machines of real jobs. Sockets, clocks and computation are
-    simulated. If a job violates a promise, the command prints the smallest schedule that it finds
-    with this violation, and exits with code 1.
+    simulated. A *promise* is a property that is checked. If a job violates a promise, the command
+    prints the smallest schedule that it finds with this violation, and exits with code 1.
 
     With `--exhaustive`, there is no seed: the command checks all runs of a job of two trainers, in
     which any process may die at any moment.

@@ -1,7 +1,8 @@
 """Clock without an order of events: a driver chooses the next event of any channel.
 
 Events of one channel keep their order, and all other orders are possible. An event without a slot
-follows the current event at once. Each process has its own time, which only its timers advance.
+(its place in a channel) follows the current event at once. Each process has its own time, which
+only its timers advance.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tools.simulate.trainer_role import SimulatedTrainer
 START = 1000.0  # time of all processes at their start; it is larger than all durations
 LATE = RETRY + 1.0  # seconds by which a late timer advances a process
 
-# Name of a process and its number, with the name of the channel
+# Key of a channel: name and number of a process, and the channel's name
 Channel = tuple[str, int, Hashable]
 
 
@@ -38,8 +39,8 @@ class Change(NamedTuple):
     """Change of channels.
 
     Attributes:
-      channel: the channel to whose end an event is added; or the name of the channels, of any
-        process, whose events are dropped.
+      channel: the channel that gets a new last event. If events are dropped, the name of the
+        channels that lose their events, in all processes.
       added: the added event; None if events are dropped.
     """
 
@@ -55,10 +56,7 @@ class SteadyRandom(Random):
         return 0.0
 
     def random(self) -> float:
-        """Return 0.5. The simulator compares random numbers with smaller probabilities.
-
-        So no event happens that has a small probability.
-        """
+        """Return 0.5, so that events with a probability below 0.5 do not happen."""
         return 0.5
 
 
@@ -86,7 +84,7 @@ class ChoiceClock(Clock):
         self._next: collections.deque[Callable[[], None]] = collections.deque()
 
     def at(self, time: float, do: Callable[[], None], slot: Slot | None = None) -> None:
-        """Add an event to the end of its channel. Without a slot, run it after the current one."""
+        """Add an event to the end of its channel, or run it next if it has no slot."""
         if slot is not None and _has_no_effect(slot):
             return
         if slot is None or _follows_at_once(slot):
@@ -122,7 +120,7 @@ class ChoiceClock(Clock):
     def _is_lost(self, slot: Slot) -> bool:
         """Return True for an event of a process that is over, and for a stale action.
 
-        A write outlasts its server's end.
+        The end of a write is an exception: it still happens after its server has ended.
         """
         process = slot.process
         if process is None:
@@ -141,7 +139,7 @@ def channel_of(slot: Slot) -> Channel:
 
 
 def _follows_at_once(slot: Slot) -> bool:
-    """Return True for an event whose place in the order is not chosen.
+    """Return True for an event that the driver does not choose, because it follows at once.
 
     A process that is started begins at once, and a client greets as soon as it is connected. A
     connection without a message changes no state.
@@ -153,9 +151,10 @@ def _follows_at_once(slot: Slot) -> bool:
 
 
 def _has_no_effect(slot: Slot) -> bool:
-    """Return True for a message that a server still waits: it only restarts a deadline.
+    """Return True for a server's `waiting` message, which only restarts a deadline.
 
-    But a trainer that the server has not welcomed counts such a message as an answer.
+    To a trainer that the server has not welcomed yet, the message is an answer, which has an
+    effect.
     """
     event = slot.event
     if not isinstance(event, Event) or event.kind != "message":
@@ -167,7 +166,7 @@ def _has_no_effect(slot: Slot) -> bool:
 
 
 def _plain(channel: Hashable) -> Hashable:
-    """Return the name of a launcher's action, with names for processes."""
+    """Replace processes in the name of a launcher's action by their names."""
     assert isinstance(channel, tuple)
     return tuple((x.name, x.number) if isinstance(x, Process) else x for x in channel)
 
@@ -189,7 +188,7 @@ class LocalClock(Clock):
         self._wake: Callable[[], None] = lambda: None
 
     def at(self, time: float, do: Callable[[], None], slot: Slot | None = None) -> None:
-        """Set the timer if `slot` is a timer's; otherwise see `ChoiceClock.at`."""
+        """Set the timer if `slot` belongs to a timer; otherwise see `ChoiceClock.at`."""
         self.state = None
         if slot is None or slot.channel != TIMER:
             self._clock.at(time, do, slot)

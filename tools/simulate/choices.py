@@ -25,6 +25,7 @@ from tools.simulate.choice_clock import (
     LocalClock,
     Pending,
     SteadyRandom,
+    channel_of,
 )
 from tools.simulate.clock import Slot
 from tools.simulate.job import new_role
@@ -38,13 +39,14 @@ from tools.simulate.trainer_role import SimulatedTrainer
 from tools.simulate.updates import SimulatedCut
 
 
-# Part of the state: its kind, and the name of a role, connection or channel
+# Key of a part of the state: its kind, and the name of a role, connection or channel
 Part = tuple[str, Any]
 Parts = dict[Part, Any]
 
 EPOCH: Part = ("epoch", "")
 NEWEST: Part = ("newest", "")  # number of updates of the newest server
 LISTENERS: Part = ("listeners", "")
+GREETINGS = frozenset({"hello", "peer"})
 KILLED = "killed"  # `RoleState.digest` of a process that was killed
 
 
@@ -165,6 +167,21 @@ class ChosenJob:
         self.events.append(choice)
         self.launcher.read, self.launcher.written = set(), set()
         self.clock.handle(self._act_of(choice))
+        for link in filter(self._is_ignored, [*self._network.connections]):
+            link.vanish()
+
+    def _is_ignored(self, link: SimulatedLink) -> bool:
+        """Return True if all events of a connection at its server have no effect.
+
+        The client has closed the connection, and the server has gone to a later epoch. The client
+        has not greeted the server in this epoch, so the server drops the connection's messages.
+        """
+        if not link.up or not link.is_closed or link.is_silent:
+            return False
+        server, pending = link.server, self.clock.channels.get(channel_of(link.to_server), ())
+        assert isinstance(server, SimulatedServer)
+        is_known = server.over or link.address in addresses_of(server)
+        return not is_known and GREETINGS.isdisjoint(_event_of(x)[0] for x in pending)
 
     def _act_of(self, choice: Choice) -> Any:
         if choice.kind == "event":
@@ -193,7 +210,8 @@ class ChosenJob:
         """Return all parts of the state."""
         found: Parts = {}
         for name, role in self.launcher.roles.items():
-            errors = {type(x.error).__name__ for x in self.launcher.processes if x.name == name}
+            ended = [x.error for x in self.launcher.processes if x.name == name]
+            errors = {type(error).__name__ for error in ended if error is not None}
             found["role", name] = _state_of_role(role)._replace(errors=frozenset(errors))
         self._network.connections = [x for x in self._network.connections if _may_have_effect(x)]
         for link in self._network.connections:
@@ -232,13 +250,20 @@ class ChosenJob:
         return tuple(faults_of_cuts(self.case, self.launcher))
 
 
+def addresses_of(server: SimulatedServer) -> frozenset[bytes]:
+    """Return the addresses to which a server may send messages."""
+    known = server.machine.trainers.by_address, server.machine.kind.peers.addresses
+    early = [] if server.machine.gate is None else server.machine.gate.early
+    return frozenset([*itertools.chain(*known), *early])
+
+
 class RoleState(NamedTuple):
     """State of a role's current process.
 
     Attributes:
       number: number of the process.
       phase: "new", "runs" or "over".
-      errors: names of the errors with which processes of the role have ended, and "NoneType".
+      errors: names of the types of the errors with which processes of the role have ended.
       timers: the possible kinds of timer events.
       digest: digest of the process; for a process that is over, its end.
       addresses: addresses to which a server may send messages.
@@ -253,7 +278,7 @@ class RoleState(NamedTuple):
 
 
 def _state_of_role(role: Process) -> RoleState:
-    """Return the state of a process. It is computed once after each of its steps."""
+    """Return the state of a process; compute it only once after each step of the process."""
     assert isinstance(role.clock, LocalClock)
     if role.clock.state is None or role.over:
         role.clock.state = _new_state_of_role(role)
@@ -270,9 +295,7 @@ def _new_state_of_role(role: Process) -> RoleState:
         role.number, phase, frozenset(), _timers(role), digest_of(role, role.clock.now)
     )
     if isinstance(role, SimulatedServer):
-        known = role.machine.trainers.by_address, role.machine.kind.peers.addresses
-        early = [] if role.machine.gate is None else role.machine.gate.early
-        return state._replace(addresses=frozenset([*itertools.chain(*known), *early]))
+        return state._replace(addresses=addresses_of(role))
     return state
 
 
@@ -347,7 +370,7 @@ def _event_of(pending: Pending) -> tuple[str, str]:
 
 # -- the run without times -------------------------------------------------------------------------
 
-_ACTING = [""]  # the process that acts, for its tokens
+_ACTING = [""]  # name of the acting process, which its tokens contain
 
 
 def _acting(slot: Slot) -> str:
@@ -362,8 +385,8 @@ def _acting(slot: Slot) -> str:
 def without_times() -> Iterator[None]:
     """Replace durations and random words, so that a run is a function of its events.
 
-    Checks of a server are a microsecond apart, so that their number does not matter. Log lines are
-    never due.
+    A server checks deadlines at every event, so that the number of checks does not depend on time.
+    Log lines are never due.
     """
     usual = server_loop.TICK, server_loop.EPOCH_TICK, wait_reminder.SAY, token.new_token
     server_loop.TICK = server_loop.EPOCH_TICK = 1e-6

@@ -54,7 +54,7 @@ class Clock:
         """Note that the events of a channel have no effect any more."""
 
     def run(self, until: float, over: Callable[[], bool] = lambda: False) -> None:
-        """Run events until a time, until none are left, or until `over` returns True."""
+        """Run events until a time, until no event is left, or until `over` returns True."""
         while self._events and self._events[0][0] <= until and not over():
             self.now, _, do = heapq.heappop(self._events)
             do()

@@ -13,9 +13,10 @@ possibly the launcher. It can add events to any channel. So its effect is learne
 simulated processes, and reused in all states in which these parts are equal. Each learned effect
 is compared with the real states before and after it, so a wrong assumption ends the search.
 
-Two rules merge equal states. Entries of a dict have no order (`tools.simulate.state_digest`).
+Three rules merge equal states. Entries of a dict have no order (`tools.simulate.state_digest`).
 Actions of the launcher without effect are dropped, such as the report of a failure in an earlier
-epoch.
+epoch. Messages that a server ignores are dropped: messages of a closed connection on which the
+client has not greeted the server in the server's epoch.
 
 Processes cannot be copied. So to reach a state, the events that lead to it are repeated.
 
@@ -24,9 +25,9 @@ and runs with more restarts than failures.
 
 Limits: deadlines never pass. The time between two checks of a server has no lower limit, but a lost
 connection counts as ended at any moment. A process that is started begins at once, and a client
-greets as soon as it is connected. Trainers compute in no time: a message that arrives during a
-computation counts as one that arrives after it. Messages that a process sent before its death
-arrive.
+greets as soon as it is connected. Computations of trainers take no time: a message that arrives
+during a computation counts as if it arrives afterwards. Messages that a process sent before its
+death arrive.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from typing import Any
 from tools.simulate.case import Case
 from tools.simulate.choices import (
     EPOCH,
+    GREETINGS,
     KILLED,
     LISTENERS,
     Choice,
@@ -55,7 +57,8 @@ from tools.simulate.launcher import CUT
 
 FAULTS: Part = ("faults", "")  # the part of the state with the faults that are left
 ALL: Part = ("all", "")  # all parts that the launcher uses, together
-MOST = 2_000_000  # states of a search; without a bound, a channel that grows would end it by memory
+# maximum number of states; without a limit, a channel that grows would exhaust the memory
+MOST = 2_000_000
 
 
 def small_case(
@@ -82,7 +85,7 @@ class Exploration:
     Attributes:
       case: the explored case.
       states: number of states.
-      transitions: number of events that lead from a state to another one.
+      transitions: number of events that lead from one state to another.
       learned: number of different effects of events.
       runs: number of runs of the simulated processes.
       ends: number of states in which the job has ended.
@@ -303,7 +306,7 @@ class Explorer:
         return tuple(sorted(used, key=repr)), effect
 
     def _job_at(self, events: list[Choice]) -> ChosenJob:
-        """Return the job after some events. Continue the last job if these follow its events."""
+        """Return the job after some events; if they continue the last job, use this job."""
         job = self._job
         if job is None or job.events != events[: len(job.events)]:
             job = self._new_job()
@@ -369,7 +372,8 @@ def _footprint(parts: Parts, choice: Choice) -> Hashable:
     role, links = parts["role", process[0]], list[Hashable]()
     for (kind, address), x in parts.items():
         if kind == "link" and process == x.client:
-            links.append((address, x, _lives(parts, x.server)))
+            is_ignored = _is_ignored(parts, address, x)
+            links.append((address, x, _lives(parts, x.server), is_ignored))
         elif kind == "link" and process == x.server:
             seen = _seen_by_server(parts, choice, role, address, x)
             links += [] if seen is None else [(address, seen)]
@@ -379,7 +383,7 @@ def _footprint(parts: Parts, choice: Choice) -> Hashable:
 def _seen_by_server(
     parts: Parts, choice: Choice, role: RoleState, address: bytes, link: LinkState
 ) -> Hashable:
-    """Return the state of a connection that an event at a server may use; None without any.
+    """Return the state of a connection that an event at a server may use, or None.
 
     If the event ends the server, it uses all connections (`_used`).
     """
@@ -387,8 +391,26 @@ def _seen_by_server(
         return link, _lives(parts, link.client) if _event(parts, choice)[0] == "end" else None
     if choice.kind == "kill":
         return link.up
+    if address in role.addresses:
+        return link.up, link.is_silent, link.closed, _greets(parts, address, link)
     is_silent = link.is_silent and choice.kind in ("timer", "late")
-    return (link.up, is_silent) if is_silent or address in role.addresses else None
+    return (link.up, is_silent) if is_silent else None
+
+
+def _is_ignored(parts: Parts, address: bytes, link: LinkState) -> bool:
+    """Return True if the server ignores the connection when the client closes it (`ChosenJob`)."""
+    if not link.up or link.is_silent or not _lives(parts, link.server):
+        return False
+    assert link.server is not None
+    is_known = address in parts["role", link.server[0]].addresses
+    return not is_known and not _greets(parts, address, link)
+
+
+def _greets(parts: Parts, address: bytes, link: LinkState) -> bool:
+    """Return True if a greeting is on its way to the server."""
+    assert link.server is not None
+    events = parts.get(("channel", (*link.server, (address, 0))), ())
+    return any(op in GREETINGS for op, _ in events)
 
 
 def _used(parts: Parts, choice: Choice, changed: dict[Part, Any]) -> set[Part]:

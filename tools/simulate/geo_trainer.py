@@ -50,7 +50,7 @@ class Return:
 
     Attributes:
       step: number of steps before the first step of this process.
-      cut: the trainer's cut; None without one.
+      cut: the trainer's cut, or None.
       received: number of the trainer's steps that each server has received, by endpoint.
       changes: changes that the trainer has added to the servers' parameters, by name of the block.
     """

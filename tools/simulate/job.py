@@ -121,6 +121,8 @@ class SimulatedJob:
         """Run a job with cuts, whose events affect the current process of a role."""
         launcher.begin()
         for event in self.case.events:
+            if event.kind == "full":
+                continue  # `SimulatedLauncher.has_full_disk` reads the event
             self.clock.at(event.time, functools.partial(self._affect, launcher, event))
         self.clock.run(1000.0, lambda: launcher.is_over)
         self.servers = {ep: launcher.roles[f"pserver {ep}"] for ep in self.case.endpoints}

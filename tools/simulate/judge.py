@@ -6,17 +6,18 @@
   affect the job.
 - A role that ends without an error has done all of its work: a trainer its steps, a server the
   steps of all trainers.
-- Parameters that a synchronous trainer received equal those of one device, bit for bit. They are
-  recomputed here, so a gradient that was used twice, not at all, or in another order is found.
-- Rows that a synchronous trainer looked up equal those of one device before this step, bit for bit.
-  Announced rows may lack as many updates as their table allows. At the end, tables equal those of
-  one device.
+- Parameters that a synchronous trainer received equal the parameters of one device, bit for bit.
+  The check computes one device's steps, so it finds a gradient that was used twice, not at all, or
+  in another order.
+- Rows that a synchronous trainer looked up equal one device's rows before this step, bit for bit.
+  Announced rows may lack as many updates as their table allows. At the end, tables equal one
+  device's tables.
 - With GEO-SGD and one trainer, the servers have the trainer's parameters at the end, up to
   rounding. After each pull, the trainer's `old` rows equal the server's rows at one time, bit for
   bit. They include all earlier pushes of the trainer.
 - A checkpoint that is reported as saved was written. It contains the state between two steps, after
-  the trainer's number of steps. Reports, exports and changed rows of tables equal those of one
-  device. On an asynchronous server, they equal a state between two steps of the trainer.
+  the trainer's number of steps. Reports, exports and changed rows of tables equal the results of
+  one device. On an asynchronous server, they equal a state between two steps of the trainer.
 - A synchronous server evicts rows when all trainers have requested it. An asynchronous server does
   not evict rows with a pending gradient.
 - A second process with the id of a trainer, and processes with another plan or token, are refused
@@ -162,7 +163,7 @@ def _breaks_at_the_end(case: Case, trainers: list[SimulatedTrainer]) -> bool:
 
 
 def faults_of_role(role: Process) -> Iterator[str]:
-    """Yield a role that did not end, or ended with an exception that is no error of dtrans."""
+    """Yield a role that did not end, or ended with an exception that is not an error of dtrans."""
     if role.killed:
         return
     if role.ended is None:
@@ -181,11 +182,11 @@ def _faults_of_blocks(
     if len(done) == case.trainers and not server.killed and update.begun != sum(case.sends):
         yield f"{server.name} has begun {update.begun} of {sum(case.sends)} steps"
     for block in update.history:
-        known = [0] * case.trainers  # number of steps of each trainer that the block includes
-        after = [tuple(known)]  # `known` for each value of the block
+        known = [0] * case.trainers  # number of steps of each trainer in the block's current value
+        after = [tuple(known)]  # value of `known` for each value that the block has had
         for name, found in update.log:
             if name == block and not found:
-                after.append(after[-1])  # an eviction
+                after.append(after[-1])  # an eviction uses no gradient
             elif name == block:
                 source = next(
                     (t for t in trainers if _steps_in(case, t, block, known[t.k], found)), None
@@ -250,7 +251,8 @@ def _faults_of_rows(
             mine = run.among(ids)
             here, found = run.local(ids[mine]), rows[mine]
             had = [known[t.k] for known in after]
-            ahead = case.mode == "communicator"  # steps may be ahead of their gradients' use
+            # with a communicator, a step may begin before earlier gradients are used
+            ahead = case.mode == "communicator"
             due = [i for i, n in enumerate(had) if i >= at and (n == step or (ahead and n < step))]
             moments = [i for i in due if np.array_equal(values[i][here], found)]
             if not moments:
@@ -322,7 +324,7 @@ def _faults_of_geo(case: Case, servers: Mapping[str, SimulatedServer]) -> Iterat
 
 
 def _steps_in(case: Case, t: SimulatedTrainer, block: str, since: int, found: bytes) -> int:
-    """Return the number of a trainer's steps that a gradient sums; 0 if it is another trainer's.
+    """Return the number of steps that a trainer's gradient sums; 0 for other gradients.
 
     Args:
       t: the trainer.

@@ -1,8 +1,9 @@
 """Checks of a job with cuts whose servers are asynchronous (`dtrans.protocol.epochs`).
 
-- The job ends without an error, whatever roles fail.
-- A server that lives loses no step that it has received, and counts each step once.
-- A server that fails goes back by less than two intervals of cuts (snapshots of its state).
+- The job ends without an error, whichever roles fail.
+- A surviving server loses no step that it has received, and counts each step once.
+- A server that fails goes back by less than two intervals of cuts (snapshots of its state). Each
+  cut that a server could not write adds one interval.
 - A trainer skips at most the step whose answer it has not received.
 - A process of a server uses a gradient twice only if a role failed during the gradient's step.
 - At the end, all servers agree on the number of each trainer's steps.
@@ -26,7 +27,7 @@ from tools.simulate.updates import SimulatedCut
 def faults_of_alone(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
     """Yield the promises that an asynchronous job with cuts violated."""
     epochs = launcher.epoch.number
-    merged = 1  # steps of one message
+    merged = 1  # maximum number of steps in one message
     if case.mode == "geo":
         merged = case.every
         yield from faults_of_geo_cuts(case, launcher)
@@ -39,8 +40,9 @@ def faults_of_alone(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
                 servers += [process] if process.begun else []
         for old, new in itertools.pairwise(servers):
             lost = _begun_since(old, new.loaded)
-            # steps that are not complete count, too
-            if lost > 2 * case.cuts + merged + case.trainers:
+            # incomplete steps count, too
+            intervals = 2 + len(launcher.unwritten)
+            if lost > intervals * case.cuts + (intervals - 1) * merged + case.trainers:
                 yield f"pserver {endpoint} lost {lost} steps of its trainers"
         for k, steps in enumerate(case.steps):
             count = _counts(servers[-1]).get(k, 0)

@@ -46,9 +46,10 @@ def faults_of_answers(
             saved = server.storage.written.get(name, (0, {}))[1]
             states = [device.values[step]]
             evicting = {k for x in case.requests if x.kind == "evict" for k in x.trainers}
-            # A trainer that requests both between two steps evicts first. The first request starts
-            # the write: it comes before the eviction if its trainer does not evict, or requests it
-            # before the answer of the step.
+            # The first request for a checkpoint starts the write. Between two steps, a trainer
+            # evicts before it saves. So the write precedes the eviction in two cases: if a
+            # requesting trainer does not evict, or if it requests the checkpoint before the answer
+            # of the step.
             all_evict = evicting.issuperset(answer.request.trainers)
             if not all_evict or answer.request.moment == "ended":
                 states.append(device.before[step][0])

@@ -3,7 +3,7 @@
 A *cut* is a snapshot of the state of all servers after a step. An *epoch* lasts from one failure of
 a role to the next, or until a trainer joins again.
 
-- The job ends without an error, whatever roles fail.
+- The job ends without an error, whichever roles fail.
 - Only the members of an epoch take part in it, and they are as many as the quorum.
 - In every epoch, all parameters and rows that a process of a trainer received have the bits of one
   device after the same step. This device computes each step with the trainers that took part in the
@@ -12,7 +12,8 @@ a role to the next, or until a trainer joins again.
   all steps of the trainer.
 - A trainer skips no step: after the parameters of step s, it receives the parameters of step s + 1,
   or of a cut.
-- A failure repeats at most two intervals of cuts and one step.
+- A failure repeats at most two intervals of cuts and one step, and one interval for each cut that a
+  role could not write.
 - With `at_loss`, the failure of trainers repeats no step that a trainer has completed, and at most
   one update of a server. The results of the cut's step were sent to trainers. With replicas, the
   same holds for the failure of one server, or of all servers on one of several hosts. Only the
@@ -33,6 +34,7 @@ from dtrans.errors import LostPeerError
 from dtrans.run.net.epoch_log import members_of_steps
 from tools.simulate.case import Case
 from tools.simulate.judge_alone import faults_of_alone
+from tools.simulate.judge_saves import faults_of_saves_with_cuts
 from tools.simulate.launcher import SimulatedLauncher
 from tools.simulate.one_device import on_one_device
 from tools.simulate.process import Process
@@ -48,6 +50,7 @@ def faults_of_cuts(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
         dropped = [f"trainer {k}" for k in launcher.epoch.dropped]
         is_dropped = process.name in dropped
         yield from _faults_of_end(process, is_last=is_last, is_dropped=is_dropped)
+    yield from faults_of_saves_with_cuts(case, launcher)
     if not case.sync_mode:
         yield from faults_of_alone(case, launcher)
         return
@@ -67,15 +70,18 @@ def faults_of_cuts(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
 def faults_so_far(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
     """Yield the promises that a job with cuts has violated before its end."""
     expected = _Expected(case, launcher)
-    for newest, cut in launcher.rewinds:
-        # A server begins a cut when the previous one is written. So the slowest server has made
-        # fewer than two steps of cuts since the last common one, and the others one step more.
-        if newest - cut > 2 * case.cuts + 1:
+    for epoch, (newest, cut) in enumerate(launcher.rewinds):
+        # A server begins a cut only when its previous cut is written. So the slowest server is less
+        # than two intervals of cuts past the last common cut. Other servers are at most one step
+        # ahead of it.
+        unwritten = {step for number, step in launcher.unwritten if number == epoch}
+        if newest - cut > (2 + len(unwritten)) * case.cuts + 1:
             yield f"the job went back from step {newest} to step {cut}"
     for end in launcher.ends:
         if end.newest - end.cut > 1 or end.received > end.cut or not end.has_results:
             yield f"roles were lost, and the job lost complete steps: {end}"
-    if launcher.late and all(event.kind in ("crash", "cut", "host") for event in case.events):
+    harmless = ("crash", "cut", "host", "full")
+    if launcher.late and all(event.kind in harmless for event in case.events):
         yield f"{launcher.late[0]} did not begin to write its newest states in time"
     yield from _faults_of_members(case, launcher)
     for process in launcher.processes:
@@ -85,7 +91,7 @@ def faults_so_far(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
 
 
 def _faults_of_members(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
-    """Yield the epochs with too few trainers, or with another trainer than their members."""
+    """Yield epochs with fewer members than the quorum, and trainers that are not members."""
     members = {}
     for record in launcher.records:
         members[record.epoch] = record.members

@@ -17,8 +17,8 @@ Trainers = Sequence[SimulatedTrainer]
 def faults_of_returns(case: Case, servers: Servers, trainers: Trainers) -> Iterator[str]:
     """Yield trainers that continue with the new process of a killed server.
 
-    The new process does not have the updates of the killed one. So each trainer that was connected
-    to the killed process must fail with an error that names the server.
+    The new process does not have the updates of the killed process. So each trainer that was
+    connected to the killed process must fail with an error that names the server.
     """
     for event in case.events:
         server = servers[event.who.partition(" ")[2]] if event.kind == "return" else None

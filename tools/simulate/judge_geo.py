@@ -1,6 +1,6 @@
 """Checks of a job of GEO-SGD with cuts (`dtrans.protocol.trainer.geo_steps`).
 
-- A server applies the changes of each step of a trainer at most once, whatever roles fail.
+- A server applies the changes of each step of a trainer at most once, whichever roles fail.
 - A server that has not failed has applied all pushes of the job.
 - A server that has not failed has the sum of each trainer's changes, except changes that were lost
   with a failed trainer, or not pushed.
@@ -54,7 +54,7 @@ class _Checked:
         return self.processes[-1].name
 
     def next_step(self, end: int) -> int:
-        """Return the first step of the push after one that ends at step `end`.
+        """Return the first step of the push after the push that ends at step `end`.
 
         A trainer that starts again without a cut does not repeat a push that some servers lack.
         """
@@ -261,7 +261,7 @@ def _rest_before(checked: _Checked, i: int, count: int) -> np.ndarray:
 
 
 def _expected_loss(checked: _Checked, returned: Return, since: int) -> np.ndarray:
-    """Return the changes after the cut that no push before the failure contained."""
+    """Return the changes, made after the cut, that were in no push before the failure."""
     count = returned.received[checked.endpoint]
     cut_step = 0 if returned.cut is None else returned.cut.step
     total = checked.zeros()

@@ -24,7 +24,8 @@ REFUSALS = {
 def is_harmless(guest: Guest, trainers: Sequence[SimulatedTrainer]) -> bool:
     """Return True if a guest has no effect on a job without other events.
 
-    A second process of a trainer has no effect if all servers have already welcomed the first one.
+    A second process of a trainer has no effect if all servers have already welcomed the first
+    process.
     """
     return guest.kind != "second" or trainers[guest.trainer].greeted_at < guest.time
 

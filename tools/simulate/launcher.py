@@ -63,8 +63,8 @@ class EpochEnd:
       received: newest step whose parameters a trainer has received from all servers. In a job with
         tables, a live server must also know that a trainer has begun the next step.
       cut: step of the cut at the start of the next epoch.
-      has_results: False if no trainer was sent the results of this step, although the server that
-        merges results lives.
+      has_results: False if no trainer was sent the results of the step `cut`, although the server
+        that merges results has survived.
     """
 
     newest: int
@@ -91,8 +91,9 @@ class SimulatedLauncher:
       restarts: for each of these epochs, the started roles: "in place" or "all"; "none" after a
         trainer was dropped; "join" if a dropped trainer joins.
       ends: ends of epochs whose newest states all live servers have written.
-      late: names of the live servers that did not begin to write them in time, although their
-        disks were not busy.
+      late: names of the live servers that did not begin to write their newest states in time,
+        although their disks were not busy.
+      unwritten: epoch and step of each cut that a role could not write, because its disk was full.
     """
 
     def __init__(
@@ -106,7 +107,8 @@ class SimulatedLauncher:
         self.restarts: list[str] = []
         self.ends: list[EpochEnd] = []
         self.late: list[str] = []
-        # role name -> the last epoch whose end it has answered, and the lost servers
+        self.unwritten: list[tuple[int, int]] = []
+        # role name -> (last epoch whose end the role has answered, lost servers)
         self._ended: dict[str, tuple[int, tuple[str, ...]]] = {}
         # grants the next epoch when the servers have written their newest states
         self._grant_after_end: Callable[[], None] | None = None
@@ -206,14 +208,27 @@ class SimulatedLauncher:
         """
 
         def end() -> None:
-            if not writer.killed:
-                if is_early and epoch == self._cut_epochs[who]:
-                    self._early.add((who, step))
-                self._note_cut(epoch, who, step, cut)
+            if writer.killed:
+                return
+            if self.has_full_disk(writer.name):
+                self._note_unwritten(epoch, who, step, cut)
+                return
+            if is_early and epoch == self._cut_epochs[who]:
+                self._early.add((who, step))
+            self._note_cut(epoch, who, step, cut)
 
         time = max(writer.now, begin) + self._write_time()
         self._clock.at(time, end, Slot(writer, CUT, (epoch, step, cut)))
         return time
+
+    def has_full_disk(self, name: str) -> bool:
+        """Return True while the disk of a role is full."""
+        now, full = self._clock.now, [x for x in self._case.events if x.kind == "full"]
+        return any(x.who == name and x.time <= now < x.time + x.seconds for x in full)
+
+    def _note_unwritten(self, epoch: int, who: str, step: int, cut: SimulatedCut) -> None:
+        """Note a cut that a role could not write: the role warns, and the job continues."""
+        self.unwritten.append((epoch, step))
 
     def _note_cut(self, epoch: int, who: str, step: int, cut: SimulatedCut) -> None:
         """Note a written piece, as `RoleFolder.note_cut` and `note_cut_alone` do."""
@@ -247,7 +262,7 @@ class SimulatedLauncher:
         return time
 
     def geo_cut(self, name: str) -> GeoCut | None:
-        """Return the newest cut of a trainer of GEO-SGD; None without one."""
+        """Return the newest cut of a trainer of GEO-SGD, or None."""
         cut = self._geo_cuts.get(name)
         if cut is None:
             return None
@@ -305,7 +320,7 @@ class SimulatedLauncher:
             self.roles[name].kill()
 
     def _note_end(self, role: Process) -> None:
-        """Note the end of a process. Its end without an error needs no action."""
+        """Note the end of a process. An end without an error needs no action."""
         if role.killed or role.error is not None:
             self._later(self._on_end, role)
 
@@ -333,7 +348,7 @@ class SimulatedLauncher:
     # -- cuts at failures --------------------------------------------------------------------------
 
     def _end_epoch(self, grant: Callable[[], None], lost: str = "") -> None:
-        """Let the servers write their newest states, as `CutsAtLoss.request` does.
+        """Make the servers write their newest states, as `CutsAtLoss.request` does.
 
         Args:
           grant: grants the next epoch.
@@ -369,7 +384,8 @@ class SimulatedLauncher:
         if is_late:
             is_busy = {name for name in late - gone if self._is_busy(self.roles[name], limit)}
             self.late += sorted(late - gone - is_busy - self._writing)
-        self._end_wait(is_exact=not late and self._can_lose_dead_servers())
+        is_written = number not in [epoch for epoch, _ in self.unwritten]
+        self._end_wait(is_exact=not late and is_written and self._can_lose_dead_servers())
 
     def _is_busy(self, server: Any, limit: float) -> bool:
         """Return True if the server has waited for its slow disk until shortly before a time.
@@ -397,7 +413,7 @@ class SimulatedLauncher:
             self._on_end(role)
 
     def _lacking(self) -> int | None:
-        """Return the newest step of the server that merges results, if it has not merged them."""
+        """Return the newest step if the step's results are not merged yet, else None."""
         server = self.roles[self._servers[0]]
         if server.over or not self._case.has_results:
             return None
@@ -470,6 +486,7 @@ class SimulatedLauncher:
             if goes_back and self._newest_cut(dropped) is not None:
                 self._grant("none", dropped, [name])
                 self._entered.pop(name, None)
+                self._left.discard(name)
                 if self._case.replaces:
                     self._later(self._look_at_ready, name, typical=READY)
                 return
@@ -482,7 +499,7 @@ class SimulatedLauncher:
         self._start_later(name)
 
     def _look_at_ready(self, name: str) -> None:
-        """Let a dropped trainer join that is ready, or look again later."""
+        """Let a dropped trainer join if it is ready; otherwise look again later."""
         if self.epoch.has_role(name):  # all roles have started again
             return
         if self._can_join():
@@ -503,7 +520,7 @@ class SimulatedLauncher:
         self._grant("join", dropped, [name])
         self._start_later(name)
         for other in self._members():
-            if other in self._left:  # it left while the epoch was ending
+            if other in self._left:  # the role left while the epoch was ending
                 self._later(self._look_at_left, other)
 
     def _members(self) -> list[str]:

@@ -207,6 +207,16 @@ class SimulatedLink:
         return f"{self.client.name} {self.server_name}"
 
     @property
+    def is_closed(self) -> bool:
+        """True if the client has closed the connection."""
+        return self._closed
+
+    @property
+    def server(self) -> Process:
+        """The process that listens. The connection must have been established before."""
+        return self._listener.process
+
+    @property
     def is_known(self) -> bool:
         """True if the server has admitted the client at this address."""
         return self._listener.knows(self.address)
@@ -287,6 +297,19 @@ class SimulatedLink:
         """Break the connection; its messages in transit are lost. Restore it after some seconds."""
         if self.up:
             self._break(seconds, self._slot(0, "lost"), self._slot(1, "broken"))
+
+    @property
+    def to_server(self) -> Slot:
+        """Slot of the connection's messages to the server."""
+        return self._slot(0, "message")
+
+    def vanish(self) -> None:
+        """End a connection that the client has closed; drop all its messages, and add no event."""
+        self.up = False
+        self._epoch += 1
+        del self._listener.connections[self.address]
+        for way in (0, 1):
+            self.network.clock.forget((self.address, way))
 
     def _break(self, seconds: float, lost: Slot | None = None, broken: Slot | None = None) -> None:
         """Break the connection.

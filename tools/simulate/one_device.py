@@ -103,7 +103,7 @@ def _rows_counted(
     at = min(step, count - 1)
     ids = looked_up(case, k, at)
     if step > count or not count:
-        ids = ids[:0]  # zeros have no rows
+        ids = ids[:0]  # a gradient of zeros has no rows
     table = np.concatenate([values[updates_in(case, k, at)][n] for n in case.tables])
     run = runs_of(sizes)[block]
     mine = run.among(ids)

@@ -33,7 +33,7 @@ class Process:
       begun: True if it was started.
       spent: virtual seconds spent by the current step.
       when_ended: function that is called after the process has ended without an error.
-      when_over: function that is called when the process has ended or was killed; None without one.
+      when_over: function that is called when the process has ended or was killed, or None.
     """
 
     def __init__(self, name: str, clock: Clock) -> None:
@@ -86,7 +86,7 @@ class Process:
         """
         for i, event in enumerate(self._queue):
             if not isinstance(event, Event):
-                continue  # an event of the process's script
+                continue  # the process's script takes this event
             is_of_source = source is None or event.source is source
             if is_of_source and not (changes_only and event.kind == "message"):
                 del self._queue[i]
@@ -160,5 +160,5 @@ class Process:
             self.step()
             self._free, self.spent = self.now, 0.0
             if not (self._took or self._is_due):
-                return  # the role waits for another event than those in the queue
+                return  # the role waits for an event that is not in the queue
         self._schedule()

@@ -45,7 +45,8 @@ class SimulatedServer(Process):
       endpoint: endpoint of the server.
       blocks: computation of an asynchronous server; None for a synchronous one.
       written_at: time at which the last cut of the process is written.
-      loaded: cut that the process of an asynchronous server started from; None without one.
+      storage: checkpoints of the process.
+      loaded: cut that the process of an asynchronous server started from, or None.
     """
 
     def __init__(
@@ -66,6 +67,8 @@ class SimulatedServer(Process):
         self._listener: SimulatedListener | None = None
         self._written: list[str] = []  # checkpoints whose writes have ended
         self.written_at = 0.0
+        self._disk_free_at = 0.0  # end of the last write: one thread writes cuts and checkpoints
+        self.storage = SimulatedStorage(case, endpoint, self._write, self._has_full_disk)
         self._noted = 0  # the last step that the launcher has noted in this epoch
         self._newest_cut: int | None = None  # step of the last cut that was begun or loaded
         self._has_entered = False
@@ -75,8 +78,13 @@ class SimulatedServer(Process):
         self.loaded: SimulatedCut | None = None
         self._begin_epoch(Epoch())
 
-    def _begin_epoch(self, epoch: Epoch) -> None:
-        """Create the state machines of an epoch."""
+    def _begin_epoch(self, epoch: Epoch, before: Serving | None = None) -> None:
+        """Create the state machines of an epoch.
+
+        Args:
+          epoch: the epoch.
+          before: state machine of the previous epoch, if this process took part in it.
+        """
         case, endpoint, random = self._case, self.endpoint, self._random
         self._epoch, self._noted = epoch, epoch.cut or 0
         blocks = served(case, endpoint)
@@ -124,15 +132,19 @@ class SimulatedServer(Process):
             kind.rounds.merges_results = case.has_results and endpoint == case.endpoints[0]
         self.machine = Serving(kind, trainers, say, Refusals(quiet))
         kind.tables = self.update.tables
-        self.storage = SimulatedStorage(case, endpoint, lambda: kind.state, self._write)
+        self.storage.state = lambda: kind.state
         self.machine.saves.start = self.storage.keep
+        if before is not None:
+            if before.trainers.dropped != trainers.dropped:
+                before.saves.undo(self._finish_writes(), epoch.cut or 0)
+            self.machine.saves.take_over(before.saves)
         if launcher is not None:
             self.machine.gate = EpochGate(epoch, say, case.cuts)
 
     def _new_replica(
         self, work: Callable[[], None], endpoint: str, state: Mapping[str, Any], step: int
     ) -> SimulatedUpdate:
-        """Return the update of another server, of whose state this server stores a copy."""
+        """Return the update of this server's copy of another server's state."""
         update = SimulatedUpdate(served(self._case, endpoint), work, keeps_old=True, merges=True)
         update.go_back(cut_of({n: x.copy() for n, x in state.items()}))
         return update
@@ -158,7 +170,7 @@ class SimulatedServer(Process):
         epoch = self._launcher.current()
         if not self._case.sync_mode:
             self._load_alone(self._launcher)
-        self._begin_epoch(epoch)
+        self._begin_epoch(epoch, None if before is None else self.machine)
         self._launcher.enter(self.name, epoch.number)
         kind = self.machine.kind
         if isinstance(kind, SyncServer):
@@ -176,7 +188,7 @@ class SimulatedServer(Process):
         self._enter_epoch(gate)
 
     def _load_alone(self, launcher: SimulatedLauncher) -> None:
-        """Load the newest cut of an asynchronous server in a new process; later keep the state."""
+        """Load the newest cut of an asynchronous server, but only at the start of its process."""
         kind = self.machine.kind
         assert isinstance(kind, AsyncServer) and self.blocks is not None
         self._counts = kind.counts.by_trainer
@@ -208,7 +220,8 @@ class SimulatedServer(Process):
             assert isinstance(self.update, SimulatedUpdate)
             cut = self.update.cut()
         terms = self.machine.gate.number, self.endpoint, step, cut
-        self.written_at = self._launcher.write_cut(self, *terms)
+        end = self._launcher.write_cut(self, *terms, begin=self._disk_free_at)
+        self.written_at = self._disk_free_at = end
 
     def _write_newest(self, lost: tuple[str, ...]) -> None:
         """Write the newest states, as `ServerSaves.write_newest` does."""
@@ -221,23 +234,41 @@ class SimulatedServer(Process):
         for endpoint, step, state, is_early in states:
             if not launcher.has_written(endpoint, step):
                 terms = self._epoch.number, endpoint, step, cut_of(state)
-                self.written_at = launcher.write_cut(
-                    self, *terms, begin=self.written_at, is_early=is_early
-                )
-        end = max(self.now, self.written_at)
+                end = launcher.write_cut(self, *terms, begin=self._disk_free_at, is_early=is_early)
+                self.written_at = self._disk_free_at = end
+        end = max(self.now, self._disk_free_at)
         launcher.note_end(self, self._epoch.number, lost, end)
 
     def _endpoints_of(self, names: Sequence[str]) -> list[str]:
         return [name.removeprefix("pserver ") for name in names]
 
-    def _write(self, name: str, seconds: float) -> None:
-        """Schedule the end of a checkpoint's write after some seconds."""
+    def _write(self, name: str, seconds: float) -> float:
+        """Schedule the end of a checkpoint's write, and return the time of the end."""
+        begin = self.clock.now
+        if self._launcher is not None:
+            begin = max(begin, self._disk_free_at)
+        time = self._disk_free_at = begin + seconds
 
         def end() -> None:
-            self._written.append(name)
-            self.wake_at(self.clock.now)
+            pending = self.storage.pending.get(name)
+            if pending is not None and pending.end == time:  # `_finish_writes` has not ended it
+                self._written.append(name)
+                self.wake_at(self.clock.now)
 
-        self.clock.at(self.clock.now + seconds, end)
+        self.clock.at(time, end)
+        return time
+
+    def _has_full_disk(self) -> bool:
+        return self._launcher is not None and self._launcher.has_full_disk(self.name)
+
+    def _finish_writes(self) -> list[tuple[str, str]]:
+        """Wait until all checkpoints are written; return their names and errors."""
+        self._written.clear()
+        found = []
+        for pending in [*self.storage.pending.values()]:
+            self.spend(max(0.0, pending.end - self.now))
+            found.append((pending.name, self.storage.end(pending.name)))
+        return found
 
     def _ended_writes(self) -> list[tuple[str, str]]:
         """Return the name and the error of each checkpoint whose write has ended."""

@@ -75,6 +75,15 @@ UNUSED: dict[type, frozenset[str]] = {
 }
 
 
+# Attributes whose truth value alone affects messages. `TrainerRegistry.lost` only tests if `silent`
+# is 0.
+# `ServerLoop` compares `_lost_at` with None, and with a deadline that never passes in a search.
+ONLY_TRUTH: dict[type, frozenset[str]] = {
+    TrainerRegistry: frozenset({"silent"}),
+    ServerLoop: frozenset({"_lost_at"}),
+}
+
+
 def digest_of(x: Any, now: float) -> str:
     """Return the digest of an object.
 
@@ -101,7 +110,7 @@ class _Writer:
     def write(self, x: Any) -> None:
         """Add an object to the text."""
         say = self.parts.append
-        if x is None or isinstance(x, (int, str, bytes)):
+        if x is None or isinstance(x, (int, str, bytes, slice)):
             say(repr(x))
         elif isinstance(x, float):
             say(self._time(x))
@@ -122,7 +131,7 @@ class _Writer:
         elif isinstance(x, SimulatedListener):
             say(x.endpoint)
         elif isinstance(x, Message) and x.op == "waiting":
-            pass  # it restarts a deadline, also if it is read later
+            pass  # the message only restarts a deadline, and deadlines are not a part of the digest
         elif not isinstance(x, STATELESS) and not callable(x):
             self._write_object(x)
 
@@ -151,10 +160,10 @@ class _Writer:
             say(repr([step for step, _ in x.pulled[-1:]]))
         for name, value in _attributes(x):
             say(name)
-            self.write(value)
+            self.write(bool(value) if name in ONLY_TRUTH.get(type(x), ()) else value)
 
     def _write_arrived(self, inbox: Inbox) -> None:
-        """Add the bytes that have arrived. The memory of others is uninitialized."""
+        """Add the bytes that have arrived; all other bytes are uninitialized memory."""
         for name, nbytes in inbox._arrived.items():
             self.parts.append(f"{name} {nbytes}")
             if name in inbox.memory:

@@ -119,6 +119,7 @@ class SimulatedTrainer(Process):
         self.reduced: list[tuple[int, int, np.ndarray]] = []
         self.looked_up: list[tuple[int, np.ndarray, np.ndarray]] = []
         self.left_at: dict[str, float] = {}
+        self.between = BetweenSteps(case, k, TrainerSteps(lambda ep: self._links[ep].line))
         self._open(self.number)
         self._script = self._run()
         self._wait: OperationWait | LastWords | Callable[[], bool] = lambda: True
@@ -131,12 +132,11 @@ class SimulatedTrainer(Process):
         self._links: dict[str, ServerLink] = {}
         self.newest_received = 0
         self._least_epoch = epoch
-        # As in a real job, another process or epoch has another session. A process that is started
-        # in an epoch takes the place of one that has not seen this epoch.
+        # as in a real job, each process has a new session in each epoch
         self._session = f"session {epoch} of {self.name} ({self.number})"
         self._steps = TrainerSteps(lambda ep: self._links[ep].line)
         self._steps.sync_mode = self.case.sync_mode
-        self.between = BetweenSteps(self.case, self.k, self._steps)
+        self.between = BetweenSteps(self.case, self.k, self._steps, self.between.answers)
 
     def _reconnect(self, epoch: int) -> None:
         """Leave the connections of an old epoch, as `ServerConnections.abandon` does."""
@@ -288,6 +288,8 @@ class SimulatedTrainer(Process):
             self._member.enter(link.line.epoch)
             self.welcomed_at[ep] = self.clock.now
         self.greeted_at = self.clock.now
+        if self._member.epoch is not None:
+            self.between.epoch = self._member.epoch.number
 
     def _exchange(self, step: int) -> Script:
         for number in range(self.case.rounds):
@@ -453,7 +455,7 @@ class CommunicatingTrainer(SimulatedTrainer):
 
 
 def leaves_of(case: Case) -> dict[str, Leaf]:
-    """Return the leaves. The first blocks of all servers form one leaf, the second ones another."""
+    """Return the leaves, by number as text: leaf i consists of block i of each server."""
     found: dict[str, Leaf] = {}
     for i in range(max(map(len, case.servers))):
         rows = [
@@ -474,5 +476,5 @@ def table_of(case: Case) -> Leaf:
 
 
 def as_gradient(leaf: Leaf) -> Leaf:
-    """Return the leaf under which its gradient or change is sent."""
+    """Return the leaf under whose names the gradients or changes of a leaf are sent."""
     return dataclasses.replace(leaf, names=tuple(gradient_name(n, 0) for n in leaf.names))

@@ -19,7 +19,13 @@ from dtrans._jax import ClosedJaxpr
 from dtrans.parameter_server.replica_placement import backups_of
 from dtrans.protocol.server.exchange import Alike, Exchange
 from dtrans.protocol.server.replication import Primary, Replication
-from dtrans.protocol.server_blocks import RowGradient, ServerBlocks, TableSpec, Vectors
+from dtrans.protocol.server_blocks import (
+    RowGradient,
+    ServerBlocks,
+    TableSpec,
+    UpdatePart,
+    Vectors,
+)
 from dtrans.protocol.tables.stored_tables import TableReport
 from tools.simulate.case import Case
 
@@ -206,7 +212,8 @@ def served(case: Case, endpoint: str) -> ServerBlocks:
     sizes = case.servers[case.endpoints.index(endpoint)]
     blocks = {block_name(endpoint, i): ArrayType(n) for i, n in enumerate(sizes)}
     sync = case.sync_mode
-    # Synchronous trainers use different names for their gradients, asynchronous ones the same name.
+    # Synchronous trainers use different names for their gradients; asynchronous trainers use one
+    # name.
     table = {n: rows for n, rows in case.tables.items() if n.startswith(f"{endpoint}/")}
     senders = {k: k if sync else 0 for k in range(case.trainers)}
     sent = []
@@ -221,7 +228,9 @@ def served(case: Case, endpoint: str) -> ServerBlocks:
         moves=case.moves_rows,
         staleness=case.staleness,
     )
-    tables = {n: rows_of(rows, sent[-1]) for n, rows in table.items()}
+    tables = {}
+    for (n, rows), names in zip(table.items(), sent[len(blocks) :], strict=True):
+        tables[n] = rows_of(rows, names)
     pairs = itertools.product(blocks.items(), sorted({*senders.values()}))
     types = {gradient_name(b, number): t for (b, t), number in pairs}
     exchanges = (_exchange(case, endpoint),) if case.mode == "exchange" else ()
@@ -276,6 +285,13 @@ def _rows(blocks: ServerBlocks) -> dict[str, int]:
 def _sizes(blocks: ServerBlocks) -> dict[str, int]:
     """Return the number of entries of each block of a server, including blocks of tables."""
     return {n: t.shape[0] for n, t in blocks.params.items()} | _rows(blocks)
+
+
+def _pieces(size: int) -> list[slice]:
+    """Return the rows of each part of a block's update; large blocks have two parts."""
+    if size < 4:
+        return [slice(None)]
+    return [slice(0, size // 2), slice(size // 2, size)]
 
 
 class SimulatedTables:
@@ -421,6 +437,14 @@ class SimulatedUpdate:
         self._blocks, self._work = blocks, work
         self._means: dict[str, np.ndarray] = {}
         self._rows: dict[str, list[RowGradient]] = {}
+        self.parts: list[UpdatePart] = []
+        if not (merges or blocks.exchanges or blocks.tables):
+            sizes = _sizes(blocks)
+            for name, names in zip(blocks.params, blocks.sent, strict=True):
+                for rows in _pieces(sizes[name]):
+                    self.parts.append(UpdatePart([names], [name], rows))
+        # new rows of this step's computed parts, by block and rows
+        self._new: list[tuple[str, slice, np.ndarray]] = []
         self.tables = SimulatedTables(blocks.endpoint, _rows(blocks), lambda: self.state)
 
     def cut(self) -> SimulatedCut:
@@ -428,7 +452,7 @@ class SimulatedUpdate:
         return SimulatedCut({n: x.copy() for n, x in self.state.items()}, self.tables.record())
 
     def go_back(self, cut: SimulatedCut) -> None:
-        """Replace the state by that of a cut."""
+        """Replace the state by the state of a cut."""
         self.state = dict(cut.state)
         self.tables.restore(cut.tables)
 
@@ -457,6 +481,19 @@ class SimulatedUpdate:
             return {ep: [norm_part(self._means)] for ep in self.exchange.peers}
         self._finish(np.float32(0))
         return None
+
+    def update_part(
+        self, number: int, grads: Mapping[str, Any], present: frozenset[int], step: int
+    ) -> Mapping[str, Any]:
+        """Implement `StepUpdate.update_part`."""
+        self._work()
+        self.old = None
+        part = self.parts[number]
+        (name,), (names,) = part.params, part.sent
+        g = mean([grads[names[k]][part.rows] for k in sorted(present)])
+        new = applied(self.state[name][part.rows], g, np.float32(0))
+        self._new.append((name, part.rows, new))
+        return {name: new}
 
     def _received(self, grads: Mapping[str, Any], present: frozenset[int]) -> dict[str, list[Any]]:
         """Return the gradients of each block, in the order of the trainers."""
@@ -495,6 +532,9 @@ class SimulatedUpdate:
         self._finish(sum((parts[ep][0][0] for ep in kind.owners), np.float32(0)))
         return None
 
+    def create_rows(self, ids: Mapping[str, np.ndarray]) -> None:
+        """Do nothing: all simulated rows exist."""
+
     def rows(self, name: str, ids: np.ndarray, *, train: bool) -> np.ndarray:
         """Implement `StepUpdate.rows`."""
         return self.values[name][ids]
@@ -503,6 +543,9 @@ class SimulatedUpdate:
         if self._keeps_old:
             self.old = {**self.state, **self._old_tables}
         new = {n: applied(self.state[n], g, norm) for n, g in self._means.items()}
+        for name, rows, x in self._new:
+            new[name][rows] = x
+        self._new = []
         self.state = new | {n: with_rows(self.state[n], g) for n, g in self._rows.items()}
         for name, gradients in self._rows.items():
             self.tables.touch(name, [g.ids for g in gradients])
@@ -559,7 +602,7 @@ class SimulatedBlocks:
         return SimulatedCut(state, self.tables.record(), counts, self, self.begun)
 
     def go_back(self, cut: SimulatedCut) -> None:
-        """Replace the state by that of a cut."""
+        """Replace the state by the state of a cut."""
         self.state.update(cut.state)
         self.tables.restore(cut.tables)
 
@@ -596,6 +639,9 @@ class SimulatedBlocks:
         self.log.append((block, grad.tobytes()))
         self.history[block].append(new.tobytes())
         return {block: new}
+
+    def create_rows(self, ids: Mapping[str, np.ndarray]) -> None:
+        """Do nothing: all simulated rows exist."""
 
     def rows(
         self, name: str, ids: np.ndarray, state: Mapping[str, Any], *, train: bool

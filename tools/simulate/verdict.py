@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from dtrans.protocol import wire
 from dtrans.protocol.server import trainer_registry
 from dtrans.protocol.trainer import trainer_line
-from tools.simulate.case import Case, Event, drawn
+from tools.simulate.case import Case, Event
+from tools.simulate.draw import drawn
 from tools.simulate.job import SimulatedJob
 from tools.simulate.judge import faults, faults_of_role
 from tools.simulate.judge_cuts import faults_of_cuts
@@ -155,10 +156,12 @@ def smaller(verdict: Verdict) -> Verdict:
 
 
 def reduced(case: Case) -> Iterator[Case]:
-    """Yield smaller cases, each with one event, guest, option, role, step or block less."""
+    """Yield smaller cases. Each lacks an event, request, guest, option, role, step or block."""
     replace = dataclasses.replace
     for i in range(len(case.events)):
         yield replace(case, events=case.events[:i] + case.events[i + 1 :])
+    for i in range(len(case.requests)):
+        yield replace(case, requests=case.requests[:i] + case.requests[i + 1 :])
     for i in range(len(case.guests)):
         yield replace(case, guests=case.guests[:i] + case.guests[i + 1 :])
     for name, plain in (

@@ -23,7 +23,7 @@ class AdagradState(NamedTuple):
     """State of `adagrad`.
 
     Attributes:
-      count: updates so far, int32; None unless the learning rate is a schedule.
+      count: number of updates so far, int32, if the learning rate is a schedule; else None.
       moment: per leaf, the sum of squared gradients.
     """
 
@@ -74,7 +74,7 @@ class FtrlState(NamedTuple):
 def adagrad(
     learning_rate: LearningRate, epsilon: Scalar = 1e-6, initial_accumulator_value: Scalar = 0.0
 ) -> optax.GradientTransformation:
-    """Adagrad, with epsilon added outside the root.
+    """Return Adagrad, with epsilon added outside the root.
 
         moment = moment + g²
         param  = param - learning_rate · g / (sqrt(moment) + epsilon)
@@ -119,7 +119,7 @@ def adagrad(
 def decayed_adagrad(
     learning_rate: LearningRate, decay: Scalar = 0.95, epsilon: Scalar = 1e-6
 ) -> optax.GradientTransformation:
-    """Adagrad with a moving average of squared gradients instead of their sum.
+    """Return Adagrad with a moving average of squared gradients instead of their sum.
 
         moment = decay·moment + (1 - decay)·g²
         param  = param - learning_rate · g / (sqrt(moment) + epsilon)
@@ -160,7 +160,7 @@ def decayed_adagrad(
 def adadelta(
     learning_rate: LearningRate, epsilon: Scalar = 1e-6, rho: Scalar = 0.95, fix: bool = False
 ) -> optax.GradientTransformation:
-    """Adadelta as Paddle's kernel computes it, which deviates from the paper.
+    """Return Adadelta as Paddle's kernel computes it, which deviates from the paper.
 
         avg_squared_grad   = rho·avg_squared_grad + (1 - rho)·g²
         ratio              = (avg_squared_update + epsilon) / (avg_squared_grad + epsilon)
@@ -222,7 +222,7 @@ def rmsprop(
     momentum: Scalar = 0.0,
     centered: bool = False,
 ) -> optax.GradientTransformation:
-    """RMSProp, with epsilon inside the root: `optax.rmsprop` with Paddle's defaults.
+    """Return RMSProp, with epsilon inside the root: `optax.rmsprop` with Paddle's defaults.
 
         mean_square = rho·mean_square + (1 - rho)·g²
         mean_grad   = rho·mean_grad + (1 - rho)·g                       with `centered`, else 0
@@ -260,7 +260,7 @@ def ftrl(
     lr_power: Scalar = -0.5,
     fix: bool = False,
 ) -> optax.GradientTransformation:
-    """Follow The Regularized Leader (FTRL-Proximal): `l1` sets small parameters to exactly zero.
+    """Return FTRL-Proximal (Follow The Regularized Leader): `l1` sets small parameters to zero.
 
         new    = squared + g²
         linear = linear + g - (new^-lr_power - squared^-lr_power) / learning_rate · param

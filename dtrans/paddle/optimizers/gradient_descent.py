@@ -27,7 +27,7 @@ class LarsMomentumState(NamedTuple):
     """State of `lars_momentum`.
 
     Attributes:
-      count: updates so far, int32; None unless the learning rate is a schedule.
+      count: number of updates so far, int32, if the learning rate is a schedule; else None.
       velocity: per leaf, the amount that the last update subtracted from the parameter.
     """
 
@@ -46,7 +46,7 @@ class NoiseState(NamedTuple):
 
 
 def sgd(learning_rate: LearningRate) -> optax.GradientTransformation:
-    """Stochastic gradient descent, `param - learning_rate · g`: `optax.sgd`.
+    """Return stochastic gradient descent, `param - learning_rate · g`: `optax.sgd`.
 
     Args:
       learning_rate: a number or a schedule.
@@ -69,7 +69,7 @@ def sgd(learning_rate: LearningRate) -> optax.GradientTransformation:
 def momentum(
     learning_rate: LearningRate, momentum: Scalar, use_nesterov: bool = False
 ) -> optax.GradientTransformation:
-    """Gradient descent with momentum: `optax.sgd` with momentum.
+    """Return gradient descent with momentum: `optax.sgd` with momentum.
 
         velocity = momentum·velocity + g
         param    = param - learning_rate · velocity
@@ -104,7 +104,7 @@ def lars_momentum(
     epsilon: Scalar = 0.0,
     rescale_grad: Scalar = 1.0,
 ) -> optax.GradientTransformation:
-    """Momentum with a learning rate for each leaf, computed from the leaf's norms (LARS).
+    """Return momentum with a learning rate for each leaf, computed from the leaf's norms (LARS).
 
         g        = rescale_grad · g
         norms    = ‖g‖ + lars_weight_decay·‖param‖ + epsilon
@@ -184,7 +184,7 @@ def dpsgd(
     key: jax.Array | int = 0,
     fix: bool = False,
 ) -> optax.GradientTransformation:
-    """Gradient descent with a clipped gradient and noise (differentially private SGD).
+    """Return gradient descent with a clipped gradient and noise (differentially private SGD).
 
         g     = g · min(1, clip / ‖g‖)
         param = param - learning_rate · (g + noise / batch_size)

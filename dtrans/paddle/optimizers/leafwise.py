@@ -56,7 +56,7 @@ def leafwise_optimizer(
       name: the optimizer's name, for errors.
       learning_rate: a number or a schedule.
       state_type: a NamedTuple whose fields are the count of updates, the accumulators, and a power
-        of each beta. The count is None unless the learning rate is a schedule.
+        of each beta. The count is None if the learning rate is a number.
       rule: the update rule.
       betas: numbers whose powers the rule reads. Each update multiplies a power by its beta, as in
         Paddle. In float32, 1 minus this power differs from `1 - beta**t` by a relative 1e-5.

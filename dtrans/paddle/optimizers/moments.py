@@ -25,7 +25,7 @@ class AdamState(NamedTuple):
     """State of `adam`.
 
     Attributes:
-      count: updates so far, int32; None unless the learning rate is a schedule.
+      count: number of updates so far, int32, if the learning rate is a schedule; else None.
       moment1: per leaf, the moving average of gradients.
       moment2: per leaf, the moving average of squared gradients.
       beta1_pow: beta1^t, where t is the number of the next update; one scalar for all leaves.
@@ -43,7 +43,7 @@ class LambState(NamedTuple):
     """State of `lamb`.
 
     Attributes:
-      count: updates so far, int32; None unless the learning rate is a schedule.
+      count: number of updates so far, int32, if the learning rate is a schedule; else None.
       moment1: per leaf, the moving average of gradients.
       moment2: per leaf, the moving average of squared gradients.
     """
@@ -57,7 +57,7 @@ class AdamaxState(NamedTuple):
     """State of `adamax`.
 
     Attributes:
-      count: updates so far, int32; None unless the learning rate is a schedule.
+      count: number of updates so far, int32, if the learning rate is a schedule; else None.
       moment: per leaf, the moving average of gradients.
       inf_norm: per leaf, the decayed maximum of absolute gradients.
       beta1_pow: beta1^t, where t is the number of the next update; one scalar for all leaves.
@@ -76,7 +76,7 @@ def adam(
     epsilon: Scalar = 1e-8,
     fix: bool = False,
 ) -> optax.GradientTransformation:
-    """Adam, with epsilon added to the root before its bias correction.
+    """Return Adam, with epsilon added to the root before the bias correction.
 
         moment1 = beta1·moment1 + (1 - beta1)·g
         moment2 = beta2·moment2 + (1 - beta2)·g²
@@ -138,7 +138,7 @@ def adamw(
     epsilon: Scalar = 1e-8,
     fix: bool = False,
 ) -> optax.GradientTransformation:
-    """Adam with decoupled weight decay, as Paddle 1.8 computes it.
+    """Return Adam with decoupled weight decay, as Paddle 1.8 computes it.
 
         param = param - weight_decay·param - (the step of `adam`)
 
@@ -199,7 +199,7 @@ def adamax(
     epsilon: Scalar = 1e-8,
     fix: bool = False,
 ) -> optax.GradientTransformation:
-    """Adamax, with epsilon added to the decayed maximum.
+    """Return Adamax, with epsilon added to the decayed maximum.
 
         moment   = beta1·moment + (1 - beta1)·g
         inf_norm = max(|g|, beta2·inf_norm + epsilon)
@@ -258,7 +258,7 @@ def lamb(
     exclude_from_weight_decay_fn: Callable[[str], bool] | None = None,
     fix: bool = False,
 ) -> optax.GradientTransformation:
-    """LAMB without bias correction: Adam's step, scaled to the norm of the leaf.
+    """Return LAMB without bias correction: Adam's step, scaled to the norm of the leaf.
 
         moment1 = beta1·moment1 + (1 - beta1)·g
         moment2 = beta2·moment2 + (1 - beta2)·g²

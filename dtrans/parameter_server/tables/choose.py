@@ -9,7 +9,8 @@ from dtrans.errors import ConfigError
 from dtrans.ir.program import Program
 from dtrans.ops.exact_sum import MOST
 from dtrans.parameter_server.tables.lookups import TableLookups, find_lookups
-from dtrans.parameter_server.tables.options import Rows
+from dtrans.parameter_server.tables.options import RowFilter, Rows
+from dtrans.parameter_server.tables.refused_leaves import stacked_remedy
 from dtrans.parameter_server.tables.zero_gradient import (
     ZeroGradient,
     at_zero_gradient,
@@ -39,6 +40,7 @@ class Table:
       buckets: the number of buckets; 0 if each server stores a contiguous range of rows.
       on_trainers: True if trainers store the rows that they looked up (GEO-SGD).
       staleness: the maximum number of updates that prefetched rows may miss.
+      row_filter: the condition for the admission of rows; None if the first lookup creates a row.
     """
 
     lookups: TableLookups
@@ -50,6 +52,7 @@ class Table:
     buckets: int = 0
     on_trainers: bool = False
     staleness: int = 0
+    row_filter: RowFilter | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,7 +61,8 @@ class Tables:
 
     Attributes:
       of: tables by leaf name.
-      others: for other leaves whose rows a step looks up, the reason why the leaf is no table.
+      others: the reason why a leaf is no table, for leaves whose rows a step looks up (dict by
+        name).
     """
 
     of: Mapping[str, Table] = dataclasses.field(default_factory=dict)
@@ -118,9 +122,11 @@ def choose_tables(
     of: dict[str, Table] = {}
     for n, lookups in found.tables.items():
         if is_auto and lookups.size * AUTO > lookups.rows:
+            remedy = stacked_remedy(n, step.program.inputs[n].shape)
             others[n] = f"a step looks up as many as {lookups.size} of its {lookups.rows} rows"
+            others[n] += remedy
         elif n in analysis.groups:
-            reason = analysis.groups[n].reason or "it needs another leaf"
+            reason = analysis.groups[n].reason or "the update reads another leaf"
             others[n] = f"its update cannot be cut: {reason}"
             if not is_auto:
                 raise ConfigError(
@@ -153,16 +159,26 @@ def _choose_update(
             why = find_waiting(analysis, name)
         if why:
             raise ConfigError(f"sparse: {name} cannot have update='lazy': {why}. {otherwise}")
-    table = _with_limit(name, _table(name, lookups, zero, option), option.limit)
+    table = _table(name, lookups, zero, option)
+    if option.limit is not None:
+        _check_creation(name, table, f"limit={option.limit}")
+    if option.row_filter is not None:
+        _check_creation(name, table, str(option.row_filter))
     buckets = min(option.buckets, lookups.rows) * (option.place == "bucket")
-    return dataclasses.replace(table, buckets=buckets, staleness=option.staleness)
+    return dataclasses.replace(
+        table,
+        limit=option.limit,
+        buckets=buckets,
+        staleness=option.staleness,
+        row_filter=option.row_filter,
+    )
 
 
 def exactly_summed_leaves(step: DividedStep, tables: Tables, trainers: int) -> frozenset[str]:
     """Return the leaves whose gradients are added exactly, independent of the order.
 
-    So the bits of a plan with tables do not depend on the placement of rows. Leaves with more rows
-    than an exact sum can add are not included.
+    So the results of a plan with tables have the same bits for every placement of rows. Leaves with
+    more rows than an exact sum can add are not included.
     """
     if not tables.of:
         return frozenset()
@@ -205,21 +221,18 @@ def _table(name: str, lookups: TableLookups, zero: ZeroGradient, option: Rows) -
     )
 
 
-def _with_limit(name: str, table: Table, limit: int | None) -> Table:
-    """Return the table with a maximum number of rows that servers may create.
+def _check_creation(name: str, table: Table, option: str) -> None:
+    """Raise ConfigError if servers need all rows of a table, so that an option cannot work.
 
-    Raises:
-      ConfigError: the update also changes rows that no trainer looked up, so servers need all rows.
+    Args:
+      option: text of an option that restricts the creation of rows, such as "limit=9".
     """
-    if limit is None:
-        return table
     if table.updates_all or (table.catches_up and table.zero.rests is None):
         raise ConfigError(
-            f"sparse: {name} cannot have limit={limit}, since its update also changes rows that no "
-            f"trainer has looked up ({table.why}); leave limit out, or pass "
-            f"dtrans.Rows(update='lazy', limit={limit})"
+            f"sparse: {name} cannot have {option}, since its update also changes rows that no "
+            f"trainer has looked up ({table.why}); leave {option.partition('=')[0]} out, or pass "
+            f"dtrans.Rows(update='lazy', {option})"
         )
-    return dataclasses.replace(table, limit=limit)
 
 
 def _why_all_rows(zero: ZeroGradient) -> str:
@@ -253,6 +266,12 @@ def table_notes(tables: Tables, row_bytes: Mapping[str, int], often: str = "") -
             f"table {n}: {t.lookups.rows:,} rows{buckets}, at most {t.lookups.size:,} looked up by "
             f"a trainer in a step{keeps}, at most {row_bytes[n]:,} bytes{often}; {t.why}{stale}"
         )
+    for n, t in tables.of.items():
+        if t.row_filter is not None:
+            notes.append(
+                f"row filter of {n}: {t.row_filter}; servers drop the gradients of a row before "
+                "its admission, so results differ from one device"
+            )
     for n, why in tables.others.items():
         notes.append(f"no table: {n}: {why}")
     return notes

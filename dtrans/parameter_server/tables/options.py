@@ -8,7 +8,34 @@ from typing import Any, Literal
 
 from dtrans.checks import check_int, check_number, check_one_of, check_type, is_int
 from dtrans.errors import ConfigError
-from dtrans.parameter_server.options import Sync
+from dtrans.parameter_server.options import Async, Geo, HalfAsync, Sync
+
+
+MOST_UPDATES = 1 << 20  # maximum value of `Rows.admit_count`
+
+
+@dataclasses.dataclass(frozen=True)
+class RowFilter:
+    """Condition for the admission of a row to a table.
+
+    An update can admit the rows for which it has a gradient.
+
+    Attributes:
+      count: the number of updates with a gradient of the row, up to and with the admission.
+      probability: the probability with which each of these updates admits the row.
+    """
+
+    count: int = 1
+    probability: float = 1.0
+
+    def __str__(self) -> str:
+        value = self.count if self.count > 1 else self.probability
+        return f"{self.option}={value}"
+
+    @property
+    def option(self) -> str:
+        """Name of the option of `dtrans.Rows` that sets this condition."""
+        return "admit_count" if self.count > 1 else "admit_probability"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,15 +57,23 @@ class Rows:
         the table.
       buckets: the number of buckets; a table with fewer rows has one bucket for each row.
       limit: the maximum number of rows that all servers together may create. The limit of one
-        server is proportional to the rows that are assigned to it. A step that looks up more rows
+        server is proportional to the rows that are assigned to it. A step that needs more rows
         raises an error that names the table. None: no limit.
       staleness: the number of updates that prefetched rows (`job.prefetch`) may miss. If a trainer
         calls `job.prefetch` at least this many steps ahead, its rows miss exactly this many
         updates. 0: a server sends a row again if the row changed since the prefetch, so results are
         the same as without prefetch.
+      admit_count: the number of updates with a gradient of a row after which the server stores the
+        row: the update with this number *admits* the row, and is the first that changes the row.
+        Earlier updates drop the row's gradient, and lookups return the row's initial value. None:
+        the first lookup of a row creates the row.
+      admit_probability: the probability with which an update that has a gradient of a row admits
+        the row. A draw depends on the arguments of `init`, the row's id and the number of the
+        update, so a repeated step has the same draws. Before the admission, the same holds as for
+        `admit_count`.
 
     Raises:
-      ConfigError: a value is out of range.
+      ConfigError: a value is out of range, or both `admit_count` and `admit_probability` are set.
 
     Example:
       >>> import dtrans
@@ -51,6 +86,8 @@ class Rows:
     buckets: int = 256
     limit: int | None = None
     staleness: int = 0
+    admit_count: int | None = None
+    admit_probability: float | None = None
 
     def __post_init__(self) -> None:
         check_one_of("update", self.update, (None, "dense", "lazy"))
@@ -60,6 +97,34 @@ class Rows:
             wanted = "None or a positive number of rows"
             check_number("limit", self.limit, wanted, lambda x: is_int(x) and x > 0)
         check_int("staleness", self.staleness, "a number of steps", least=0)
+        check_int(
+            "admit_count",
+            self.admit_count,
+            f"a number of updates from 1 to {MOST_UPDATES:,}",
+            most=MOST_UPDATES,
+            or_none=True,
+        )
+        check_number(
+            "admit_probability",
+            self.admit_probability,
+            "a number between 0 and 1",
+            lambda x: 0 < x < 1,
+            or_none=True,
+        )
+        if self.admit_count is not None and self.admit_probability is not None:
+            raise ConfigError(
+                f"admit_count is {self.admit_count} and admit_probability is "
+                f"{self.admit_probability}; leave out one of the two options"
+            )
+
+    @property
+    def row_filter(self) -> RowFilter | None:
+        """The condition for the admission of rows; None if the first lookup creates a row."""
+        if self.admit_probability is not None:
+            return RowFilter(probability=self.admit_probability)
+        if self.admit_count is None or self.admit_count == 1:
+            return None
+        return RowFilter(self.admit_count)
 
 
 def check_sparse(sparse: Any) -> Mapping[str, Rows] | Literal["auto"] | None:
@@ -91,4 +156,24 @@ def check_staleness(sparse: Any, mode: Any) -> None:
                 f"sparse[{name!r}].staleness is {rows.staleness}, but only synchronous trainers "
                 f"prefetch rows, and mode is {mode!r}; leave staleness out, or pass "
                 "mode=dtrans.Sync()"
+            )
+
+
+def check_row_filters(sparse: Any, mode: Any) -> None:
+    """Raise ConfigError if a table has a row filter, and the mode excludes row filters."""
+    if isinstance(mode, Geo):
+        why = "with dtrans.Geo trainers update the rows that they look up, so servers get no "
+        why += "gradients to filter"
+    elif isinstance(mode, Async | HalfAsync) and mode.delay and mode.delay.decay is not None:
+        option = f"dtrans.DelayCompensation(decay={mode.delay.decay})"
+        why = f"with {option} servers store a mean square of each row from the start"
+    else:
+        return
+    if not isinstance(sparse, Mapping):
+        return
+    for name, rows in sparse.items():
+        if rows.row_filter is not None:
+            raise ConfigError(
+                f"sparse[{name!r}] has {rows.row_filter}, but {why}; leave "
+                f"{rows.row_filter.option} out, or pass mode=dtrans.Async()"
             )

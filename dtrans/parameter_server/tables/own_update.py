@@ -34,7 +34,7 @@ from dtrans.slicing.server_update import inline_update, write_server
 from dtrans.step.halves import DividedStep
 
 
-TRAINER = "trainer:0"  # stands for a server's endpoint when the update of a trainer is written
+TRAINER = "trainer:0"  # placeholder for a server's endpoint in the update of a trainer
 REMEDY = "Leave it out of sparse, or use another optimizer for it"
 OTHER_ROWS = "with dtrans.Geo trainers update only the rows that they look up"
 

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from dtrans.parameter_server.tables.options import RowFilter
 from dtrans.rows.writer import RowRange, RowSet
 from dtrans.slicing.blocks import Block, Placement
 
@@ -40,6 +41,7 @@ class TableBlock:
       limit: the maximum number of rows of the block that the server may create; None for no limit.
       on_trainers: True if trainers store the rows that they looked up (GEO-SGD).
       staleness: the maximum number of updates that prefetched rows may miss.
+      row_filter: the condition for the admission of rows; None if the first lookup creates a row.
     """
 
     leaf: str
@@ -54,6 +56,7 @@ class TableBlock:
     on_trainers: bool = False
     leaf_moves: bool = False
     staleness: int = 0
+    row_filter: RowFilter | None = None
 
     @property
     def rows(self) -> int:

@@ -24,7 +24,9 @@ from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import avals, producers_of, variables
 from dtrans.ir.program import DIST, FORWARD, RPC, is_communication
 from dtrans.ops import geo_prefetch_p, prefetch_p, split_ids_p
-from dtrans.parameter_server.tables.lookups import Lookups, RowPick, TableLookups, numbers_first
+from dtrans.parameter_server.tables.lookups import Lookups, TableLookups
+from dtrans.parameter_server.tables.pick_ids import atom_key, numbers_first
+from dtrans.parameter_server.tables.row_picks import RowPick, run_ids
 from dtrans.parameter_server.tables.wide_numbers import WideNumbers
 from dtrans.rows.layout import RowAxis
 from dtrans.rows.rules import Step
@@ -81,7 +83,7 @@ def _pick(
         atoms.append(w.read(a, layout))
     numbers, uniq = atoms[step.numbers], w.rows.uniq[row.leaf]
     rows = eqn.invars[0].aval.shape[row.axis]
-    key = numbers, step.component, step.outside, uniq
+    key = atom_key(numbers), step.component, step.outside, uniq
     if key not in positions:
         fn = _position(rows, step.outside)
         if step.component is not None:
@@ -128,7 +130,8 @@ class TableWriter:
     ) -> None:
         rows = _TableRows({n: t.size for n, t in found.tables.items()}, {})
         pick = functools.partial(_pick, {})
-        # `outside` may return the variable itself, since it was written before it is read.
+        # `outside` may return the variable itself, since an earlier equation has written this
+        # variable.
         self.writer = RowWriter(
             b, found.flow, rows, producers_of(eqns), outside=lambda var: var, special=pick
         )
@@ -198,10 +201,10 @@ class TableWriter:
     def _ids(self, table: TableLookups, wide: WideNumbers) -> list[Atom]:
         """Return the row ids that a step looks up in a table, not truncated to 32 bits."""
         found: list[Atom] = []
-        for atom, component, _ in table.ids:
+        for atom, component, _, count in table.ids:
             if component is not None:
                 atom, component = wide.component(atom, component)
-            found += self.b.call(_component(component), wide.of(atom))
+            found += self.b.call(_component(component, count), wide.of(atom))
         return found
 
     def _prefetch(self, tables: Mapping[str, Var]) -> None:
@@ -216,7 +219,7 @@ class TableWriter:
         ids = {n: self._ids(t, wide) for n, t in found.items()}
         b.role = DIST
         for n, t in found.items():
-            outside = tuple(how for *_, how in t.ids)
+            outside = tuple(how for _, _, how, _ in t.ids)
             (uniq,) = b.bind(
                 split_ids_p, *ids[n], table=n, rows=t.rows, size=t.size, outside=outside
             )
@@ -240,10 +243,14 @@ class TableWriter:
 
 
 @functools.cache
-def _component(component: int | None) -> Callable[[jax.Array], jax.Array]:
-    if component is None:
-        return jnp.ravel
-    return lambda x: x[..., component]
+def _component(component: int | None, count: int) -> Callable[[jax.Array], jax.Array]:
+    """Return a function that takes row ids from the operand of a pick (see `RowPick`)."""
+
+    def fn(operand: jax.Array) -> jax.Array:
+        ids = jnp.ravel(operand) if component is None else operand[..., component]
+        return ids if count == 1 else jnp.ravel(run_ids(ids, count))
+
+    return fn
 
 
 @functools.cache
@@ -277,9 +284,9 @@ def _position(rows: int, outside: str) -> Callable[[jax.Array, jax.Array], jax.A
             ids = jnp.clip(ids, 0, rows - 1)
         at = jnp.searchsorted(uniq, ids)
         if outside == "drop":
-            # this position is outside the fetched rows, too
+            # for an id outside the table: a position outside the fetched rows
             at = jnp.where((ids >= 0) & (ids < rows), at, uniq.size)
-        # A type of ids that is smaller than 32 bits may not contain this position.
+        # An id type with fewer than 32 bits may be too small for the position.
         return at if numbers.dtype.itemsize < at.dtype.itemsize else at.astype(numbers.dtype)
 
     return fn

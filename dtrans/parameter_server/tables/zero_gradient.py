@@ -96,10 +96,10 @@ class ZeroGradient:
 
     Attributes:
       moves: names of the arrays (the leaf, or optimizer state) that change at such a row.
-      counts: description of an equation that reduces over all rows, where such rows contribute to
-        the result; empty if there is no such equation.
+      counts: description of a reduction over all rows to which a row with zero gradient
+        contributes; empty if there is none.
       positions: description of an equation that computes rows from their row ids; empty if there is
-        no such equation.
+        none.
       state: arrays of the optimizer state that have a row for each row of the leaf.
       unlike: arrays in `state` whose rows are not along dimension 0.
       rests: initial value of each array in `state`, by name, if rows keep these values until their
@@ -120,8 +120,8 @@ def at_zero_gradient(analysis: RowAnalysis, leaf: str, begins: Mapping[Any, Any]
     Args:
       analysis: row analysis of the update.
       leaf: a leaf that can be cut into rows.
-      begins: maps each array of the optimizer state that the init fills with one number to this
-        number.
+      begins: the number in all initial entries of an array, for the arrays of optimizer state that
+        the init fills with one number (dict by name).
     """
     rows = _arrays_with_rows(analysis, leaf)
     followed, moves = _moves(analysis, leaf, rows, {})
@@ -140,7 +140,8 @@ def _moves(
 
     Args:
       rows: the arrays with rows of the leaf, by name.
-      begins: maps each array that is filled with one known number to this number.
+      begins: the number in all entries of an array, for arrays filled with one known number (dict
+        by name).
     """
     followed = _follow(analysis, leaf, begins=begins)
     moves = []
@@ -227,7 +228,8 @@ def _follow(
     """Evaluate an update for one row of a leaf; return the abstract values of all variables.
 
     Args:
-      begins: maps each array of the state that is filled with one number to this number.
+      begins: the number in all entries of an array, for arrays of the state that are filled with
+        one number (dict by name).
       assumed: maps the variable of a condition to the assumed outcome.
       any_gradient: True for a row with an unknown gradient; False for a gradient of zero.
     """
@@ -257,9 +259,9 @@ def _decider(
 ) -> str:
     """Return a text that names the condition on which a property of the cases depends.
 
-    Among all pairs of a case with the property and a case without it, the function compares the
-    pair whose assumed outcomes differ least. The text is empty if all cases or no cases have the
-    property.
+    Each case assumes outcomes of conditions. The function pairs each case that has the property
+    with each case that lacks the property. The text names a condition in which the most similar
+    pair differs. The text is empty if all cases or no cases have the property.
 
     Args:
       holds: for each case, True if it has the property.
@@ -306,7 +308,7 @@ class _FollowedRow:
       outer: for the inputs of a branch, the values outside of the branch.
 
     Attributes:
-      kinds: maps each variable that was read to its abstract value.
+      kinds: the abstract values of all variables that were read (dict by variable).
       counts, positions: as in `ZeroGradient`.
       open: a condition without an assumed outcome, which decides values of the row; None if there
         is none.
@@ -488,7 +490,7 @@ def _result_kind(eqn: JaxprEqn, kinds: Sequence[_Kind], out: Var) -> _Kind:
       kinds: the abstract values of its operands.
       out: one of its outputs.
     """
-    # `fold` assumes x * 0 = 0, and likewise 0 / x = 0, but not if the divisor x is 0 as well.
+    # `fold` assumes x * 0 = 0. It may assume 0 / x = 0 only if the divisor x is not 0.
     divides = eqn.primitive.name == "div"
     is_factor = lambda i: not (divides and is_number(kinds[i], 0))
     kind = fold(eqn, list(eqn.outvars).index(out), kinds, is_factor, number_by_jax)

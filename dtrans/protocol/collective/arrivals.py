@@ -3,7 +3,7 @@
 The name of a value consists of its sender, the step, and a number within the step. A value may
 arrive before the process expects it. The process stores such an early message without a check, and
 allocates no array. As soon as the process expects the value, it checks the stored messages. It
-drops a message whose shape or dtype differs from the expected one.
+drops messages whose shape or dtype is not the expected one.
 """
 
 from __future__ import annotations
@@ -194,7 +194,8 @@ class _Partial:
         def target(name: str) -> np.ndarray:
             if name != "value":
                 raise WireError(
-                    f"a `value` message with the block {wire.brief(name)}, expected `value`"
+                    f"a `value` message with a block named {wire.brief(name)}, expected the name "
+                    "`value`"
                 )
             return self._bytes
 

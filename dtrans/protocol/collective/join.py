@@ -71,7 +71,7 @@ class JoinLeader:
           WireError: the process belongs to another job, or its answer is malformed.
         """
         if k not in self.missing:
-            return  # a second answer, after a question on a second connection
+            return  # trainer k has joined already, and was asked again on a second connection
         try:
             message = self._answer(k, parts)
         except WireError as e:
@@ -137,7 +137,8 @@ class JoinMember:
       trainer: id of this trainer.
       endpoints: endpoints of all trainers, as configured in this process.
       secret: the job's token.
-      deadline: seconds to wait for trainer 0's question, and seconds from then to wait for `go`.
+      deadline: seconds to wait for trainer 0's question. After the question, the wait for `go`
+        has the same limit.
       now: time at which the rendezvous begins.
 
     Attributes:
@@ -152,7 +153,7 @@ class JoinMember:
     ) -> None:
         self._trainer, self._endpoints = trainer, endpoints
         self._secret, self._deadline = secret, deadline
-        self._asked = b""  # address of the process that sent the last question of trainer 0
+        self._asked = b""  # address of the process that last sent trainer 0's question
         self.limit = now + deadline
         self.met = False
         self.refused = ""
@@ -199,7 +200,8 @@ class JoinMember:
                 "refuse", reason=self.refused, proof=token.shown(self._secret, f"refuse {nonce}")
             )
         if sender != self._asked:
-            # The leader's deadline passes first, because its `abort` names the missing trainers.
+            # GRACE makes the leader's deadline pass first. The leader's `abort` names the missing
+            # trainers.
             self._asked, self.limit = sender, now + self._deadline + GRACE
         return wire.header("here", proof=token.shown(self._secret, f"here {nonce}"))
 

@@ -121,8 +121,8 @@ class LeaderLoop:
             if isinstance(error, PeerError):
                 reason = str(error)
             message = wire.header("abort", reason=reason, late=is_late)
-            # Missing trainers receive the error, too. A passed deadline is not sent to them,
-            # because their deadline errors name the trainer that they waited for.
+            # Missing trainers receive the error, too, unless the deadline has passed. After the
+            # deadline, each missing trainer raises an error that names trainer 0.
             if not is_late:
                 listeners += self.machine.missing
         for k, link in self._links.items():
@@ -144,7 +144,8 @@ class MemberLoop:
       trainer: id of this trainer.
       endpoints: endpoints of all trainers, as configured in this process.
       secret: the job's token.
-      deadline: seconds to wait for trainer 0's question, and seconds from then to wait for `go`.
+      deadline: seconds to wait for trainer 0's question. After the question, the wait for `go`
+        has the same limit.
 
     Attributes:
       machine: state machine of the rendezvous.
@@ -205,5 +206,5 @@ class MemberLoop:
             raise PeerError(f"trainer 0 has different endpoints: {self.machine.refused}")
 
     def end(self, error: BaseException | None) -> None:
-        """Close the listener. After a PeerError, send pending messages first, such as a refusal."""
-        self._listener.close(LINGER if isinstance(error, PeerError) else 0.0)
+        """Close the listener. If this trainer has refused trainer 0, first send the refusal."""
+        self._listener.close(LINGER if self.machine.refused else 0.0)

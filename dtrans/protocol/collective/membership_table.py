@@ -18,7 +18,8 @@ class ExitStatus:
     """End of a trainer.
 
     Attributes:
-      operations: number of operations that the trainer performed; 0 if the number is unknown.
+      operations: number of collective operations, such as all-reduces, that the trainer performed;
+        0 if unknown.
       reason: the trainer's error; empty if the trainer ended successfully.
     """
 
@@ -31,7 +32,7 @@ class Progress:
     """Progress of a trainer.
 
     Attributes:
-      operations: number of operations that the trainer has begun.
+      operations: number of collective operations that the trainer has begun.
       where: line of the user's code that the trainer executes, as "file:line".
       steps: number of steps that the trainer has made; None if it does not count steps.
     """
@@ -49,7 +50,7 @@ class MembershipTable:
       names: name of each trainer in error and log texts.
 
     Attributes:
-      begun: number of operations that this trainer has begun.
+      begun: number of collective operations that this trainer has begun.
       doing: maps the id of each other trainer to its last known progress.
       ended: maps the id of each ended trainer to its exit status.
 
@@ -78,9 +79,9 @@ class MembershipTable:
         return True
 
     def behind(self) -> str:
-        """Return the progress of the live trainers that have begun fewer operations than this one.
+        """Return the progress of the live trainers that are behind this trainer.
 
-        The text is empty if there are no such trainers.
+        The text is empty if no trainer is behind.
         """
         late = []
         for k, progress in sorted(self.doing.items()):

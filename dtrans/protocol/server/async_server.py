@@ -25,8 +25,8 @@ it has sent to each trainer. It stores the values of table rows until it has use
 
 If a trainer fails or is lost, the other trainers continue. The server drops the incomplete
 gradients of the failed trainer. The server ends when every trainer has left. If all trainers have
-failed, it ends with an error. In a job with cuts, a lost trainer is reported instead, and starts
-again (`dtrans.protocol.epochs`).
+failed, it ends with an error. In a job with cuts (snapshots), the server instead reports a lost
+trainer to the launcher, which starts the trainer again (`dtrans.protocol.epochs`).
 
 Source of the behaviour: `RunAsyncLoop` in
 paddle/fluid/operators/distributed_ops/listen_and_serv_op.cc.
@@ -62,17 +62,17 @@ class AsyncServer:
       trainers: the server's trainers.
       say: function that sends a message.
       counts: number of each trainer's steps before this epoch, by id.
-      has_cuts: True in a job with cuts.
+      has_cuts: True in a job with cuts (snapshots).
 
     Attributes:
-      between_steps: called with the total number of steps of all trainers when it has increased.
+      between_steps: called when the number of all trainers' steps has grown, with this number.
       endpoint: endpoint of the server.
       peers: the other servers; always empty.
       counts: numbers of the trainers' steps, in all epochs.
       tables: the server's blocks of tables; None if it has none.
     """
 
-    # The step in every welcome: each trainer counts its own steps, and starts with step 0.
+    # the step in every welcome is 0, because each trainer counts its steps from 0
     step = 0
     word, idle = "asynchronous", "serving"
 
@@ -101,7 +101,7 @@ class AsyncServer:
         self._failed: set[int] = set()
         self._has_cuts = has_cuts
         # After a failure, trainers of GEO-SGD repeat a push on the servers that have not received
-        # all of it. So these servers must not have applied a part of it.
+        # the complete push. So these servers must not have applied a part of the push.
         self._applies_at_once = has_cuts and served.adds_changes
         self.counts = StepCounts(served.endpoint, counts)
         self.tables: StoredTables | None = None
@@ -126,8 +126,8 @@ class AsyncServer:
     def staleness(self, k: int) -> int | None:
         """Return the staleness of trainer k's last gradients; None before the first gradients.
 
-        Staleness is the number of steps of other trainers that the parameters behind the gradients
-        did not include.
+        Staleness is the number of other trainers' steps that were missing in the parameters from
+        which the gradients were computed.
         """
         return self._steps.begun[k].staleness if k in self._steps.begun else None
 
@@ -187,7 +187,7 @@ class AsyncServer:
         )
 
     def prefetch(self, k: int, message: wire.Message) -> None:
-        """Answer a request for rows of a table with the newest values."""
+        """Answer a request for rows of tables with the newest values."""
         step = self._steps.check_number(k, message)
         if "ahead" in message.fields:
             raise WireError(
@@ -196,16 +196,22 @@ class AsyncServer:
             )
         asked = self._requests.take(k, message, step.grads)
         if asked is not None:
-            name, ids, train = asked
-            rows = self._blocks.rows(name, ids, self.state, train=train)
+            blocks, train = asked
             if train:
-                self._requests.answered(k, name, ids, rows)
-                self._changed.asked(k, name, ids)
-            at = {"step": message["step"], "table": name, **message.request}
-            self._say(self._trainers.known[k].address, "rows", [(name, rows)], **at)
+                self._blocks.create_rows(blocks)
+            found = []
+            for name, ids in blocks.items():
+                found.append((name, self._blocks.rows(name, ids, self.state, train=train)))
+            # Record the answer only now: an error above refuses the request.
+            if train:
+                for name, rows in found:
+                    self._requests.answered(k, name, blocks[name], rows)
+                    self._changed.asked(k, name, blocks[name])
+            at = {"step": message["step"], **message.request}
+            self._say(self._trainers.known[k].address, "rows", found, **at)
 
     def row_ids(self, k: int, message: wire.Message) -> None:
-        """Receive the row ids of the table gradient that trainer k sends next."""
+        """Receive the row ids of the gradients of tables that trainer k sends next."""
         step = self._steps.check_number(k, message)
         self._requests.follows(k, message, step.grads)
 
@@ -242,7 +248,7 @@ class AsyncServer:
             values[name] = np.asarray(self.state[name])
             if name in self._served.backed:
                 self.state[backup_of(name, k)] = self.state[name]
-        answer(self._say, t, message["step"], values)
+        answer(self._say, t, t.wants, message["step"], values)
 
     def _tell_changed(self, k: int, message: wire.Message) -> None:
         """Send trainer k the rows that it stores and that other trainers have changed.
@@ -302,7 +308,7 @@ class AsyncServer:
         """Mark lost trainers as failed, and check the deadline for the trainers' first connection.
 
         Raises:
-          LostPeerError: in a job with cuts, a trainer is lost.
+          LostPeerError: in a job with cuts (snapshots), a trainer is lost.
           PeerError: all trainers have failed.
           DeadlineError: a trainer did not connect in time.
         """

@@ -22,7 +22,8 @@ class StepUpdates:
     """Updates that one step of a trainer causes: one update of each block.
 
     Attributes:
-      values: outputs of the lr_sched block for this step; None before the first complete gradient.
+      values: outputs of the learning rate schedules (lr_sched) for this step; None before the
+        first complete gradient.
       used: names of the updated blocks.
     """
 
@@ -85,10 +86,10 @@ class AsyncSteps:
 
     Args:
       served: the server's blocks.
-      requests: requests for table rows, whose gradients arrive in the same inboxes.
+      requests: requests for table rows. Gradients of these rows arrive in the inboxes of the steps.
 
     Attributes:
-      begun: dict from the id of each trainer with messages to its current step.
+      begun: current step of each trainer that has sent a message, by trainer id.
     """
 
     def __init__(self, served: ServerBlocks, requests: RowRequests) -> None:

@@ -25,7 +25,7 @@ class BetweenSteps:
     Args:
       served: the server's blocks.
       trainers: the server's trainers.
-      joint: the server's update, whose backup also evicts rows.
+      joint: the server's update; it also sends evictions to the server's backup.
       say: function that sends a message.
 
     Attributes:
@@ -99,7 +99,7 @@ class BetweenSteps:
         return name
 
     def answer(self) -> None:
-        """Answer all trainers. A backup has evicted the rows, too."""
+        """Answer all trainers. A backup server, if there is one, has evicted the rows before."""
         for k in sorted(self.evicting):
             address = self._trainers.known[k].address
             self._say(address, "evicted", **self._answer, **self._requests.pop(k))

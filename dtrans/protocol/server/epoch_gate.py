@@ -1,4 +1,7 @@
-"""Admission of messages by their epoch (`dtrans.protocol.epochs`)."""
+"""Admission of messages by their epoch.
+
+An epoch is a part of a job between failures (`dtrans.protocol.epochs`).
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ from dtrans.protocol.server.trainer_registry import Say
 
 
 class EpochGate:
-    """Filter of the messages that one server receives in one epoch.
+    """Filter of the messages that one server receives in one epoch, a job's part between failures.
 
     Args:
       epoch: the epoch.
       say: function that sends a message.
-      every: number of steps between two cuts.
+      every: number of steps between two cuts (snapshots).
 
     Attributes:
       number: number of the epoch.
@@ -32,7 +35,7 @@ class EpochGate:
 
     @property
     def fields(self) -> dict[str, int]:
-        """Header fields of a `welcome`: the epoch, its cut, and the steps between two cuts."""
+        """Header fields of a `welcome`: the epoch, its cut (snapshot), and steps between cuts."""
         fields = {"epoch": self.number, "every": self._every}
         if self._epoch.cut is not None:
             fields["cut"] = self._epoch.cut

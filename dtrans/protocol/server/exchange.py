@@ -1,8 +1,8 @@
 """Exchange of partial results between servers, in the middle of an update.
 
-Some servers have partial results of an `all_reduce`: they are its owners. Each owner sends its
-partial result to every participant. Every participant then combines the partial results in the
-order of the owners, so that all servers compute the same bits.
+Some servers compute partial results of an `all_reduce`: these servers are its owners. Each owner
+sends its partial result to every participant: every server that needs the total. Every participant
+combines the partial results in the order of the owners, so that all servers compute the same bits.
 
 A server packs its partial results for another server into one flat vector for each dtype. Both
 servers know the layout of a vector: the reductions are sorted by dtype, operation, owners,
@@ -194,7 +194,7 @@ class Exchange:
         for k in self.kinds:
             total = combine(k.op, [parts[ep][k] for ep in k.owners])
             # Without the barrier, XLA may recompute the sum inside a kernel that reads the sum, and
-            # round it differently there.
+            # round the sum differently there.
             pieces = jax.lax.split(jax.lax.optimization_barrier(total), k.sizes)
             for name, piece, shape in zip(k.names, pieces, k.shapes, strict=True):
                 found[name] = piece.reshape(shape)
@@ -224,7 +224,8 @@ def _size(kind: Alike) -> int:
 def _alike(reductions: Sequence[tuple[Mapping[str, Any], Any]]) -> tuple[Alike, ...]:
     """Group reductions that differ only in name and shape.
 
-    The groups, and the reductions in a group, are sorted, so all servers get them in one order.
+    The groups, and the reductions in a group, are sorted, so all servers get them in the same
+    order.
 
     Args:
       reductions: pairs (parameters of an `all_reduce`, type of its output).

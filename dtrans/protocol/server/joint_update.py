@@ -42,7 +42,7 @@ class JointUpdate:
       peers: the other servers.
       trainers: the server's trainers.
       say: function that sends a message.
-      step: number of updates before the first one.
+      step: number of updates that the state already contains.
       replication: replicas of this server; None without replicas.
       new_replica: as for `Replica`.
 
@@ -82,8 +82,8 @@ class JointUpdate:
     def missing(self) -> list[str]:
         """Return the endpoints of the servers for which the update waits.
 
-        These are the servers whose partial results have not arrived. If all have arrived, it is the
-        backup, which has not acknowledged the merged gradients.
+        These are the servers whose partial results have not arrived. If all have arrived, the only
+        entry is the backup, which has not acknowledged the merged gradients.
         """
         exchange = self.exchange
         if exchange is not None:
@@ -98,7 +98,7 @@ class JointUpdate:
         return self.peers.known[self._backup].replicated >= self.step + self._evictions
 
     def replicate_state(self) -> None:
-        """Send the state at the beginning of an epoch to the backup."""
+        """Send the state at the beginning of an epoch (part between failures) to the backup."""
         if self._backup is not None:
             blocks, rows = self._update.state_blocks()
             fields = {"rows": rows} if rows else {}
@@ -220,7 +220,7 @@ class JointUpdate:
         return True
 
     def _take_replica(self, address: bytes, sender: str, message: wire.Message) -> None:
-        """Store update inputs of a server that this one copies, or evict rows of the copy.
+        """Store inputs for an update of a replica, or evict rows of the replica.
 
         Acknowledge each complete step, and each eviction.
         """
@@ -241,7 +241,8 @@ class JointUpdate:
                 address, "welcome", **welcome(self._trainers.secret, message, self.step, heard)
             )
             count = self.replicas.received(message["endpoint"])
-            if count is not None:  # a broken connection may have lost the last acknowledgement
+            # acknowledge again, because a broken connection may have lost the last acknowledgement
+            if count is not None:
                 self._say(address, "replicated", count=count)
             return
         reason = f"the end of another job in which pserver {message['endpoint']} takes part"

@@ -17,7 +17,7 @@ class LostTrainers:
 
     Args:
       endpoint: the server's endpoint, for error texts.
-      known: maps the id of each trainer that has greeted the server to its state. A trainer whose
+      known: state of each trainer that has greeted the server, by trainer id. A trainer whose
         process ended before its first greeting is added.
       expected: ids of the trainers that take part in this epoch.
       retry: seconds for which the server waits for a reconnection.

@@ -7,7 +7,7 @@ all servers have written.
 
 Trainers may evict rows of tables after a step. A state is *early* if it may lack these evictions:
 its server does not know that a trainer has begun the next step. The job continues from such states
-only if another server knows.
+only if another server knows that this step has begun.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class NewestStates:
         """Yield the newest states of this server, and of its replicas of lost servers.
 
         If a trainer has begun the next step, it has received parameters from all servers. So all
-        servers have made the newest step of this server, and only states from this step are needed.
+        servers have made the newest step of this server, and earlier states are not needed.
 
         Args:
           lost: endpoints of the lost servers.
@@ -68,14 +68,16 @@ class NewestStates:
         if self._update.old is not None:
             states[newest - 1] = self._update.old
             if self.lacks_results:
-                # Live trainers would go forward to the newest step, and never receive its results.
+                # Leave out the newest state: trainers would continue after its step, and never
+                # receive the results of this step.
                 del states[newest]
         by_endpoint = {self._endpoint: states}
         for endpoint in lost:
             by_endpoint[endpoint] = self._joint.replicas.newest(endpoint)
         for endpoint, found in by_endpoint.items():
             for step, state in found.items():
-                # A server makes the next update only after all trainers have begun that step.
+                # Only a newest state may be early. Each older state was followed by an update,
+                # which a server makes only after all trainers have begun the update's step.
                 is_early = self._has_tables and step == max(found) and step > begun
                 if step >= least:
                     yield endpoint, step, state, is_early

@@ -87,8 +87,14 @@ class PeerLine:
             self._lost, self._retry_until = True, now + self._retry
 
     def look(self, now: float) -> None:
-        """Mark the other server as gone if the time for a reconnection has passed."""
+        """Mark the other server as gone, or as having left, if it did not reconnect in time.
+
+        `gone`: this server's connection broke after the welcome. Before the welcome, the other
+        server may only be busy. `has_left`: the other server's connection to this server ended.
+        """
         self.peer.gone = self.peer.gone or now > self._retry_until
+        if self.peer.lost_at is not None:
+            self.peer.has_left = now > self.peer.lost_at + self._retry
 
     def barred(self, why: str) -> PeerError:
         """Return the error to raise if the other server rejects this server's key or password."""
@@ -98,7 +104,7 @@ class PeerLine:
         """Handle an event of the link.
 
         Raises:
-          PeerError: the other server refused this one, or sent a malformed message.
+          PeerError: the other server refused this server, or sent a malformed message.
         """
         if event.kind == "message":
             self.heard(event.frames)
@@ -113,7 +119,7 @@ class PeerLine:
         """Handle a message from the other server.
 
         Raises:
-          PeerError: the other server refused this one, or the message is malformed.
+          PeerError: the other server refused this server, or the message is malformed.
         """
         peer = self.peer
         try:

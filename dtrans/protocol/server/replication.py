@@ -35,7 +35,8 @@ from dtrans.protocol.server.exchange import Exchange, vector_types
 from dtrans.protocol.server_blocks import RowGradient, StepUpdate, Vectors
 
 
-MERGED = frozenset({0})  # senders of merged gradients, which count as those of one trainer
+# merged gradients count as the gradients of one trainer, whose id is 0
+MERGED = frozenset({0})
 NewReplica = Callable[[str, Mapping[str, np.ndarray], int], StepUpdate]
 
 
@@ -48,7 +49,8 @@ class Primary:
       state: shape and dtype of each array of the state, by name.
       exchanges: exchanges of the primary in each step.
       row_gradients: names of the gradients of tables. The primary sends rows, and their ids.
-      varying: names of arrays of the state that have at most the rows of their type.
+      varying: names of arrays in `state` whose number of rows changes. Their shapes in `state`
+        have the maximum number.
       optional: names in `varying` that the primary may leave out.
     """
 
@@ -171,7 +173,7 @@ class Replica:
 
     @property
     def received(self) -> int | None:
-        """Number of updates whose inputs have arrived, and of evictions; None without a state."""
+        """Number of updates with complete inputs, plus evictions; None before the state arrives."""
         return None if self.due is None else self.due + self.evictions
 
     def take(self, message: wire.Message) -> bool:
@@ -191,7 +193,7 @@ class Replica:
             return False
         inbox = self._inputs.get(step)
         if inbox is None:
-            # The inputs of the previous step may still wait in their memory.
+            # allocate new memory, because the inputs of the previous step may not be applied yet
             arrays = self._primary.arrays(message.fields.get("rows", {}), is_state=False)
             names = ((f"{step % 2} {n}", n, shape, dtype) for n, shape, dtype in arrays)
             inbox = self._inbox_in_pool(names)
@@ -252,7 +254,7 @@ class Replica:
         self._step += 1
 
     def newest(self) -> dict[int, Mapping[str, Any]]:
-        """Apply all updates, and return the two newest states by step; empty before the first."""
+        """Apply all updates; return the two newest states by step, or {} before the first state."""
         if self.due is None:
             return {}
         self.apply(self.due)

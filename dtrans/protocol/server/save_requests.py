@@ -27,8 +27,8 @@ class SaveRequests:
         checkpoint and the number of steps that the requesting trainer has made. The function
         returns the number of blocks. `written` must be called at the end of the write. None if the
         server was started without a folder for checkpoints.
-      saved: dict from the name of each written checkpoint to the number of steps that the
-        requesting trainer had made.
+      saved: for each written checkpoint, the number of steps that the requesting trainer had made
+        (dict by name).
     """
 
     def __init__(self, trainers: TrainerRegistry, status: StatusReporter, say: Say) -> None:
@@ -58,7 +58,7 @@ class SaveRequests:
         try:
             if self.start is None:
                 raise StateError(
-                    "it was started without a folder for checkpoints; call "
+                    "the server was started without a folder for checkpoints; call "
                     "job.serve(state, checkpoints=folder)"
                 )
             if not name or name.startswith(".") or not name.isprintable() or set(name) & set("/\\"):
@@ -107,7 +107,9 @@ class SaveRequests:
                 )
 
     def take_over(self, before: SaveRequests) -> None:
-        """Take over the checkpoints of the previous epoch, whose writes may not have ended.
+        """Take over checkpoints from the previous epoch (part of the job).
+
+        The writes of these checkpoints may not have ended.
 
         Repeated steps request the same checkpoints again, and the server then answers.
         """

@@ -38,7 +38,7 @@ from dtrans.protocol.transport import (
 
 TICK = 1.0  # seconds between two checks of deadlines
 EPOCH_TICK = 0.1  # seconds between two checks for a new epoch
-BURST = 1000  # polls for each trainer between two checks of deadlines, at most
+BURST = 1000  # maximum number of polls for each trainer between two checks of deadlines
 
 
 class ServerLoop:
@@ -52,10 +52,10 @@ class ServerLoop:
         them, it returns the checkpoint's name, and an error text that is empty after a success.
       ended_roles: returns the roles of the job whose processes have ended, with their exit status.
         Its argument is the number of an epoch; ends in earlier epochs are left out.
-      epochs: epochs of the job; None in a job without cuts.
-      write_newest: called when the epoch is ending, with the names of the lost servers. It starts
-        to write the states after the newest steps, also those of replicas of lost servers. It is
-        called again if more servers are lost before the next epoch.
+      epochs: epochs of the job; None in a job without cuts (snapshots).
+      write_newest: function that starts to write the states after the newest steps, and the
+        replicas of lost servers. The loop calls it when the epoch is ending, with the names of the
+        lost servers. It is called again if more servers are lost before the next epoch.
 
     Attributes:
       barred: counter of the connections that the listener has refused.
@@ -96,7 +96,7 @@ class ServerLoop:
         Args:
           serving: state machine of the server; it sends messages by `say`.
           listener: listener of the server.
-          early: greetings of this epoch that the previous epoch has stored, by address.
+          early: greetings of this epoch that arrived in the previous epoch, by address.
 
         Raises:
           ConfigError: another server is on another host, and neither a token nor keys protect the
@@ -124,14 +124,14 @@ class ServerLoop:
 
     @property
     def wakes(self) -> float:
-        """Time of the next check of deadlines, or for a new epoch."""
+        """Time at which the loop must next check its deadlines, or look for a new epoch."""
         return min(self._next_look, self._next_epoch_look)
 
     def step(self) -> None:
         """Wait for events, handle the events, and check deadlines if a check is due.
 
-        In a job with cuts, the loop reports the failure of another role to the launcher, and
-        continues until the launcher grants a new epoch.
+        In a job with cuts (snapshots), the loop reports a failure of another role to the launcher.
+        It continues until the launcher grants a new epoch.
 
         Raises:
           NewEpoch: the launcher has granted a new epoch. The server has sent `rewind` to trainers.
@@ -187,7 +187,7 @@ class ServerLoop:
                 break
         now, gate = self._transport.now(), self._serving.gate
         if gate is not None and gate.is_closed:
-            # A role is lost, and others wait for the new epoch, so no deadline is checked.
+            # while roles wait for a new epoch after the failure of a role, no deadline is checked
             self._serving.wait_for_epoch(now)
             self._next_look = self._transport.now() + TICK
             return
@@ -276,7 +276,7 @@ class ServerLoop:
             link.close(0.0 if failed or line.peer.gone else LINGER)
 
     def close(self, *, failed: bool) -> None:
-        """Close all connections. Messages that the listener has not sent yet are sent first.
+        """Close all connections. The listener first sends its pending messages.
 
         Args:
           failed: True if this server has failed: pending messages to other servers are dropped.

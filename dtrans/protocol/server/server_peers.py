@@ -40,10 +40,12 @@ class ServerPeer:
       address: address from which the peer sends; None before its greeting.
       welcomed: True if the peer has welcomed this server.
       gone: True if the peer has ended, or did not reconnect in time.
+      lost_at: time at which the peer's connection to this server ended; None while it is open.
+      has_left: True if the peer has greeted this server, and did not reconnect in time afterwards.
       messages: messages to and from the peer.
       nonce: random word that identifies the peer's process, from its greeting.
-      replicated: number of this server's updates and evictions that a backup can compute; -1 before
-        the first.
+      replicated: for a peer that is the backup: number of this server's updates and evictions whose
+        inputs the peer has; -1 before the peer has the state.
     """
 
     endpoint: str
@@ -51,6 +53,8 @@ class ServerPeer:
     address: bytes | None = None
     welcomed: bool = False
     gone: bool = False
+    lost_at: float | None = None
+    has_left: bool = False
     messages: NumberedMessages = dataclasses.field(default_factory=NumberedMessages)
     nonce: str = ""
     replicated: int = -1
@@ -108,15 +112,21 @@ class ServerPeers:
     def unsettled(self) -> list[str]:
         """Endpoints of the live peers that have not yet greeted and welcomed this server.
 
-        This server must not end before these peers have greeted it. Otherwise they would greet the
-        next job's server on the same endpoint.
+        This server must not end before these peers have greeted it. Otherwise the peers would
+        greet the next job's server on the same endpoint. A peer that has left sends no welcome.
         """
         found = []
         for endpoint, peer in self.known.items():
             is_settled = peer.welcomed and peer.address is not None
-            if not is_settled and not peer.gone:
+            if not is_settled and not peer.gone and not peer.has_left:
                 found.append(endpoint)
         return found
+
+    def lose(self, address: bytes, now: float) -> None:
+        """Handle the end of the connection at an address, if the address is a peer's."""
+        endpoint = self._by_address.get(address)
+        if endpoint is not None and self.known[endpoint].address == address:
+            self.known[endpoint].lost_at = now
 
     def check(self, wanted: Collection[str], what: str) -> None:
         """Check that the peers that this server waits for are alive.
@@ -148,8 +158,8 @@ class ServerPeers:
         """Handle a peer's greeting: register the peer's address.
 
         Returns:
-          True if the peer is registered. False if it belongs to the previous or next job on the
-          same endpoint, so that it has to wait.
+          True if the peer is registered. False if the sender belongs to the previous or next job on
+          the same endpoint, and has to wait.
 
         Raises:
           WireError: the sender is not a peer, has another plan, or cannot resume its connection.
@@ -194,6 +204,7 @@ class ServerPeers:
             return False
         self._by_address[address] = ep
         self.known[ep].address, self.known[ep].nonce = address, nonce
+        self.known[ep].lost_at, self.known[ep].has_left = None, False
         return True
 
     # -- partial results -------------------------------------------------------------------------

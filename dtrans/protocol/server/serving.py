@@ -7,8 +7,8 @@
     job_status                   answers to observers, which do not take part in the job
 
 The inputs are messages and the time. The server sends its answers by `say`. When a message
-completes the inputs of an update, the update starts. The server refuses and counts a malformed
-message, which changes nothing else.
+completes the inputs of an update, the update starts. The server refuses a malformed message and
+counts the refusal. Nothing else changes.
 
 If a trainer has left, and a new process greets with this trainer's id, the new process belongs to
 the next job on this endpoint. It has to wait for the end of this job.
@@ -37,8 +37,12 @@ from dtrans.protocol.tables.stored_tables import tell_changes, tell_report
 # for each op that it accepts. This class handles the other ops.
 TRAINER_OPS = (
     *("send", "send_barrier", "recv", "exchange", "prefetch", "row_ids", "complete", "abort"),
-    *("save", "saving", "tables", "changed_since", "evict"),  # between two steps
+    *("save", "saving", "tables", "changed_since", "evict"),  # sent between two steps
 )
+
+
+# valid values of the field `then`
+FOLLOWING: Sequence[list[str]] = (["recv"], ["send_barrier"], ["send_barrier", "recv"])
 
 
 class Serving:
@@ -53,7 +57,7 @@ class Serving:
     Attributes:
       local: local address for trainers on the same host; empty if there is none.
       saves: requests for checkpoints.
-      gate: filter of messages by their epoch; None in a job without cuts.
+      gate: filter of messages by their epoch; None in a job without cuts (snapshots).
       status: status of the server for observers.
     """
 
@@ -117,11 +121,12 @@ class Serving:
     def lose(self, address: bytes, now: float) -> None:
         """Handle the end of the connection at an address."""
         self.trainers.lose(address, now)
+        self.kind.peers.lose(address, now)
         if self.gate is not None:
             self.gate.lose(address)
 
     def greet_again(self, early: Mapping[bytes, wire.Message], now: float) -> None:
-        """Handle the greetings that the previous epoch has stored.
+        """Handle greetings that arrived before this epoch, a part of the job between failures.
 
         Args:
           early: greeting by address.
@@ -155,7 +160,7 @@ class Serving:
         self.saves.remind()
 
     def wait_for_epoch(self, now: float) -> None:
-        """Send `waiting` to all trainers; called in place of `look` while the epoch is ending."""
+        """Send `waiting` to all trainers; called in place of `look` while an epoch ends."""
         self.status.look(now)
         for k in self.trainers.present:
             address = self.trainers.known[k].address
@@ -176,7 +181,8 @@ class Serving:
                 return
         sender = self.trainers.by_address.get(address)
         if sender is not None and not self.trainers.known[sender].messages.take(message):
-            # The message is a duplicate, or follows a missing message. The trainer repeats both.
+            # The message is a duplicate, or an earlier message is missing. The trainer sends
+            # missing messages again.
             return
         if message.op == "hello":
             self._hello(address, message)
@@ -244,7 +250,7 @@ def _following(message: wire.Message) -> list[wire.Message]:
     then: Any = message.fields.get("then", [])
     if then == []:
         return []
-    if then not in (["recv"], ["send_barrier", "recv"]) or message.op not in wire.FOLLOWED:
+    if then not in FOLLOWING or message.op not in wire.FOLLOWED:
         raise WireError(
             f"a `{message.op}` message with an invalid field `then`: {wire.brief(then)}"
         )

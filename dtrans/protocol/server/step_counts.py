@@ -1,4 +1,4 @@
-"""Counts of the steps that an asynchronous server's trainers have made, in all epochs of a job."""
+"""Counts of the steps that an asynchronous server's trainers have made since the job's start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dtrans.errors import WireError
 from dtrans.protocol.server.trainer_registry import log
 
 
-MAX_STEPS = 2**48  # steps of one trainer, at most; sums over trainers then fit into 64 bits
+# maximum number of steps of one trainer, so that sums over trainers fit into 64 bits
+MAX_STEPS = 2**48
 
 
 class StepCounts:
@@ -16,7 +17,7 @@ class StepCounts:
 
     Args:
       endpoint: the server's endpoint, for log lines.
-      before: number of each trainer's steps before this epoch, by id.
+      before: number of each trainer's steps before this epoch (part of the job), by id.
 
     Attributes:
       total: total number of steps of all trainers.
@@ -68,12 +69,12 @@ class StepCounts:
 
         Return True if this server's count was lower.
 
-        Either this server has lost the missing steps, or the trainer did not repeat them after the
-        failure of a process.
+        A lower count has one of two causes. Either this server has lost steps, or the trainer did
+        not repeat steps after the failure of a process.
 
         Args:
           k: id of the trainer.
-          count: the largest number of trainer k's steps that a server has received.
+          count: the largest number of trainer k's steps that any server has received.
         """
         missing = count - self.of_trainer(k)
         if missing <= 0:

@@ -131,8 +131,8 @@ class StepWaits:
     def _look_at_end(self, now: float) -> None:
         """Check the deadline of the last wait, after all trainers have left.
 
-        The server still waits until all other servers have greeted it. Otherwise they would greet
-        the next job's server.
+        The server still waits until all other servers have greeted it. Otherwise the others would
+        greet the next job's server.
         """
         peers = self._joint.peers
         if not (self._trainers.served and peers.unsettled):

@@ -5,10 +5,12 @@
                     send..., send_barrier, recv       every step
                     complete                          once
 
-When all trainers have sent `send_barrier`, one compiled call computes the new state, and the server
-sends the requested blocks. The server ends when every trainer has sent `complete`. If a trainer
-sends `complete` while other trainers continue, the option `on_trainer_exit` of `dtrans.pserver`
-determines whether the job fails, and which gradients later updates use.
+When all trainers have sent `send_barrier`, the server computes the new state, and sends the
+requested blocks. If a `recv` precedes the gradients, the server sends blocks earlier, when the
+gradients of all trainers for these blocks have arrived (`trainer_turns`). The server ends when
+every trainer has sent `complete`. If a trainer sends `complete` while other trainers continue, the
+option `on_trainer_exit` of `dtrans.pserver` determines whether the job fails, and which gradients
+later updates use.
 
 Optional messages of a trainer:
 
@@ -20,7 +22,7 @@ Messages of every other server:
 
     peer                 once
     partials...          in every step, at every level
-    replica...           in every step, if this server stores a copy of the other one's state
+    replica...           in every step, if this server stores a copy of that server's state
 
 An update that reduces over rows of several servers has several phases. Between two phases, the
 servers exchange partial results. The server handles messages while it waits for other servers.
@@ -64,21 +66,22 @@ class SyncServer:
       update: computes the new state from the gradients.
       trainers: the server's trainers.
       say: function that sends a message.
-      step: number of updates before the first one.
+      step: number of updates that the state already contains.
       epoch: number of the server's epoch.
       replication: replicas of this server; None without replicas.
       new_replica: as for `Replica`.
       job_has_tables: True if trainers may evict rows of tables, on any server of the job.
 
     Attributes:
-      between_steps: called after each update with the number of updates. If trainers may evict
-        rows, or the server merges results, it is called when a trainer begins the next step.
+      between_steps: called after each update, with the number of updates. If trainers may evict
+        rows, or the server merges results, the call is delayed until a trainer begins the next
+        step.
       endpoint: endpoint of the server.
       on_trainer_exit: rule for trainers that leave before other trainers do (`TrainerExits`).
       tables: the server's blocks of tables; None if it has none.
       peers: the other servers.
       rounds: exchanges between trainers.
-      newest: newest states, for cuts at the failure of a process.
+      newest: newest states, for cuts (snapshots) at the failure of a process.
     """
 
     word, idle = "synchronous", "serving"
@@ -176,23 +179,24 @@ class SyncServer:
         self._open_turn(k, message, "gradients of")
         self._begin_step(k)
         self._turns.take(k, message)
+        self._turns.update_parts(message, self.step)
 
     def send_barrier(self, k: int, message: wire.Message) -> None:
-        """Record that trainer k has sent its gradients; start the update if all trainers have."""
+        """Record trainer k's `send_barrier`; start the update if all trainers have sent theirs."""
         self._check_step(message)
         self._turns.reach_barrier(k, self.step)
         self._exits.check(self._trainers.left, [k], self.step)
         self._step_if_all_sent()
 
     def exchange(self, k: int, message: wire.Message) -> None:
-        """Receive trainer k's values of a round. If all trainers have sent values, answer all."""
+        """Receive trainer k's values of a round; answer all trainers when all have sent values."""
         self._open_turn(k, message, "an exchange of")
         self.rounds.take(k, message)
         self._exits.check(self._trainers.left, [k], self.step)
         self._exchange_if_all_sent()
 
     def prefetch(self, k: int, message: wire.Message) -> None:
-        """Handle a request for rows of a table, for this step or for a later step."""
+        """Handle a request for rows of tables, for this step or for a later step."""
         turn = self._open_turn(k, message, "a `prefetch` of")
         trains_now = message["train"] and "ahead" not in message.fields
         if trains_now:
@@ -218,22 +222,30 @@ class SyncServer:
         self._waits.note_saving(k)
 
     def recv(self, k: int, message: wire.Message) -> None:
-        """Handle a request for parameters: answer now, or after the update if one is due."""
+        """Handle a request for parameters: answer now, or after the update if one is due.
+
+        A request for the parameters of the next step may precede the gradients of this step.
+        """
         t, turn, step = self._trainers.known[k], self._turns.by_trainer[k], message["step"]
         wants = _requested(self._served, k, message, t.wants)
-        if step not in (self.step, self.step + 1) or (step > self.step and not turn.at_barrier):
+        is_early = step > self.step and not turn.at_barrier
+        is_late = turn.requested or (is_early and turn.grads.begun)
+        if is_late or step not in (self.step, self.step + 1):
             raise _other_step(self, message)
+        if is_early:
+            self._begin_step(k)
+            turn.requested = True
         t.wants, turn.waits = wants, True
         if step == self.step and not self._joint.waits_for_backup:
             self._turns.answer(k, self.step)
 
     def complete(self, k: int, message: wire.Message) -> None:
-        """Handle the message that trainer k has made its last step."""
+        """Handle `complete`: trainer k has made its last step."""
         t, turn = self._trainers.known[k], self._turns.by_trainer[k]
         t.done = True
         self._rows.forget_trainer(k)
         self._say(t.address, "goodbye")
-        if turn.at_barrier or turn.grads.begun or self.rounds.begun(k):
+        if turn.at_barrier or turn.requested or turn.grads.begun or self.rounds.begun(k):
             after = ", after its send_barrier" if turn.at_barrier else ""
             raise PeerError(f"trainer {k} closed in the middle of step {self.step + 1}{after}")
         self._exits.check([k], set(self._waits.waiting()) - {k}, self.step)
@@ -301,7 +313,8 @@ class SyncServer:
 
     def _make_step(self) -> None:
         """Start the update with the gradients of the step."""
-        self._end_between_steps()  # a step may have neither lookups nor gradients
+        # lookups and gradients also end the time between steps, but a step may have neither
+        self._end_between_steps()
         self._continue(self._joint.begin(*self._turns.inputs(self.step)))
 
     def take_peer(self, address: bytes, message: wire.Message) -> bool:
@@ -315,7 +328,7 @@ class SyncServer:
         return True
 
     def replicate_state(self) -> None:
-        """Send the state at the beginning of an epoch to the backup, if there is one."""
+        """Send the state at the start of an epoch (part between failures) to the backup, if any."""
         self._joint.replicate_state()
 
     def heard_backup(self) -> None:

@@ -14,7 +14,7 @@ class TrainerExits:
     Args:
       on_trainer_exit: "error": the job ends with an error. "drop": later updates use only the
         gradients of the remaining trainers. "paddle": the next update uses the last gradients of
-        the trainer that has left again, and later updates use zeros in their place.
+        the trainer a second time, and later updates use zeros instead.
       trainers: the server's trainers.
     """
 
@@ -29,7 +29,7 @@ class TrainerExits:
         return self._trainers.present
 
     def spend(self, trainers: Collection[int]) -> set[int]:
-        """Return the trainers whose gradients the caller sets to zero; with "paddle" only.
+        """Return the trainers whose gradients must be set to zero: none without rule "paddle".
 
         Args:
           trainers: ids of trainers that have left. The last update used their gradients again.
@@ -51,6 +51,6 @@ class TrainerExits:
         if gone and going_on and self._policy == "error":
             raise PeerError(
                 f"trainer {min(gone)} closed after step {step} while trainer {min(going_on)} sends "
-                f"step {step + 1}: with on_trainer_exit='error' all trainers make the same number "
-                "of steps"
+                f"step {step + 1}; make the same number of steps in all trainers, or pass "
+                "dtrans.pserver(on_trainer_exit='drop')"
             )

@@ -1,7 +1,7 @@
 """Registry of one server's trainers: connections, lost trainers and late trainers.
 
-The registry sends no messages and reads no clock: its caller passes it the time, and sends the
-messages that it returns.
+The registry sends no messages and reads no clock. The caller passes the time as an argument, and
+sends the messages that methods return.
 
 Read next: `trainer_state` (state of one trainer) and `lost_trainers` (failures).
 """
@@ -42,8 +42,8 @@ class TrainerRegistry:
       busy: ids of trainers that were connected in the previous epoch. The deadline does not apply
         to these trainers: each may first finish its user's code between two steps, and then greet
         the server.
-      epoch: the epoch; None in a job without cuts. It names the trainers that take no part, and the
-        current processes of the others.
+      epoch: the epoch; None in a job without cuts (snapshots). The epoch names the trainers that
+        take no part, and the current process of each other trainer.
 
     Attributes:
       endpoint: endpoint of the server.
@@ -52,8 +52,8 @@ class TrainerRegistry:
       count: number of trainers of the job.
       deadline: the argument `deadline`.
       started: time at which the server began to wait for trainers.
-      known: maps the id of each trainer that has greeted this server to its state.
-      by_address: maps the address of each of these trainers to its id.
+      known: state of each trainer that has greeted this server, by trainer id.
+      by_address: id of each trainer in `known`, by the trainer's address.
       to_servers: number of bytes of all messages to other servers.
       silent: number of open connections on which nothing has been received.
     """
@@ -105,16 +105,14 @@ class TrainerRegistry:
         return not self.unseen and all(t.done for t in self.known.values())
 
     def due(self, said: Collection[int]) -> list[int]:
-        """Return the ids of the trainers that are not in `said`, without trainers that have left.
+        """Return the ids of the trainers that have not left and are not in `said`.
 
         The trainers that have not connected yet come first.
         """
         return self.unseen + [k for k in self.present if k not in said]
 
     def all_said(self, said: Collection[int]) -> bool:
-        """Return True if `said` contains every trainer that has not left, and `said` is not
-        empty.
-        """
+        """Return True if `said` is not empty, and contains every trainer that has not left."""
         return bool(said) and not self.due(said)
 
     @property
@@ -163,7 +161,7 @@ class TrainerRegistry:
         if known is not None and known.done and (known.failed or not is_same):
             if known.failed:
                 raise WireError(f"trainer {k} has left, and cannot come back to this job")
-            # The sender belongs to the next job on this endpoint, and greets its next server.
+            # The sender belongs to the next job on this endpoint, and waits for that job's server.
             return f"the end of a job of {self.count} trainers, which trainer {k} has left"
         self._check_identity(k, address, message, peer)
 
@@ -245,7 +243,7 @@ class TrainerRegistry:
         self.known[k].parted = True
 
     def speaker(self, address: bytes, message: wire.Message) -> int:
-        """Return the id of the sender; raise WireError unless it is a live trainer of the job."""
+        """Return the sender's id; raise WireError unless the sender is a live trainer."""
         if address not in self.by_address:
             raise WireError(
                 f"a `{message.op}` message from a peer that has not said hello; pserver "
@@ -262,7 +260,7 @@ class TrainerRegistry:
     # -- lost and late trainers ------------------------------------------------------------------
 
     def lost(self, now: float) -> dict[int, str]:
-        """Return the reason of each failure, by trainer id: connections or processes that ended."""
+        """Return the reason why each lost trainer's connection or process ended, by trainer id."""
         # A connection without a message may be trainer k's new connection: a trainer sends
         # `hello` only after its current computation, which may be long.
         patience = self.deadline if self.silent else 0.0
@@ -271,11 +269,11 @@ class TrainerRegistry:
     def look(self, now: float) -> None:
         """Set `parted` for the trainers that have left and can no longer receive `goodbye`.
 
-        The trainer's process has ended, or the trainer did not reconnect in time.
+        These are the trainers whose process has ended, or that did not reconnect in time.
         """
         for k, t in self.known.items():
             t.parted = t.parted or (t.done and self._losses.is_gone(k, now))
-            # A trainer that has not failed may still reconnect, and receive `goodbye`.
+            # a trainer that has not failed may still reconnect, and receive `goodbye`
             if t.failed:
                 t.messages.clear()
 
@@ -341,9 +339,11 @@ def wanted(served: ServerBlocks, k: int, table: Any) -> tuple[str, ...]:
     return tuple(row[0] for row in table)
 
 
-def answer(say: Say, t: Trainer, step: int, values: Mapping[str, Any]) -> None:
-    """Send a trainer the blocks that it has requested; the answer may contain no blocks."""
+def answer(
+    say: Say, t: Trainer, names: Sequence[str], step: int, values: Mapping[str, Any]
+) -> None:
+    """Send a trainer blocks that it has requested; the answer may contain no blocks."""
     fields: dict[str, Any] = {"step": step}
-    if not t.wants:
+    if not names:
         fields["pieces"] = []
-    say(t.address, "blocks", [(n, values[n]) for n in t.wants], **fields)
+    say(t.address, "blocks", [(n, values[n]) for n in names], **fields)

@@ -24,7 +24,7 @@ from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry
 
 
 RESULTS = -1  # number of the round that merges results; it precedes the rounds of the next step
-LARGEST = 1 << 30  # bytes that one trainer may send in a round, at most
+LARGEST = 1 << 30  # maximum number of bytes that one trainer may send in a round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ class TrainerRounds:
         """Close the open round, and send the merged values to the trainers.
 
         Args:
-          trainers: the server's trainers. All that have not left have sent their values.
+          trainers: the server's trainers. All trainers that have not left have sent their values.
           say: function that sends a message.
         """
         at = {"step": self._step, "round": self.number}

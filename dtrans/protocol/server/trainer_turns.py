@@ -3,24 +3,33 @@
 A trainer sends its gradients, then `send_barrier`, then a request for parameters. When all trainers
 have sent `send_barrier`, the server computes the update. It then answers the requests, and the
 turns of the next step begin.
+
+A trainer may also request the parameters of a step before it sends the gradients. If the update has
+parts, the server computes each part when all trainers' gradients for this part have arrived. It
+sends the part's parameters at once, while trainers send the gradients of the next parts. The last
+part waits until all trainers have sent `send_barrier`. So no trainer begins the next step before
+this server has ended the step.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from dtrans.errors import PeerError, WireError
+from dtrans.ir.cost import nbytes
 from dtrans.ir.selection import subset
 from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.inbox import Inbox
+from dtrans.protocol.row_pieces import RowPieces
 from dtrans.protocol.server.trainer_exits import TrainerExits
 from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry, answer
-from dtrans.protocol.server_blocks import ServerBlocks, StepUpdate
+from dtrans.protocol.server_blocks import ServerBlocks, StepUpdate, UpdatePart
 from dtrans.protocol.tables.row_answers import RowAnswers
 
 
@@ -33,17 +42,24 @@ class TrainerTurn:
       at_barrier: True if the trainer has sent `send_barrier`.
       waits: True if the trainer has requested parameters, and the server has not answered yet.
       looks_up: True if the trainer has requested rows whose gradient belongs to this step.
+      requested: True if the trainer has requested the step's parameters before `send_barrier`.
+      answered: number of bytes that the server has sent of each block for this step, by name.
+      unsent: number of requested bytes that are not counted in `answered`; only valid while
+        `answered` is not empty.
     """
 
     grads: Inbox
     at_barrier: bool = False
     waits: bool = False
     looks_up: bool = False
+    requested: bool = False
+    answered: dict[str, int] = dataclasses.field(default_factory=dict)
+    unsent: int = 0
 
     @property
     def begun(self) -> bool:
         """True if the trainer is in the middle of the step."""
-        return self.at_barrier or self.looks_up or self.grads.begun
+        return self.at_barrier or self.looks_up or self.requested or self.grads.begun
 
 
 class TrainerTurns:
@@ -76,6 +92,11 @@ class TrainerTurns:
         pool = BufferPool()
         self._grads = {n: pool.take(n, t.shape, t.dtype) for n, t in served.gradients.items()}
         self.by_trainer = _turns_of(served, self._grads, rows, trainers.count)
+        self._sizes = {n: nbytes(t) for n, t in served.params.items()}
+        self._reads: list[set[str]] = []  # gradients that each part reads
+        for part in update.parts:
+            self._reads.append({*itertools.chain(*(sent.values() for sent in part.sent))})
+        self._parts = list(range(len(update.parts)))  # parts of this step that are not computed
 
     @property
     def at_barrier(self) -> list[int]:
@@ -119,8 +140,59 @@ class TrainerTurns:
             )
         turn.at_barrier = True
 
+    def update_parts(self, message: wire.Message, step: int) -> None:
+        """Compute each part whose last gradient was in a message, and send its parameters.
+
+        If a trainer has left, the update uses other gradients, so no part is computed early.
+
+        Args:
+          message: the last message with gradients.
+          step: number of complete updates.
+        """
+        present = self._trainers.present
+        if len(present) < len(self.by_trainer):
+            return
+        arrived = {name for name, _, _ in itertools.chain(*message["pieces"])}
+        late = set[str]()  # gradients whose next rows have not arrived from all trainers
+        for number in self._parts[:]:
+            part, reads = self._update.parts[number], self._reads[number]
+            if reads.isdisjoint(arrived) or not reads.isdisjoint(late) or len(self._parts) == 1:
+                continue
+            if not self._has_gradients(part):
+                late |= reads
+                continue
+            self._parts.remove(number)
+            grads = subset(self._grads, reads)
+            new = self._update.update_part(number, grads, frozenset(present), step)
+            for k in present:
+                self._send_part(k, step + 1, new)
+
+    def _has_gradients(self, part: UpdatePart) -> bool:
+        """Return True if the gradients of all trainers for a part have arrived."""
+        sent = itertools.chain.from_iterable(names.items() for names in part.sent)
+        return all(self.by_trainer[k].grads.has_rows(n, part.rows) for k, n in sent)
+
+    def _send_part(self, k: int, step: int, new: Mapping[str, Any]) -> None:
+        """Send trainer k the parameters of a part that it requested before it sent gradients."""
+        turn, t = self.by_trainer[k], self._trainers.known[k]
+        names = [n for n in t.wants if n in new]
+        if not turn.requested or not names:
+            return
+        if not turn.answered:
+            turn.unsent = sum(self._sizes[n] for n in t.wants)
+        size = sum(new[n].nbytes for n in names)
+        if size == turn.unsent:  # the last bytes end the step
+            return
+        blocks = []
+        for n in names:
+            start = turn.answered.get(n, 0)
+            turn.answered[n] = start + new[n].nbytes
+            blocks.append((n, RowPieces([new[n]], start)))
+        turn.unsent -= size
+        self._say(t.address, "blocks", blocks, step=step)
+
     def inputs(self, step: int) -> tuple[dict[str, Any], list[int]]:
-        """Return the gradients of the step by name, and the ids of the trainers that count.
+        """Return the step's gradients by name, and the ids of the trainers that computed them.
 
         `TrainerExits.counted` chooses these trainers.
 
@@ -142,8 +214,9 @@ class TrainerTurns:
           step: number of complete updates.
         """
         for turn in self.by_trainer.values():
-            turn.at_barrier = turn.looks_up = False
+            turn.at_barrier = turn.looks_up = turn.requested = False
             turn.grads.clear()
+        self._parts = list(range(len(self._update.parts)))
         self.forget(self._trainers.left)
         self._rows.send_changed(step)
         for k in self._trainers.known:
@@ -151,7 +224,7 @@ class TrainerTurns:
                 self.answer(k, step)
 
     def forget(self, trainers: Collection[int]) -> None:
-        """Set gradients of trainers that have left to zero if `TrainerExits.spend` says so."""
+        """Set the gradients of those trainers to zero whose ids `TrainerExits.spend` returns."""
         for k in self._exits.spend(trainers):
             grads = self.by_trainer[k].grads
             for x in grads.memory.values():
@@ -159,9 +232,16 @@ class TrainerTurns:
             self._rows.requests.used(k, grads)
 
     def answer(self, k: int, step: int) -> None:
-        """Send trainer k the requested parameters, which are those after `step` updates."""
-        self.by_trainer[k].waits = False
-        answer(self._say, self._trainers.known[k], step, self._update.values)
+        """Send trainer k the requested parameters, as they are after `step` updates."""
+        turn, t = self.by_trainer[k], self._trainers.known[k]
+        values = {}
+        for n in t.wants:
+            if n not in turn.answered:
+                values[n] = self._update.values[n]
+            elif turn.answered[n] < self._sizes[n]:
+                values[n] = wire.after_bytes(self._update.values[n], turn.answered[n])
+        turn.waits, turn.answered = False, {}
+        answer(self._say, t, list(values), step, values)
 
 
 def _turns_of(

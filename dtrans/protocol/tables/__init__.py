@@ -6,6 +6,7 @@ rows_ahead     announced rows: rows that a trainer requests for a later step
 row_answers    a synchronous server's answers to lookups
 stored_tables  requests between two steps: reports, changed rows, evictions
 cached_rows    GEO-SGD: rows that a trainer stores
-id_slots       a hash map from row ids to the positions of stored rows
+row_directory  a hash table from ids of rows to numbers
+id_slots       slots of rows: each new id gets the next slot
 changed_rows   GEO-SGD: rows that other trainers have changed, for each trainer
 """

@@ -30,10 +30,10 @@ LEAST = 64  # initial capacity in rows
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CachedCut:
-    """Copy of the rows of one table that a trainer stores, without the servers' values.
+    """Copy of a trainer's stored rows of one table, without the servers' values.
 
     Attributes:
-      ids: increasing ids of the rows.
+      ids: sorted ids of the rows.
       is_touched: mask of the rows that the next push sends.
       changes: local - old of each row.
       state: arrays of the optimizer's state of these rows.
@@ -51,8 +51,8 @@ class CachedRows:
     """Rows of one table that a trainer stores.
 
     Args:
-      types: shape and dtype of the table, followed by those of each array of its optimizer state.
-        The first dimension of each shape is ignored.
+      types: shape and dtype of the table, and then of each array of its optimizer state. The first
+        dimension of each shape is ignored.
       state: function from row ids to the initial optimizer state of these rows; None if the
         optimizer has no state.
     """
@@ -165,10 +165,10 @@ class CachedRows:
     # functions only copy rows.
 
     def _unpushed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the ids, local values and old values of the rows of the next push.
+        """Return the ids, local values and old values of the rows that a push sends.
 
-        Start a new record of lookups: the next push contains only rows that are looked up from
-        now on.
+        Start a new record of lookups: the push after this one contains only rows that are looked
+        up from now on.
         """
         slots = np.concatenate([np.empty(0, np.int32), *self._touched])
         self._is_touched[slots], self._touched = False, []
@@ -192,7 +192,7 @@ class CachedRows:
     # -- cuts ------------------------------------------------------------------------------------
 
     def cut(self, pending: RowGradient | None) -> CachedCut:
-        """Return a copy of the rows for a trainer's cut.
+        """Return a copy of the rows, for the trainer's cut (snapshot).
 
         Args:
           pending: deltas in a push without an answer; None if no push is pending.
@@ -203,7 +203,7 @@ class CachedRows:
         return CachedCut(self.ids[slots], self._is_touched[slots], changes, state, pending)
 
     def resume(self, cut: CachedCut) -> None:
-        """Store the rows of a cut in an empty store. The old values are zero.
+        """Store the rows of a cut (snapshot) in an empty store. The old values are zero.
 
         The next pull must contain all these rows. The pull adds the servers' values.
 

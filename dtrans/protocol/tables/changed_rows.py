@@ -1,9 +1,9 @@
-"""GEO-SGD: rows of a trainer that other trainers have changed.
+"""GEO-SGD: rows that one trainer stores and that other trainers have changed.
 
 A trainer stores the rows that it has requested, and knows its own changes. A server records the
 changes of other trainers (`UnseenChanges`), and sends the changed rows to the trainer
 (`ChangedInbox`). After the failure of a process, servers begin with an empty record. Each trainer
-then looks up all its stored rows again, so a server's cut contains no record.
+then looks up all its stored rows again, so a server's cut (snapshot) contains no record.
 
 Source: `AsyncSparseParamUpdateRecorder` in
 paddle/fluid/operators/distributed/async_sparse_param_update_recorder.h. In contrast to dtrans,
@@ -81,7 +81,7 @@ class UnseenChanges:
                 self._news[other, name].append(news)
 
     def take(self, k: int, name: str) -> np.ndarray:
-        """Return the increasing ids of the changed rows that must be sent to trainer k.
+        """Return the sorted ids of the changed rows that must be sent to trainer k.
 
         Mark these rows as received by the trainer.
         """
@@ -164,8 +164,8 @@ class ChangedInbox:
             ids = self._inboxes[key].memory["ids"]
             if count and (ids[0] < 0 or ids[-1] >= block.span.rows or np.any(ids[1:] <= ids[:-1])):
                 raise PeerError(
-                    f"pserver {endpoint} sent changed rows of {name} whose ids do not increase "
-                    f"within 0 to {block.span.rows - 1}"
+                    f"pserver {endpoint} sent changed rows of {name} whose ids are not increasing "
+                    f"numbers from 0 to {block.span.rows - 1}"
                 )
 
     def check_complete(self, endpoint: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry
 from dtrans.protocol.server_blocks import ServerBlocks, StepUpdate
 from dtrans.protocol.tables.row_requests import RowRequests
-from dtrans.protocol.tables.rows_ahead import DueRows, RowsAhead
+from dtrans.protocol.tables.rows_ahead import DueRows, RowsAhead, due_messages
 
 
 class RowAnswers:
@@ -45,29 +45,35 @@ class RowAnswers:
           grads: the trainer's gradients. If gradients of the requested rows belong to this step,
             memory for them is added.
         """
+        step, ahead = message["step"], message.fields.get("ahead")
+        if ahead is not None:
+            for name in message["counts"]:
+                self._ahead.check(k, name, step, ahead)
         asked = self.requests.take(k, message, grads)
         if asked is None:
             return
-        (name, ids, train), step = asked, message["step"]
-        ahead = message.fields.get("ahead")
-        if ahead is not None:
-            self._ahead.check(k, name, step, ahead)
-        rows = self._update.rows(name, ids, train=train)
+        blocks, train = asked
+        if train:
+            self._update.create_rows(blocks)
+        rows = [(n, self._update.rows(n, ids, train=train)) for n, ids in blocks.items()]
 
         if ahead is not None:
-            due = self._ahead.announce(k, name, step, ahead, ids)
-            if due is not None:
-                self._send_due(due, rows, step)
+            due = []
+            for name, current in rows:
+                found = self._ahead.announce(k, name, step, ahead, blocks[name])
+                if found is not None:
+                    due.append((found, current))
+            self._send_due(due, step)
             return
         if train:
-            self._ahead.drop(k, name, step)
-        at = {"step": step, "table": name, **message.request}
-        self._say(self._trainers.known[k].address, "rows", [(name, rows)], **at)
+            for name in blocks:
+                self._ahead.drop(k, name, step)
+        address = self._trainers.known[k].address
+        self._say(address, "rows", rows, step=step, **message.request)
 
     def begin(self, k: int, message: wire.Message, grads: Inbox) -> None:
-        """Allocate gradients for the table rows that trainer k has announced for this step."""
-        for name, ids in self._ahead.begin(k, message["step"]):
-            self.requests.begin(k, message, name, ids, grads)
+        """Allocate memory for gradients of the rows that trainer k has announced for this step."""
+        self.requests.expect(k, message, dict(self._ahead.begin(k, message["step"])), grads)
 
     def gradients(self, grads: Mapping[int, Inbox], counted: Collection[int]) -> dict[str, Any]:
         """Return all gradients by name; gradients of tables are `RowGradient`s.
@@ -89,12 +95,16 @@ class RowAnswers:
         Args:
           step: number of complete updates.
         """
-        for due in self._ahead.end_update(step, self._touched):
-            self._send_due(due, self._update.rows(due.name, due.ids, train=True), step)
+        due = []
+        for x in self._ahead.end_update(step, self._touched):
+            due.append((x, self._update.rows(x.name, x.ids, train=True)))
+        self._send_due(due, step)
 
-    def _send_due(self, due: DueRows, rows: np.ndarray, step: int) -> None:
-        blocks, fields = due.message(rows)
-        self._say(self._trainers.known[due.trainer].address, "rows", blocks, step=step, **fields)
+    def _send_due(self, due: Sequence[tuple[DueRows, np.ndarray]], step: int) -> None:
+        """Send announced rows, with their current values."""
+        for trainer, blocks, fields in due_messages(due):
+            address = self._trainers.known[trainer].address
+            self._say(address, "rows", blocks, step=step, **fields)
 
     def forget_trainer(self, k: int) -> None:
         """Drop the announcements of trainer k, which has left."""

@@ -1,14 +1,15 @@
 """Requests of trainers for rows of tables, and memory for the gradients of these rows.
 
-    prefetch with train    requests rows; in the same step, the trainer sends their gradient
+    prefetch with train    requests rows; in the same step, the trainer sends their gradients
     prefetch with ahead    requests rows of a later step (`dtrans.protocol.tables.rows_ahead`)
     other prefetch         requests rows, for example for an evaluation; no gradient follows
-    row_ids                contains the row ids of the next gradient, and requests nothing
+    row_ids                contains the row ids of the next gradients, and requests nothing
 
 With delay compensation, the server stores the values that a `prefetch` with `train` has returned,
 until it has used the gradient of these rows.
 
-A request may consist of several messages.
+One `prefetch` requests rows of several tables. A request may consist of several messages, which
+have the same `counts`. A trainer sends all of them before the next request with the same `ahead`.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class RowRequests:
         self._tables = tables
         # (trainer, name of a table gradient) -> row ids of the gradient
         self._ids: dict[tuple[int, str], np.ndarray] = {}
-        # (trainer, op, block, `ahead`) of an incomplete request -> its `train`, and its row ids
-        self._begun: dict[tuple[int, str, str, int], tuple[bool, Inbox]] = {}
+        # (trainer, op, `ahead`) of an incomplete request -> its `train`, and its row ids
+        self._begun: dict[tuple[int, str, int], tuple[bool, Inbox]] = {}
         # (trainer, block) -> row values that were sent to the trainer (delay compensation)
         self._backups: dict[tuple[int, str], RowGradient] = {}
         # (trainer, block) -> row ids of each step whose gradient is pending. Several steps may be
@@ -47,7 +48,7 @@ class RowRequests:
         self._under_way: dict[tuple[int, str], list[np.ndarray]] = {}
 
     def memory_of(self, k: int) -> dict[str, np.ndarray]:
-        """Return an array without rows for each table gradient of trainer k, by name.
+        """Return an array with 0 rows for each table gradient of trainer k, by name.
 
         A request replaces such an array by memory for the requested rows.
         """
@@ -55,7 +56,7 @@ class RowRequests:
 
     def take(
         self, k: int, message: wire.Message, grads: Inbox
-    ) -> tuple[str, np.ndarray, bool] | None:
+    ) -> tuple[dict[str, np.ndarray], bool] | None:
         """Receive a `prefetch` message of trainer k.
 
         Args:
@@ -63,37 +64,53 @@ class RowRequests:
             for it is added.
 
         Returns:
-          The name of the block, the row ids and `train`; None until the request is complete.
+          The row ids in each block, by name, and `train`; None until the request is complete.
 
         Raises:
           WireError: the request is malformed.
         """
-        name, table = message["table"], self._tables.get(message["table"])
-        if table is None:
-            raise WireError(
-                f"trainer {k} requests rows of {wire.brief(name)}, which is not a table of pserver "
-                f"{self._endpoint}"
-            )
-        numbers = self._numbers(k, message, name, table, message["train"])
+        for name in message["counts"]:
+            if name not in self._tables:
+                raise WireError(
+                    f"trainer {k} requests rows of {wire.brief(name)}, which is not a table of "
+                    f"pserver {self._endpoint}"
+                )
+        blocks = {name: name for name in self._tables}
+        numbers = self._numbers(k, message, blocks, train=message["train"])
         if numbers is None:
             return None
-        train, ids = numbers
+        ids, train = numbers
         if train and "ahead" not in message.fields:
-            self._expect(k, message, table, ids, grads)
-        return name, ids, train
+            self.expect(k, message, ids, grads)
+        return ids, train
 
-    def begin(
-        self, k: int, message: wire.Message, name: str, ids: np.ndarray, grads: Inbox
+    def expect(
+        self, k: int, message: wire.Message, ids: Mapping[str, np.ndarray], grads: Inbox
     ) -> None:
-        """Allocate the gradient of announced rows when the step that uses them begins.
+        """Allocate zeros for gradients of table rows. A trainer need not send these gradients.
 
         Args:
-          message: the step's message with the first gradient.
-          name: name of the block.
-          ids: row ids in the block.
+          message: the message after which gradients of these rows may arrive.
+          ids: row ids in each block, by the block's name.
           grads: the trainer's gradients, to which the memory is added.
+
+        Raises:
+          WireError: a part of such a gradient has already arrived. No memory is added.
         """
-        self._expect(k, message, self._tables[name], ids, grads)
+        memory, ids_of = {}, {}
+        for name, rows in ids.items():
+            table = self._tables[name]
+            gradient = table.gradients[k]
+            if grads.has_begun(gradient):
+                raise WireError(
+                    f"trainer {k} sent row ids for gradient {gradient} in a `{message.op}` message "
+                    f"of step {message['step']}, but a part of this gradient has already arrived; "
+                    "row ids must come first"
+                )
+            memory[gradient] = np.zeros((len(rows), *table.row), table.dtype)
+            ids_of[k, gradient] = rows
+        self._ids |= ids_of
+        grads.renew(memory)
 
     def answered(self, k: int, name: str, ids: np.ndarray, rows: np.ndarray) -> None:
         """Record the rows that were sent to trainer k, until their gradient arrives.
@@ -106,68 +123,78 @@ class RowRequests:
             self._backups[k, name] = RowGradient(ids, rows)
 
     def follows(self, k: int, message: wire.Message, grads: Inbox) -> None:
-        """Receive the row ids of the gradient that trainer k sends next."""
-        gradient = message["gradient"]
+        """Receive the row ids of gradients that trainer k sends next."""
         blocks = {table.gradients[k]: name for name, table in self._tables.items()}
-        if gradient not in blocks:
-            raise WireError(
-                f"trainer {k} sends row ids of {wire.brief(gradient)}, which is not a gradient of "
-                f"a table of pserver {self._endpoint}"
-            )
-        name = blocks[gradient]
-        table = self._tables[name]
-        numbers = self._numbers(k, message, name, table, True)
+        for gradient in message["counts"]:
+            if gradient not in blocks:
+                raise WireError(
+                    f"trainer {k} sends row ids of {wire.brief(gradient)}, which is not a gradient "
+                    f"of a table of pserver {self._endpoint}"
+                )
+        numbers = self._numbers(k, message, blocks, train=True)
         if numbers is None:
             return
-        _, ids = numbers
-        if table.backed and not np.all(np.isin(ids, self._received(k, name).ids)):
-            raise WireError(
-                f"trainer {k} sends a gradient of rows of {name} that it did not request"
-            )
-        self._expect(k, message, table, ids, grads)
+        ids, _ = numbers
+        for name, rows in ids.items():
+            is_backed = self._tables[name].backed
+            if is_backed and not np.all(np.isin(rows, self._received(k, name).ids)):
+                raise WireError(
+                    f"trainer {k} sends a gradient for rows of {name}, but has not requested these "
+                    "rows"
+                )
+        self.expect(k, message, ids, grads)
 
     def _numbers(
-        self, k: int, message: wire.Message, name: str, table: TableSpec, train: bool
-    ) -> tuple[bool, np.ndarray] | None:
-        """Receive row ids of a request, which may consist of several messages.
+        self, k: int, message: wire.Message, blocks: Mapping[str, str], *, train: bool
+    ) -> tuple[dict[str, np.ndarray], bool] | None:
+        """Receive row ids of several blocks. A request may consist of several messages.
+
+        Args:
+          blocks: maps each name in the message's `counts` to the name of a block.
 
         Returns:
-          `train` of the request's first message, and the row ids; None if row ids are missing.
+          The row ids in each block, by name, and `train` of the request's first message; None if
+          row ids are missing.
+
+        Raises:
+          WireError: the message is malformed, or belongs to another request than the earlier
+            messages.
         """
-        count, key = message["count"], (k, message.op, name, message.fields.get("ahead", 0))
-        if not 0 <= count <= table.rows:
-            raise WireError(
-                f"trainer {k} requests {wire.brief(count)} rows of {name}, which has {table.rows}"
-            )
+        counts = message["counts"]
+        if not counts:
+            raise WireError(f"trainer {k} sends a `{message.op}` message without a table")
+        memory = {}
+        for label, count in counts.items():
+            rows = self._tables[blocks[label]].rows
+            if type(count) is not int or not 0 <= count <= rows:
+                raise WireError(
+                    f"trainer {k} requests {wire.brief(count)} rows of {blocks[label]}, which has "
+                    f"{rows} rows"
+                )
+            memory[label] = np.empty(count, np.int32)
+        key = k, message.op, message.fields.get("ahead", 0)
         refusal = lambda n: f"a `{message.op}` message with the block {wire.brief(n)}"
-        fresh = train, Inbox({"ids": np.empty(count, np.int32)}, refusal)
-        train, inbox = self._begun.get(key, fresh)
-        inbox.take(message)  # if it raises, the earlier messages of the request stay
+        train, inbox = self._begun.get(key, (train, Inbox(memory, refusal)))
+        begun = {label: len(ids) for label, ids in inbox.memory.items()}
+        if begun != counts:
+            raise WireError(
+                f"trainer {k} sends a `{message.op}` message with the counts {wire.brief(counts)}, "
+                f"but its request with the counts {wire.brief(begun)} is incomplete"
+            )
+        inbox.take(message)  # an error here does not delete the request's earlier messages
         if inbox.missing():
             self._begun[key] = train, inbox
             return None
         self._begun.pop(key, None)
-        ids = inbox.memory["ids"]
-        if count and (ids[0] < 0 or ids[-1] >= table.rows or np.any(ids[1:] <= ids[:-1])):
-            raise WireError(
-                f"trainer {k} sends row ids of {name} that do not increase within 0 to "
-                f"{table.rows - 1}"
-            )
-        return train, ids
-
-    def _expect(
-        self, k: int, message: wire.Message, table: TableSpec, ids: np.ndarray, grads: Inbox
-    ) -> None:
-        """Allocate zeros for the gradient of these rows. A trainer need not send the gradient."""
-        gradient = table.gradients[k]
-        if grads.has_begun(gradient):
-            raise WireError(
-                f"trainer {k} sent row ids for gradient {gradient} in a `{message.op}` message of "
-                f"step {message['step']}, but a part of this gradient has already arrived; row ids "
-                "must come first"
-            )
-        self._ids[k, gradient] = ids
-        grads.renew(gradient, np.zeros((len(ids), *table.row), table.dtype))
+        found = {blocks[label]: ids for label, ids in inbox.memory.items()}
+        for name, ids in found.items():
+            rows = self._tables[name].rows
+            if len(ids) and (ids[0] < 0 or ids[-1] >= rows or np.any(ids[1:] <= ids[:-1])):
+                raise WireError(
+                    f"trainer {k} sends row ids of {name} that are not increasing numbers from 0 "
+                    f"to {rows - 1}"
+                )
+        return found, train
 
     def under_way(self, name: str) -> np.ndarray:
         """Return the ids of a block's rows whose gradients are pending or incomplete."""
@@ -215,11 +242,10 @@ class RowRequests:
             del self._under_way.get((k, n), [])[:steps]
             self._backups.pop((k, n), None)
             self._ids.pop((k, t.gradients[k]), None)
-        for n, none in self.memory_of(k).items():
-            grads.renew(n, none)
+        grads.renew(self.memory_of(k))
 
     def _received(self, k: int, name: str) -> RowGradient:
-        """Return the stored values that were sent to trainer k for a block; empty if none are."""
+        """Return the rows that trainer k received for a block; the result may have 0 rows."""
         t = self._tables[name]
         return self._backups.get((k, name)) or RowGradient(
             np.empty(0, np.int32), np.empty((0, *t.row), t.dtype)

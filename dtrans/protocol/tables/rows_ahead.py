@@ -8,6 +8,8 @@ sends the rows twice:
     at once     all announced rows, if updates change only rows with gradients
     when due    the rows that updates have changed since; all announced rows if none were sent
 
+One message contains the rows of several tables for one step.
+
 The result does not depend on timing. A trainer announces rows before it ends its current step, and
 an update needs the end of this step from all trainers. So the server always reads the announced
 rows between the same two updates. It knows which rows later updates change, because these rows have
@@ -35,9 +37,11 @@ from dtrans.protocol.server_blocks import TableSpec
 from dtrans.protocol.tables.table_rows import are_among
 
 
-MOST = 64  # steps between an announcement and the step that uses the rows, at most
+MOST = 64  # maximum number of steps between an announcement and the step that uses the rows
 
-AT = "at"  # name of a block in a `rows` message: positions of the rows that are sent a second time
+# Suffix of the name of a block in a `rows` message. The block contains the positions of the rows
+# that are sent a second time.
+AT = "@AT"
 
 
 # -- server ----------------------------------------------------------------------------------------
@@ -78,16 +82,32 @@ class DueRows:
     at: np.ndarray | None
     is_last: bool
 
-    def message(self, rows: np.ndarray) -> tuple[list[tuple[str, np.ndarray]], dict[str, Any]]:
-        """Return the blocks and fields of the `rows` message.
 
-        Args:
-          rows: current values of these rows.
-        """
-        fields = {"table": self.name, "ahead": self.target, "last": self.is_last}
-        if self.at is None:
-            return [(self.name, rows)], fields
-        return [(AT, self.at), (self.name, rows)], {**fields, "count": len(self.at)}
+def due_messages(
+    due: Sequence[tuple[DueRows, np.ndarray]],
+) -> Iterator[tuple[int, list[tuple[str, np.ndarray]], dict[str, Any]]]:
+    """Combine announced rows into few messages; yield trainer, blocks and fields of each message.
+
+    One message contains rows of several tables for one step of one trainer.
+
+    Args:
+      due: the announced rows to send now, with their current values.
+    """
+    # (trainer, step that uses the rows, `is_last`, True if only changed rows are sent) -> rows
+    groups: dict[tuple[int, int, bool, bool], list[tuple[DueRows, np.ndarray]]] = {}
+    for x, rows in due:
+        key = x.trainer, x.target, x.is_last, x.at is not None
+        groups.setdefault(key, []).append((x, rows))
+    for (trainer, target, is_last, has_places), members in groups.items():
+        fields: dict[str, Any] = {"ahead": target, "last": is_last}
+        if has_places:
+            fields["counts"] = {x.name: len(x.ids) for x, _ in members}
+        blocks: list[tuple[str, np.ndarray]] = []
+        for x, rows in members:
+            if x.at is not None:
+                blocks.append((x.name + AT, x.at))
+            blocks.append((x.name, rows))
+        yield trainer, blocks, fields
 
 
 class RowsAhead:
@@ -106,10 +126,9 @@ class RowsAhead:
         return bool(self._of)
 
     def announce(self, k: int, name: str, step: int, ahead: int, ids: np.ndarray) -> DueRows | None:
-        """Record trainer k's request for rows of a later step; return the rows to send now, or
-        None.
+        """Record trainer k's request for rows of a later step; return the rows to send now.
 
-        The caller has called `check` before.
+        Call `check` first.
 
         Args:
           name: name of the block.
@@ -129,8 +148,8 @@ class RowsAhead:
         """Raise WireError if trainer k has already announced these rows, or `ahead` is wrong."""
         if not 1 <= ahead <= MOST:
             raise WireError(
-                f"trainer {k} announces rows of {name} {ahead} steps ahead, expected 1 to {MOST} "
-                "steps"
+                f"trainer {k} announces rows of {wire.brief(name)} {ahead} steps ahead, expected 1 "
+                f"to {MOST} steps"
             )
         if (k, name, step + ahead) in self._of:
             raise WireError(
@@ -184,6 +203,22 @@ class RowsAhead:
 # -- trainer ---------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(eq=False)
+class _Coming:
+    """Rows of one server that a trainer has requested for one later step.
+
+    Attributes:
+      inbox: memory for all announced rows, by block.
+      again: memory for changed rows and for their positions. The key contains the names of the
+        blocks whose changed rows arrive together.
+      complete: names of the blocks whose rows are complete.
+    """
+
+    inbox: Inbox
+    again: dict[tuple[str, ...], Inbox] = dataclasses.field(default_factory=dict)
+    complete: set[str] = dataclasses.field(default_factory=set)
+
+
 class ComingRows:
     """Rows that a trainer has requested from one server for later steps.
 
@@ -193,20 +228,16 @@ class ComingRows:
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
-        # The keys are the block and the step that uses the rows.
-        self._expected: dict[tuple[str, int], Inbox] = {}  # memory for all announced rows
-        self._again: dict[tuple[str, int], Inbox] = {}  # memory for rows that are sent again
-        self._here: set[tuple[str, int]] = set()  # announcements whose rows are complete
+        self._steps: dict[int, _Coming] = {}  # number of the step that uses the rows -> rows
 
-    def expect(self, name: str, target: int, rows: np.ndarray) -> None:
+    def expect(self, target: int, memory: Mapping[str, np.ndarray]) -> None:
         """Record an announcement.
 
         Args:
-          name: name of the block.
           target: number of the step that uses the rows.
-          rows: memory that receives the rows.
+          memory: memory that receives the rows of each block, by the block's name.
         """
-        self._expected[name, target] = Inbox({name: rows}, self._not_asked)
+        self._steps[target] = _Coming(Inbox(memory, self._not_asked))
 
     def take(self, message: wire.Message) -> None:
         """Receive announced rows.
@@ -215,49 +246,64 @@ class ComingRows:
           PeerError: the rows were not announced, or are already complete.
           WireError: the message is malformed.
         """
-        name, key = message["table"], (message["table"], message["ahead"])
-        inbox = self._expected.get(key)
-        if inbox is None or key in self._here:
+        coming = self._steps.get(message["ahead"])
+        counts = message.fields.get("counts")
+        names = _names_of(message) if counts is None else list(counts)
+        expected = set() if coming is None else coming.inbox.memory.keys() - coming.complete
+        if coming is None or not expected.issuperset(names):
             raise PeerError(
-                f"pserver {self._endpoint} sent rows of {wire.brief(name)} that were not announced"
+                f"pserver {self._endpoint} sent rows of {wire.brief(', '.join(map(str, names)))} "
+                "that were not announced"
             )
-        if "count" in message.fields:
-            inbox = self._places(key, inbox.memory[name], message["count"])
-        inbox.take(message)
-        if not inbox.missing():
-            self._put(key, inbox)
-            if message["last"]:
-                self._here.add(key)
-
-    def _places(self, key: tuple[str, int], rows: np.ndarray, count: int) -> Inbox:
-        if not 0 <= count <= len(rows):
-            raise WireError(
-                f"pserver {self._endpoint} sent {wire.brief(count)} changed rows of {key[0]}, but "
-                f"only {len(rows)} rows were announced"
-            )
-        if key not in self._again:
-            room = np.empty((count, *rows.shape[1:]), rows.dtype)
-            self._again[key] = Inbox({AT: np.empty(count, np.int32), key[0]: room}, self._not_asked)
-        return self._again[key]
-
-    def _put(self, key: tuple[str, int], inbox: Inbox) -> None:
-        """Copy rows that the server has sent again to their positions among the announced rows."""
-        if self._again.pop(key, None) is None:
+        if counts is None:
+            coming.inbox.take(message)
+        elif not self._take_again(coming, message, counts):
             return
-        rows, at = self._expected[key].memory[key[0]], inbox.memory[AT]
-        if len(at) and (at.min() < 0 or at.max() >= len(rows)):
-            raise WireError(
-                f"pserver {self._endpoint} sent changed rows of {key[0]} for positions outside the "
-                f"{len(rows)} announced rows"
-            )
-        rows[at] = inbox.memory[key[0]]
+        if message.fields.get("last"):
+            coming.complete.update(n for n in names if coming.inbox.has_all(n))
+
+    def _take_again(
+        self, coming: _Coming, message: wire.Message, counts: Mapping[str, Any]
+    ) -> bool:
+        """Receive changed rows; return True if all of them are at their positions."""
+        key = tuple(counts)
+        if key not in coming.again:
+            coming.again[key] = Inbox(self._room_again(coming, counts), self._not_asked)
+        inbox = coming.again[key]
+        inbox.take(message)
+        if inbox.missing():
+            return False
+        del coming.again[key]
+        for name in counts:
+            rows, at = coming.inbox.memory[name], inbox.memory[name + AT]
+            if len(at) and (at.min() < 0 or at.max() >= len(rows)):
+                raise WireError(
+                    f"pserver {self._endpoint} sent changed rows of {name} for positions outside "
+                    f"the {len(rows)} announced rows"
+                )
+            rows[at] = inbox.memory[name]
+        return True
+
+    def _room_again(self, coming: _Coming, counts: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Return memory for changed rows of several blocks, and for their positions."""
+        memory: dict[str, np.ndarray] = {}
+        for name, count in counts.items():
+            rows = coming.inbox.memory[name]
+            if type(count) is not int or not 0 <= count <= len(rows):
+                raise WireError(
+                    f"pserver {self._endpoint} sent {wire.brief(count)} changed rows of {name}, "
+                    f"but only {len(rows)} rows were announced"
+                )
+            memory[name + AT] = np.empty(count, np.int32)
+            memory[name] = np.empty((count, *rows.shape[1:]), rows.dtype)
+        return memory
 
     def collect(self, name: str, target: int) -> None:
         """Remove an announcement; raise PeerError if its rows are incomplete."""
-        here = (name, target) in self._here and not self._expected[name, target].missing()
-        self._expected.pop((name, target))
-        self._here.discard((name, target))
-        if not here:
+        coming = self._steps[target]
+        is_complete = name in coming.complete and coming.inbox.has_all(name)
+        self.forget(name, target)
+        if not is_complete:
             raise PeerError(
                 f"pserver {self._endpoint} has not sent the rows of {name} announced for step "
                 f"{target}"
@@ -268,8 +314,22 @@ class ComingRows:
 
         The trainer sends no message: the server has dropped the same announcement.
         """
-        self._expected.pop((name, target))
-        self._here.discard((name, target))
+        coming = self._steps[target]
+        coming.inbox.drop(name)
+        if not coming.inbox.memory:
+            del self._steps[target]
 
     def _not_asked(self, name: str) -> str:
         return f"pserver {self._endpoint} sent announced rows with the block {wire.brief(name)}"
+
+
+def _names_of(message: wire.Message) -> list[str]:
+    """Return the names of the blocks in a message.
+
+    Raises:
+      WireError: the message's field `pieces` is malformed.
+    """
+    found: dict[str, None] = {}
+    for table in message["pieces"]:
+        found |= dict.fromkeys(name for name, *_ in wire.checked_pieces(table))
+    return list(found)

@@ -32,7 +32,7 @@ class TableReport:
       endpoint: endpoint of the server.
       rows: number of rows of the block.
       created: number of materialized rows: rows that are stored in memory.
-      bytes: size in bytes of the materialized rows and of their optimizer state.
+      bytes: bytes of memory for the materialized rows, with their optimizer state and hash table.
       limit: maximum number of materialized rows; None if there is no limit.
       evicted: number of rows evicted so far (`job.tables.evict`).
       step: number of updates since the server started.
@@ -102,7 +102,9 @@ def check_eviction(
             f"{endpoint}"
         )
     if tables[name].on_trainers:
-        raise WireError(f"trainer {k} evicts rows of {name}, which trainers store (GEO-SGD)")
+        raise WireError(
+            f"trainer {k} evicts rows of {name}, but with GEO-SGD trainers store the rows"
+        )
     if unused_for < 1:
         raise WireError(
             f"trainer {k} evicts rows of {name} with unused_for={wire.brief(unused_for)}, expected "

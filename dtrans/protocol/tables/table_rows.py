@@ -16,6 +16,8 @@ from dtrans.protocol.server_blocks import RowGradient
 # the memory that receives the rows.
 WantedRows = tuple[str, str, np.ndarray, np.ndarray]
 
+Arrays = dict[str, np.ndarray]  # arrays by name of a block
+
 
 INT32 = (-(2**31), 2**31 - 1)  # smallest and largest 32-bit integer
 _WIDE = "JAX truncates ids to 32 bits; pass ids of at most 32 bits"
@@ -47,7 +49,8 @@ def unique_ids(
       whose: words that name the owner of the ids in errors, such as " of trainer 1's part".
 
     Raises:
-      BatchError: a row id is outside the table, or is not an integer.
+      BatchError: a row id is outside the table, or is not an integer. Or the lookups name more
+        than `size` different rows. Then the step computes gradients of rows that it does not read.
 
     Example:
       >>> import numpy as np
@@ -88,6 +91,12 @@ def unique_ids(
             x = x[(x >= 0) & (x < rows)]
         arrays.append(np.clip(x, 0, rows - 1))
     found = sorted_once(np.concatenate(arrays))
+    if len(found) > size:
+        raise BatchError(
+            f"the step computes gradients of {len(found)} rows of {table}{whose}, but reads at "
+            f"most {size} rows; read each row whose gradient a custom_vjp computes, or leave "
+            f"{table} out of sparse"
+        )
     return np.concatenate([found, np.full(size - len(found), rows, np.int32)])
 
 
@@ -182,7 +191,7 @@ def wanted_of(
     Otherwise, the lookup has its own memory, and `put_in_place` copies the received rows to `rows`.
 
     Args:
-      uniq: increasing row ids in the table. Larger ids than the table has are padding.
+      uniq: increasing row ids in the table. Ids after the table's last row are padding.
       rows: memory for the rows of `uniq`. The rows of padding are set to zero.
       epmap: endpoint of each block's server.
       names: name of each block.
@@ -206,10 +215,19 @@ def wanted_of(
     return wanted
 
 
+def by_server(wanted: Sequence[WantedRows]) -> dict[str, tuple[Arrays, Arrays]]:
+    """Return two dicts for each server's endpoint: row ids, and memory for the rows, by block."""
+    found: dict[str, tuple[Arrays, Arrays]] = {}
+    for endpoint, name, ids, rows in wanted:
+        blocks, memory = found.setdefault(endpoint, ({}, {}))
+        blocks[name], memory[name] = ids, rows
+    return found
+
+
 def put_in_place(
     uniq: np.ndarray, rows: np.ndarray, wanted: Sequence[WantedRows], spans: Sequence[BlockRowSet]
 ) -> None:
-    """Copy received rows from separate memory of lookups to `rows` (see `wanted_of`).
+    """Copy rows that were received into separate memory to `rows` (see `wanted_of`).
 
     Args:
       uniq: argument `uniq` of `wanted_of`.
@@ -228,7 +246,8 @@ def merged_rows(parts: Sequence[RowGradient], how: str) -> RowGradient:
 
     Args:
       parts: gradient of each step.
-      how: "sum" or "mean". The mean divides by the number of steps, also for rows of fewer steps.
+      how: "sum" or "mean". The mean divides by the number of steps, also for rows that occur in
+        fewer steps.
 
     Example:
       >>> import numpy as np
@@ -243,7 +262,7 @@ def merged_rows(parts: Sequence[RowGradient], how: str) -> RowGradient:
         return parts[0]
     ids = sorted_once(np.concatenate([x.ids for x in parts]))
     rows = np.zeros((len(ids), *parts[0].rows.shape[1:]), parts[0].rows.dtype)
-    # The order of the steps is kept, because float sums depend on the order.
+    # add in the order of the steps, because float sums depend on the order
     for x in parts:
         rows[np.searchsorted(ids, x.ids)] += x.rows
     if how == "mean":

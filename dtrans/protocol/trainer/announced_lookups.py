@@ -9,7 +9,7 @@ import numpy as np
 
 from dtrans.errors import StateError
 from dtrans.protocol.tables import rows_ahead
-from dtrans.protocol.tables.table_rows import WantedRows
+from dtrans.protocol.tables.table_rows import WantedRows, by_server
 from dtrans.protocol.trainer.trainer_line import TrainerLine
 
 
@@ -21,7 +21,7 @@ class LookedUp:
       table: name of the table.
       uniq: increasing row ids of the lookup.
       rows: memory that receives the rows.
-      wanted: rows of each block.
+      wanted: the lookup in each block of the table.
     """
 
     table: str
@@ -31,10 +31,10 @@ class LookedUp:
 
 
 class AnnouncedLookups:
-    """Announced lookups of one trainer: it has requested their rows, but no step has used them.
+    """Announced lookups of one trainer: it has requested the rows, but no step has used the rows.
 
     Args:
-      line: function from a server's endpoint to the trainer's requests to this server.
+      line: function that maps a server's endpoint to the trainer's `TrainerLine` for this server.
     """
 
     def __init__(self, line: Callable[[str], TrainerLine]) -> None:
@@ -48,19 +48,18 @@ class AnnouncedLookups:
         Raises:
           StateError: the maximum number of steps has already been announced.
         """
-        endpoints = [w[0] for x in lookups for w in x.wanted]
-        now = self._line(endpoints[0]).step
+        wanted = [w for x in lookups for w in x.wanted]
+        now = self._line(wanted[0][0]).step
         target = max([now, *self._lookups]) + 1
         if target - now > rows_ahead.MOST:
             raise StateError(
-                f"job.prefetch was called for {rows_ahead.MOST} batches before a step, which is "
-                "the maximum; call job.step first"
+                f"job.prefetch has announced {rows_ahead.MOST} batches that no step has used yet, "
+                "which is the maximum; call job.step first"
             )
-        for x in lookups:
-            for endpoint, name, ids, rows in x.wanted:
-                line = self._line(endpoint)
-                line.ahead.expect(name, target, rows)
-                line.prefetch(name, ids, train=True, ahead=target - line.step)
+        for endpoint, (ids, memory) in by_server(wanted).items():
+            line = self._line(endpoint)
+            line.ahead.expect(target, memory)
+            line.prefetch(ids, train=True, ahead=target - line.step)
         self._lookups[target] = {x.table: x for x in lookups}
 
     def take(self, table: str, uniq: np.ndarray, now: int) -> LookedUp | None:
@@ -84,7 +83,7 @@ class AnnouncedLookups:
         return found if np.array_equal(found.uniq, uniq) else None
 
     def forget(self, blocks: Sequence[tuple[str, str]]) -> None:
-        """Drop the announced lookups in blocks in which servers have evicted rows.
+        """Drop the announced lookups in blocks whose servers have evicted rows.
 
         Args:
           blocks: server and name of each block.

@@ -7,13 +7,14 @@ from dtrans.protocol.epochs import Epoch, Epochs, NewEpoch
 
 
 class EpochMember:
-    """Membership of one trainer in one epoch.
+    """Membership of one trainer in one epoch (part of a job between failures).
 
     Args:
       epochs: epochs of the job; None without a launcher that restarts roles.
 
     Attributes:
-      epoch: the servers' epoch; None before the first welcome, and if they write no cuts.
+      epoch: the servers' epoch; None before the first welcome, and if servers write no cuts
+        (snapshots).
     """
 
     def __init__(self, epochs: Epochs | None) -> None:
@@ -22,7 +23,7 @@ class EpochMember:
 
     @property
     def incarnation(self) -> int:
-        """Number of the epoch in which the trainer's process was started."""
+        """Number of the epoch (part of a job) in which the trainer's process was started."""
         return 0 if self._epochs is None else self._epochs.incarnation
 
     def enter(self, epoch: Epoch | None) -> None:
@@ -45,7 +46,7 @@ class EpochMember:
         The launcher ends the server, and starts it again in the next epoch.
 
         Args:
-          e: the error of the lost server. It is returned in a job without cuts.
+          e: the error of the lost server. It is returned in a job without cuts (snapshots).
         """
         if self._epochs is None or self.epoch is None:
             return e
@@ -53,7 +54,7 @@ class EpochMember:
         return NewEpoch(self.epoch.number + 1)
 
     def rejoin(self) -> EpochMember:
-        """Return the membership in a later epoch, which the trainer has not entered yet.
+        """Return the membership in a later epoch (part of a job), before the trainer enters it.
 
         Raises:
           ReplacedError: the launcher has started another process of this trainer.
@@ -63,6 +64,6 @@ class EpochMember:
         return EpochMember(self._epochs)
 
     def leave(self) -> None:
-        """Tell the launcher that this trainer leaves, and can no longer go back."""
+        """Tell the launcher that this trainer leaves, and can no longer go back to a cut."""
         if self._epochs is not None and self.epoch is not None:
             self._epochs.leave()

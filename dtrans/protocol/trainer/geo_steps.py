@@ -12,10 +12,10 @@ do not compute the mean of the changes.
 
 Only one push is pending at a time: a step that must push waits for the answer to the previous push.
 
-After the failure of a process, a trainer that lives connects to the servers again (`rejoin`). It
-pulls, and repeats the pending push on the servers that have not received it. So a server that lives
-applies each push once. A trainer that starts again begins with the servers' parameters, and adds
-earlier changes that it had not pushed (`resume`).
+After the failure of a process, each surviving trainer connects to the servers again (`rejoin`). It
+pulls, and repeats the pending push on the servers that have not received this push. So each
+surviving server applies each push once. A trainer that starts again begins with the servers'
+parameters, and adds earlier changes that it had not pushed (`resume`).
 
 Source: `GeoSgdCommunicator::SendUpdateDenseVars` and `RecvUpdateDenseVars` in
 paddle/fluid/operators/distributed/communicator.cc.
@@ -73,7 +73,7 @@ class GeoArithmetic(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GeoCut:
-    """Cut of one trainer of GEO-SGD.
+    """Cut (snapshot) of one trainer of GEO-SGD.
 
     Attributes:
       step: number of the trainer's steps.
@@ -83,8 +83,8 @@ class GeoCut:
       deltas: deltas of the pending push, by name of the parameter; empty if none is pending.
       local: leaves that only this trainer has, such as the optimizer's state, by name.
       tables: rows that the trainer stores, by name of the table.
-      pushes: for each push after the cut, the number of pushed steps after this push. It maps to
-        the ids of the pushed rows, by name of the table.
+      pushes: for each push after the cut, the ids of the pushed rows, by name of the table. The key
+        of a push is the total number of pushed steps, with the steps of this push.
     """
 
     step: int
@@ -100,9 +100,9 @@ class GeoCut:
 class GeoReturn:
     """Start of a process that takes the place of a lost trainer.
 
-    If the lost process had not pushed since its cut, the new process repeats the cut's pending push
-    on the servers that lack this push. Otherwise some servers may lack the last push, and its
-    values are lost. The new process then pushes changes from the cut to these servers instead.
+    If the lost process had not pushed since its cut (snapshot), the new process repeats the pending
+    push on the servers that lack it. Otherwise some servers may lack the last push, and its values
+    are lost. The new process then pushes changes from the cut to these servers instead.
 
     Args:
       cut: the trainer's cut.
@@ -130,7 +130,7 @@ class GeoReturn:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of steps that each server must count before the repeated push, by endpoint."""
+        """Step count of each server before the push is repeated, by endpoint."""
         found = {}
         for endpoint, n in self._received.items():
             found[endpoint] = self.count - (self.repeated if n < self.count else 0)
@@ -141,11 +141,12 @@ class GeoReturn:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the changes of a block that are not pushed, and the deltas of the repeated push.
 
-        Each push after the cut has sent 1/trainers of the changes that remained.
+        Each push after the cut (snapshot) has sent 1/trainers of the changes that remained.
 
         Args:
           endpoint: server of the block.
-          change, delta: changes and deltas of the block in the cut; zeros for no deltas.
+          change: changes of the block in the cut.
+          delta: deltas of the block in the cut; zeros if no push was pending.
         """
         received = self._received[endpoint]
         is_lacking = received < self.count
@@ -232,9 +233,9 @@ class GeoSteps:
         self.count = count
         self._steps = 0  # number of steps since the last push
         self._pushed = 0  # number of pushes
-        self._taken = 0  # number of pushes that the last pull includes
+        self._taken = 0  # number of pushes that are included in the last pull
         self._due = False  # True if the trainer must push as soon as no push is pending
-        self._blocks = False  # True if the step waits for the pull that follows its own push
+        self._blocks = False  # True if the step waits for the pull that follows the step's push
         # deltas of the pending push, and the number of its steps
         self._pending: tuple[Values, int] | None = None
         self._must_pull = False  # True from `rejoin` until the next pull
@@ -253,7 +254,7 @@ class GeoSteps:
         self.go_on()
 
     def end_step(self, values: Values, every: int, *, block_on_pull: bool) -> None:
-        """Store the parameters after a step, without communication. The caller calls `go_on`.
+        """Store the parameters after a step and send nothing; the caller must then call `go_on`.
 
         Args:
           values, every, block_on_pull: as for `step`.
@@ -268,7 +269,7 @@ class GeoSteps:
 
     @property
     def waits(self) -> bool:
-        """True if the step must wait for the answer to the last push. The caller calls `go_on`."""
+        """True if the step must wait for the answer to the last push, by calls of `go_on`."""
         is_pending = self._taken < self._pushed
         return self._must_pull or (is_pending and (self._due or self._blocks))
 
@@ -307,7 +308,7 @@ class GeoSteps:
     # -- failures ----------------------------------------------------------------------------------
 
     def counts(self, received: Mapping[str, int]) -> dict[str, int]:
-        """Return how many steps each server must count, before the pending push is repeated.
+        """Return the step count that each server must have before the pending push is repeated.
 
         Args:
           received: number of this trainer's steps that each server has received, by endpoint.
@@ -347,18 +348,18 @@ class GeoSteps:
 
     @property
     def pending(self) -> tuple[Values, int]:
-        """Deltas of the pending push, and the number of its steps; no deltas without one."""
+        """Deltas of the pending push, and the number of its steps; no deltas without a push."""
         return ((), 0) if self._pending is None else self._pending
 
     def resume(
         self, changes: Values, deltas: Values, begin: GeoReturn, received: Mapping[str, int]
     ) -> None:
-        """Begin in a process that starts again, with the changes of a cut.
+        """Begin with the changes of a cut (snapshot), in the place of a lost process.
 
         Args:
           changes: changes to add to the servers' parameters.
           deltas: deltas to push to the servers that lack the last push.
-          begin: numbers of steps with which the process starts.
+          begin: step counts with which the process starts.
           received: as for `counts`.
         """
         self._old = [old + d for old, d in zip(self._old, deltas, strict=True)]

@@ -43,8 +43,8 @@ class PendingAnswer:
       skips: True to ignore messages with another op.
       ends: returns True if the message with these fields is the answer's last message. By default,
         the first message is the last one.
-      saving: requests to other servers. Whenever this server sends `waiting`, the trainer sends
-        `saving` to these servers.
+      saving: lines to other servers. Whenever this server sends `waiting`, the trainer sends
+        `saving` on these lines, so that the other servers extend the trainer's deadline.
       reply: fields of the last message.
     """
 
@@ -72,9 +72,7 @@ class PendingAnswer:
     def __str__(self) -> str:
         if not self.lists_blocks or self._inbox is None:
             return self.what
-        missing = self._inbox.missing()
-        some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        return f"{self.what} ({some or 'no blocks'})"
+        return f"{self.what} ({some_names(self._inbox.missing()) or 'no blocks'})"
 
     @property
     def is_early(self) -> bool:
@@ -82,7 +80,7 @@ class PendingAnswer:
         return self.line.saved.get(self.number) is not None
 
     def begin(self) -> bool:
-        """Make this the answer that its line waits for; first send the request `ask`, if any.
+        """Make this the answer that `line` waits for; first send `ask`, if there is one.
 
         The method does not block. It returns True if the answer has arrived early and is complete.
         """
@@ -117,7 +115,12 @@ class PendingAnswer:
         return self.ends is None or self.ends(message.fields)
 
 
-_NOT_ASKED = "pserver {} sent {}, which was not asked for".format
+_NOT_ASKED = "pserver {} sent {}, which was not requested".format
+
+
+def some_names(names: Sequence[str]) -> str:
+    """Return a text with at most three of the names."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 class Operation(Generic[T]):

@@ -7,8 +7,9 @@ process lacks (`dtrans.protocol.numbered_messages`).
 
 Before the first welcome, the trainer sends `hello` on every new connection, because a server of the
 previous job may still listen at the endpoint. If a connection breaks before the server has answered
-`hello`, the trainer cannot know whether the server has received it. It reconnects in time or fails:
-later, the server may have dropped the trainer, and a server of the next job may listen.
+`hello`, the trainer cannot know whether `hello` has arrived. So the trainer must reconnect in time,
+or it fails. Later, the server may have dropped the trainer, and a server of the next job may
+listen.
 
 A Unix socket breaks only when the server's process ends, so the trainer stores no messages for it,
 and waits for no reconnection.
@@ -47,7 +48,7 @@ class ServerConnection:
       incarnation: number of the epoch in which the trainer's process was started.
 
     Attributes:
-      epoch: the server's epoch, after its welcome; None if the job has no cuts.
+      epoch: the server's epoch, after its welcome; None if the job has no cuts (snapshots).
       every: after the welcome, the number of steps between two cuts; 0 if the job has no cuts.
       count: after the welcome, the number of the trainer's steps before this connection.
       me: name of the trainer in error and log texts, such as "trainer 0".
@@ -117,7 +118,7 @@ class ServerConnection:
     def connected(self) -> None:
         """Handle a new connection: send `hello` if the trainer waits for a welcome.
 
-        It waits for the server's first welcome, or for a welcome after a break.
+        The trainer waits for the server's first welcome, or for a welcome after a break.
         """
         if self.welcomed and not self._is_lost:
             return
@@ -183,11 +184,11 @@ class ServerConnection:
         """Parse and count a message from the server.
 
         Returns:
-          The message; None if the message concerns only the connection. This is a repeated message,
-          a message that follows a missing one, or a welcome after a reconnection.
+          The message, or None. None stands for a repeated message, a message that follows a missing
+          one, or a welcome after a reconnection.
 
         Raises:
-          NewEpoch: the servers have gone back to a cut.
+          NewEpoch: the servers have gone back to a cut (snapshot).
           PeerError: the server refused the trainer, or does not have the job's token.
           WireError: the message is malformed.
         """
@@ -202,7 +203,7 @@ class ServerConnection:
             return None
         if message.op != "welcome" or not self.welcomed:
             return message
-        if self._is_lost:  # otherwise this answers a second `hello`
+        if self._is_lost:  # if the connection is not lost, this welcome answers a second `hello`
             self._check_proof(message.fields)
             self._resume()
         return None

@@ -111,7 +111,7 @@ class ServerLink:
 
     @property
     def is_silent(self) -> bool:
-        """True if the server has ended, and `take_early` has stored nothing of it."""
+        """True if the server has ended, and `take_early` has stored none of its messages."""
         return self.line.gone and not self._early and not self.is_refused
 
     def early_answers(self) -> Iterator[wire.Message]:
@@ -169,11 +169,13 @@ class OperationWait:
     ) -> None:
         self.operation = operation
         self._transport, self._links = transport, links
-        # Links of other servers that have refused the trainer. An answer of the awaited server that
-        # has arrived precedes the refusal: all trainers then see the answer, and not only those
-        # that read it before another trainer failed because of it.
+        # Links of other servers that have refused the trainer. `turn` raises a refusal only after
+        # it has read all arrived answers of the awaited server. Such an answer may be the reason
+        # why another trainer failed, and why the other servers refused this trainer. So every
+        # trainer reports the answer, in any order of events.
         self._refused = [link for link in links.values() if link.is_refused]
-        self._has_ended = any(link.line.gone for link in links.values())  # any server of the job
+        # True if any server of the job has ended
+        self._has_ended = any(link.line.gone for link in links.values())
         self._begin()
 
     def _begin(self) -> None:
@@ -190,13 +192,14 @@ class OperationWait:
     def wakes(self) -> float:
         """Time at which `turn` must be called, even without an event."""
         line = self.operation.waits_for.line
-        # A server has ended: poll once without waiting, to read the awaited server's last messages.
+        # After the end of a server, poll once without waiting, to read the awaited server's last
+        # messages.
         is_last_look = line.gone or self._refused or self._never_answered
         return -math.inf if is_last_look else line.wakes
 
     @property
     def _never_answered(self) -> list[PendingAnswer]:
-        """Later answers of the operation whose servers have ended.
+        """Answers after the awaited one that cannot arrive, because their servers have ended.
 
         The awaited server may itself wait for a server that has ended.
         """
@@ -264,7 +267,7 @@ class OperationWait:
 
 
 class LastWords:
-    """Loop that sends a server the reason of this trainer's failure (`abort`), and waits.
+    """Loop that sends a server the reason for this trainer's failure and waits for an answer.
 
     In answer, a synchronous server ends, and an asynchronous server sends `goodbye`. The loop
     ignores errors from the server.
@@ -290,7 +293,7 @@ class LastWords:
             try:
                 message = self._link.receive(event)
                 line.gone |= message is not None and message.op == "goodbye"
-            except NewEpoch:  # the server does not read messages of the old epoch
+            except NewEpoch:  # the server has begun a new epoch, and drops messages of the old one
                 line.gone = True
             except (PeerError, WireError):
                 pass

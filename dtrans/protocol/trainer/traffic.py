@@ -9,9 +9,9 @@ request. So the number of unacknowledged messages is bounded. If the servers are
 steps, the queue fills, the communicator merges more gradients, and finally the steps wait.
 
 The communicator requests table rows at once, before it sends the gradients in the queue. A merged
-gradient of a table contains the rows of all its gradients, and its row ids are sent first. A
-trainer of GEO-SGD stores rows, and requests other trainers' changes of these rows together with the
-parameters.
+gradient of a table contains the rows of all its gradients. The row ids of all tables are sent
+first, in one message. A trainer of GEO-SGD stores rows, and requests other trainers' changes of
+these rows together with the parameters.
 
 Source: `AsyncCommunicator` and `HalfAsyncCommunicator` in
   paddle/fluid/operators/distributed/communicator.cc.
@@ -33,7 +33,7 @@ from dtrans.protocol import wire
 from dtrans.protocol.inbox import Inbox
 from dtrans.protocol.server_blocks import RowGradient
 from dtrans.protocol.tables.changed_rows import CachedBlock, ChangedInbox
-from dtrans.protocol.tables.table_rows import BlockRowSet, WantedRows, merged_rows
+from dtrans.protocol.tables.table_rows import BlockRowSet, WantedRows, by_server, merged_rows
 from dtrans.protocol.trainer.trainer_line import TrainerLine
 from dtrans.protocol.wait_reminder import WaitReminder
 
@@ -94,8 +94,8 @@ class _Pull:
       since: time of the request.
       steps: number of steps whose gradients were sent before the request.
       arrays: maps the key of each leaf to the array that receives the leaf.
-      missing: maps the endpoint of each server whose answer is incomplete to the inbox for it.
-      at: maps the endpoint of each server to the step in the request to it.
+      missing: inbox of each incomplete answer, by the server's endpoint.
+      at: step number that the request to each server contains, by endpoint.
       changed: inbox for table rows that other trainers have changed.
       reminder: times at which the trainer logs that it waits.
     """
@@ -123,14 +123,13 @@ class _Lookup:
 
     Attributes:
       since: time of the request.
-      missing: maps the server's endpoint and the name of each incomplete block to the inbox for
-        its rows.
-      at: maps the endpoint of each server to the step in the request to it.
+      missing: inbox for the rows of each incomplete answer, by the server's endpoint.
+      at: step number that the request to each server contains, by endpoint.
       reminder: times at which the trainer logs that it waits.
     """
 
     since: float
-    missing: dict[tuple[str, str], Inbox]
+    missing: dict[str, Inbox]
     at: dict[str, int]
     reminder: WaitReminder = dataclasses.field(default_factory=WaitReminder)
 
@@ -140,7 +139,7 @@ class _Lookup:
     @property
     def late(self) -> list[str]:
         """Endpoints of the servers that have not completed their answer."""
-        return list(dict.fromkeys(ep for ep, _ in self.missing))
+        return list(self.missing)
 
 
 class Traffic:
@@ -230,7 +229,7 @@ class Traffic:
             line = self._lines[endpoint]
             fields: dict[str, Any] = {}
             if endpoint in self._caching:
-                # Before its first request, the trainer stores no rows that could change.
+                # before its first request, the trainer stores no rows that could change
                 fields["changed"] = bool(self._asked)
             if endpoint not in self._asked:
                 fields["blocks"] = [[n, list(b.shape), b.dtype.name] for n, b in blocks.items()]
@@ -245,13 +244,12 @@ class Traffic:
         self._ahead = 0
 
     def may_take(self, waiting: int, now: float) -> int:
-        """Return how many queued groups to merge and send now; 0 while a pending request forbids
-        it.
+        """Return how many queued groups to merge and send now; 0 if none may be sent.
 
         If a request for parameters is due, send the request first.
 
         Args:
-          waiting: number of groups in the queue.
+          waiting: number of groups in the queue. A group has the gradients of one step, or a push.
         """
         if self._pull is None and self._ahead >= self.config.min_send_grad_num_before_recv:
             self.ask(now)
@@ -273,31 +271,22 @@ class Traffic:
             for leaf, x in group:
                 parts.setdefault(leaf, []).append(x)
         outbox: dict[str, list[tuple[str, np.ndarray]]] = {}
+        row_ids: dict[str, dict[str, np.ndarray]] = {}
         for leaf, values in parts.items():
-            is_table = isinstance(values[0], RowGradient)
-            split = self._split_rows if is_table else _split
-            for endpoint, name, rows in split(leaf, values):
+            if isinstance(values[0], RowGradient):
+                for endpoint, name, gradient in _split_rows(leaf, values):
+                    row_ids.setdefault(endpoint, {})[name] = gradient.ids
+                    outbox.setdefault(endpoint, []).append((name, gradient.rows))
+                continue
+            for endpoint, name, rows in _split(leaf, values):
                 outbox.setdefault(endpoint, []).append((name, rows))
+        for endpoint, ids in row_ids.items():
+            self._lines[endpoint].row_ids(ids)
         for endpoint, blocks in outbox.items():
             line = self._lines[endpoint]
             line.send_blocks(blocks, steps=steps)
             line.step += 1
         self.sent, self._ahead = self.sent + len(groups), self._ahead + 1
-
-    def _split_rows(
-        self, leaf: Leaf, values: Sequence[RowGradient]
-    ) -> Iterator[tuple[str, str, np.ndarray]]:
-        """Merge gradients of a table; for each block, send its row ids, and yield its gradient.
-
-        Each yielded item contains the server's endpoint, the gradient's name, and the rows.
-        """
-        # A compiled step returns arrays of a fixed size, so rows beyond the ids are padding.
-        parts = [RowGradient(x.ids, np.asarray(x.rows)[: len(x.ids)]) for x in values]
-        total = merged_rows(parts, leaf.merge)
-        for endpoint, name, span in zip(leaf.endpoints, leaf.names, leaf.spans, strict=True):
-            at = span.among(total.ids)
-            self._lines[endpoint].row_ids(name, span.local(total.ids[at]))
-            yield endpoint, name, total.rows[at]
 
     def look_up(self, wanted: Sequence[WantedRows], now: float, *, train: bool) -> None:
         """Request rows of tables.
@@ -306,11 +295,11 @@ class Traffic:
           wanted: the rows of each block.
           train: True if gradients of these rows follow.
         """
-        missing: dict[tuple[str, str], Inbox] = {}
-        for endpoint, name, ids, rows in wanted:
-            self._lines[endpoint].prefetch(name, ids, train=train)
-            missing[endpoint, name] = Inbox({name: rows}, functools.partial(_NOT_ASKED, endpoint))
-        at = {ep: self._lines[ep].step for ep, _ in missing}
+        missing: dict[str, Inbox] = {}
+        for endpoint, (ids, memory) in by_server(wanted).items():
+            self._lines[endpoint].prefetch(ids, train=train)
+            missing[endpoint] = Inbox(memory, functools.partial(_NOT_ASKED, endpoint))
+        at = {ep: self._lines[ep].step for ep in missing}
         self._lookup = _Lookup(now, missing, at) if missing else None
 
     def ask_for_newest(self, now: float) -> None:
@@ -358,15 +347,15 @@ class Traffic:
             del pull.missing[endpoint]
 
     def _heard_rows(self, endpoint: str, message: wire.Message) -> None:
-        lookup, key = self._lookup, (endpoint, message["table"])
-        if lookup is None or key not in lookup.missing or message["step"] != lookup.at[endpoint]:
+        lookup, step = self._lookup, message["step"]
+        if lookup is None or endpoint not in lookup.missing or step != lookup.at[endpoint]:
             raise PeerError(
-                f"pserver {endpoint} sent {self._name} rows of {key[1]}, which {self._name} did "
-                "not request"
+                f"pserver {endpoint} sent {self._name} rows of tables, which {self._name} did not "
+                "request"
             )
-        lookup.missing[key].take(message)
-        if not lookup.missing[key].missing():
-            del lookup.missing[key]
+        lookup.missing[endpoint].take(message)
+        if not lookup.missing[endpoint].missing():
+            del lookup.missing[endpoint]
         if not lookup.missing:
             self._lookup = None
 
@@ -406,6 +395,21 @@ _NOT_ASKED = "pserver {} sent {}, which was not requested".format
 def _split(leaf: Leaf, values: Sequence[Any]) -> list[tuple[str, str, np.ndarray]]:
     """Merge gradients of a leaf; return (server's endpoint, block's name, rows) for each block."""
     return leaf.blocks(merged([np.asarray(x) for x in values], leaf.merge))
+
+
+def _split_rows(
+    leaf: Leaf, values: Sequence[RowGradient]
+) -> Iterator[tuple[str, str, RowGradient]]:
+    """Merge gradients of a table; yield (server's endpoint, gradient's name, rows) of each block.
+
+    The ids of the yielded rows are ids in the block.
+    """
+    # A compiled step returns arrays of a fixed size, so rows beyond the ids are padding.
+    parts = [RowGradient(x.ids, np.asarray(x.rows)[: len(x.ids)]) for x in values]
+    total = merged_rows(parts, leaf.merge)
+    for endpoint, name, span in zip(leaf.endpoints, leaf.names, leaf.spans, strict=True):
+        at = span.among(total.ids)
+        yield endpoint, name, RowGradient(span.local(total.ids[at]), total.rows[at])
 
 
 def merged(parts: Sequence[np.ndarray], how: str) -> np.ndarray:

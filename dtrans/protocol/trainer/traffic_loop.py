@@ -91,15 +91,15 @@ class TrafficLoop:
 
     @property
     def received(self) -> int:
-        """Number of steps whose gradients the newest parameters include; -1 without parameters."""
+        """Number of steps whose gradients are in the newest parameters; -1 before any arrive."""
         return -1 if self.newest is None else self.newest[0]
 
     def put(self, group: Group, steps: int = 1) -> None:
-        """Put the gradients of one step into the queue, or a push of GEO-SGD.
+        """Put the gradients of one step, or a push of GEO-SGD, into the queue.
 
         Args:
           group: the gradients or the push.
-          steps: number of steps that it contains.
+          steps: number of steps whose gradients or changes `group` contains.
         """
         self._queue.append((group, steps))
         self._put += 1
@@ -114,7 +114,7 @@ class TrafficLoop:
         return self._ask(TrafficRequest(wanted=(wanted, train)))
 
     def between(self, begin: Callable[[], Operation[Any]]) -> TrafficRequest:
-        """Request an operation. The loop starts the operation as soon as it `is_settled`."""
+        """Request an operation. The loop starts the operation as soon as the loop `is_settled`."""
         return self._ask(TrafficRequest(begin=begin))
 
     def _ask(self, request: TrafficRequest) -> TrafficRequest:
@@ -227,7 +227,8 @@ class TrafficLoop:
     def _begin(self, request: TrafficRequest, begin: Callable[[], Operation[Any]]) -> None:
         try:
             self._operation = request, OperationWait(self._transport, self._links, begin())
-        except DtransError as e:  # Only the step that made the request fails. The loop continues.
+        # the step that made the request raises the error; the loop continues
+        except DtransError as e:
             self._end_request(request, None, e)
 
     def _turn_of_operation(self, request: TrafficRequest, wait: OperationWait) -> bool:

@@ -38,8 +38,8 @@ class TrainerLine(ServerConnection):
       ahead: announced table rows, which later steps will use.
       awaited: number of the request whose answer the trainer waits for; 0 if it has no number.
       saved: maps the request number of each `save` to the answer; None until the answer arrives.
-      saving: requests to other servers. Whenever this server sends `waiting`, the trainer sends
-        `saving` to these servers.
+      saving: lines to other servers. Whenever this server sends `waiting`, the trainer sends
+        `saving` on these lines, so that the other servers extend the trainer's deadline.
       patience: time at which the awaited answer is late.
       reminder: times at which the trainer logs what it waits for.
     """
@@ -60,14 +60,14 @@ class TrainerLine(ServerConnection):
 
     @property
     def steps_so_far(self) -> int:
-        """Number of this trainer's steps, without those that a background thread sends."""
+        """Number of this trainer's steps; steps that a communicator's thread sends do not count."""
         # an asynchronous trainer numbers its steps from 0 on each connection
         return self.step if self._hello["sync_mode"] else self.count + self.step
 
     # -- requests --------------------------------------------------------------------------------
 
     def ask(self, op: str, **fields: Any) -> int:
-        """Send a request with a new number; return this number. The answer repeats it."""
+        """Send a request with a new number, which the answer repeats; return this number."""
         self.tell(op, step=self.step, request=self.new_request(), **fields)
         return self._asked
 
@@ -99,8 +99,8 @@ class TrainerLine(ServerConnection):
 
         Args:
           number: number of the round in the step.
-          values: array of each value, with the collective that merges the trainers' arrays: its
-            name and arguments.
+          values: pairs of an array and the collective, [name, arguments], that merges the trainers'
+            arrays.
         """
         table = [[x.dtype.name, list(x.shape), list(way)] for x, way in values]
         blocks = [(str(i), x) for i, (x, _) in enumerate(values)]
@@ -109,42 +109,44 @@ class TrainerLine(ServerConnection):
             self._say("exchange", frames, step=self.step, **fields)
 
     def prefetch(
-        self, table: str, ids: np.ndarray, *, train: bool, ahead: int = 0, request: int = 0
+        self, ids: Mapping[str, np.ndarray], *, train: bool, ahead: int = 0, request: int = 0
     ) -> None:
-        """Request rows of a table's block.
+        """Request rows of tables.
 
         Args:
-          table: name of the block.
-          ids: row ids in the block.
+          ids: row ids in each block of a table, by the block's name.
           train: True if a gradient of these rows follows.
           ahead: number of steps from the current step to the step that uses the rows.
           request: number of the request; 0 if it has none.
         """
-        fields = {"step": self.step, "table": table, "count": len(ids), "train": train}
+        fields: dict[str, Any] = {"train": train}
         if ahead:
             fields["ahead"] = ahead
         if request:
             fields["request"] = request
         self._send_ids("prefetch", ids, fields)
 
-    def row_ids(self, gradient: str, ids: np.ndarray) -> None:
-        """Send the row ids of a table gradient, before the gradient itself.
+    def row_ids(self, ids: Mapping[str, np.ndarray]) -> None:
+        """Send the row ids of gradients of tables, before the gradients themselves.
 
         Args:
-          gradient: name of the gradient.
-          ids: row ids in the block of the table.
+          ids: row ids in the block of the table, by the gradient's name.
         """
-        fields = {"step": self.step, "gradient": gradient, "count": len(ids)}
-        self._send_ids("row_ids", ids, fields)
+        self._send_ids("row_ids", ids, {})
 
-    def _send_ids(self, op: str, ids: np.ndarray, fields: Mapping[str, Any]) -> None:
-        for pieces, frames in wire.messages([("ids", ids.astype(np.int32, copy=False))]):
-            self._say(op, frames, **fields, pieces=pieces)
+    def _send_ids(self, op: str, ids: Mapping[str, np.ndarray], fields: Mapping[str, Any]) -> None:
+        counts = {n: len(x) for n, x in ids.items()}
+        blocks = [(n, x.astype(np.int32, copy=False)) for n, x in ids.items()]
+        for pieces, frames in wire.messages(blocks):
+            self._say(op, frames, step=self.step, counts=counts, **fields, pieces=pieces)
 
     def end_step(
         self, gradients: Sequence[tuple[str, Any]], /, *, sent: bool, barrier: bool, **fields: Any
     ) -> None:
         """End a step: send the remaining gradients, and request parameters in the same message.
+
+        If a synchronous trainer needs several messages for the gradients, the request precedes
+        them. So the server can answer while it still receives gradients.
 
         Args:
           gradients: gradients of this step that have not been sent yet.
@@ -153,7 +155,10 @@ class TrainerLine(ServerConnection):
           fields: fields of the `recv` message.
         """
         then = ["send_barrier", "recv"] if barrier else ["recv"]
-        if gradients:
+        if barrier and sum(x.nbytes for _, x in gradients) > wire.MESSAGE_BYTES:
+            self.tell("recv", step=self.step + 1, **fields)
+            self.send_blocks(gradients, then=["send_barrier"])
+        elif gradients:
             self.send_blocks(gradients, then=then, **fields)
         elif barrier:
             self.tell("send_barrier", step=self.step, then=["recv"], **fields)

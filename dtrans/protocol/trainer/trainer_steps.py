@@ -2,7 +2,7 @@
 
 A method that needs answers returns an `Operation`. The caller passes the servers' messages to it.
 
-    send      adds a gradient to the outbox for a server; a full outbox is sent at once
+    send      adds a gradient to the outbox for a server
     request   ends the step: sends each server its outbox and the names of blocks to receive
     exchange  sends this trainer's values of a round, and receives the merged values
 
@@ -20,9 +20,9 @@ import numpy as np
 from dtrans.errors import CheckpointError, PeerError
 from dtrans.protocol import wire
 from dtrans.protocol.tables.stored_tables import TableReport, reports_of
-from dtrans.protocol.tables.table_rows import WantedRows
+from dtrans.protocol.tables.table_rows import WantedRows, by_server
 from dtrans.protocol.trainer.announced_lookups import AnnouncedLookups
-from dtrans.protocol.trainer.operation import Operation, PendingAnswer, nothing
+from dtrans.protocol.trainer.operation import Operation, PendingAnswer, nothing, some_names
 from dtrans.protocol.trainer.trainer_line import TrainerLine
 
 
@@ -45,12 +45,12 @@ class TrainerSteps:
     """Messages of one trainer's steps.
 
     Args:
-      line: function from a server's endpoint to the trainer's requests to this server.
+      line: function that maps a server's endpoint to the trainer's `TrainerLine` for this server.
 
     Attributes:
       sync_mode: True if the trainer makes synchronous steps.
-      tells_counts: True if an asynchronous trainer tells all servers the largest number of its
-        steps that one of them has received. GEO-SGD tells them later.
+      tells_counts: True if an asynchronous trainer tells all servers the largest step count that a
+        server has of this trainer. With GEO-SGD, the trainer does this later.
       announced: the lookups that the trainer has announced for later steps.
       in_step: True from the first gradient of a synchronous step until its last block is received.
     """
@@ -69,12 +69,16 @@ class TrainerSteps:
         self._saves: tuple[str, dict[str, int]] = ("", {})
 
     def send(self, endpoint: str, name: str, block: np.ndarray) -> None:
-        """Add a gradient to the outbox for a server, and send the outbox if it is full."""
+        """Add a gradient to the outbox for a server.
+
+        An asynchronous trainer sends a full outbox. A synchronous trainer sends all gradients when
+        it ends the step, because its request for parameters precedes them.
+        """
         self.in_step = self.sync_mode
         self._sent_to.add(endpoint)
         self._outbox.setdefault(endpoint, []).append((name, block))
         self._outbox_bytes[endpoint] = self._outbox_bytes.get(endpoint, 0) + block.nbytes
-        if self._outbox_bytes[endpoint] >= wire.MESSAGE_BYTES:
+        if not self.sync_mode and self._outbox_bytes[endpoint] >= wire.MESSAGE_BYTES:
             line = self._line(endpoint)
             line.send_blocks(self._outbox.pop(endpoint))
             self._outbox_bytes.pop(endpoint)
@@ -103,21 +107,23 @@ class TrainerSteps:
         return Operation([answer], _memory_of_first)
 
     def prefetch(self, wanted: Sequence[WantedRows], *, train: bool) -> Operation[None]:
-        """Request rows of tables for this step.
+        """Request rows of tables for this step, with one message to each server.
 
         Args:
           wanted: rows of each block, with the memory that receives them.
           train: True if gradients of these rows follow in this step.
         """
         answers = []
-        for endpoint, name, ids, rows in wanted:
+        for endpoint, (ids, memory) in by_server(wanted).items():
             line = self._line(endpoint)
-            number, what = line.new_request(), f"{len(rows)} rows of {name} in step {line.step}"
-            line.prefetch(name, ids, train=train, request=number)
-            fields, memory = {"step": line.step}, {name: rows}
+            number = line.new_request()
+            line.prefetch(ids, train=train, request=number)
+            names = some_names(list(memory))
+            what = f"{sum(map(len, ids.values()))} rows of {names} in step {line.step}"
+            fields = {"step": line.step}
             answers.append(
                 PendingAnswer(
-                    line, f"`prefetch` of {name}", "rows", fields, what, number, memory=memory
+                    line, f"`prefetch` of {names}", "rows", fields, what, number, memory=memory
                 )
             )
         return Operation(answers, nothing)
@@ -201,7 +207,7 @@ class TrainerSteps:
         return Operation(answers, _reports)
 
     def evict(self, blocks: Sequence[tuple[str, str]], unused_for: int) -> Operation[int]:
-        """Request the eviction of rows without recent updates. The result is their number.
+        """Request an eviction of rows without recent updates; the result is how many were evicted.
 
         When all servers have answered, the operation raises PeerError if a server could not evict
         rows. The job can continue afterwards.
@@ -265,7 +271,7 @@ class TrainerSteps:
         self._saves = "", {}
 
     def forget_asked(self) -> None:
-        """Clear the record of requested blocks, after another job has used these connections.
+        """Clear the record of requested blocks, because another job has used these connections.
 
         The next `request` sends the names of the blocks again.
         """

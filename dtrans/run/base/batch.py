@@ -1,7 +1,7 @@
 """Batches that are divided among trainers: checks of their arrays, and padding.
 
-The `Share` of an array says how it is divided. It is the dimension that is split over the trainers,
-or "replicated", or "key". All split arrays of a batch have the same number of rows.
+The `Share` of an array says how the array is divided: the dimension that is split over the
+trainers, or "replicated", or "key". All split arrays of a batch have the same number of rows.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def check_rows(
       counts: number of rows of each array, by name.
       unsplit_option: the user's option with the names of unsplit arrays, for errors.
       who: name of this process's trainers in errors; "" for the default, "N trainers".
-      uneven: True to accept a number of rows that is not a multiple.
+      uneven: True to accept a number of rows that is not a multiple of `trainers`.
       noun: the strategy's word for a trainer, for errors.
 
     Raises:
@@ -186,9 +186,10 @@ def pad_for_trainers(x: Any, axis: int, trainers: int) -> Any:
 
 
 def pad_rows(x: Any, axis: int, count: int) -> Any:
-    """Pad dimension `axis` to `count` rows with copies of the last row (zeros without a row).
+    """Pad dimension `axis` to `count` rows with copies of the last row.
 
-    A row of zeros could cause a division by zero in the loss. A copy of a row does not.
+    A row of zeros could cause a division by zero in the loss; a copy of a row does not. An array
+    without rows is padded with zeros.
     """
     rows = x.shape[axis]
     if not rows:
@@ -214,8 +215,8 @@ def check_uneven(rows: int, trainers: int, is_supported: bool) -> None:
         )
     if rows % trainers == 0:
         raise BatchError(
-            f"{part}, which can be split evenly over {trainers} trainers; pass the arrays without "
-            "UnevenPart"
+            f"{part}, but {trainers} trainers can divide these rows evenly; pass the arrays "
+            "without UnevenPart"
         )
 
 
@@ -225,19 +226,22 @@ def uneven_rows(
     rows: int,
     part: int,
     size: int,
+    here: int | None = None,
 ) -> list[Any]:
-    """Pad this process's part of a batch that cannot be split evenly over trainers.
+    """Pad this process's part of a batch that is not split evenly over trainers.
 
     Args:
       arrays: pairs (array of this process, its share).
       rows: number of rows of the global batch.
       part: index of this process.
       size: number of rows of a part after padding.
+      here: number of rows of this part; None if only the last parts have fewer than `size` rows.
 
     Raises:
       BatchError: an array has another number of rows than this part of the batch.
     """
-    here = min(max(rows - part * size, 0), size)
+    if here is None:
+        here = min(max(rows - part * size, 0), size)
     padded = []
     for n, (x, share) in zip(names, arrays, strict=True):
         if isinstance(share, str):

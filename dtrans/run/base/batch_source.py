@@ -26,7 +26,8 @@ class _StateMethods(NamedTuple):
     restore: str
 
 
-# grain's iterators; torchdata's `StatefulDataLoader` and iterable data sets of Hugging Face
+# First pair: grain's iterators. Second pair: torchdata's `StatefulDataLoader`, and iterable data
+# sets of Hugging Face.
 STATE_METHODS = (
     _StateMethods("get_state", "set_state"),
     _StateMethods("state_dict", "load_state_dict"),
@@ -78,7 +79,7 @@ class BatchSource:
 
 
 class FunctionSource(BatchSource):
-    """Batches that a function of the step number returns. They have no end."""
+    """Endless batches, which a function of the step number returns."""
 
     def __init__(self, batch_of: Callable[[int], Any]) -> None:
         super().__init__(batch_of, iter(()))
@@ -156,14 +157,14 @@ class StatefulSource(BatchSource):
         self._first, self._spacing = position, 1
 
     def _go_to(self, position: int, state: Any) -> None:
-        # a loader may use the dict as its live state, and would change the mark
+        # pass a copy, because a loader may use the dict as its live state, and change it
         getattr(self._stateful, self._methods.restore)(copy.deepcopy(state))
         if self._stateful is self._batches:
             self._iterator = iter(self._batches)
         self.position, self.state = position, state
 
     def _save(self) -> Any:
-        # the next batch may change the dict, if it is the loader's live state
+        # copy the dict, because it may be the loader's live state, which the next batch changes
         return copy.deepcopy(getattr(self._stateful, self._methods.save)())
 
 

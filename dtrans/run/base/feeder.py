@@ -40,7 +40,7 @@ class _Loaded(NamedTuple):
     Attributes:
       batch: this process's part.
       state: the source's state after this batch.
-      error: the error in place of a batch; StopIteration at the end.
+      error: the error that the source raised instead of a batch; StopIteration at the source's end.
     """
 
     batch: Any = None
@@ -73,7 +73,7 @@ class Feed(Iterator[Any]):
     def read_ahead(self) -> Iterator[Any]:
         """Yield the batches of the next steps. `job.steps` calls `advance` after each step.
 
-        If the loop ends before `advance`, the remaining batches stay the next ones.
+        A batch that `advance` has not counted is yielded again by the next call.
         """
         for loaded in tuple(self._read_ahead):
             yield loaded.batch
@@ -86,7 +86,7 @@ class Feed(Iterator[Any]):
             yield loaded.batch
 
     def advance(self, batch: Any) -> None:
-        """Count a batch of `read_ahead`, because its step has ended.
+        """Count a batch that `read_ahead` yielded, because its step has ended.
 
         Raises:
           StateError: another caller has changed the position since `read_ahead`.
@@ -208,8 +208,8 @@ def feed(batches: Iterable[Any] | Callable[[int], Any], job: Job, ahead: int = 2
     """Load batches in a thread, before steps read them.
 
     When the `with` block ends, `feed` drops batches that no step has read, and waits for the
-    thread. The thread ends after the iterator returns its current batch. An error in the iterator
-    is raised by the loop over the loaded batches.
+    thread. The thread ends after the iterator returns its current batch. If the iterator raises an
+    error, the loop over the loaded batches raises this error.
 
     A cut is a copy of the job's state. In a job with cuts, pass the result to `job.steps` with
     `stop`. After the failure of a process, `feed` goes back to the batch of the cut. This works

@@ -19,7 +19,7 @@ class Merge:
         "mean", "sum"   reduces over trainers
         "same"          takes one value, because all trainers have the same
         "concat"        concatenates rows of the batch along `axis`
-        "joined"        the input is not a stack, but already the concatenated rows
+        "joined"        the rows of the input are concatenated already
         "each"          returns the stack unchanged
 
     Attributes:

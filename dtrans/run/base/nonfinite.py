@@ -158,7 +158,7 @@ class NonfiniteCheck:
 
     def _on_callback(self, names: Sequence[str], fine: Any, index: Any) -> None:
         bad = [n for n, good in zip(names, np.asarray(fine), strict=True) if not good]
-        if bad:  # `bad` may be empty: under vmap, all trainers run this branch
+        if bad:  # under vmap, every trainer runs this branch, even if its gradients are finite
             self.note(int(index), list(dict.fromkeys(bad)))
 
 
@@ -170,6 +170,6 @@ def all_finite(x: np.ndarray) -> bool:
     """Return True if no element is an infinity or a NaN."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return True
-    # the sum is faster to check, but may overflow, so check each element if it is not finite
+    # the sum is faster to check, but may overflow, so check each element if the sum is not finite
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(x.sum())) or bool(np.isfinite(x).all())

@@ -18,8 +18,8 @@ from dtrans.zero.plan import ShardingPlan
 def resolve_for_platform(plan: CollectivePlan, platform: str = "") -> CollectivePlan:
     """Return the plan with a platform's defaults for options that the user left unset.
 
-    On CPUs, loops of stage 3 do not prefetch, because all-gathers do not overlap with computation.
-    A prefetch would only cost the memory of a layer.
+    On CPUs, loops of ZeRO stage 3 do not prefetch the next layer, because all-gathers do not
+    overlap with computation. A prefetch would only cost the memory of a layer.
 
     Args:
       platform: JAX's name of the platform: "cpu", "gpu", "tpu".
@@ -38,9 +38,9 @@ def stable_bits_options() -> dict[str, str] | None:
     """Return compiler options that make an equation's result bitwise equal in every program.
 
     XLA's algebraic simplifier rewrites `x / s` to `x * (1 / s)` if only one equation reads `s`. On
-    a server with one block, one equation reads Adam's bias correction, and with two blocks two do.
-    So the two servers would round differently. On CPUs, the options disable the simplifier, without
-    which an optimizer is no slower.
+    a server with one block, one equation reads Adam's bias correction, and with two blocks two
+    equations do. So the two servers would round differently. On CPUs, the options disable the
+    simplifier. This does not make optimizers slower.
 
     Returns:
       Options for `jax.jit(compiler_options=...)`; None on other platforms.

@@ -1,15 +1,15 @@
 """Division of a program into compiled pieces, with communication between them.
 
 The equations between two communications become one jitted function, a *piece*. A `send` has no
-result, so it can wait: it moves behind later computation, until `group_bytes` of gradients are
-ready. So pieces are few and large, and gradients that are ready together are sent together. All
-other communication stays in its place.
+result, so it moves behind later computation, until `group_bytes` of gradients are ready. The result
+is a few large pieces, and each message contains several gradients. All other communication stays in
+its place.
 
 JAX dispatches pieces asynchronously. The sends of a piece come after the dispatch of the next
 piece, so that the device computes while gradients are sent.
 
-A *fabric* is an object that executes the communication. If its values are device arrays, pieces
-also compute the primitives `split_byref` and `concat`.
+A *fabric* is an object that executes the communication. If a fabric's values are device arrays,
+pieces also compute the primitives `split_byref` and `concat`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _split_rows(x: jax.Array, *, sections: Sequence[int]) -> list[jax.Array]:
     return blocks
 
 
-# implementations of split_byref and concat in pieces, for fabrics whose values are device arrays
+# implementations of split_byref and concat in compiled pieces, if values are device arrays
 COMPUTED: Rules = {
     split_byref_p: _split_rows,
     concat_p: lambda *blocks, axis: [jnp.concatenate(blocks, axis)],
@@ -68,9 +68,9 @@ class Compute:
     """Piece: consecutive equations that are compiled as one function.
 
     Attributes:
-      fn: the function, from the values of `reads` to the values of `makes`.
+      fn: the function, which maps the values of `reads` to the values of `makes`.
       reads: variables that the equations read but do not define.
-      makes: variables that the equations define, and that later steps or the caller read.
+      makes: variables that the equations define, and that later equations or the caller read.
       rules: the communication primitives that the function computes.
     """
 
@@ -115,7 +115,7 @@ class Segments:
 
         Args:
           args: arrays of the program's inputs.
-          compute: runs one piece; by default a call of its jitted function.
+          compute: function that runs one piece; by default, it calls the piece's jitted function.
 
         Yields:
           Pairs (equation to execute, operands). The caller sends the results to the generator.
@@ -144,7 +144,7 @@ class Segments:
             else:
                 outs = yield step.eqn, [read(a) for a in step.eqn.invars]
                 env.update(zip(step.eqn.outvars, outs, strict=True))
-            del outs  # only `env` still refers to the outputs, so that `pop` frees them
+            del outs  # now only `env` refers to the outputs, and `env.pop` can free them
             for v in dropped:
                 env.pop(v, None)
         return [read(a) for a in opened(jaxpr).outvars]
@@ -214,7 +214,7 @@ def _order_steps(
             group.append(eqn)
         elif eqn.primitive in (send_p, send_rows_p, split_byref_p):
             waiting.append(eqn)
-            # bytes of a split are counted when its blocks are sent
+            # split_byref sends nothing: bytes are counted at the sends of its blocks
             if eqn.primitive is not split_byref_p:
                 ready += sum(a.aval.size * a.aval.dtype.itemsize for a in eqn.invars)
             if ready >= group_bytes:
@@ -272,8 +272,8 @@ def interpret(
 
     Args:
       eqns: the equations, in order.
-      env: maps each variable that the equations read to its value. The function adds the values
-        that the equations compute.
+      env: values of the variables that the equations read (dict by variable). The function adds the
+        values that the equations compute.
       outs: the outputs.
       rules: the implementation of each communication primitive.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -75,6 +75,22 @@ class AxisSharding:
             return self
         others = tuple(entry for entry in self.cut if entry[1] != axes)
         return dataclasses.replace(self, cut=(*others, (dim, axes)))
+
+    def without(self, axis: str) -> AxisSharding:
+        """Return the sharding of the value after a gather over one axis."""
+        return dataclasses.replace(self, cut=tuple(c for c in self.cut if c[1] != (axis,)))
+
+    @classmethod
+    def from_dims(cls, dims: Mapping[str, int]) -> AxisSharding:
+        """Return the sharding of an array that mesh axes divide.
+
+        Args:
+          dims: the dimension that each axis divides (dict by axis).
+        """
+        sharding = cls()
+        for mesh_axis, dim in dims.items():
+            sharding = sharding.sharded_along(dim, mesh_axis)
+        return sharding
 
     def restrict_to(self, axes: Collection[str]) -> AxisSharding:
         """Return the sharding with `axes` only; all other axes must have size 1."""

@@ -1,4 +1,4 @@
-"""Checks of the state that a user passes to a step: the arrays exist, and belong to this job."""
+"""Padding of the state of a job, and checks of the state that a user passes to a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from typing import Any
 import jax
 
 from dtrans._jax import is_traced
+from dtrans.engine.layout import Sliced
 from dtrans.errors import StateError
+from dtrans.ir.array_fns import padded_to
+
+
+def with_padding(x: Any, cuts: Mapping[str, Sliced]) -> Any:
+    """Return an array of the state with the padding of its slices over each mesh axis."""
+    for sliced in cuts.values():
+        x = padded_to(x, sliced.axis, sliced.padded)
+    return x
 
 
 def missing_array(name: str) -> StateError:

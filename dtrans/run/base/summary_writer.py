@@ -68,8 +68,8 @@ class SummaryWriter:
 
         Args:
           step: index of the step.
-          values: maps each tag to its value, as `merge` returns it. An image may also be [height,
-            width, channels], and audio [frames] or [frames, channels].
+          values: maps each tag to its value, as `dtrans.step.summary.merge` returns it. An image
+            may also be [height, width, channels], and audio [frames] or [frames, channels].
           specs: the summaries to write. A text needs no value: it is in its spec.
 
         Raises:
@@ -79,11 +79,14 @@ class SummaryWriter:
         shown = {s.tag: s for s in specs}
         missing = [t for t, s in shown.items() if s.kind != TEXT and t not in values]
         if missing:
-            raise ConfigError(f"values has no {', '.join(missing)}, but specs has; add the value")
+            raise ConfigError(
+                f"values lacks {', '.join(missing)}, which specs lists; add the value"
+            )
         unknown = [t for t in values if t not in shown]
         if unknown:
             raise ConfigError(
-                f"specs has no summary {', '.join(unknown)}, but values has; add the summary"
+                f"specs lacks the summary {', '.join(unknown)}, which values contains; add the "
+                "summary"
             )
         for tag, s in shown.items():
             if s.kind != TEXT:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 
 from dtrans.data_parallel.plan import CollectivePlan
+from dtrans.ir.array_fns import array_type
 from dtrans.ir.pytree import all_names, is_under
 from dtrans.run.base.batch import (
     Share,
@@ -20,6 +21,7 @@ from dtrans.run.base.batch import (
     share_of,
     uneven_rows,
 )
+from dtrans.run.base.spmd import AxisSharding
 from dtrans.run.collective.trainers import Trainers
 
 
@@ -33,7 +35,8 @@ class TrainerBatches:
     Attributes:
       specs: the structure of each batch argument.
       names: names of the arrays of a batch.
-      shares: for each array, the split dimension, "replicated" or "key".
+      shares: for each array, the dimension that is split over trainers, "replicated" or "key".
+      shardings: the sharding of each array over the mesh.
     """
 
     def __init__(self, plan: CollectivePlan, trainers: Trainers) -> None:
@@ -47,6 +50,16 @@ class TrainerBatches:
             unsplit = {n for n in self.names if is_under(n, plan.unsplit_inputs)}
             types = plan.main.inputs
             self.shares = [share_of(n, types[n], plan.trainers, unsplit) for n in self.names]
+
+        self.shardings = list(map(self._sharding, self.names, self.shares))
+
+    def _sharding(self, name: str, share: Share) -> AxisSharding:
+        sharding, sequence = AxisSharding(), self._plan.sequence
+        if isinstance(share, int):
+            sharding = sharding.sharded_along(share, *self._plan.options.over)
+        if sequence is not None:
+            sharding = sharding.sharded_along(sequence.dims.get(name), sequence.name)
+        return sharding
 
     @property
     def axes(self) -> dict[str, int]:
@@ -76,11 +89,23 @@ class TrainerBatches:
         option = f"dtrans.{plan.strategy}(batch=dtrans.Batch(unsplit_inputs=(...)))"
         rows = rows_of(self.names, self._shared(arrays))
         check_rows(rows, trainers.here, option, trainers.who, noun=plan.options.noun)
-        return trainers.place_batch(arrays, self.shares)
+        self._of_devices(map(array_type, arrays))
+        return trainers.place_batch(arrays, self.shardings)
 
     def part_types(self, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-        """Return the types of one trainer's part of a batch."""
-        return part_types(self._shared(arrays), self._plan.trainers)
+        """Return the types of one device's part of a batch."""
+        return self._of_devices(part_types(self._shared(arrays), self._plan.trainers))
+
+    def _of_devices(self, types: Iterable[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
+        """Convert the types of a trainer's arrays to the types of one device's arrays.
+
+        Raises:
+          BatchError: the devices of the sequence axis cannot divide an array.
+        """
+        sequence = self._plan.sequence
+        if sequence is None:
+            return list(types)
+        return [sequence.part_type(n, t) for n, t in zip(self.names, types, strict=True)]
 
     # -- batches with padding --------------------------------------------------------------------
 
@@ -109,11 +134,16 @@ class TrainerBatches:
         return count if count % plan.trainers else 0
 
     def place_padded(self, arrays: Sequence[Any], rows: int) -> Sequence[Any]:
-        """Pad a batch to a multiple of the number of trainers, and put it on their devices."""
+        """Pad a batch to a multiple of the number of trainers, and put it on their devices.
+
+        Raises:
+          BatchError: the devices of the sequence axis cannot divide an array.
+        """
+        self._of_devices(map(array_type, arrays))
         trainers = self._trainers
         size = -(-rows // self._plan.trainers) * trainers.here
         padded = uneven_rows(self.names, self._shared(arrays), rows, trainers.part[0], size)
-        return trainers.place_batch(padded, self.shares)
+        return trainers.place_batch(padded, self.shardings)
 
     def global_types(self, arrays: Sequence[Any], rows: int) -> list[jax.ShapeDtypeStruct]:
         """Return the types of a global batch with `rows` rows."""

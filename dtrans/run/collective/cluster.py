@@ -37,12 +37,12 @@ from dtrans.ir.pytree import all_names
 from dtrans.job import Job
 from dtrans.ops import broadcast_p, collective_of, exchange_p, recv_p, send_p, trainer_index_p
 from dtrans.plan import register_runner
-from dtrans.run.base.batch import Share
 from dtrans.run.base.lowering import per_trainer
 from dtrans.run.base.platforms import resolve_for_platform
 from dtrans.run.base.spmd import AxisSharding, on_mesh
 from dtrans.run.collective.job import CollectiveJob
 from dtrans.run.collective.mesh import MeshTrainers, mesh_of
+from dtrans.run.collective.trainers import without_padding
 from dtrans.run.distributed.connect import connect, connected
 from dtrans.run.distributed.elastic import Loss, all_or_none
 from dtrans.run.distributed.membership import lost
@@ -76,29 +76,29 @@ class ClusterTrainers(MeshTrainers):
 
     gathers = True  # each process needs all results on its own device
 
-    def __init__(self, mesh: Mesh) -> None:
-        super().__init__(mesh)
-        self.run_id, self.here = connected().run, jax.local_device_count()
+    def __init__(self, mesh: Mesh, over: tuple[str, ...]) -> None:
+        super().__init__(mesh, over)
+        self.run_id, self.here = connected().run, jax.local_device_count() * self.here // mesh.size
         order = list(dict.fromkeys(d.process_index for d in mesh.devices.flat))
         self.part = order.index(jax.process_index()), len(order)
         self.who = f"the {self.here} devices of this process"
 
     def replicate(self, xs: Sequence[Any]) -> list[Any]:
-        return [to_global_array(x, self.state_sharding(None)) for x in broadcast(xs)]
+        return [to_global_array(x, self.state_sharding(AxisSharding())) for x in broadcast(xs)]
 
-    def place_state(self, x: Any, axis: int | None) -> Any:
-        where = self.state_sharding(axis)
+    def place_state(self, x: Any, sharding: AxisSharding) -> Any:
+        where = self.state_sharding(sharding)
         if isinstance(x, jax.Array) and x.sharding == where:
             return x
-        if axis is None:
+        if not sharding.cut:
             return to_global_array(local_piece(x), where)
         host = np.asarray(x)
         return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
 
-    def place_batch(self, arrays: Sequence[Any], shares: Sequence[Share]) -> list[Any]:
+    def place_batch(self, arrays: Sequence[Any], shardings: Sequence[AxisSharding]) -> list[Any]:
         placed = []
-        for x, share in zip(arrays, shares, strict=True):
-            placed.append(to_global_array(x, self.batch_sharding(share)))
+        for x, sharding in zip(arrays, shardings, strict=True):
+            placed.append(to_global_array(x, self.state_sharding(sharding)))
         return placed
 
     def check_start(self, startup: ClosedJaxpr) -> None:
@@ -116,17 +116,17 @@ class ClusterTrainers(MeshTrainers):
     def check_step(self, program: Program, split: Sequence[str], merges: Mapping[str, str]) -> None:
         check_consistent(program, split, merges)
 
-    def unshard(self, x: Any, axis: int | None, size: int) -> Any:
-        return local_piece(x if axis is None else self._all_gather(x, axis, size))
+    def unshard(self, x: Any, shape: tuple[int, ...] | None) -> Any:
+        return local_piece(x if shape is None else self._all_gather(x, shape))
 
     @cached_property
-    def _all_gather(self) -> Callable[[jax.Array, int, int], jax.Array]:
+    def _all_gather(self) -> Callable[[jax.Array, tuple[int, ...]], jax.Array]:
         """Jitted function that all-gathers a sliced array and removes its padding.
 
         All processes must call it together.
         """
-        gather = lambda x, axis, size: jax.lax.slice_in_dim(x, 0, size, axis=axis)
-        return jax.jit(gather, static_argnums=(1, 2), out_shardings=self.state_sharding(None))
+        replicated = self.state_sharding(AxisSharding())
+        return jax.jit(without_padding, static_argnums=1, out_shardings=replicated)
 
     def to_local(self, tree: Any) -> Any:
         return jax.tree.map(local_piece, tree)
@@ -196,10 +196,6 @@ class SurvivingJob(Job):
     def split_axes(self) -> Mapping[str, int]:
         return self._job.split_axes()
 
-    def slice_axis(self, name: str) -> int | None:
-        """Return the dimension along which an array is sliced; see `CollectiveJob.slice_axis`."""
-        return self._job.slice_axis(name)
-
     def sharding_of(self, name: str) -> NamedSharding | None:
         """Return the sharding of an array of the state; see `CollectiveJob.sharding_of`."""
         return self._job.sharding_of(name)
@@ -237,11 +233,11 @@ def on_cluster(plan: CollectivePlan, *, donate: bool, on_nonfinite: str = "ignor
     Args:
       plan: the plan of the job.
       donate: True to donate the state to each step.
-      on_nonfinite: the reaction to a result that is infinite or NaN, as in `plan.on_mesh`.
+      on_nonfinite: the reaction to infinite or NaN gradients, as in `plan.on_mesh`.
 
     Raises:
-      ConfigError: the plan is for another number of trainers, or it is sharded and
-        `connect(on_trainer_loss="drop")` was called.
+      ConfigError: the plan is for another number of trainers; or trainers store different parts of
+        the state, and `connect(on_trainer_loss="drop")` was called.
     """
     # call connected() first: it also adopts a jax.distributed job that the user has started
     drop = connected().on_trainer_loss == "drop"
@@ -252,11 +248,25 @@ def on_cluster(plan: CollectivePlan, *, donate: bool, on_nonfinite: str = "ignor
             'copy of its slices; connect without on_trainer_loss="drop", and continue from a '
             "checkpoint"
         )
-    if plan.trainers not in (len(devices), jax.device_count()):
-        each = jax.local_device_count()
+    each = jax.local_device_count()
+    devices_each = plan.devices_per_trainer
+    if drop and (devices_each > 1 or plan.options.colocated):
+        raise ConfigError(
+            "a job with a mesh cannot continue when it loses trainers; connect without "
+            'on_trainer_loss="drop", and continue from a checkpoint'
+        )
+    if each % devices_each:
+        axes = " x ".join(f"{size} {name}" for name, size in plan.device_axes)
+        raise ConfigError(
+            f"a trainer has {devices_each} devices ({axes}), but this process has {each}; give "
+            f"each process a multiple of {devices_each} devices"
+        )
+    if plan.device_count not in (len(devices), jax.device_count()):
         count = (
             f"the plan is for {plan.trainers} {plan.options.noun}s, {len(devices)} are connected"
         )
+        if devices_each > 1:
+            count = f"the plan is for {plan.device_count} devices, {len(devices)} are connected"
         if each > 1:
             count += f": {len(connected().members)} processes with {each} devices each"
         raise ConfigError(count)
@@ -270,10 +280,9 @@ def on_cluster(plan: CollectivePlan, *, donate: bool, on_nonfinite: str = "ignor
 def job_of(plan: CollectivePlan, *, donate: bool, on_nonfinite: str) -> CollectiveJob:
     """Return a job of all connected trainers. The job ends if one of them is lost."""
     devices = trainer_devices()
-    plan = plan.for_trainers(len(devices))
-    return CollectiveJob(
-        plan, ClusterTrainers(mesh_of(plan, devices)), donate=donate, on_nonfinite=on_nonfinite
-    )
+    plan = plan.for_trainers(len(devices) // plan.devices_per_trainer)
+    trainers = ClusterTrainers(mesh_of(plan, devices), plan.options.over)
+    return CollectiveJob(plan, trainers, donate=donate, on_nonfinite=on_nonfinite)
 
 
 def local_piece(x: Any) -> Any:

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 
 from dtrans._jax import ClosedJaxpr, Literal, closed, jaxpr_as_fun
 from dtrans.data_parallel.plan import CollectivePlan
-from dtrans.ir.array_fns import padded_to
 from dtrans.ir.program import Program
 from dtrans.run.base.batch import on_one_device
+from dtrans.run.base.state import with_padding
+from dtrans.run.collective.state_arrays import state_sharding
 from dtrans.run.collective.trainers import Trainers
 
 
@@ -39,7 +40,7 @@ class FirstState:
     def arrays(self, *args: Any) -> dict[str, Any]:
         """Compute the first state from the arguments of init; return arrays on devices, by name."""
         flat = self.program.flatten(*args)
-        compute = self._compute_slices if self._plan.sliced else self._compute_replicas
+        compute = self._compute_slices if self._plan.cuts else self._compute_replicas
         found = compute(flat)
         state = dict(zip(self.program.out_names, found, strict=True))
         extra = {n: jnp.asarray(x) for n, x in self._plan.extra_state.items()}
@@ -53,7 +54,7 @@ class FirstState:
         if trainers.mesh is not None:
             args = jax.device_put(args, trainers.mesh.local_devices[0])
         outputs = self.program.compiled(*args)
-        # copy an array that init returns twice: it can be donated only once
+        # copy an array that init returns twice, because an array can be donated only once
         if self._donate:
             outputs = list(map(jnp.copy, outputs))
         return trainers.replicate(outputs)
@@ -62,7 +63,7 @@ class FirstState:
         self._trainers.check_start(self._opened)
         outputs = self.compiled(*self._trainers.replicate([*self.program.jaxpr.consts, *args]))
         # jit returns no new array for an output that is an input, or equal to another output. An
-        # array can be donated only once, so it is copied.
+        # array can be donated only once, so copy such an output.
         inner = self._opened.jaxpr
         seen = {id(v) for v in inner.invars}
         found = []
@@ -81,22 +82,19 @@ class FirstState:
 
     @cached_property
     def compiled(self) -> Any:
-        """Jitted function from constants and flat arguments to padded and sharded arrays."""
+        """Jitted function that maps constants and flat arguments to padded and sharded arrays."""
         names, run = self.program.out_names, jaxpr_as_fun(self._opened)
-        slices, trainers = self._plan.sliced, self._trainers
+        plan, trainers = self._plan, self._trainers
 
         def start(*args: Any) -> list[Any]:
             found = []
             for n, x in zip(names, run(*args), strict=True):
-                if n in slices:
-                    x = padded_to(x, slices[n].axis, slices[n].padded)
-                found.append(x)
+                found.append(with_padding(x, plan.cuts.get(n, {})))
             return found
 
         if trainers.mesh is None:
             return jax.jit(start)
         places = []
         for n in names:
-            axis = slices[n].axis if n in slices else None
-            places.append(trainers.state_sharding(axis))
+            places.append(trainers.state_sharding(state_sharding(plan, n)))
         return jax.jit(start, out_shardings=places)

@@ -27,6 +27,7 @@ from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.data_parallel.state import CollectiveState
 from dtrans.errors import ConfigError
 from dtrans.ir.array_fns import array_type
+from dtrans.ir.cost import nbytes
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import TreeSpec, result_of, without
 from dtrans.ir.selection import subset, values_at
@@ -40,6 +41,7 @@ from dtrans.run.collective.batches import TrainerBatches
 from dtrans.run.collective.first_state import FirstState
 from dtrans.run.collective.state_arrays import StateArrays
 from dtrans.run.collective.trainers import StepLayout, Trainers
+from dtrans.step.applied import groups_by_bytes
 from dtrans.step.batch_sharing import without_parts
 from dtrans.step_meter import metered
 
@@ -76,7 +78,8 @@ class CollectiveJob(Job):
         self._last: list[Any] = []  # types of the last batch that passed all checks
         # pass the state as a pytree, because jit flattens pytrees in C++, faster than Python code
         self._jitted = jax.jit(self._traced, donate_argnums=0 if donate else ())
-        self._uneven: dict[int, Any] = {}  # global rows -> jitted step for padded batches
+        # types of a global batch -> jitted step for padded batches
+        self._uneven: dict[tuple[Any, ...], Any] = {}
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -143,28 +146,30 @@ class CollectiveJob(Job):
         if rows := self.batches.odd_rows(arrays, global_rows):
             return self._uneven_step(arrays, rows)
         if types == self._last:
-            return self._jitted, self.trainers.place_batch(arrays, self.batches.shares)
+            return self._jitted, self.trainers.place_batch(arrays, self.batches.shardings)
         arrays = self.batches.place(arrays)
         self._check_step(self._program(state, arrays))
         self._last = types
         return self._jitted, arrays
 
     def _uneven_step(self, arrays: Sequence[Any], rows: int) -> tuple[Any, Sequence[Any]]:
-        """Return the jitted step for a batch that needs padding, and its padded arrays."""
+        """Return the jitted step for a batch that needs padding, and the padded arrays."""
         padded = self.batches.place_padded(arrays, rows)
-        if rows not in self._uneven:
+        batch_types = self.batches.global_types(arrays, rows)
+        key = tuple((t.shape, t.dtype) for t in batch_types)
+        if key not in self._uneven:
             main = self.plan.main
             types = []
             for spec in main.args[:2]:
                 state = values_at(main.inputs, spec.names)
                 types += list(map(array_type, state))
-            types += self.batches.global_types(arrays, rows)
+            types += batch_types
             assert self.plan.for_uneven_batch is not None
             program, single_device = self.plan.for_uneven_batch(types), main.specialize_flat(types)
             self._check_step(program)
             step = functools.partial(self._traced, program=program, types=single_device.outputs)
-            self._uneven[rows] = jax.jit(step, donate_argnums=0 if self.donate else ())
-        return self._uneven[rows], padded
+            self._uneven[key] = jax.jit(step, donate_argnums=0 if self.donate else ())
+        return self._uneven[key], padded
 
     def _check_step(self, program: Program) -> None:
         self.trainers.check_step(program, [*self.batches.axes], self.plan.merges)
@@ -185,15 +190,16 @@ class CollectiveJob(Job):
         if program is None:
             program = self._program(state, arrays)
         state_arrays = self._state.arrays(state)
-        sliced = tuple(self._state.slice_axis(n) for n in state_arrays)
+        shardings = tuple(map(self._state.sharding, state_arrays))
         ways = tuple(self._way(n) for n in program.out_names)
-        layout = StepLayout(self.plan.axes, sliced, tuple(self.batches.shares), ways, self._rules)
+        over, batch = self.plan.options.over, tuple(self.batches.shardings)
+        layout = StepLayout(self.plan.axes, over, shardings, batch, ways, self._rules)
         run = self.trainers.map_program(program, layout)
         values = dict(zip(program.out_names, run(*state_arrays.values(), *arrays), strict=True))
         # drop the last rows of results, which are padding
-        for (way, axis), name in zip(ways, program.out_names, strict=True):
+        for (way, how), name in zip(ways, program.out_names, strict=True):
             if way == "concat" and types is not None:
-                merge = Merge("joined", axis or 0, types[name].shape[axis or 0])
+                merge = Merge("joined", how or 0, types[name].shape[how or 0])
                 values[name] = merge(values[name])
         return self._state.state(values), values_at(values, self._rest.names)
 
@@ -205,13 +211,13 @@ class CollectiveJob(Job):
 
     def _rules(self) -> Rules:
         leaves = {b.name: b.leaves for b in self.plan.buckets}
-        return self.watch.rules(OVER_AXIS, leaves, self.plan.axis_names)
+        return self.watch.rules(OVER_AXIS, leaves, self.plan.options.over)
 
-    def _way(self, name: str) -> tuple[str, int | None]:
-        """Return the merge rule of an output; for "concat", also the dimension, otherwise None."""
-        axis = self._state.slice_axis(name)
-        if axis is not None:
-            return "slice", axis
+    def _way(self, name: str) -> tuple[str, Any]:
+        """Return the merge rule of an output, with the dimension or sharding of `StepLayout`."""
+        sharding = self._state.sharding(name)
+        if sharding.cut:
+            return "state", sharding
         way = self.plan.merges.get(name, "")
         if way == "concat":
             return way, 0 if self.plan.shared is None else self.plan.shared.joined[name]
@@ -252,14 +258,14 @@ class CollectiveJob(Job):
     def params(self, state: CollectiveState) -> Any:
         """Return the parameters in the pytree of the step.
 
-        In a job of several processes, all processes must call it: slices are all-gathered.
+        In a job of several processes, all must call this method, which all-gathers slices.
         """
         return self._single_device(self.plan.main.args[0], state.params)
 
     def opt_state(self, state: CollectiveState) -> Any:
         """Return the optimizer's state in the pytree of the step.
 
-        In a job of several processes, all processes must call it: slices are all-gathered.
+        In a job of several processes, all must call this method, which all-gathers slices.
         """
         return self._single_device(self.plan.main.args[1], state.opt_state)
 
@@ -283,55 +289,59 @@ class CollectiveJob(Job):
         """Put a state on the devices of the trainers, for example after a restore."""
         placed = {}
         for n, x in self._state.arrays(state).items():
-            placed[n] = self.trainers.place_state(x, self._state.slice_axis(n))
+            placed[n] = self.trainers.place_state(x, self._state.sharding(n))
         return self._state.state(placed)
-
-    def slice_axis(self, name: str) -> int | None:
-        """Return the sliced dimension of an array of the state; None for a replicated array.
-
-        The last axis of the mesh shards this dimension of the global array.
-        """
-        return self._state.slice_axis(name)
 
     def sharding_of(self, name: str) -> NamedSharding | None:
         """Return the sharding of an array of the state."""
-        return self.trainers.state_sharding(self._state.slice_axis(name))
+        return self.trainers.state_sharding(self._state.sharding(name))
 
     def _leaves(self, state: CollectiveState, names: Collection[str]) -> dict[str, Any]:
         self.watch.check(wait=True)
-        if self.plan.owned is not None or self.trainers.here != self.plan.trainers:
+        if self.plan.owned is not None:
             return super()._leaves(state, names)
         arrays = self._state.arrays(state)
-        return subset(arrays, names)
+        if self.trainers.here == self.plan.trainers:
+            return subset(arrays, names)
+        return {n: self.trainers.unshard(arrays[n], self._state.shape(n)) for n in names}
 
     def _opened(self, leaves: Mapping[str, Any]) -> Mapping[str, Any]:
         return {n: self._state.unpad(n, x) for n, x in leaves.items()}
 
+    def _groups(self, names: Sequence[str]) -> Mapping[str, int]:
+        if self.plan.owned is not None:
+            return super()._groups(names)
+        sizes = {}
+        for n in names:
+            is_sliced = self._state.shape(n) is not None
+            sizes[n] = nbytes(self._state.types[n]) if is_sliced else 0
+        return groups_by_bytes(sizes)
+
     def _single_device(self, spec: TreeSpec, arrays: Mapping[str, Any]) -> Any:
         """Return a pytree of single-device arrays of the state."""
         self.watch.check(wait=True)
-        slices = self.plan.sliced
         found: dict[str, Any] = {}
         for n, x in arrays.items():
-            if n in slices:
-                found[n] = self.trainers.unshard(x, slices[n].axis, slices[n].size)
-            else:
-                found[n] = self.trainers.unshard(x, None, 0)
+            found[n] = self.trainers.unshard(x, self._state.shape(n))
         if self.plan.owned is not None:
             found = self.plan.owned.unpack_state(found)
         return spec.unflatten_named(found)
 
 
 def _check_reduces_finite(plan: CollectivePlan, on_nonfinite: str) -> None:
-    """Raise ConfigError if the plan reduces no gradients, or skips steps that overflow."""
+    """Raise ConfigError if the plan reduces no gradients, or itself handles infinite gradients."""
     reason = ""
     if plan.trainers == 1:
         reason = (
-            'one trainer reduces no gradients; jax.config.update("jax_debug_nans", True) '
-            "checks all values"
+            "one trainer has no gradients of other trainers to check; "
+            'jax.config.update("jax_debug_nans", True) checks all values'
         )
     elif plan.options.local_sgd is not None:
         reason = "with local_sgd, trainers average parameters instead of gradients"
+    elif plan.options.colocated:
+        reason = "trainers that divide split layers reduce no buckets of gradients"
+    elif plan.shared is not None and plan.shared.step.undivided:
+        reason = f"the gradients of {plan.main.name} cannot be found"
     elif plan.extra_state:
         reason = "with a dynamic loss scale, the job itself skips steps whose gradients overflow"
     if reason:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +15,11 @@ from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.errors import ConfigError
 from dtrans.ir.program import Program
 from dtrans.plan import register_runner
-from dtrans.run.base.batch import Share
 from dtrans.run.base.lowering import per_trainer
 from dtrans.run.base.platforms import resolve_for_platform
-from dtrans.run.base.spmd import Function, on_mesh as on_mesh_axes
+from dtrans.run.base.spmd import AxisSharding, Function, on_mesh as on_mesh_axes
 from dtrans.run.collective.job import CollectiveJob
-from dtrans.run.collective.trainers import StepLayout, Trainers, part_sharding, slice_sharding
+from dtrans.run.collective.trainers import StepLayout, Trainers
 from dtrans.zero.plan import ShardingPlan
 
 
@@ -28,33 +28,31 @@ class MeshTrainers(Trainers):
 
     Args:
       mesh: a mesh of devices, with the axes of the plan.
+      over: the axes of the mesh that split the batch.
     """
 
     run_id = THIS_PROCESS
     gathers = False  # True to all-gather results whose rows are on several devices
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, over: tuple[str, ...]) -> None:
         self.mesh: Mesh = mesh
-        self.here = mesh.size
+        self.over = over
+        self.here = math.prod(mesh.shape[name] for name in over)
 
-    def state_sharding(self, axis: int | None) -> NamedSharding:
-        return NamedSharding(self.mesh, slice_sharding(axis, self.mesh.axis_names).spec)
+    def state_sharding(self, sharding: AxisSharding) -> NamedSharding:
+        return NamedSharding(self.mesh, sharding.spec)
 
     def replicate(self, xs: Sequence[Any]) -> list[Any]:
-        return list(jax.device_put(list(xs), self.state_sharding(None)))
+        return list(jax.device_put(list(xs), self.state_sharding(AxisSharding())))
 
-    def place_state(self, x: Any, axis: int | None) -> Any:
-        return jax.device_put(x, self.state_sharding(axis))
+    def place_state(self, x: Any, sharding: AxisSharding) -> Any:
+        return jax.device_put(x, self.state_sharding(sharding))
 
-    def place_batch(self, arrays: Sequence[Any], shares: Sequence[Share]) -> list[Any]:
+    def place_batch(self, arrays: Sequence[Any], shardings: Sequence[AxisSharding]) -> list[Any]:
         placed = []
-        for x, share in zip(arrays, shares, strict=True):
-            placed.append(_put(x, self.batch_sharding(share)))
+        for x, sharding in zip(arrays, shardings, strict=True):
+            placed.append(_put(x, self.state_sharding(sharding)))
         return placed
-
-    def batch_sharding(self, share: Share) -> NamedSharding:
-        """Return the sharding of an array of the batch."""
-        return NamedSharding(self.mesh, part_sharding(share, self.mesh.axis_names).spec)
 
     def map_program(self, program: Program, layout: StepLayout) -> Function:
         gathered = []
@@ -76,7 +74,7 @@ def on_mesh(
     """Return a job of trainers on devices. Unset options get the platform's defaults.
 
     Args:
-      devices: a list of devices; the job uses the first `plan.trainers`. The default is
+      devices: a list of devices; the job uses the first `plan.device_count`. The default is
         `jax.devices()`.
 
     Raises:
@@ -87,24 +85,24 @@ def on_mesh(
     count = len(mesh_devices)
     if not are_devices or len({*mesh_devices}) < count:
         raise ConfigError(f"devices is {mesh_devices}, expected jax.Device objects, each once")
-    if isinstance(plan, ShardingPlan) and devices is not None and count != plan.trainers:
-        o = plan.options
+    needed = plan.device_count
+    if isinstance(plan, ShardingPlan) and devices is not None and count != needed:
         raise ConfigError(
-            f"degree={o.degree} and replicas={o.replicas} need {plan.trainers} devices, but "
-            f"on_mesh received {count}; pass {plan.trainers} devices, or plan another degree"
+            f"the plan needs {needed} devices, but on_mesh received {count}; pass {needed} "
+            "devices, or plan another degree or mesh"
         )
-    if count < plan.trainers:
+    if count < needed:
         remedy = "plan.simulate() needs only one device"
         if not mesh_devices or mesh_devices[0].platform == "cpu":
             remedy = (
-                f'set CPU devices with jax.config.update("jax_num_cpu_devices", {plan.trainers}) '
+                f'set CPU devices with jax.config.update("jax_num_cpu_devices", {needed}) '
                 f"before JAX is used; {remedy}"
             )
         raise ConfigError(
-            f"{plan.trainers} {plan.options.noun}s need {plan.trainers} devices, but on_mesh has "
-            f"{count}; {remedy}"
+            f"{plan.trainers} {plan.options.noun}s need {needed} devices, but on_mesh has {count}; "
+            f"{remedy}"
         )
-    trainers = MeshTrainers(mesh_of(plan, mesh_devices))
+    trainers = MeshTrainers(mesh_of(plan, mesh_devices), plan.options.over)
     return CollectiveJob(
         resolve_for_platform(plan, mesh_devices[0].platform),
         trainers,
@@ -116,7 +114,7 @@ def on_mesh(
 def mesh_of(plan: CollectivePlan, devices: Sequence[jax.Device]) -> Mesh:
     """Return a mesh of the first devices, with the plan's axes."""
     sizes = [size for _, size in plan.axes]
-    return Mesh(np.array(devices[: plan.trainers]).reshape(sizes), plan.axis_names)
+    return Mesh(np.array(devices[: plan.device_count]).reshape(sizes), plan.axis_names)
 
 
 def _put(x: Any, where: NamedSharding) -> Any:

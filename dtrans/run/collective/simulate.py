@@ -15,9 +15,9 @@ from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.ir.program import Program
 from dtrans.ops import UNDER_VMAP
 from dtrans.plan import register_runner
-from dtrans.run.base.batch import Share, on_one_device
+from dtrans.run.base.batch import on_one_device
 from dtrans.run.base.lowering import per_trainer
-from dtrans.run.base.spmd import Function, on_one_device as run_on_one_device
+from dtrans.run.base.spmd import AxisSharding, Function, on_one_device as run_on_one_device
 from dtrans.run.collective.job import CollectiveJob
 from dtrans.run.collective.trainers import StepLayout, Trainers
 
@@ -37,10 +37,10 @@ class SimulatedTrainers(Trainers):
     def replicate(self, xs: Sequence[Any]) -> list[Any]:
         return [on_one_device(x) for x in xs]
 
-    def place_state(self, x: Any, axis: int | None) -> Any:
+    def place_state(self, x: Any, sharding: AxisSharding) -> Any:
         return jax.device_put(x, jax.local_devices()[0])
 
-    def place_batch(self, arrays: Sequence[Any], shares: Sequence[Share]) -> list[Any]:
+    def place_batch(self, arrays: Sequence[Any], shardings: Sequence[AxisSharding]) -> list[Any]:
         return [on_one_device(x) for x in arrays]
 
     def map_program(self, program: Program, layout: StepLayout) -> Function:

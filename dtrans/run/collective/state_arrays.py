@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-import jax
-
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.data_parallel.state import CollectiveState
 from dtrans.ir.selection import subset
+from dtrans.run.base.spmd import AxisSharding
 from dtrans.run.base.state import missing_array
+from dtrans.run.collective.trainers import without_padding
 
 
 class StateArrays:
@@ -33,18 +33,27 @@ class StateArrays:
     @cached_property
     def types(self) -> dict[str, Any]:
         """Type of each global array, including padding, by name."""
-        main, program, slices = self._plan.main.inputs, self._plan.program.inputs, self._plan.sliced
+        main, program, cuts = self._plan.main.inputs, self._plan.program.inputs, self._plan.cuts
         types = {}
         for n in self.names:
             types[n] = main.get(n, program[n])
-            if n in slices:
-                types[n] = slices[n].padded_type(types[n])
+            for sliced in cuts.get(n, {}).values():
+                types[n] = sliced.padded_type(types[n])
         return types
 
-    def slice_axis(self, name: str) -> int | None:
-        """Return the dimension along which an array is sliced; None for a replicated array."""
-        sliced = self._plan.sliced.get(name)
-        return None if sliced is None else sliced.axis
+    def sharding(self, name: str) -> AxisSharding:
+        """Return the sharding of an array over the axes of the plan."""
+        return state_sharding(self._plan, name)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a sliced array without padding; None for a replicated array."""
+        cuts = self._plan.cuts.get(name)
+        if cuts is None:
+            return None
+        shape = list(self.types[name].shape)
+        for sliced in cuts.values():
+            shape[sliced.axis] = sliced.size
+        return tuple(shape)
 
     def arrays(self, state: CollectiveState) -> dict[str, Any]:
         """Return the arrays of a state by name.
@@ -70,7 +79,11 @@ class StateArrays:
 
     def unpad(self, name: str, x: Any) -> Any:
         """Remove the padding of a global array; call it inside jit."""
-        sliced = self._plan.sliced.get(name)
-        if sliced is None or x.shape[sliced.axis] == sliced.size:
-            return x
-        return jax.lax.slice_in_dim(x, 0, sliced.size, axis=sliced.axis)
+        shape = self.shape(name)
+        return x if shape is None else without_padding(x, shape)
+
+
+def state_sharding(plan: CollectivePlan, name: str) -> AxisSharding:
+    """Return the sharding of an array of a plan's state."""
+    cuts = plan.cuts.get(name, {})
+    return AxisSharding.from_dims({mesh_axis: sliced.axis for mesh_axis, sliced in cuts.items()})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding
 from dtrans._jax import ClosedJaxpr
 from dtrans.ir.program import Program
 from dtrans.ops import OVER_AXIS
-from dtrans.run.base.batch import Share
 from dtrans.run.base.segments import Rules
 from dtrans.run.base.spmd import AxisSharding, Function
 
@@ -25,19 +23,22 @@ class StepLayout:
     """Layout of a step's inputs and outputs over trainers.
 
     Attributes:
-      axes: the axes of the trainers, as pairs (name, size).
-      sliced: for each array of the state, the sliced dimension; None if it is replicated.
-      shares: for each array of the batch, the split dimension, "replicated" or "key".
-      ways: for each output, a pair (merge rule, dimension or None). "same": all trainers have one
-        value. "first": take the value of the first trainer. "concat": concatenate rows along the
-        dimension. "each": stack the values of all trainers. "slice": the output is sliced state.
+      axes: all axes of the devices, as pairs (name, size).
+      over: the axes that split the batch. Devices along other axes have the same rows.
+      state: the sharding of each array of the state.
+      batch: the sharding of each array of the batch.
+      ways: for each output, a pair (merge rule, dimension or sharding). "same": all trainers have
+        one value. "first": take the value of the first trainer. "concat": concatenate rows along
+        the dimension. "each": stack the values of all trainers. "state": the output is an array of
+        the state with the sharding.
       rules: returns the implementation of each communication primitive, for one trace.
     """
 
     axes: tuple[tuple[str, int], ...]
-    sliced: tuple[int | None, ...]
-    shares: tuple[Share, ...]
-    ways: tuple[tuple[str, int | None], ...]
+    over: tuple[str, ...]
+    state: tuple[AxisSharding, ...]
+    batch: tuple[AxisSharding, ...]
+    ways: tuple[tuple[str, Any], ...]
     rules: Callable[[], Rules] = lambda: OVER_AXIS
 
     @property
@@ -48,36 +49,27 @@ class StepLayout:
     @property
     def ins(self) -> list[AxisSharding]:
         """Shardings of the inputs: arrays of the state, then of the batch."""
-        state = [slice_sharding(axis, self.names) for axis in self.sliced]
-        return [*state, *(part_sharding(share, self.names) for share in self.shares)]
+        return [*self.state, *self.batch]
 
     @property
     def outs(self) -> list[AxisSharding]:
         """Shardings of the outputs."""
-        return [self._out(way, axis) for way, axis in self.ways]
+        return [self._out(way, how) for way, how in self.ways]
 
-    def _out(self, way: str, axis: int | None) -> AxisSharding:
-        if way == "slice":
-            return slice_sharding(axis, self.names)
+    def _out(self, way: str, how: Any) -> AxisSharding:
+        if way == "state":
+            sharding: AxisSharding = how
+            return sharding
         if way == "concat":
-            return part_sharding(axis or 0, self.names)
+            return AxisSharding().sharded_along(how or 0, *self.over)
         if way == "each":
-            return AxisSharding(stacked=self.names)
+            return AxisSharding(stacked=self.over)
         return AxisSharding(first=self.names if way == "first" else ())
 
 
-@functools.cache
-def slice_sharding(axis: int | None, names: tuple[str, ...]) -> AxisSharding:
-    """Return the sharding of an array of the state: sliced over the last axis, or replicated."""
-    return AxisSharding().sharded_along(axis, names[-1])
-
-
-@functools.cache
-def part_sharding(share: Share, names: tuple[str, ...]) -> AxisSharding:
-    """Return the sharding of an array of the batch: split over all trainers, or replicated."""
-    if isinstance(share, str):
-        return AxisSharding()
-    return AxisSharding().sharded_along(share, *names)
+def without_padding(x: Any, shape: tuple[int, ...]) -> Any:
+    """Return the first entries of an array along each dimension."""
+    return x if x.shape == shape else jax.lax.slice(x, (0,) * x.ndim, shape)
 
 
 class Trainers(abc.ABC):
@@ -97,8 +89,8 @@ class Trainers(abc.ABC):
     part = (0, 1)
     who = ""
 
-    def state_sharding(self, axis: int | None) -> NamedSharding | None:
-        """Return the sharding of an array of the state, sliced along a dimension or replicated."""
+    def state_sharding(self, sharding: AxisSharding) -> NamedSharding | None:
+        """Return the sharding of an array of the state over the mesh."""
         return None
 
     @abc.abstractmethod
@@ -106,10 +98,12 @@ class Trainers(abc.ABC):
         """Replicate arrays of this process over all trainers."""
 
     @abc.abstractmethod
-    def place_state(self, x: Any, axis: int | None) -> Any:
+    def place_state(self, x: Any, sharding: AxisSharding) -> Any:
         """Put an array of a state on the trainers' devices, for example after a restore."""
 
-    def place_batch(self, arrays: Sequence[Any], shares: Sequence[Share]) -> Sequence[Any]:
+    def place_batch(
+        self, arrays: Sequence[Any], shardings: Sequence[AxisSharding]
+    ) -> Sequence[Any]:
         """Put this process's part of a batch on the trainers' devices."""
         return arrays
 
@@ -125,17 +119,14 @@ class Trainers(abc.ABC):
     ) -> None:
         """Check that all processes are about to run the same program."""
 
-    def unshard(self, x: Any, axis: int | None, size: int) -> Any:
+    def unshard(self, x: Any, shape: tuple[int, ...] | None) -> Any:
         """Gather a global array; return it in this process, without padding.
 
         Args:
           x: the global array.
-          axis: the dimension of slices; None for a replicated array.
-          size: the length of this dimension without padding.
+          shape: its shape without padding; None for a replicated array.
         """
-        if axis is None or x.shape[axis] == size:
-            return x
-        return jax.lax.slice_in_dim(x, 0, size, axis=axis)
+        return x if shape is None else without_padding(x, shape)
 
     def to_local(self, tree: Any) -> Any:
         """Return the results as arrays of this process."""

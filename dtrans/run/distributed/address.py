@@ -24,7 +24,7 @@ from dtrans.run.distributed.membership import Membership
 from dtrans.run.net.zmq_transport import ZmqListener, ZmqTransport
 
 
-# Linux draws this id at each boot. It tells hosts with the same name apart.
+# Linux draws this id at each boot. The id distinguishes hosts with the same name.
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -109,8 +109,8 @@ def _address_of(cluster: Membership, hosts: Sequence[str], coordinator: str) -> 
     if not may_bind(cluster, hosts):
         raise ConfigError(
             f"the {len(hosts)} trainers are on {len(set(hosts))} hosts, so they must bind "
-            "addresses that other hosts can reach; allow it by dtrans.connect(allow_remote=True) "
-            "or DTRANS_ALLOW_REMOTE=1"
+            "addresses that other hosts can reach; to allow this, call "
+            "dtrans.connect(allow_remote=True) or set DTRANS_ALLOW_REMOTE=1"
         )
     source = route_to_coordinator(cluster, coordinator)
     if is_loopback(source):
@@ -122,8 +122,8 @@ def reached_here(endpoint: str, endpoints: Sequence[str]) -> str:
     """Return an endpoint with a host that processes can bind and connect to.
 
     Debian resolves a host's own name to 127.0.1.1, which other hosts cannot reach. If a job has
-    endpoints on other hosts, this function replaces the name by the source address of messages to
-    those hosts.
+    endpoints on other hosts, this function returns the source address of messages to those hosts
+    instead of the name.
 
     Args:
       endpoint: one of `endpoints`.

@@ -88,8 +88,8 @@ def shared_keys(
     """Return keys that only the processes of this run have, for connections between them.
 
     The keys are derived from the job's token and a random word. The first process draws the word
-    and sends it to the others. A process of another run may have the same token, but it does not
-    have the word, so it cannot connect.
+    and sends it to the other processes. A process of another run may have the same token, but it
+    does not have the word, so it cannot connect.
 
     Args:
       cluster: the job.
@@ -107,6 +107,6 @@ def shared_keys(
         if setting != keys.setting:
             raise ConfigError(
                 f"trainer {cluster.trainer_id} has {keys.setting}, and trainer {k} has {setting}; "
-                f"give all processes of a job the same value, or set {ENCRYPTION}"
+                f"pass the same value in all processes, or set {ENCRYPTION} in all of them"
             )
     return dataclasses.replace(keys, word=words[min(words)].partition(" ")[0])

@@ -116,7 +116,7 @@ class Child:
         return 128 - self.returncode if self.returncode < 0 else self.returncode
 
     def is_host_lost(self, *, was_reached: bool) -> bool:
-        """Return False: a role on this host does not lose its host, but a remote role may.
+        """Return True if the role's host was lost. For a role on this host, return False.
 
         Args:
           was_reached: True if the host ran the role in an earlier attempt.
@@ -130,9 +130,9 @@ class Child:
         return f"exit code {self.returncode}"
 
     def tell_ended(self, role: str, how: str, epoch: int) -> None:
-        """Inform this role that another role has ended in an epoch.
+        """Inform this role that another role has ended in an epoch (part between failures).
 
-        Here it does nothing: roles on this host read the ends of roles from a folder
+        For a role on this host, do nothing: such a role reads the ends of other roles from a folder
         (`dtrans.run.net.ended_roles`).
         """
 

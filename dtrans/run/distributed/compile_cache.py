@@ -1,8 +1,8 @@
 """JAX's persistent compilation cache, for the roles of a job that may start again.
 
-A role that starts again finds its compiled programs in a temporary folder. The folder of cuts does
-not contain them: compiled programs are for this host's processor, but another host may use the cuts
-later.
+A role that starts again finds its compiled programs in a temporary folder. The folder of cuts
+(snapshots) does not contain them: compiled programs are for this host's processor, but another host
+may use the cuts later.
 
 JAX writes the files in place, so a role may find an incomplete file: another role is writing the
 file, or a signal killed the writer. JAX then warns in the role that reads the file, and compiles
@@ -24,9 +24,9 @@ SHORTEST = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 
 @contextlib.contextmanager
 def open_cache(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Yield JAX's variables for a compilation cache in a temporary folder.
+    """Yield environment variables that give JAX a compilation cache in a temporary folder.
 
-    They are empty if the user's variables set or disable a cache.
+    The dict is empty if the user's variables set or disable a cache.
 
     Args:
       environment: the variables that all roles share.

@@ -16,10 +16,10 @@ Failures of one trainer, and their effects on the other trainers:
     it is slow                  no error. For a new batch shape, and at the end of the job, the
                                 others wait for it up to the deadline
 
-If JAX detected trainers on several hosts, and `allow_remote` is not set, only JAX's heartbeats
-notice a failure. JAX then ends the processes with SIGABRT and lines of C++ log, later than
-`patience` (`heartbeat_timeout`). Trainer 0 is JAX's coordinator. When it is killed, JAX may end the
-others before they raise an error.
+Without endpoints, JAX itself detects the trainers of a scheduler. If they are on several hosts, and
+`allow_remote` is not set, only JAX's heartbeats notice a failure. JAX then ends all processes with
+SIGABRT and log lines of C++. This takes longer than `patience` (`heartbeat_timeout`). Trainer 0 is
+JAX's coordinator. When it is killed, JAX may end the others before they raise an error.
 
 With `on_trainer_loss="drop"` the survivors continue: see `dtrans.run.distributed.elastic`.
 """
@@ -57,9 +57,9 @@ from dtrans.run.net.sockets import DEADLINE, PATIENCE
 
 MTLS = "JAX_MTLS_CERT_FILE"  # if it is set, the user wants mutual TLS for JAX's coordinator
 # Seconds from the end of the job's patience until JAX ends a process that gets no answer. dtrans's
-# error must come first, because JAX ends processes with SIGABRT, without naming the lost one.
+# error must come first: it names the lost process, and JAX's SIGABRT does not.
 AFTER = 10
-BEATS = 2  # heartbeats that a process sends within JAX's timeout
+BEATS = 2  # number of heartbeats that a process sends within JAX's timeout
 
 
 def connect(
@@ -202,7 +202,7 @@ def _check_same(role: Role, member: Membership) -> None:
         raise ConfigError(
             f"this process is connected as {member.name} of {jax.process_count()}{listed}, and "
             f"cannot be {role.name} of {role.trainers} ({','.join(role.trainer_endpoints)}); pass "
-            "the role that it is connected as"
+            "the role of the first dtrans.connect, or none"
         )
 
 
@@ -233,8 +233,8 @@ def _connect(role: Role | None, checked: _Options) -> None:
         "heartbeat_timeout_seconds": heartbeat_timeout(checked.patience, checked.loss),
         "shutdown_timeout_seconds": seconds,
     }
-    # JAX's coordinator would bind every address of this machine, so its address is set here
-    # unless the user has set it
+    # JAX's coordinator would bind every address of this machine. So set the address to bind here,
+    # unless the user has set it.
     sets_bind_address = "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ
     if role is None:
         try:
@@ -271,7 +271,7 @@ def heartbeat_timeout(patience: float, loss: str) -> int:
     dtrans's error, which names the silent process, comes first.
 
     With "drop", only these heartbeats detect a failure, so the timeout is `patience`. A pause of
-    half of it may already count as a failure.
+    half of this time may already count as a failure.
 
     Args:
       patience: seconds of silence after which another process counts as dead.
@@ -320,7 +320,7 @@ def _share_run_name(member: Membership) -> str:
     """Return the name of this run: trainer 0 draws it and sends it by a reduction.
 
     The first reduction opens Gloo's connections, and fails if a trainer joins it more than 30
-    seconds late. It runs here because all trainers are ready now. Later reductions have no timeout.
+    seconds late. Here all trainers are ready, so none is late. Later reductions have no timeout.
     """
     name = np.frombuffer(new_run().encode(), np.uint8).astype(np.int32)
     one = np.ones((1,), np.int32)
@@ -339,7 +339,8 @@ def _leave() -> None:
     drops = member is not None and member.on_trainer_loss == "drop"
     if getattr(sys, "last_value", None) is not None:
         if drops:
-            jax.distributed.shutdown()  # the others then notice the failure before a timeout
+            # the other trainers then notice the failure at once, not after a timeout
+            jax.distributed.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()

@@ -17,7 +17,7 @@ VARIABLE = "DTRANS_SPARE"  # set in a spare until it has an identity
 
 
 def identity_line(variables: Mapping[str, str]) -> bytes:
-    """Return the line that gives a spare the variables of its role.
+    """Return the line that gives a spare process the variables of its role.
 
     Args:
       variables: the variables that the spare's environment does not have yet.
@@ -26,7 +26,7 @@ def identity_line(variables: Mapping[str, str]) -> bytes:
 
 
 def receive_identity() -> None:
-    """Wait until this process has a role, if it is a spare; then set the role's variables."""
+    """Wait until a spare process has a role, and set the role's variables; else do nothing."""
     if not os.environ.pop(VARIABLE, ""):
         return
     with open(0, "rb", closefd=False) as stdin:

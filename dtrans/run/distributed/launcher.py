@@ -12,9 +12,9 @@ would not end.
 
 Only `dtrans.run.distributed.site` knows where roles run; `dtrans.hosts` has sites of other hosts.
 
-When a role fails, the launcher sends SIGTERM to the others, and SIGKILL after a grace period. It
-reports the role that failed *first*. Roles notice each other's failures, so a role may end with a
-`PeerError` before the role that caused it has printed its traceback. After a `PeerError`, the
+When a role fails, the launcher sends SIGTERM to all other roles, and SIGKILL after a grace period.
+It reports the role that failed *first*. Roles notice each other's failures, so a role may end with
+a `PeerError` before the role that caused it has printed its traceback. After a `PeerError`, the
 launcher waits a few seconds for a role that fails with another error, and reports that role.
 
 When a role ends, the launcher informs the other roles (`dtrans.run.net.ended_roles`). Otherwise
@@ -23,7 +23,7 @@ servers would wait up to their deadline for a role that ended before it connecte
 With `restarts`, a lost role does not end the job: see `dtrans.run.distributed.restarts`.
 
 If the launcher itself is killed, `dtrans.run.distributed.orphan_guard` ends the roles. If the job
-has a folder of cuts, `dtrans launch --resume` continues the job.
+has a folder of cuts (snapshots), `dtrans launch --resume` continues the job.
 
 Source of the behaviour: torch/distributed/elastic/multiprocessing/api.py,
 python/paddle/distributed/launch_ps.py.
@@ -96,14 +96,15 @@ def launch(
       trainers: number of trainers.
       pservers: number of pservers; by default one, and none in nccl2 mode.
       mode: "pserver" or "nccl2".
-      on_trainer_loss: the reaction to the failure of a trainer. "restart": it starts again while
-        `restarts` allows, then the job ends. "abort": the job ends. With "drop", the job continues
-        without the trainer while another trainer runs. Parameter servers with cuts (`job.serve`)
-        go back to the newest cut. Without cuts, "drop" works with asynchronous parameter servers.
-        In nccl2 mode it works if trainer 0 does not fail (see `dtrans.connect`). "replace" is
-        "drop" for jobs with cuts. The trainer also starts again, which uses one of `restarts`. It
-        joins the job when it is ready, and nobody waits for it before.
-      deadline: seconds that the whole job may take.
+      on_trainer_loss: the reaction to the failure of a trainer. "restart": the trainer starts
+        again; when all `restarts` are used, the job ends. "abort": the job ends. With "drop", the
+        job continues without the trainer while another trainer runs. Parameter servers with cuts
+        (the snapshots of `job.serve`) go back to the newest cut. Without cuts, "drop" works with
+        asynchronous parameter servers. In nccl2 mode it works if trainer 0 does not fail (see
+        `dtrans.connect`). "replace" is for jobs with cuts: the job continues as with "drop", and
+        the trainer also starts again, which uses one of `restarts`. The trainer joins the job when
+        it is ready. Until then, the other roles do not wait for it.
+      deadline: seconds that the job may take.
       grace: seconds between SIGTERM and SIGKILL.
       env: variables of the roles, in addition to this process's environment.
       inherit_stdout: True to let trainer 0 inherit this process's standard output, for programs
@@ -144,7 +145,7 @@ def launch(
     servers = 1 if pservers is None else pservers
     endpoints = endpoints_of(options.cuts)
     if len(endpoints) != servers:
-        endpoints = ()  # for a folder of another job, `_epochs_of` raises an error
+        endpoints = ()  # if the folder has the cuts of another job, `_epochs_of` raises an error
     roles = site.roles(mode, trainers, servers, endpoints=endpoints, cuts=options.cuts)
     events: SimpleQueue[Event] = SimpleQueue()
     limit = None if deadline is None else time.monotonic() + deadline
@@ -157,7 +158,7 @@ def launch(
     if mode == "nccl2" and trainers > 1 and not drops and not base.get(STATUS):
         base[STATUS] = site.status_endpoint(roles)
     observed = roles[0].pserver_endpoints or base.get(STATUS, "").split()
-    # without trainer 0, JAX's coordinator, no trainer of nccl2 mode can continue
+    # in nccl2 mode, trainer 0 is JAX's coordinator, so its failure ends the job
     optional = {f"trainer {k}" for k in range(mode == "nccl2", trainers) if drops}
 
     with (
@@ -178,7 +179,7 @@ def launch(
             logs={role.name: open_log(role.name) for role in roles},
             inherit_stdout=inherit_stdout,
         )
-        # in a job with cuts, the failure of a trainer begins an epoch
+        # with cuts, a failed trainer ends this attempt, so that `Restarts` can begin a new epoch
         is_optional = lambda name: name in optional and (epochs is None or not epochs.has_marks)
         attempts = Restarts(
             roles,
@@ -201,7 +202,7 @@ def launch(
 def _epochs_of(
     roles: Sequence[Role], site: Site, options: RestartOptions, on_trainer_loss: str
 ) -> contextlib.AbstractContextManager[JobEpochs | None]:
-    """Return a context manager of a job's epochs; it yields None if the job has none.
+    """Return a context manager that yields a job's epochs (parts between failures), or None.
 
     Args:
       roles: every role of the job.
@@ -224,7 +225,7 @@ def _epochs_of(
 def _cache_of(
     site: Site, options: RestartOptions, base: Mapping[str, str]
 ) -> contextlib.AbstractContextManager[dict[str, str]]:
-    """Return a context manager of the variables of a job's compilation cache.
+    """Return a context manager that yields the variables of the job's compilation cache.
 
     Args:
       site: the hosts of the roles. Roles on other hosts have no cache.
@@ -308,7 +309,7 @@ def _check_arguments(
 def _check_cuts(
     cuts: str | os.PathLike[str], mode: str, on_trainer_loss: str, restarts: int
 ) -> None:
-    """Raise ConfigError if a job cannot use a folder of cuts."""
+    """Raise ConfigError if a job cannot use a folder of cuts (snapshots)."""
     argument = f"cuts={os.fspath(cuts)!r}"
     if mode == "nccl2":
         raise ConfigError(
@@ -323,7 +324,7 @@ def _check_cuts(
 
 
 def _check_quorum(quorum: int, trainers: int, mode: str, on_trainer_loss: str) -> None:
-    """Raise ConfigError if a job cannot use a quorum."""
+    """Raise ConfigError if a job cannot use a quorum: a smallest number of trainers."""
     if not 1 <= quorum <= trainers:
         raise ConfigError(
             f"quorum must be a number from 1 to {trainers}, the number of trainers; it is {quorum}"
@@ -338,7 +339,7 @@ def _check_quorum(quorum: int, trainers: int, mode: str, on_trainer_loss: str) -
 def _check_spares(
     options: RestartOptions, mode: str, site: Site, on_trainer_loss: str, inherit_stdout: bool
 ) -> None:
-    """Raise ConfigError if a job cannot use spares."""
+    """Raise ConfigError if a job cannot use spares (processes that wait for a role)."""
     argument = f"spares={options.spares}"
     if options.spares < 0:
         raise ConfigError(f"spares must be 0 or more, it is {options.spares}")
@@ -347,7 +348,7 @@ def _check_spares(
     if mode == "nccl2":
         raise ConfigError(
             f"{argument}: in mode='nccl2' all roles start again after a failure, and a spare "
-            "cannot take the place of one; leave spares out"
+            "cannot replace a single role; leave spares out"
         )
     if not site.is_this_host:
         raise ConfigError(f"{argument}: spares are for roles on this host; leave spares out")
@@ -406,8 +407,8 @@ def _signals_to(events: SimpleQueue[Event]) -> Iterator[None]:
     """Put the numbers of signals into the queue while the block runs.
 
     Only the main thread can set handlers; in another thread (of a notebook, say) signals keep their
-    handlers. Ignored signals stay ignored: a shell ignores SIGINT for background jobs, and nohup
-    SIGHUP.
+    handlers. Ignored signals stay ignored: for background jobs, a shell ignores SIGINT. The command
+    nohup ignores SIGHUP.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,7 +30,7 @@ from dtrans.run.distributed.watch import KNOWN, Watch, is_by_peer, watch
 
 
 OTHER_STATE = "parameters or an optimizer state of different shapes"
-PARTS_DIFFER = "trainers must give parts of one size"
+PARTS_DIFFER = "trainers must pass parts of equal size"
 
 
 def trainer_devices() -> list[jax.Device]:
@@ -57,23 +58,33 @@ def to_global_array(x: Any, sharding: NamedSharding) -> jax.Array:
 
     Args:
       x: this process's array: the full value for a replicated sharding, else its rows.
-      sharding: the sharding of the global array, along one dimension at most.
+      sharding: the sharding of the global array. Along each dimension, the devices of this process
+        have adjacent parts.
     """
     if isinstance(x, jax.Array) and x.sharding == sharding:
         return x
-    here = [d for d in sharding.mesh.devices.flat if d.process_index == jax.process_index()]
-    if not sharding.spec:
-        return jax.make_array_from_single_device_arrays(
-            x.shape, sharding, [jax.device_put(x, d) for d in here]
-        )
-    axis = len(sharding.spec) - 1
-    rows, before = x.shape[axis] // len(here), (slice(None),) * axis
+    mesh, shape = sharding.mesh, list(x.shape)
+    places = np.argwhere([d.process_index == jax.process_index() for d in mesh.devices.flat])
+    places = np.stack(np.unravel_index(places[:, 0], mesh.devices.shape), axis=1)
+    indices: list[list[slice]] = [[] for _ in places]  # for each device, its index into `x`
+    for dim, names in enumerate(sharding.spec):
+        along = () if names is None else (names,) if isinstance(names, str) else names
+        sizes = [mesh.shape[n] for n in along]
+        # for each device, the number of its part along this dimension
+        parts = np.zeros(len(places), int)
+        for n, size in zip(along, sizes, strict=True):
+            parts = parts * size + places[:, mesh.axis_names.index(n)]
+        here = parts.max() - parts.min() + 1
+        assert x.shape[dim] % here == 0, (x.shape, dim, here)
+        length = x.shape[dim] // here
+        shape[dim] = length * math.prod(sizes)
+        for index, part in zip(indices, parts - parts.min(), strict=True):
+            index.append(slice(part * length, (part + 1) * length))
     pieces = []
-    for i, d in enumerate(here):
-        piece = x if len(here) == 1 else x[(*before, slice(i * rows, (i + 1) * rows))]
-        pieces.append(jax.device_put(piece, d))
-    shape = (*x.shape[:axis], rows * sharding.mesh.size, *x.shape[axis + 1 :])
-    return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
+    for place, index in zip(places, indices, strict=True):
+        is_full = all(i.stop - i.start == n for i, n in zip(index, x.shape, strict=False))
+        pieces.append(jax.device_put(x if is_full else x[tuple(index)], mesh.devices[tuple(place)]))
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, pieces)
 
 
 def local_shard(x: jax.Array) -> jax.Array:
@@ -121,8 +132,8 @@ def broadcast(xs: Sequence[Any], root: int = 0) -> list[jax.Array]:
             x = jax.random.key_data(x)
         host.append(np.asarray(x))
 
-    # The broadcast is a sum of the root's bytes and zeros of the others. Bytes are summed because
-    # every backend can add them, and because a sum of floats would turn -0.0 into 0.0.
+    # The broadcast is a sum of the root's bytes and the other processes' zeros. Bytes are summed
+    # because every backend can add them, and because a sum of floats would turn -0.0 into 0.0.
     sent: dict[int, np.ndarray] = {}
     for i, x in enumerate(host):
         if x.nbytes:
@@ -219,7 +230,8 @@ def disagreement(trainers: Iterable[int], subject: str, difference: str) -> Peer
     )
 
 
-_rounds: dict[tuple[int, ...], int] = {}  # calls of `_all_gather_words`, by the ids of trainers
+# number of calls of `_all_gather_words`, by the ids of the trainers
+_rounds: dict[tuple[int, ...], int] = {}
 
 
 def _all_gather_words(words: Sequence[str]) -> dict[int, list[str]]:
@@ -253,7 +265,8 @@ def _all_gather_words(words: Sequence[str]) -> dict[int, list[str]]:
             "the same step: either they are at another step, or only this trainer's batch has a "
             "new shape; split each batch by job.shard_batch(*batch)"
         )
-    # All trainers have written round now - 1, so they have read round now - 2.
+    # All trainers have written round now - 1, so they have read round now - 2, and no trainer needs
+    # its key any more.
     if now > 1:
         board.key_value_delete(f"{topic}/{now - 2}/{me}")
     _rounds[among] = now + 1
@@ -274,7 +287,7 @@ def peers() -> Iterator[None]:
     with operation:
         try:
             yield
-        except (jax.errors.JaxRuntimeError, ValueError) as e:  # JAX uses both types
+        except (jax.errors.JaxRuntimeError, ValueError) as e:  # JAX raises both types
             if not is_by_peer(str(e)):
                 raise
             raise _peer_error(e, watched) from e

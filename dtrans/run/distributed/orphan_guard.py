@@ -13,9 +13,9 @@ waits for a line on standard input, and then executes its arguments as a command
 registers the process with the guard before it writes the line. If the launcher is killed before
 that, standard input closes, and the gate exits.
 
-PR_SET_PDEATHSIG in each role was the alternative. It exists only on Linux, and needs code between
-fork and exec. It fires when the *thread* that started the role ends, and does not reach processes
-that a role has started.
+The alternative was PR_SET_PDEATHSIG in each role. It exists only on Linux, and needs code between
+fork and exec. The signal comes when the *thread* that started the role ends, and does not reach the
+processes that a role has started.
 """
 
 import contextlib
@@ -65,7 +65,8 @@ def begin(command: list[str]) -> None:
     """Execute a command when a line arrives on standard input; exit if standard input closes."""
     if not os.read(0, 1):
         sys.exit(1)
-    if "DTRANS_SPARE" not in os.environ:  # a spare reads the variables of its role there
+    # standard input stays open for a spare, which reads its role's variables there
+    if "DTRANS_SPARE" not in os.environ:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     # Python ignores these signals at its start, and the command would inherit the setting
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):

@@ -18,7 +18,7 @@ _output = threading.Lock()
 
 @contextlib.contextmanager
 def open_logs(folder: str | Path | None) -> Iterator[Callable[[str], Emit]]:
-    """Yield a function from a role's name to the function that prints and logs its lines.
+    """Yield a function that returns, for a role's name, the function that prints and logs lines.
 
     Args:
       folder: the folder of the log files; None to print lines without log files.

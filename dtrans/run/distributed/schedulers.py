@@ -127,7 +127,7 @@ def expand_tasks(text: str) -> tuple[int, ...]:
 
 
 def _numbers(text: str) -> list[str]:
-    """Expand the numbers in the brackets of a node list: `1-3,05`. Leading zeros are kept."""
+    """Expand the numbers in the brackets of a node list: `1-3,05`. Leading zeros stay."""
     found = []
     for item in text.split(","):
         first, _, last = item.partition("-")
@@ -149,7 +149,7 @@ def _torchrun(env: Mapping[str, str]) -> _World | None:
         return None
     why = "torchrun sets RANK, WORLD_SIZE and MASTER_ADDR in every process"
     rank, size = _integer(env, "RANK", why), _integer(env, "WORLD_SIZE", why)
-    # MASTER_ADDR is the host of rank 0. If all ranks share one host, it is the host of all ranks.
+    # MASTER_ADDR is the host of rank 0, and of all ranks if they share one host.
     known = size if env.get("LOCAL_WORLD_SIZE") == str(size) else 1
     address = env.get("MASTER_ADDR", "")
     hosts: tuple[str, ...] = ()
@@ -178,7 +178,8 @@ def _slurm(env: Mapping[str, str]) -> _World | None:
     hosts: list[str] = []
     if not env.get("DTRANS_HOSTS"):
         hosts = _list_group_hosts(env)
-        # There are no groups, or the step runs on some groups only: use the step's own variables.
+        # There are no groups, or the Slurm step runs on some groups only: use the variables of the
+        # Slurm step.
         if len(hosts) != size:
             nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
             tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
@@ -238,7 +239,7 @@ def _list_task_hosts(nodes: str, tasks: str, size: int | None) -> list[str]:
 
 
 def _read_pod(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that follow from a Kubernetes pod's index among pods of its role."""
+    """Return the variables that follow from a Kubernetes pod's index among the pods of one role."""
     if not env.get("JOB_COMPLETION_INDEX"):
         return {}
     index = _integer(env, "JOB_COMPLETION_INDEX", "an indexed Job of Kubernetes sets it")
@@ -264,7 +265,8 @@ def _read_paddle(env: Mapping[str, str]) -> dict[str, str]:
     found["DTRANS_ROLE"] = role.lower()
     needed = ["DTRANS_TRAINERS", "DTRANS_TRAINER_ID" if role == "TRAINER" else ""]
     if found["DTRANS_PSERVER_ENDPOINTS"] or role == "PSERVER":
-        # Paddle's fleet also sets endpoints of trainers in jobs with servers, so they are ignored
+        # Paddle's fleet sets endpoints of trainers also in jobs with servers; ignore these
+        # endpoints
         found["DTRANS_TRAINER_ENDPOINTS"] = env.get("DTRANS_TRAINER_ENDPOINTS", "")
         needed.append("DTRANS_PSERVER_ENDPOINTS")
     elif found["DTRANS_TRAINER_ENDPOINTS"]:

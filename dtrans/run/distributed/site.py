@@ -47,7 +47,7 @@ class Site:
         Args:
           mode, trainers, pservers: as for `launch`.
           endpoints: endpoints of the pservers of the job that is continued; empty for a new job.
-          cuts: the folder of the cuts, which all hosts must share, or None.
+          cuts: the folder of the cuts (snapshots), which all hosts must share, or None.
 
         Raises:
           ConfigError: an endpoint is not on the host of its pserver.
@@ -110,7 +110,7 @@ def check_place(endpoint: str, address: str, host: str) -> None:
     """Raise ConfigError if a pserver of a continued job would have another address than before.
 
     Args:
-      endpoint: endpoint of the pserver, which the pieces of its cuts contain.
+      endpoint: endpoint of the pserver, as its cuts (snapshots) contain it.
       address: address of the host on which the pserver is placed.
       host: name of this host, for the error.
     """

@@ -1,6 +1,6 @@
 """Socket by which trainer 0 of an nccl2 job answers `dtrans status`.
 
-The launcher, or the user, sets its endpoint by DTRANS_STATUS_ENDPOINT.
+The launcher, or the user, sets the socket's endpoint by DTRANS_STATUS_ENDPOINT.
 
 A process that asks for the status is an *observer*. Observers only have the job's token, but
 trainers connect with a secret of this run (`board.shared_keys`). So this socket has separate keys.
@@ -85,7 +85,7 @@ class WatchedTrainers:
         return {0: self._me(), **self._members.doing}
 
     def progress(self) -> dict[int, int]:
-        """Return the number of steps of each trainer that has reported it."""
+        """Return the number of steps of each trainer that has reported a number."""
         return {k: d.steps for k, d in self._doing().items() if d.steps is not None}
 
     def staleness(self, k: int) -> None:

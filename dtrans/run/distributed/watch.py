@@ -5,8 +5,8 @@
     trainer 0    sends `ended` to all others, also for a trainer whose connection is lost
 
 An *operation* is a computation in which all trainers take part, such as a reduction. If a process
-has died, an operation of Gloo or NCCL fails, without the name of the process. If a process is
-stopped, or ends after fewer steps, the operation waits until JAX ends all processes with SIGABRT.
+has died, an operation of Gloo or NCCL fails without naming the process. If a process is stopped, or
+ends after fewer steps, the operation waits until JAX ends all processes with SIGABRT.
 These connections name the trainer: the kernel reports the end of a process, and ZeroMQ's heartbeats
 notice a process that is stopped for longer than the job's patience. Then the other trainers end:
 
@@ -66,7 +66,7 @@ PATIENCE = 3.0  # seconds from another trainer's end until a process that waits 
 LINGER = 2.0  # seconds to send the last message
 SAY = 2.0  # seconds between two reports of progress
 SLOW = 20.0  # seconds until a wait is logged; each further log comes after twice the time
-LOOK = 0.1  # after a trainer's end, seconds between two checks whether this process waits in JAX
+LOOK = 0.1  # seconds between two checks whether this process waits in JAX for an ended trainer
 KNOWN = 1.0  # seconds to wait for the name of the lost trainer after an operation has failed
 MISSED = "connect"
 UNWATCHED = "a job of one trainer, or with on_trainer_loss='drop', does not answer `dtrans status`"
@@ -101,8 +101,8 @@ class Watch:
         self._status: StatusDoor | None = None
         if self._leads and status_endpoint():
             self._status = self._status_door(cluster)
-        # seconds to wait for a lost connection to be restored; within one host it never is,
-        # because only the end of a process closes a connection
+        # Seconds to wait until a lost connection works again. Within one host the wait is only
+        # GRACE, because there only the end of a process closes a connection.
         self._retry = GRACE
         reach = at.reach if isinstance(at, Address) else at
         if not is_local(reach):
@@ -117,7 +117,7 @@ class Watch:
             raise
         self._wake = threading.Event()  # set when this process knows that it cannot continue
         self._doing = 0  # number of operations that have begun and not ended
-        self._raised = False  # True if an operation raised an error, so the watch need not exit
+        self._raised = False  # True after an operation has raised an error, which ends the process
         self._known_since: float | None = None  # the time since which `_wake` is set
         self._said = Progress(-1, "")  # the last report of progress
         self._next_word = 0.0  # the time of the next report
@@ -130,7 +130,7 @@ class Watch:
         atexit.register(self.close)
 
     def _open(self, cluster: Membership, at: Address | str) -> None:
-        """Open the listening socket in trainer 0; connect to it in the other trainers."""
+        """Open trainer 0's listening socket, or connect another trainer to this socket."""
         if isinstance(at, Address):
             users = {_user(k): f"trainer {k}" for k in range(1, self._count)}
             self._door = at.open_door(self._transport, users, frame=wire.HELLO, messages=1000)
@@ -255,7 +255,7 @@ class Watch:
             if message.op == "here":
                 self.members.back(speaker)
                 for k in self.members.ended:
-                    # send it again, because messages before a reconnection may be lost
+                    # send the end again, because messages before a reconnection may be lost
                     self._forward_end(k)
             if message.op == "doing":
                 steps = message.fields.get("steps")
@@ -322,7 +322,7 @@ class Watch:
     # -- the end ---------------------------------------------------------------------------------
 
     def _report_end(self, reason: str) -> None:
-        """Tell others that this process ends; `reason` is empty if it has not failed."""
+        """Tell the other trainers that this process ends; `reason` is empty without a failure."""
         self._send("ended", operations=self.members.begun, reason=reason)
 
     def _send(self, op: str, **fields: Any) -> None:
@@ -412,8 +412,8 @@ def start(cluster: Membership) -> None:
 
     Trainer 0 also opens the socket for `dtrans status`.
 
-    If JAX detected trainers on several hosts, and `allow_remote` is not set, no
-    connection is opened.
+    The function opens no connection if JAX itself detected the trainers, they are on several hosts,
+    and `allow_remote` is not set.
 
     Raises:
       ConfigError: DTRANS_STATUS_ENDPOINT cannot be bound, or is not allowed.

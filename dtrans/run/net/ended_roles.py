@@ -1,12 +1,12 @@
 """The launcher's report to the servers: the roles whose processes have ended.
 
 When a connected role ends, a server notices the end of the connection. If a role ends before it
-connects, only the launcher notices. The launcher creates a folder, passes its path in an
+connects, only the launcher notices. The launcher creates a folder, passes the folder's path in an
 environment variable, and writes a file for each role that has ended. Servers read the folder every
 second. On other hosts, the agent of each role writes such a folder for the launcher.
 
-In a job with cuts, each report has the number of an epoch (`dtrans.protocol.epochs`). A role whose
-process is replaced takes part in the next epoch, where the report has no effect.
+In a job with cuts (snapshots), each report has the number of an epoch (`dtrans.protocol.epochs`). A
+report has no effect in the next epoch, in which a new process takes the place of the ended one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class EndedRoles:
         Args:
           role: name of the role, such as "trainer 1".
           how: exit status of the role's process, such as "exit code 3".
-          epoch: number of the job's epoch in which the role has ended.
+          epoch: number of the epoch (part of the job between failures) in which the role ended.
         """
         new = self._folder.path / f".{role}"
         new.write_text(f"{epoch} {how}")
@@ -68,7 +68,8 @@ def ended_roles(epoch: int = 0, environ: Mapping[str, str] = os.environ) -> dict
     The map is empty if the job has no launcher.
 
     Args:
-      epoch: number of the reader's epoch. Roles that ended in an earlier epoch have started again.
+      epoch: number of the reader's epoch (part of the job between failures). Roles that ended in an
+        earlier epoch have started again.
       environ: environment variables of the reader.
     """
     folder = environ.get(VARIABLE)

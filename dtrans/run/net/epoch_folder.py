@@ -1,4 +1,4 @@
-"""Folder in which a launcher and the roles of a job agree on epochs and cuts.
+"""Folder in which a launcher and the roles of a job agree on epochs and cuts (snapshots).
 
     epoch.json      the launcher: the job's run and its current epoch
     epochs.jsonl    the launcher: all epochs of the job (`dtrans.run.net.epoch_log`)
@@ -50,24 +50,24 @@ WITHOUT_CUTS = "without-cuts"
 class EpochFolder:
     """Epochs and cuts of a job, read from a folder.
 
-    A *cut* is a copy of the job's state. An *epoch* is the part of a job between two failures of
-    processes, or returns of dropped trainers.
+    A *cut* is a copy of the job's state. An *epoch* is a part of a job. It ends with the failure of
+    a process, or the return of a dropped trainer.
 
     Args:
       path: the folder, which all roles and the launcher see.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        # without "..", as the check of hosts looks for the folder
+        # Remove "..", as `dtrans.hosts.host_check` does, so that both look at the same folder.
         self.path = Path(os.path.abspath(path))
 
     @property
     def is_used(self) -> bool:
-        """True if a launcher has granted an epoch in this folder."""
+        """True if a launcher has granted an epoch (part of a job) in this folder."""
         return (self.path / "epoch.json").exists()
 
     def current(self) -> Epoch:
-        """Return the epoch that the launcher has granted last.
+        """Return the epoch (a part of the job) that the launcher has granted last.
 
         Raises:
           ConfigError: the folder has no epoch, since no launcher uses it.
@@ -76,12 +76,12 @@ class EpochFolder:
 
     @property
     def run(self) -> str:
-        """Identifier of the job, which marks the pieces of its cuts."""
+        """Identifier of the job, which marks the pieces of its cuts (snapshots)."""
         return str(self._granted()["run"])
 
     @property
     def launch(self) -> int:
-        """Number of the first epoch of the current launcher, which identifies the launcher."""
+        """Identifier of the current launcher: the number of its first epoch (part of the job)."""
         return int(self._granted().get("launch", 0))
 
     @property
@@ -100,7 +100,7 @@ class EpochFolder:
         return tuple(self._granted()["endpoints"])
 
     def steps(self) -> list[int]:
-        """Return the steps of all cuts of synchronous servers, also of incomplete ones."""
+        """Return the steps of synchronous servers' cuts (snapshots), also of incomplete ones."""
         names = [] if not self.path.is_dir() else os.listdir(self.path)
         return sorted(int(name) for name in names if name.isdecimal())
 
@@ -117,32 +117,32 @@ class EpochFolder:
 
     @property
     def lacks_cuts(self) -> bool:
-        """True if a server writes no cuts, and no role has written a report."""
+        """True if a server writes no cuts (snapshots), and no role has written a report."""
         return (self.path / WITHOUT_CUTS).exists() and not self.marks()
 
     def newest_cut(
         self, servers: Collection[str], dropped: Collection[int] | None = None
     ) -> int | None:
-        """Return the step of the newest complete cut; None if there is none.
+        """Return the step of the newest complete cut (snapshot); None if there is none.
 
         A cut is complete if every server has written its piece. If trainers write parts of cuts,
         every trainer that was not dropped has written its part, too. A role that has not entered
-        the current epoch may report cuts after the epoch's cut. The job has undone their steps, so
-        these cuts do not count.
+        the current epoch may report cuts after the epoch's cut. The job has undone the steps of
+        these cuts, so they do not count.
 
         Args:
           servers: names of all servers.
-          dropped: ids of the dropped trainers; None for those of the current epoch.
+          dropped: ids of the dropped trainers; None for the trainers that are dropped in the
+            current epoch.
         """
         return max(self._complete_cuts(servers, dropped), default=None)
 
     def old_cut(self, servers: Collection[str]) -> int:
-        """Return the step of the second newest complete cut; 0 if there is none."""
+        """Return the step of the second newest complete cut (snapshot); 0 if there is none."""
         return old_cut(self._complete_cuts(servers))
 
     def cuts_alone(self, servers: Collection[str]) -> tuple[int, ...]:
-        """Return the step of each server's newest cut, if all are asynchronous and have one; else
-        ().
+        """Return the steps of asynchronous servers' newest cuts (snapshots); () if one has none.
 
         Args:
           servers: names of all servers.
@@ -172,7 +172,7 @@ class EpochFolder:
 
 
 def epoch_of(fields: Mapping[str, Any]) -> Epoch:
-    """Return an epoch from the contents of its file."""
+    """Return an epoch (part of a job between failures) from the contents of its file."""
     dropped, is_ending = tuple(fields.get("dropped", ())), fields.get("is_ending", False)
     lost, started = tuple(fields.get("lost", ())), fields.get("started", {})
     trainers = range(fields.get("trainers", 0))

@@ -1,7 +1,7 @@
 """Log of a job's epochs: the trainers of each step, for `dtrans.replay`.
 
 The launcher adds one line to `epochs.jsonl` before it grants an epoch. When the job has ended, the
-log stays in the folder of the cuts. A new job in the folder begins a new log.
+log stays in the folder of the cuts (snapshots). A new job in the folder begins a new log.
 
 A launcher may be killed between the line and the grant. Its successor then grants another epoch
 with the same number, so the last line with a number counts.
@@ -26,12 +26,12 @@ NAME = "epochs.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class EpochRecord:
-    """Line of the log: one epoch of a job (`dtrans.protocol.epochs`).
+    """Line of the log: one epoch, which is a part of a job between failures.
 
     Attributes:
       epoch: number of the epoch.
-      cut: step of the cut with which the epoch begins; None if it begins with the initial state, or
-        with the cuts of asynchronous servers.
+      cut: step of the cut (snapshot) with which the epoch begins; None if it begins with the
+        initial state, or with the cuts of asynchronous servers.
       members: ids of the trainers that take part, increasing.
       lost: name of the role whose failure ended the previous epoch; empty without a failure.
       reason: cause of the failure, or of the epoch.
@@ -48,7 +48,7 @@ class EpochRecord:
 
 @dataclasses.dataclass(frozen=True)
 class EpochLog:
-    """Log of a job's epochs, in the folder of the job's cuts.
+    """Log of a job's epochs (parts between failures), in the folder of the cuts (snapshots).
 
     Attributes:
       folder: the folder.
@@ -83,7 +83,7 @@ class EpochLog:
 
 
 def read_log(path: str | os.PathLike[str]) -> list[EpochRecord]:
-    """Return the epochs of a log, in their order.
+    """Return the epochs of a log (parts of a job between failures), in their order.
 
     Raises:
       ConfigError: the file does not exist, or is not a log of epochs.
@@ -124,6 +124,6 @@ def members_of_steps(
     found: list[tuple[int, ...]] = []
     for record in records:
         begin = first if record.cut is None else record.cut
-        # later epochs have repeated the steps after their cuts
+        # a later epoch has repeated the steps after its cut
         found[begin - first :] = [record.members] * (stop - begin)
     return found

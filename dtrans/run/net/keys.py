@@ -8,7 +8,7 @@ and PLAIN sends a password. The option `transport_encryption` and the address se
     "required"             CURVE         CURVE      CURVE
     "disabled"             PLAIN         PLAIN      PLAIN
 
-Both processes of a connection look up the address of the listener. So they select the same
+Both processes of a connection look up the listener's address in this table. So they select the same
 mechanism if they have the same option.
 
 By default, HKDF derives all keys from the job's token: one X25519 key for all bound sockets, and
@@ -104,7 +104,7 @@ class Keys:
 
     @property
     def secret(self) -> str:
-        """Secret from which all passwords, proofs and keys are derived: the token and the word."""
+        """Secret from which all passwords, proofs and keys are derived: `token`, then `word`."""
         return self.token + self.word
 
     @property

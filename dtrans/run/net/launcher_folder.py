@@ -19,7 +19,7 @@ LAUNCH = "launch.json"
 
 
 class LauncherFolder(EpochFolder):
-    """Folder of a job's epochs and cuts, in the launcher of the job.
+    """Folder of a job's epochs (parts between failures) and cuts (snapshots), in the launcher.
 
     Example:
       >>> import tempfile
@@ -40,7 +40,7 @@ class LauncherFolder(EpochFolder):
         """Return the environment variables that the launcher sets for a role.
 
         Args:
-          started: number of the epoch in which the role's process is started.
+          started: number of the epoch (part of the job) in which the role's process is started.
         """
         return {VARIABLE: str(self.path), STARTED: str(started)}
 
@@ -64,9 +64,11 @@ class LauncherFolder(EpochFolder):
           epoch: the epoch.
           run: identifier of the job.
           trainers: number of trainers.
-          endpoints: endpoints of the servers. Pieces of cuts and checkpoints contain them.
-          started: for each role, the number of the epoch in which its process was started. Earlier
-            processes of the role, on a host that the launcher has lost, end when they read this.
+          endpoints: endpoints of the servers. Pieces of cuts (snapshots) and checkpoints contain
+            them.
+          started: for each role, the number of the epoch in which its process was started. An
+            earlier process of the role, on a host that the launcher has lost, ends when it reads
+            this number.
           launch: number of the launcher's first epoch.
           on_trainer_loss: as for `launch`.
         """
@@ -94,17 +96,17 @@ class LauncherFolder(EpochFolder):
                 shutil.rmtree(path)
 
     def remove_other_cuts(self, cut: int | None) -> None:
-        """Remove all cuts of synchronous servers, except the newest complete one.
+        """Remove all cuts (snapshots) of synchronous servers, except the newest complete one.
 
         Args:
-          cut: step of the newest complete cut; None without one.
+          cut: step of the newest complete cut, or None.
         """
         for step in self.steps():
             if step != cut:
                 shutil.rmtree(self.path / str(step), ignore_errors=True)
 
     def forget_marks(self) -> None:
-        """Remove the reports of all roles and the cuts of GEO-SGD trainers. No role may run."""
+        """Remove reports of roles, and cuts (snapshots) of GEO-SGD trainers, while no role runs."""
         for path in (self.path / "roles", self.path / "lost", *self.path.glob("trainer-*")):
             shutil.rmtree(path, ignore_errors=True)
         (self.path / WITHOUT_CUTS).unlink(missing_ok=True)

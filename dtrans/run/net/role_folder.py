@@ -1,4 +1,4 @@
-"""Role's files in the folder of epochs and cuts: the role reports its epoch, and its cuts.
+"""Role's files in the folder of epochs and cuts (snapshots): reports of epochs and cuts.
 
 `dtrans.run.net.epoch_folder` lists the files of the folder.
 """
@@ -27,7 +27,7 @@ POLL = 0.05  # seconds between two looks at the epoch, in a trainer that waits t
 
 
 class RoleFolder(EpochFolder):
-    """Folder of a job's epochs and cuts, in the process of a role.
+    """Folder of a job's epochs (parts between failures) and cuts (snapshots), in a role's process.
 
     Args:
       path: the folder, which all roles and the launcher see.
@@ -50,12 +50,12 @@ class RoleFolder(EpochFolder):
     def from_environment(
         cls, role: str, environ: Mapping[str, str] = os.environ
     ) -> RoleFolder | None:
-        """Return the folder that the launcher has set; None without one."""
+        """Return the folder that the launcher has set, or None."""
         path = environ.get(VARIABLE)
         return cls(path, role, int(environ.get(STARTED, 0))) if path else None
 
     def current(self) -> Epoch:
-        """Return the epoch that the launcher has granted last.
+        """Return the epoch (a part of the job) that the launcher has granted last.
 
         Raises:
           ConfigError: the folder has no epoch, since no launcher uses it.
@@ -94,11 +94,11 @@ class RoleFolder(EpochFolder):
         writes_newest: bool = False,
         writes_replicas: bool = False,
     ) -> None:
-        """Tell the launcher that this role takes part in an epoch.
+        """Tell the launcher that this role takes part in an epoch (a part of the job).
 
-        The role forgets its cuts after the epoch's cut, so that the job never skips steps. It also
-        removes their files. Otherwise a later cut of the same step could contain a part that an
-        earlier launch with another script has written.
+        The job has undone the steps after the epoch's cut. So the role forgets its cuts (snapshots)
+        of these steps, and removes the files. Otherwise, a later cut of the same step could contain
+        a part that an earlier launch with another script has written.
 
         Args:
           epoch: the epoch.
@@ -121,7 +121,7 @@ class RoleFolder(EpochFolder):
                     self._remove_part(step)
 
     def enter_alone(self, epoch: Epoch) -> None:
-        """Tell the launcher that this asynchronous server is in an epoch; its cuts stay valid."""
+        """Tell the launcher that this asynchronous server is in an epoch; keep its snapshots."""
         with self._lock:
             before = self.mark()
             mark = RoleMark(epoch.number, before.cuts, is_alone=True, counts=before.counts)
@@ -133,16 +133,16 @@ class RoleFolder(EpochFolder):
 
     @property
     def entered(self) -> int:
-        """Number of the epoch that this process has entered last."""
+        """Number of the epoch (part of the job) that this process has entered last."""
         return self._mark.epoch
 
     @property
     def newest_written(self) -> int | None:
-        """Step of the newest cut that this process knows to be written; None without one."""
+        """Step of the newest cut (snapshot) that this process knows to be written, or None."""
         return max(self._mark.cuts, default=None)
 
     def note_cut(self, epoch: int, step: int, *, is_early: bool = False) -> None:
-        """Tell the launcher that this role has written its part of a cut.
+        """Tell the launcher that this role has written its part of a cut (snapshot).
 
         Args:
           epoch: number of the epoch in which the cut was taken. Cuts of older epochs are ignored.
@@ -159,7 +159,9 @@ class RoleFolder(EpochFolder):
 
     @contextlib.contextmanager
     def reading_cut(self, step: int) -> Iterator[None]:
-        """Withdraw this role's report of a damaged cut, so that the launcher chooses an older one.
+        """Read a cut (snapshot) in a `with` block; if it is damaged, withdraw its report.
+
+        The launcher then chooses an older cut.
 
         Args:
           step: the step of the cut.
@@ -174,12 +176,12 @@ class RoleFolder(EpochFolder):
                 self._write_mark(self.mark().without_cut(step))
             raise DamagedCutError(
                 f"{self._role} cannot read the cut of step {step}: {e}; the job continues from the "
-                "newest older cut if `dtrans launch` may start roles again, otherwise start it "
-                "again with --resume"
+                "newest older cut if `dtrans launch` may start roles again, otherwise start the "
+                "job again with --resume"
             ) from e
 
     def of_lost(self, role: str, epoch: int) -> RoleFolder:
-        """Return the folder as the lost role sees it, to write the lost role's part of a cut.
+        """Return the folder of a lost role, to write that role's part of a cut (snapshot).
 
         The methods of the result raise ReplacedError when a new process of the role has started.
 
@@ -192,11 +194,11 @@ class RoleFolder(EpochFolder):
         return folder
 
     def has_written(self, step: int) -> bool:
-        """Return True if this role has written its part of the cut of a step."""
+        """Return True if this role has written its part of the cut (snapshot) of a step."""
         return step in self._mark.cuts or step in self._mark.early
 
     def remove_part(self, step: int) -> None:
-        """Remove this role's part of the cut of a step, which the role has not reported.
+        """Remove this role's part of the cut (snapshot) of a step, which the role has not reported.
 
         Raises:
           ReplacedError: the launcher has started another process of this role.
@@ -217,7 +219,7 @@ class RoleFolder(EpochFolder):
                 self._write_mark(mark)
 
     def note_cut_alone(self, step: int, counts: Sequence[int]) -> list[int]:
-        """Tell the launcher that this asynchronous server has written a cut.
+        """Tell the launcher that this asynchronous server has written a cut (snapshot).
 
         Args:
           step: the step of the cut. Steps increase.
@@ -233,13 +235,14 @@ class RoleFolder(EpochFolder):
         return old
 
     def drop_cuts(self, epoch: int, before: int) -> list[int]:
-        """Tell the launcher that this role removes all cuts before a step; return their steps.
+        """Report the removal of all cuts (snapshots) before a step; return the steps of these cuts.
 
         Some of these cuts are incomplete, because only some roles have written their parts.
         The cut of the current epoch stays, since this role may have to load it.
 
         Args:
-          epoch: number of the role's epoch. If the launcher has granted a newer one, all stay.
+          epoch: number of the role's epoch. If the launcher has granted a newer epoch, no cut is
+            removed.
           before: the step.
         """
         with self._lock:
@@ -254,7 +257,7 @@ class RoleFolder(EpochFolder):
         return old
 
     def remove_old_cuts(self, epoch: int, servers: Collection[str]) -> None:
-        """Remove all cuts before the second newest complete one.
+        """Remove all cuts (snapshots) before the second newest complete one.
 
         Args:
           epoch, servers: as for `drop_cuts` and `newest_cut`.
@@ -263,7 +266,7 @@ class RoleFolder(EpochFolder):
             shutil.rmtree(self.path / str(step), ignore_errors=True)
 
     def note_no_cuts(self) -> None:
-        """Tell the launcher that this server writes no cuts."""
+        """Tell the launcher that this server writes no cuts (snapshots)."""
         (self.path / WITHOUT_CUTS).touch()
 
     def leave(self) -> None:
@@ -282,11 +285,13 @@ class RoleFolder(EpochFolder):
         fields = {"epoch": epoch, "role": role, "reason": reason}
         try:
             write_json(self.path / "lost" / self._role, fields)
-        except OSError as e:  # the caller raises its error when no epoch follows
+        # only logged: without this report no epoch follows, and the caller then raises the error of
+        # the lost connection
+        except OSError as e:
             log.warning("%s cannot report to the launcher that %s is lost: %s", self._role, role, e)
 
     def _remove_part(self, step: int) -> None:
-        """Remove this role's part of the cut of a step, also if it is incomplete."""
+        """Remove this role's part of the cut (snapshot) of a step, also if it is incomplete."""
         for path in (self.path / str(step)).glob("*"):
             # writers use temporary names such as pserver-0.tmp and .trainer-0.npz
             if path.name.lstrip(".").partition(".")[0] != self._slug:

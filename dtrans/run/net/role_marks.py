@@ -1,4 +1,4 @@
-"""Reports of a job's roles to the launcher: their epochs, their cuts, and the roles that they lost.
+"""Reports of roles to the launcher: epochs, cuts (snapshots), and the roles that they lost.
 
 `dtrans.run.net.role_folder` writes the reports, and `dtrans.run.net.epoch_folder` reads them. The
 functions below compute the decisions of the launcher from the reports.
@@ -17,9 +17,9 @@ class RoleMark:
 
     Attributes:
       epoch: number of the epoch in which the role takes part.
-      cuts: steps of the cuts that the role has written, increasing.
-      early: steps of written cuts that may lack evictions of table rows after their step. They
-        count when another role has written a cut of the step with these evictions.
+      cuts: steps of the cuts (snapshots) that the role has written, increasing.
+      early: steps of written cuts that may lack evictions of table rows after their step. Such a
+        cut counts when another role has written a cut of the same step with these evictions.
       left: True if the role has left the job after its last step.
       with_trainers: in a server's report, True if trainers write parts of its cuts, too.
       is_alone: True for an asynchronous server, which goes back to a cut without other servers.
@@ -52,12 +52,12 @@ class RoleMark:
         return self.ended >= epoch and {*lost} <= {*self.ended_for}
 
     def cuts_until(self, cut: int | None) -> tuple[int, ...]:
-        """Return the steps of the written cuts up to step `cut`; () if `cut` is None."""
+        """Return the steps of written cuts (snapshots) up to step `cut`; () if `cut` is None."""
         written = sorted({*self.cuts, *self.early})
         return () if cut is None else tuple(step for step in written if step <= cut)
 
     def without_cut(self, step: int) -> RoleMark:
-        """Return the mark of a role that has not written the cut of a step."""
+        """Return this report without the cut (snapshot) of a step."""
         cuts = tuple(x for x in self.cuts if x != step)
         early = tuple(x for x in self.early if x != step)
         return dataclasses.replace(self, cuts=cuts, early=early)
@@ -93,7 +93,7 @@ def mark_of(fields: Mapping[str, Any]) -> RoleMark:
 
 
 def complete_cuts(marks: Mapping[str, RoleMark], roles: Collection[str]) -> set[int]:
-    """Return the steps of the cuts that all roles have written.
+    """Return the steps of the cuts (snapshots) that all roles have written.
 
     A trainer begins a step after all servers have made the evictions before it. So if one server
     knows that the next step has begun, the early cuts of other servers have these evictions, too.
@@ -117,10 +117,10 @@ def complete_cuts(marks: Mapping[str, RoleMark], roles: Collection[str]) -> set[
 
 
 def old_cut(complete: Collection[int]) -> int:
-    """Return the step of the second newest complete cut; 0 if there is none.
+    """Return the step of the second newest complete cut (snapshot); 0 if there is none.
 
-    Roles may remove older cuts: the launcher chooses the newest one, and the second newest one
-    covers a choice that is made while roles write.
+    Roles may remove cuts that are older. The launcher goes back to the newest cut that it knows,
+    which may be the second newest while roles write.
 
     Args:
       complete: steps of the complete cuts.
@@ -132,10 +132,10 @@ def old_cut(complete: Collection[int]) -> int:
 def without_undone(
     marks: Mapping[str, RoleMark], epoch: int, cut: int | None
 ) -> dict[str, RoleMark]:
-    """Return the reports of all roles, from which cuts of undone steps are removed.
+    """Return the reports of all roles, from which cuts (snapshots) of undone steps are removed.
 
-    A role that has not entered the current epoch may have written cuts after the epoch's cut. Other
-    trainers may have made these steps.
+    A role that has not entered the current epoch may have written cuts after the epoch's cut. The
+    job has undone these steps. In the current epoch, other trainers may repeat them.
 
     Args:
       marks: the report of each role, by name.
@@ -157,7 +157,7 @@ def without_undone(
 
 
 def newest_alone(marks: Mapping[str, RoleMark], servers: Collection[str]) -> tuple[int, ...]:
-    """Return the step of each server's newest cut, if all are asynchronous and have one; else ().
+    """Return the steps of asynchronous servers' newest cuts (snapshots); () if one has none.
 
     Args:
       marks: the report of each role, by name.
@@ -178,12 +178,11 @@ def can_go_back(
     *,
     is_pending: bool,
 ) -> bool:
-    """Return True if the roles that were not lost can go back to a cut.
+    """Return True if the roles that were not lost can go back to a cut (snapshot).
 
     All these roles must run, and must not have left the job. Each of them must also have entered an
-    epoch since its start. While an epoch is pending, this last condition does not apply: a role
-    that has not entered an epoch then is one that has just started again, and it will enter the
-    pending epoch.
+    epoch since its start. While an epoch is pending, this last condition does not apply: then a
+    role without an epoch has just started again, and it will enter the pending epoch.
 
     Args:
       marks: the report of each role's current process, by name.
@@ -206,7 +205,7 @@ def can_go_back(
 
 
 def is_waiting(reporter: str, marks: Mapping[str, RoleMark], running: Collection[str]) -> bool:
-    """Return True if a role that has lost another role waits for a new epoch.
+    """Return True if a role that has reported a lost role waits for a new epoch.
 
     A role that has left the job waits for no other role.
 
@@ -222,7 +221,7 @@ def have_entered(marks: Mapping[str, RoleMark], roles: Collection[str], epoch: i
     """Return True if all roles take part in an epoch, and none of them has left the job.
 
     A trainer that was dropped can join again only then. Otherwise a role might be unable to go back
-    to the cut of the next epoch.
+    to the cut (snapshot) of the next epoch.
 
     Args:
       marks: the report of each role's current process, by name.
@@ -243,12 +242,13 @@ def find_writers(
 ) -> set[str]:
     """Return the servers that write their newest states when an epoch ends.
 
-    The result is empty if a live server cannot write them, since no cut can become complete.
+    The result is empty if a live server cannot write them, since no cut (snapshot) can become
+    complete.
 
     Args:
       marks: the report of each role's current process, by name.
       servers: names of all servers.
-      live: names of the roles that live.
+      live: names of the running roles.
       epoch: number of the epoch.
 
     Example:
@@ -268,9 +268,9 @@ def find_writers(
 def can_complete_cut(
     marks: Mapping[str, RoleMark], servers: Collection[str], writers: Collection[str]
 ) -> bool:
-    """Return True if the cut that some servers write at a failure can become complete.
+    """Return True if the cut (snapshot) that some servers write at a failure can become complete.
 
-    Either all servers write, or those that write also write the replicas of lost servers.
+    Either all servers write, or the writing servers also write the replicas of lost servers.
 
     Args:
       marks: the report of each role, by name.

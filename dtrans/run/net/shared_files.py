@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 
-TRIES = 100  # reads of a file that another host may replace meanwhile
+TRIES = 100  # maximum number of tries to read a file that another host may replace meanwhile
 
 
 def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -35,7 +35,7 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
             os.fsync(file.fileno())
         new.rename(path)
     except OSError:
-        # an incomplete file would fill the disk
+        # the disk may be full, so leave no incomplete file
         new.unlink(missing_ok=True)
         raise
 
@@ -55,7 +55,7 @@ def read_json(path: Path) -> dict[str, Any]:
         try:
             return dict(json.loads(path.read_text()))
         except OSError as e:
-            # On NFS, another host may replace a file while this one reads it.
+            # On NFS, another host may replace a file while this host reads the file.
             if e.errno != errno.ESTALE or number == TRIES - 1:
                 raise
     raise AssertionError("unreachable: the last try either returns or raises an error")

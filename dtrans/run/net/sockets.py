@@ -342,7 +342,7 @@ def user_of(frame: zmq.Frame) -> str:
 
 
 class PeerIds:
-    """Ids of the peers of a bound socket: those connected, and those that have disconnected.
+    """Ids of a bound socket's connected peers, and of the peers whose connections have ended.
 
     Args:
       bound: the socket, before it is bound.

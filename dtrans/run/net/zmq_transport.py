@@ -1,8 +1,8 @@
 """Transport of real jobs, over ZeroMQ sockets.
 
 A link is a DEALER socket. A listener is a ROUTER socket that is bound to its endpoint, and
-optionally to a Unix socket. For each of them, ZeroMQ reports connection events on a second socket,
-the monitor. The transport polls both sockets.
+optionally to a Unix socket. For each link or listener, ZeroMQ reports connection events on a second
+socket, the monitor. The transport polls both sockets.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dtrans.run.net.sockets import (
 from dtrans.run.net.temp_dir import TempDir
 
 
-# seconds of a poll, at most, because ZeroMQ stores the timeout as a C int of milliseconds
+# maximum seconds of a poll, because ZeroMQ stores the timeout as a C int of milliseconds
 MAX_POLL = 3600.0
 
 
@@ -216,7 +216,8 @@ class ZmqListener:
             address, *frames = self.socket.recv_multipart(copy=False)
             peer = bytes(address.buffer)
             is_open = self._peers.add(address)
-            # The end of an earlier connection is reported before the first message of the next one.
+            # Report the end of an earlier connection before the first message of a later
+            # connection.
             for lost in self._peers.take_lost():
                 yield Event("lost", self, address=lost)
             yield _message_event(self, address, frames)

@@ -3,6 +3,7 @@
 On a mesh:
 
     mesh                the job; `mesh_trainers` has its trainers, `mesh_fabric` its servers
+    share_trainers      trainers with different numbers of rows, one after the other on a device
     ordered_job         an asynchronous job whose trainers take turns, for `plan.verify()`
 
 As processes:

@@ -4,14 +4,15 @@ A *communicator* is a thread that sends and receives in the background. It execu
 
     send, send_rows  queue gradients for the thread, as soon as they are computed
     recv             returns the parameters that the thread received last
-    prefetch         requests rows of a table, and waits for the rows
+    prefetch         records a lookup of rows. `receive_rows` requests and receives the rows of all
+                     recorded lookups before the next equation that may read them
     fetch_barrier    ends a step that receives no parameters
     send_barrier     waits until the servers have applied all queued gradients
 
 With GEO-SGD, trainers keep local copies of parameters and of table rows:
 
     geo_init         registers a table, without local rows
-    geo_prefetch     returns local rows; requests missing rows from servers
+    geo_prefetch     returns local rows; records a lookup of missing rows
     geo_send         ends a step; pushes the changes of parameters and rows every few steps
 
 The first of these equations starts the communicator, which then owns the trainer's connections.
@@ -42,23 +43,22 @@ from dtrans.ops import (
     send_p,
     send_rows_p,
 )
-from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.epochs import NewEpoch
 from dtrans.protocol.server_blocks import RowGradient
 from dtrans.protocol.tables.cached_rows import CachedRows
-from dtrans.protocol.tables.table_rows import WantedRows, put_in_place, wanted_of
+from dtrans.protocol.tables.table_rows import WantedRows
 from dtrans.protocol.trainer.geo_steps import GeoCut, GeoReturn
 from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.traffic import Leaf
 from dtrans.run.parameter_server.communicator import Communicator, Connect, Counts, NoteLost
 from dtrans.run.parameter_server.communicator_setup import ONE_BY_ONE, CommunicatorSetup
-from dtrans.run.parameter_server.equation_leaves import (
-    as_deltas,
-    drop_padding,
-    leaf_of,
-    rows_wanted,
-)
+from dtrans.run.parameter_server.equation_leaves import as_deltas, drop_padding, leaf_of
 from dtrans.run.parameter_server.geo import GeoTrainer, pushed_leaves, split_push
+from dtrans.run.parameter_server.tables.background_lookups import (
+    BackgroundLookups,
+    Receive,
+    receive_local_rows,
+)
 from dtrans.run.parameter_server.tables.new_rows import RowMaker
 
 
@@ -78,7 +78,8 @@ class BackgroundComm:
     Args:
       connect: function that connects to servers.
       lost: reports a lost server, and returns the exception to raise.
-      rejoin: leaves the connections of an old epoch, given the smallest number of the next one.
+      rejoin: closes the connections of an old epoch. Its argument is the smallest possible number
+        of the next epoch.
       deadline: seconds that a server may take to answer.
     """
 
@@ -87,7 +88,7 @@ class BackgroundComm:
     ) -> None:
         self._leave_epoch = rejoin
         self._setup = CommunicatorSetup(connect, lost, deadline)
-        self._pool = BufferPool()
+        self._lookups = BackgroundLookups()
         self._pending: list[tuple[Leaf, Any]] = []  # gradients of this step that are not queued yet
         self._received: dict[str, jax.Array] | None = None  # parameters for this step's `recv`s
         self._communicator: Communicator | None = None
@@ -111,7 +112,7 @@ class BackgroundComm:
         return self._geo
 
     def prepare(self, program: Program) -> None:
-        """Collect a program's parameters and servers of tables, before its first run.
+        """Collect a program's parameters, and the servers of its tables, before its first run.
 
         If the program adds parameters or servers, this method stops the communicator, and the next
         communicator starts with them.
@@ -179,17 +180,17 @@ class BackgroundComm:
         return [None]
 
     def _prefetch(self, eqn: JaxprEqn, uniq: np.ndarray) -> Sequence[Any]:
-        p, (t,) = eqn.params, eqn.params["types"]
-        self._setup.config = p["communicator"]
-        rows = self._pool.take(f"{p['table']} rows", t.shape, t.dtype)
-        self._fetch(eqn, uniq, rows)
-        return [rows]
+        self._setup.config = eqn.params["communicator"]
+        return [self._lookups.record(eqn, uniq)]
 
-    def _fetch(self, eqn: JaxprEqn, ids: np.ndarray, rows: np.ndarray) -> None:
-        """Receive table rows that this step trains, and write them into `rows`."""
-        wanted = rows_wanted(eqn, ids, rows)
-        self._start(f"trainer {eqn.params['trainer_id']}").look_up(wanted, train=True)
-        put_in_place(ids, rows, wanted, eqn.params["spans"])
+    def receive_rows(self) -> None:
+        """Receive the rows of all recorded lookups, with one request to each server."""
+        self._lookups.receive(self._receive)
+
+    def _receive(self, trainer: str, wanted: Sequence[WantedRows]) -> None:
+        """Receive table rows that this step trains."""
+        self._start(trainer)
+        self._in_epochs(lambda running: running.look_up(wanted, train=True))
 
     def look_up(self, wanted: Sequence[WantedRows]) -> bool:
         """Receive rows for evaluation; return False and do nothing if no communicator runs."""
@@ -284,7 +285,8 @@ class BackgroundComm:
         if self.cut is not None:
             self._geo.resume(*self.cut)
             if tables:
-                self._geo.settle()  # the first step reads rows of the cut
+                # The first step looks up rows, which must contain the changes of the cut.
+                self._geo.settle()
         return self._geo.local
 
     def _geo_init(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
@@ -294,27 +296,16 @@ class BackgroundComm:
         return [np.zeros(t.shape, t.dtype) for t in types]
 
     def _geo_prefetch(self, eqn: JaxprEqn, uniq: np.ndarray) -> Sequence[Any]:
-        """Return local rows and their optimizer state, after fetching missing rows from servers."""
-        geo, table = self._require_geo(), eqn.params["table"]
-        local, ids = geo.rows(table), drop_padding(uniq, geo.leaf(table))
-        new = local.missing(ids)
-        if len(new):
-            t = eqn.params["types"][0]
-            rows = np.empty((len(new), *t.shape[1:]), t.dtype)
-            self._in_epochs(lambda running: self._fetch(eqn, new, rows))
-            local.add(new, rows)
-        return local.take(ids, len(uniq))
+        """Return arrays for local rows and their optimizer state; record the missing rows."""
+        local = self._require_geo().rows(eqn.params["table"])
+        return self._lookups.record_local(eqn, uniq, local)
 
-    def _look_up_local_rows(self, table: str, ids: np.ndarray) -> np.ndarray:
+    def _look_up_local_rows(self, ids: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the servers' values of local rows, and register these rows on the servers."""
-        assert self._communicator is not None
-        leaf = self._communicator.local_tables[table]
-        rows = np.empty((len(ids), *leaf.shape[1:]), leaf.dtype)
-        at = {"epmap": leaf.endpoints, "names": leaf.names}
-        wanted = wanted_of(ids, rows, **at, spans=leaf.spans)
-        self._communicator.look_up(wanted, train=True)
-        put_in_place(ids, rows, wanted, leaf.spans)
-        return rows
+        running = self._communicator
+        assert running is not None
+        receive: Receive = lambda wanted: running.look_up(wanted, train=True)
+        return receive_local_rows(ids, running.local_tables, receive)
 
     def _finish_geo(self, geo: GeoTrainer) -> None:
         """Push the remaining changes of GEO-SGD, and wait until the servers have received them."""
@@ -345,7 +336,7 @@ class BackgroundComm:
                 self._rejoin(self._geo, e.number)
 
     def _rejoin(self, geo: GeoTrainer, epoch: int) -> None:
-        """Connect to the servers of a later epoch, and continue with a new communicator."""
+        """Connect to the servers of a later epoch (part of the job), with a new communicator."""
         assert self._communicator is not None
         name, tables = self._communicator.name, self._communicator.local_tables
         self._communicator.stop(discard=True)

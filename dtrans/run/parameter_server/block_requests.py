@@ -33,7 +33,7 @@ class BlockRequests:
         self._barriered: tuple[str, ...] = ()
 
     def recv(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        """Return arrays for the blocks of a `recv`. The blocks are written into them later."""
+        """Return the arrays into which the blocks of a `recv` are written later."""
         self._connections.identify(eqn)
         leaf = received_leaf(eqn)
         memory = self._pool.take(leaf.names[0], leaf.shape, leaf.dtype)

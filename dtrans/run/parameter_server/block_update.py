@@ -18,11 +18,12 @@ import numpy as np
 
 from dtrans._jax import evaluate, is_traced
 from dtrans.errors import ConfigError
-from dtrans.ir.display import without_addresses
+from dtrans.ir.fingerprint import canonical_text
 from dtrans.ir.program import DIST, LR_SCHED
 from dtrans.ir.selection import subset, values_at
 from dtrans.ops import BACKUP, OptimizeBlock
 from dtrans.parameter_server.tables.touched_rows import TableBlock
+from dtrans.run.parameter_server.tables.grouped_rows import GroupedRows
 from dtrans.run.parameter_server.tables.server_tables import ServerTables
 from dtrans.run.parameter_server.tables.table_memory import (
     final_arrays,
@@ -69,6 +70,7 @@ class BlockUpdates:
             )
         self.update = update
         self._memory = memory_of(update, state) if memory is None else memory
+        self._grouped = GroupedRows(self._memory)
         # name of a block -> number of its updates; only tables whose updates touch every row
         self._full_updates = collections.Counter[str]()
         self.server_tables = ServerTables(
@@ -121,7 +123,7 @@ class BlockUpdates:
         return spent
 
     def begin(self, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Begin a step of a trainer: run the lr_sched block.
+        """Begin a step of a trainer: run the block of learning rate schedules (lr_sched).
 
         Returns:
           The new values of the state, and the values that the other blocks of this step read.
@@ -167,7 +169,10 @@ class BlockUpdates:
             return self._run(block, self._jitted[block], grads, state, values)
         table = self._tables[gradient]
         names = (gradient, table.name + BACKUP)
-        ids, padded = gradients_with_room(table, {n: grads[n] for n in names if n in grads})
+        sent: State = {n: grads[n] for n in names if n in grads}
+        if table.row_filter is not None:
+            sent = self._memory[table.name].admit(sent)
+        ids, padded = gradients_with_room(table, sent)
         if table.updates_all:
             self._full_updates[table.name] += 1
             return self._run(block, self._jitted[block], {**grads, **padded}, state, values)
@@ -177,13 +182,21 @@ class BlockUpdates:
             blocks = {b.name: b for b in self.update.sized({table.name: size}).blocks}
             self._sized[block, size] = self._compile(blocks[block])
         rows = {**state, **memory.take(ids, size)}
-        # Values with which other rows catch up later. They are copied, because the update may
-        # donate them.
+        # Rows without a gradient read these values later, when they catch up on this step. The
+        # values are copied, because the update may donate them.
         watched = {}
         for n, x in _pick(memory.reads, values, state).items():
             watched[n] = x if is_traced(x) else np.asarray(x)
         new = self._run(block, self._sized[block, size], {**grads, **padded}, rows, values)
         return {**new, **memory.put(ids, new, watched)}
+
+    def create_rows(self, ids: Mapping[str, np.ndarray]) -> None:
+        """Create the rows that do not exist, in one call for several tables if possible.
+
+        Args:
+          ids: ids of rows in each block, by the block's name.
+        """
+        self._grouped.create(ids)
 
     def rows(self, name: str, ids: np.ndarray, state: State, *, train: bool) -> np.ndarray:
         """Return the current rows of a block of a table.
@@ -219,7 +232,7 @@ class BlockUpdates:
         return jax.block_until_ready(run(_pick(names, grads, values, state), spent))
 
     def _compile(self, block: OptimizeBlock) -> RunBlock:
-        """Compile a block that donates its spent state.
+        """Compile a block as a function that donates the state in `_spent`.
 
         Blocks with equal jaxprs share one compiled function, because they differ only in names.
         """
@@ -229,10 +242,7 @@ class BlockUpdates:
         order = []
         for n in block.in_names:
             order.append((True, spent.index(n)) if n in spent else (False, read.index(n)))
-        kind = (without_addresses(str(block.inner)), tuple(order))
-        # The printed jaxpr in `kind` does not contain constants. So a block with constants does not
-        # share its function.
-        key = kind if not block.jaxpr.consts else id(block)
+        key = canonical_text(block.jaxpr), tuple(order)
         if key not in self._compiled:
 
             def run(read: Sequence[Any], spent: Sequence[Any]) -> Sequence[Any]:

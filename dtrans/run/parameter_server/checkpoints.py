@@ -58,7 +58,7 @@ class ServerCheckpoints:
         Args:
           state: the server's arrays, by name.
           mark: the run, and the server's step.
-          asked: maps the name of each checkpoint that trainers have requested to its step.
+          asked: step of each checkpoint that trainers have requested, by name.
 
         Returns:
           The path of the checkpoint. None if the server has no arrays; another server then writes

@@ -28,16 +28,16 @@ from dtrans.protocol.transport import Transport
 
 T = TypeVar("T")
 
-# A function that connects to servers; it returns the transport, and each server's link by endpoint.
+# Function that connects to servers. It returns the transport, and each server's link by endpoint.
 Connect = Callable[[Collection[str]], tuple[Transport, Mapping[str, ServerLink]]]
 NoteLost = Callable[[LostPeerError], BaseException]
-# A function from the number of the trainer's steps that each server has received, by endpoint, to
-# the numbers that the servers must count.
+# Function of the number of the trainer's steps that each server has received, by endpoint. It
+# returns the numbers of steps that the servers must count.
 Counts = Callable[[Mapping[str, int]], Mapping[str, int]]
 
 
 class Communicator:
-    """Sender of gradients and receiver of parameters, in its own thread.
+    """Sender of gradients and receiver of parameters, in a separate thread.
 
     Args:
       connect: function that connects to servers. The communicator owns the transport until `stop`.
@@ -105,7 +105,7 @@ class Communicator:
 
         Args:
           group: the gradients, or a push of GEO-SGD.
-          steps: number of steps that it contains.
+          steps: number of steps whose gradients or changes `group` contains.
         """
         self._wait_for(lambda: self._loop.has_room)
         self._loop.put(group, steps)
@@ -123,7 +123,7 @@ class Communicator:
         return self._loop.newest[1]
 
     def received(self) -> int:
-        """Return the number of queued steps that the newest parameters include; -1 without any."""
+        """Return the number of queued steps in the newest parameters; -1 before any arrive."""
         self._check()
         return self._loop.received
 

@@ -27,7 +27,7 @@ class CommunicatorSetup:
       connect: function that connects to servers.
       lost: reports a lost server, and returns the exception to raise.
       deadline: seconds that a server may take to answer.
-      leaves: the parameters to receive, by name of the first block. GEO-SGD: by index.
+      leaves: the parameters to receive, by name of the first block; with GEO-SGD, by index.
       endpoints: endpoints of the servers of tables.
       config: options of the next communicator.
     """

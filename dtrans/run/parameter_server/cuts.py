@@ -28,8 +28,11 @@ from dtrans.step.frozen import changed_leaves
 
 
 def computed_leaves(plan: PServerPlan) -> list[str]:
-    """Return the names of the leaves that no server stores, and that each trainer computes."""
-    return changed_leaves(plan.main, plan.frozen)
+    """Return the names of the arrays that no server stores, and that each trainer computes.
+
+    These are leaves such as batch statistics, and rounding errors of gradients.
+    """
+    return [*changed_leaves(plan.main, plan.frozen), *plan.compression.rounding_error_types]
 
 
 def server_names(plan: PServerPlan) -> list[str]:
@@ -39,7 +42,7 @@ def server_names(plan: PServerPlan) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class EpochStart:
-    """State of one server at the start of an epoch.
+    """State of one server at the start of an epoch (part of a job between failures).
 
     Attributes:
       epoch: the epoch.
@@ -47,7 +50,7 @@ class EpochStart:
       step: for a synchronous server, the number of steps before the epoch.
       counts: for an asynchronous server, the number of each trainer's steps before the epoch, by
         id.
-      loaded: step of the cut that the server has loaded; None if it has loaded none.
+      loaded: step of the cut (snapshot) that the server has loaded; None if it has loaded none.
     """
 
     epoch: Epoch
@@ -59,14 +62,15 @@ class EpochStart:
 
 @dataclasses.dataclass(frozen=True)
 class ServerCuts:
-    """Writer and reader of one server's cuts.
+    """Writer and reader of one server's cuts (snapshots of its state).
 
     Attributes:
       folder: folder of the job's epochs and cuts; None without a launcher that restarts roles.
       plan: the job's plan.
       endpoint: the server's endpoint.
       every: number of steps between two cuts.
-      first_step: number of steps in the checkpoint that the job started from; 0 without one.
+      first_step: number of steps in the checkpoint that the job started from; 0 without a
+        checkpoint.
       at_loss: as for `dtrans.Cuts`.
       has_replicas: True if another server stores a copy of each server's state.
     """
@@ -81,18 +85,18 @@ class ServerCuts:
 
     @property
     def is_written(self) -> bool:
-        """True if this server writes cuts."""
+        """True if this server writes cuts (snapshots)."""
         return self.folder is not None
 
     @property
     def epochs(self) -> RoleFolder:
-        """The folder, if this server writes cuts."""
+        """The folder, if this server writes cuts (snapshots)."""
         assert self.folder is not None
         return self.folder
 
     @property
     def is_alone(self) -> bool:
-        """True for an asynchronous server, whose cuts contain only its state."""
+        """True for an asynchronous server, whose cuts (snapshots) contain only its state."""
         return not self.plan.sync_mode
 
     @property
@@ -101,7 +105,7 @@ class ServerCuts:
         return server_names(self.plan)[list(self.plan.servers).index(self.endpoint)]
 
     def of_lost(self, endpoint: str, epoch: int) -> ServerCuts:
-        """Return a writer of cuts for a lost server, whose state this server has copied.
+        """Return a writer of the cuts (snapshots) of a lost server, from this server's replica.
 
         Args:
           endpoint: endpoint of the lost server.
@@ -117,7 +121,7 @@ class ServerCuts:
         return is_first and bool(merged_results(self.plan, self.plan.shared))
 
     def begin(self, state: Mapping[str, Any]) -> EpochStart:
-        """Enter the current epoch as a synchronous server; return the state of its cut.
+        """Enter the current epoch as a synchronous server; return the state of its cut (snapshot).
 
         Args:
           state: the initial arrays, by name. The epoch begins with them if it has no cut.
@@ -147,7 +151,8 @@ class ServerCuts:
         """Enter the current epoch as a new process of an asynchronous server.
 
         Args:
-          state: the initial arrays, by name. The server begins with them if it has no cut.
+          state: the initial arrays, by name. The server begins with them if it has no cut
+            (snapshot).
 
         Returns:
           The state of the server's newest cut.
@@ -161,8 +166,8 @@ class ServerCuts:
             raise ConfigError(_other_mode(self.epochs.path, "synchronous", "asynchronous"))
         epoch = self.enter_alone()
         for path in self._path(0).parent.glob("[0-9]*"):
-            # This folder is left over from a process that was lost: it had not reported the cut,
-            # or had not removed it.
+            # A lost process left this folder: the process had not reported the cut yet, or had
+            # reported that it removes the cut.
             if path.name not in map(str, mark.cuts):
                 shutil.rmtree(path, ignore_errors=True)
         if not mark.cuts:
@@ -174,7 +179,7 @@ class ServerCuts:
         return EpochStart(epoch, self._load(step), counts=counts, loaded=step)
 
     def enter_alone(self) -> Epoch:
-        """Enter the current epoch as an asynchronous server that lives; return the epoch."""
+        """Enter the current epoch (part of the job) as a surviving server; return the epoch."""
         epoch = self.epochs.current()
         self.epochs.enter_alone(epoch)
         return epoch
@@ -188,9 +193,9 @@ class ServerCuts:
     def mark(self, since: int, sessions: Sequence[str], step: int) -> Mark:
         """Return the run and the step that each piece of a saved state records.
 
-        Pieces of different epochs may form one checkpoint, because repeated steps have the same
-        bits. They have other bits with other trainers. They may have other bits after a new launch,
-        whose script may have changed. Then the run has another name.
+        After the failure of a process, repeated steps have the same bits. So pieces of different
+        epochs may form one checkpoint. There are two exceptions: the trainers have changed, or the
+        job was launched again, perhaps with another script. Then the run gets another name.
 
         Args:
           since: number of the first epoch with the current trainers.
@@ -211,7 +216,7 @@ class ServerCuts:
         *,
         is_early: bool = False,
     ) -> None:
-        """Write this server's piece of a cut, and remove its pieces of old cuts.
+        """Write this server's piece of a cut (snapshot), and remove its pieces of old cuts.
 
         If the piece cannot be written, the job continues with its earlier cuts. A state of an
         earlier epoch is not written.
@@ -228,8 +233,8 @@ class ServerCuts:
         if not self.is_alone and epoch != self.epochs.entered:
             return
         try:
-            # A process that was lost may have written another state of this step, and a part that
-            # exists would stay unchanged.
+            # Remove an existing part first, because a save would not replace it. A lost process may
+            # have written another state of this step.
             if self.is_alone:
                 shutil.rmtree(path, ignore_errors=True)
             elif not self.epochs.has_written(mark.step):
@@ -259,7 +264,7 @@ class ServerCuts:
     def _note_cut(
         self, epoch: int, step: int, counts: Mapping[int, int], *, is_early: bool
     ) -> None:
-        """Tell the launcher that a cut is written, and remove old cuts."""
+        """Tell the launcher that a cut (snapshot) is written, and remove old cuts."""
         if self.is_alone:
             by_trainer = [counts.get(k, 0) for k in range(self.plan.trainers)]
             for old in self.epochs.note_cut_alone(step, by_trainer):
@@ -271,7 +276,8 @@ class ServerCuts:
     def note_end(self, epoch: int, lost: Sequence[str] = ()) -> None:
         """Tell the launcher that this server has written its newest states at the end of an epoch.
 
-        If the report fails, the launcher chooses the newest complete cut after some seconds.
+        If the report fails, the launcher chooses the newest complete cut (snapshot) after some
+        seconds.
 
         Args:
           epoch: number of the ending epoch.
@@ -313,8 +319,13 @@ def check_drops(plan: PServerPlan, on_trainer_loss: str) -> None:
     restart = "launch the job with --on-trainer-loss restart"
     if not plan.sync_mode:
         raise ConfigError(
-            f"{start}asynchronous servers with cuts start a lost trainer again; leave cuts out of "
-            f"job.serve, or {restart}"
+            f"{start}in asynchronous jobs with cuts, the launcher starts a lost trainer again; "
+            f"leave cuts out of job.serve, or {restart}"
+        )
+    if plan.shares is not None:
+        raise ConfigError(
+            f"{start}with batch=dtrans.Batch(speeds=...) trainers have shares of one batch, and an "
+            f"update needs all of them; leave out speeds, or {restart}"
         )
     if plan.shared is not None and not plan.shared.proven:
         raise ConfigError(
@@ -335,7 +346,7 @@ def check_drops(plan: PServerPlan, on_trainer_loss: str) -> None:
 
 
 def check_cuts(plan: PServerPlan, cuts: Cuts) -> None:
-    """Raise ConfigError if a plan has state that cuts do not contain, or does not allow an option.
+    """Raise ConfigError if a plan does not support an option, or has state that cuts lack.
 
     Cuts contain the state of servers, and leaves that trainers of synchronous jobs and of GEO-SGD
     compute. With `staleness`, a step uses older rows, which cuts do not contain.

@@ -54,7 +54,7 @@ def rows_wanted(eqn: JaxprEqn, uniq: np.ndarray, rows: np.ndarray) -> list[Wante
 
     Args:
       eqn: the equation.
-      uniq: increasing ids of the rows.
+      uniq: sorted ids of the rows.
       rows: memory for the rows.
     """
     p = eqn.params

@@ -38,6 +38,7 @@ from dtrans.ir.selection import values_at
 from dtrans.ops import (
     exchange_p,
     fetch_barrier_p,
+    geo_prefetch_p,
     geo_send_p,
     init_on_use_p,
     listen_and_serv_p,
@@ -48,6 +49,7 @@ from dtrans.ops import (
     send_rows_p,
     split_ids_p,
 )
+from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.trainer.geo_steps import GeoCut
 from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.trainer_steps import TrainerSteps
@@ -119,6 +121,8 @@ class EndpointFabric:
         """Record which parameters and tables a program receives, before the program's first run."""
         self._background.prepare(program)
         if program.plan is not None:
+            if isinstance(program.plan, PServerPlan):
+                program.plan.compression.check_nonfinite(self._watch.reaction)
             self.connections.plan = program.plan.identity
 
     def carry_out(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
@@ -132,16 +136,16 @@ class EndpointFabric:
         self._check_open()
         if self._watch.enabled:
             _check_gradients(self._watch, eqn, values)
+        # Consecutive lookups share one request, and so do consecutive `recv`s.
+        if eqn.primitive not in (prefetch_p, geo_prefetch_p):
+            self.receive_rows()
         if self._background.takes(eqn):
-            self.settle()
+            self._blocks.receive()
             if "trainers" in eqn.params:
                 self.connections.identify(eqn)
             self._steps.forget_asked()
             return self._background.carry_out(eqn, values)
 
-        # Consecutive `prefetch`s share one request, and so do consecutive `recv`s.
-        if eqn.primitive is not prefetch_p:
-            self.receive_rows()
         if eqn.primitive is not split_ids_p:  # `split_ids` needs no connection.
             self._background.drain()
         if eqn.primitive not in (recv_p, fetch_barrier_p):
@@ -191,8 +195,9 @@ class EndpointFabric:
     # -- parameters ------------------------------------------------------------------------------
 
     def receive_rows(self) -> None:
-        """Receive the rows that `prefetch` equations have recorded."""
+        """Receive the rows of all recorded lookups, with one request to each server."""
         self._lookups.receive()
+        self._background.receive_rows()
 
     def settle(self) -> None:
         """Receive all recorded rows and blocks, with one request to each server."""
@@ -205,7 +210,7 @@ class EndpointFabric:
         return self._background.geo
 
     def begin_with(self, cut: GeoCut, push_every: int) -> None:
-        """Begin GEO-SGD with a cut of this trainer when the startup program runs.
+        """Begin GEO-SGD with a cut (snapshot) of this trainer when the startup program runs.
 
         Args:
           cut: the cut.
@@ -256,6 +261,15 @@ class EndpointFabric:
         self._background.drain()
         return self.connections.run(ask(self._steps))
 
+    def flush(self) -> None:
+        """Wait until the servers have received the gradients that a communicator has queued.
+
+        GEO-SGD repeats its pushes itself after a failure, so its communicator continues. A closed
+        job has sent all gradients.
+        """
+        if not self._closed and not self._background.keeps_running:
+            self._background.drain()
+
     # -- servers, and the end --------------------------------------------------------------------
 
     def _serve(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
@@ -273,7 +287,7 @@ class EndpointFabric:
         return values_at(server.serve(), names)
 
     def abandon(self) -> None:
-        """Close all connections without a message, because the job has a newer epoch."""
+        """Close all connections without a message, since their epoch (part of the job) is over."""
         self._closed = True
         self._background.drain(discard=True)
         self.connections.abandon()

@@ -60,13 +60,14 @@ class GeoTrainer:
       tables: maps the name of each table to a leaf like those in `leaves`, and to its local rows.
       received_before: by endpoint, the number of this trainer's steps that each server had received
         before.
-      look_up: receives rows of a table, given its name and increasing ids; None in a job without
-        cuts.
+      look_up: receives rows of tables; None in a job without cuts (snapshots). Its argument maps
+        the name of each table to sorted ids, and its result maps the name to the rows.
 
     Attributes:
       received_before: the argument `received_before`.
-      note_push: function that is called before each push. Its arguments are the number of pushed
-        steps after this push, and the ids of the pushed rows, by name of the table.
+      note_push: function that is called before each push. Its first argument is the number of steps
+        that are pushed up to this push. The second argument has the ids of the pushed rows, by name
+        of the table.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class GeoTrainer:
         values: Sequence[Any],
         tables: Mapping[str, tuple[Leaf, CachedRows]] = {},
         received_before: Mapping[str, int] = {},
-        look_up: Callable[[str, np.ndarray], np.ndarray] | None = None,
+        look_up: Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]] | None = None,
     ) -> None:
         self._look_up = look_up
         self._communicator, self.received_before = communicator, received_before
@@ -103,7 +104,7 @@ class GeoTrainer:
         return self.local
 
     def end_step(self, values: Sequence[Any], every: int, *, block_on_pull: bool) -> None:
-        """End a step without communication. The arguments are those of `step`."""
+        """End a step without communication. The arguments are as for `step`."""
         self._steps.end_step(values, every, block_on_pull=block_on_pull)
 
     @property
@@ -158,10 +159,10 @@ class GeoTrainer:
 
     def _look_up_local_rows(self) -> None:
         """Receive the current values of all local rows, for the next pull."""
-        for table, (_, local) in self._tables.items():
-            assert self._look_up is not None
-            ids = np.sort(local.ids)
-            self._refreshed[table] = RowGradient(ids, self._look_up(table, ids))
+        assert self._look_up is not None
+        ids = {table: np.sort(local.ids) for table, (_, local) in self._tables.items()}
+        for table, rows in self._look_up(ids).items():
+            self._refreshed[table] = RowGradient(ids[table], rows)
         self._must_refresh = False
 
     # -- failures ----------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ class GeoTrainer:
         self._steps.rejoin(received)
 
     def cut(self, step: int, params: Mapping[str, Any], local: Mapping[str, Any]) -> GeoCut:
-        """Return a cut of this trainer.
+        """Return a cut (snapshot) of this trainer.
 
         Args:
           step: number of steps so far.
@@ -200,7 +201,7 @@ class GeoTrainer:
         return GeoCut(step, steps.count, pending, changes, by_name, local, tables)
 
     def resume(self, cut: GeoCut, push_every: int) -> None:
-        """Begin with a cut, in a process that takes the place of a lost trainer.
+        """Begin with a cut (snapshot), in a process that takes the place of a lost trainer.
 
         Args:
           cut: the cut.

@@ -39,7 +39,7 @@ def _fake_init(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
 
 
 def _concat(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-    """Concatenate the blocks of a leaf, without a copy if they share memory."""
+    """Concatenate the blocks of a leaf; do not copy blocks that are adjacent in memory."""
     if all(isinstance(v, np.ndarray) for v in values):
         memory = _shared_memory(values)
         if memory is not None:

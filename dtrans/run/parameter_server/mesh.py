@@ -52,9 +52,13 @@ from dtrans.run.parameter_server.mesh_fabric import (
     put,
 )
 from dtrans.run.parameter_server.mesh_trainers import MeshTrainerPrograms, shared_program
+from dtrans.run.parameter_server.share_trainers import ShareFabric, ShareTrainers
 from dtrans.run.parameter_server.tables.mesh_tables import MeshTables
 from dtrans.run.parameter_server.update import copy_state
 from dtrans.step_meter import metered
+
+
+VERIFY = "verify"  # the method of a plan that traces the step of a job
 
 
 @register_runner(PServerPlan, "mesh")
@@ -124,13 +128,15 @@ class MeshJob(Job):
         self.run_id = THIS_PROCESS
         self.donate = donate
         self.watch = NonfiniteCheck(on_nonfinite)
+        plan.compression.check_nonfinite(on_nonfinite)
         self.placement = MeshPlacement(devices, plan.trainers, tuple(plan.servers))
         self._names = names
         self._unsplit = {n for n in names if is_under(n, unsplit_inputs)}
         self._servers = MeshServers(plan, self.placement, donate=donate, late=self.rows_are_late)
         # compiled trainer programs, by the shapes and dtypes of a batch
         self._runners: dict[tuple[Any, ...], MeshTrainerPrograms] = {}
-        # Weak reference to the newest state. `check` skips the comparison of its types.
+        self._share_trainers: dict[tuple[Any, ...], ShareTrainers] = {}
+        # Weak reference to the newest state, for which `check` skips the comparison of types.
         self._last: Any = lambda: None
 
     # -- methods of every job --------------------------------------------------------------------
@@ -177,11 +183,11 @@ class MeshJob(Job):
         """
         self.check(state)
         arrays = self._shared(batch_arrays(self.plan.main.args[2:], batch, self.plan.main.inputs))
+        if self.plan.shares is not None:
+            return self._step_of_shares(state, arrays)
         runner = self._runner(arrays)
         servers = {ep: dict(arrays) for ep, arrays in state.servers.items()}
-        fabric = MeshStepFabric(
-            self.placement, servers, self.plan, self._servers, runner, self.watch
-        )
+        fabric = MeshStepFabric(self._servers, servers, self.watch, runner)
         params = values_at(state.params, runner.param_names)
         shared = [self.placement.put_batch(x, share) for x, share in arrays]
         found = fabric.run(runner.pieces, [*params, *shared], runner.compute)
@@ -192,6 +198,21 @@ class MeshJob(Job):
             if not runner.is_stacked(runner.outs[n]):
                 values[n] = self.placement.stack(values[n])
         return (self._newest(MeshState(subset(values, state.params), servers)), *results)
+
+    def _step_of_shares(
+        self, state: MeshState, arrays: Sequence[tuple[Any, Share]]
+    ) -> tuple[Any, ...]:
+        """Take one step of trainers that have different numbers of rows."""
+        key = tuple((x.shape, x.dtype) for x, _ in arrays)
+        if key not in self._share_trainers:
+            self._share_trainers[key] = ShareTrainers(self.plan, arrays)
+        trainers = self._share_trainers[key]
+        servers = {ep: dict(arrays) for ep, arrays in state.servers.items()}
+        fabric = ShareFabric(self._servers, servers, self.watch)
+        args = trainers.args(state.params, self._local, arrays)
+        outputs = fabric.run_trainers(trainers.pieces, args)
+        params, results = trainers.merged(outputs, state, self._local)
+        return (self._newest(MeshState(params, servers)), *results)
 
     def _newest(self, state: MeshState) -> MeshState:
         """Store a weak reference to the newest state, for `tables`; return the state."""
@@ -249,7 +270,10 @@ class MeshJob(Job):
         on_trainers = {}
         for n in self.plan.main.args[0].names:
             # The array is copied, so that a step does not donate the caller's array.
-            on_trainers[n] = jax.device_put(jnp.copy(arrays[n]), self.placement.replicated)
+            x = self.plan.compression.received(n, jnp.copy(arrays[n]))
+            on_trainers[n] = jax.device_put(x, self.placement.replicated)
+        for n, t in self.plan.compression.rounding_error_types.items():
+            on_trainers[n] = jax.device_put(jnp.zeros(t.shape, t.dtype), self.placement.replicated)
         for n in self._local:
             on_trainers[n] = self.placement.stack(on_trainers[n])
         return MeshState(on_trainers, servers)
@@ -267,8 +291,9 @@ class MeshJob(Job):
 
     @cached_property
     def _param_types(self) -> dict[str, Any]:
-        """Types of a state's parameters, by name."""
+        """Types of a state's parameters and rounding errors, by name."""
         types = subset(self.plan.main.inputs, self.plan.main.args[0].names)
+        types |= self.plan.compression.rounding_error_types
         for n in self.plan.tables.of:
             types[n] = types[n].update(shape=(0, *types[n].shape[1:]))
         for n in self._local:
@@ -277,12 +302,16 @@ class MeshJob(Job):
 
     @cached_property
     def _local(self) -> frozenset[str]:
-        """Names of the parameters that each trainer changes itself; trainers may then differ."""
+        """Names of the parameters and rounding errors that each trainer changes itself.
+
+        Their values may differ between trainers.
+        """
         main = self.plan.main
         if self.plan.trainers == 1:
             return frozenset()
         outputs = dict(zip(main.outputs, main.inner.outvars, strict=True))
-        return frozenset(n for n in self.plan.frozen if outputs[n] is not main.invars[n])
+        changed = {n for n in self.plan.frozen if outputs[n] is not main.invars[n]}
+        return frozenset(changed | {*self.plan.compression.rounding_error_types})
 
     def _shared(self, batch: Sequence[Any]) -> list[tuple[Any, Share]]:
         """Return the arrays of a batch, each with its split over trainers.
@@ -331,7 +360,7 @@ class LateRowsJob(MeshJob):
     rows_are_late = True
 
     def __init__(self, plan: PServerPlan) -> None:
-        super().__init__(plan, jax.devices()[:1], donate=False, way="verify")
+        super().__init__(plan, jax.devices()[:1], donate=False, way=VERIFY)
 
 
 def _check_plan(plan: PServerPlan, way: str) -> None:
@@ -346,6 +375,12 @@ def _check_plan(plan: PServerPlan, way: str) -> None:
             f"{way} takes a step of all trainers together, but trainers of an asynchronous mode "
             "take steps independently; run the plan as processes: plan.on_cluster()"
         )
+    if plan.shares is not None and way == "on_mesh":
+        raise ConfigError(
+            "on_mesh runs one program for all trainers, but with batch=dtrans.Batch(speeds=...) "
+            "each trainer has a separate program; run the plan as processes, plan.on_cluster(), or "
+            "on one device, plan.simulate()"
+        )
     if plan.trainer_side.runtime_split:
         raise ConfigError(
             f"{way} does not support runtime_split; leave runtime_split out, or run the plan as "
@@ -357,6 +392,12 @@ def _check_plan(plan: PServerPlan, way: str) -> None:
                 f"sparse[{n!r}].staleness={t.staleness}: a job in one process always reads the "
                 "newest rows; leave staleness out, or run the plan as processes: "
                 "plan.on_cluster()"
+            )
+        if t.row_filter is not None and way != VERIFY:
+            raise ConfigError(
+                f"{way}: sparse[{n!r}] has {t.row_filter}, but in a job in one process all rows "
+                f"exist from the start; leave {t.row_filter.option} out, or run the plan as "
+                "processes: plan.on_cluster()"
             )
 
 

@@ -100,7 +100,7 @@ class MeshPlacement:
 
 
 def put(x: Any, where: Sharding) -> Any:
-    """Put an array on devices; a traced array, or one on these devices, is returned unchanged."""
+    """Put an array on devices; do nothing for a traced array, and for an array on these devices."""
     if isinstance(x, list):
         return jax.device_put(x, where)
     if is_traced(x):
@@ -128,7 +128,7 @@ class MeshServers:
 
     Args:
       plan: the job's plan.
-      placement: the servers' devices.
+      placement: the devices of trainers and servers.
       donate: as in `MeshJob`.
       late: True if table rows miss steps and catch up later (`LateRowsJob`).
     """
@@ -136,15 +136,16 @@ class MeshServers:
     def __init__(
         self, plan: PServerPlan, placement: MeshPlacement, *, donate: bool, late: bool
     ) -> None:
-        self._plan, self._at, self._trainers = plan, placement.servers, placement.trainers
+        self.plan, self.placement = plan, placement
         self._options = {"donate": donate, "late": late}
 
     @cached_property
     def _servers(self) -> dict[str, _MeshServer]:
         found = {}
-        for ep, programs in self._plan.servers.items():
+        at, trainers = self.placement.servers, self.placement.trainers
+        for ep, programs in self.plan.servers.items():
             update = ServerUpdate.from_program(programs.main)
-            found[ep] = _MeshServer(update, self._at[ep], self._trainers, **self._options)
+            found[ep] = _MeshServer(update, at[ep], trainers, **self._options)
         return found
 
     def update(
@@ -172,7 +173,7 @@ class MeshServers:
             for ep, (exchange, _) in at.items():
                 if exchange.level == level:
                     vectors = {source: at[source][1][ep] for source in exchange.sources}
-                    arrived[ep] = jax.device_put(vectors, self._at[ep])
+                    arrived[ep] = jax.device_put(vectors, self.placement.servers[ep])
 
 
 class _MeshServer:
@@ -201,7 +202,7 @@ class _MeshServer:
         self._missed: dict[str, MissedSteps] = {}
         for n, t in self._tables.items():
             if t.moves and not t.updates_all:
-                self._missed[n] = MissedSteps(update, t, None)
+                self._missed[n] = MissedSteps(update, t)
         if self._missed:
             reads: set[str] = set()
             for missed in self._missed.values():
@@ -335,14 +336,22 @@ class MeshFabric:
                 eqn, values = run.send(outs)
             except StopIteration as done:
                 return done.value
-            rule = self.rules.get(eqn.primitive)
-            if rule is None:
-                raise ConfigError(
-                    f"`{eqn.primitive.name}` cannot run on a mesh; run the plan as processes: "
-                    "plan.on_cluster()"
-                )
-            carry_out: Callable[[JaxprEqn, list[Any]], Sequence[Any]] = getattr(self, rule)
-            outs = carry_out(eqn, values)
+            outs = self._carry_out(eqn, values)
+
+    def _carry_out(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        """Execute a communication equation; return its results.
+
+        Raises:
+          ConfigError: jobs in one process do not support the equation.
+        """
+        rule = self.rules.get(eqn.primitive)
+        if rule is None:
+            raise ConfigError(
+                f"`{eqn.primitive.name}` cannot run on a mesh; run the plan as processes: "
+                "plan.on_cluster()"
+            )
+        execute: Callable[[JaxprEqn, list[Any]], Sequence[Any]] = getattr(self, rule)
+        return execute(eqn, values)
 
     def _receive(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         blocks = zip(eqn.params["epmap"], eqn.params["names"], strict=True)
@@ -355,56 +364,28 @@ class MeshFabric:
         return [self._placement.broadcast(x) for x in values]
 
 
-class MeshStepFabric(MeshFabric):
-    """Communication of one step: gradients to servers, updates, and rows of tables.
+class StepFabric(MeshFabric):
+    """Communication of one step: gradients to servers, and updates. Subclasses add `_send`.
 
     Args:
-      placement: the devices of trainers and servers.
+      servers: the updates of all servers, with the job's plan and placement.
       state: maps the endpoint of each server to its state.
-      plan: the job's plan.
-      servers: the updates of all servers.
-      trainers: the compiled trainer program.
       watch: checks gradients before servers get them.
     """
 
     rules: ClassVar[dict[Primitive, str]] = MeshFabric.rules | {
         send_p: "_send",
-        send_rows_p: "_send_rows",
         send_barrier_p: "_send_barrier",
-        split_ids_p: "_split_ids",
-        prefetch_p: "_prefetch",
     }
 
     def __init__(
-        self,
-        placement: MeshPlacement,
-        state: dict[str, dict[str, Any]],
-        plan: PServerPlan,
-        servers: MeshServers,
-        trainers: MeshTrainerPrograms,
-        watch: NonfiniteCheck,
+        self, servers: MeshServers, state: dict[str, dict[str, Any]], watch: NonfiniteCheck
     ) -> None:
-        super().__init__(placement, state)
-        self._plan, self._servers, self._trainers, self._watch = plan, servers, trainers, watch
+        super().__init__(servers.placement, state)
+        self._plan, self._servers, self._watch = servers.plan, servers, watch
         self._grads: dict[str, dict[str, Any]] = {ep: {} for ep in state}
         # Gradients to check: name, array, and True if the array is stacked
         self._sent: list[tuple[str, Any, bool]] = []
-
-    def _send(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        where = zip(eqn.params["epmap"], eqn.params["names"], strict=True)
-        for atom, x, (ep, name) in zip(eqn.invars, values, where, strict=True):
-            is_stacked = self._trainers.is_stacked(atom)
-            self._note(name, x, is_stacked)
-            self._grads[ep][name] = shards_of(x) if is_stacked else x
-        return [None]
-
-    def _send_rows(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        is_stacked = self._trainers.is_stacked(eqn.invars[1])
-        self._note(eqn.params["table"], values[1], is_stacked)
-        ids, gradients = self._trainers.on_host(eqn.invars, values)
-        for ep, sent in sent_rows(self._plan, eqn, ids, gradients).items():
-            self._grads[ep] |= sent
-        return [None]
 
     def _send_barrier(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         if self._sent:
@@ -430,6 +411,47 @@ class MeshStepFabric(MeshFabric):
             self._watch.note(trainer, found)
         self._watch.check()
 
+
+class MeshStepFabric(StepFabric):
+    """Communication of one step on a mesh: also sends and requests rows of tables.
+
+    Args:
+      servers, state, watch: as for `StepFabric`.
+      trainers: the compiled trainer program.
+    """
+
+    rules: ClassVar[dict[Primitive, str]] = StepFabric.rules | {
+        send_rows_p: "_send_rows",
+        split_ids_p: "_split_ids",
+        prefetch_p: "_prefetch",
+    }
+
+    def __init__(
+        self,
+        servers: MeshServers,
+        state: dict[str, dict[str, Any]],
+        watch: NonfiniteCheck,
+        trainers: MeshTrainerPrograms,
+    ) -> None:
+        super().__init__(servers, state, watch)
+        self._trainers = trainers
+
+    def _send(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        where = zip(eqn.params["epmap"], eqn.params["names"], strict=True)
+        for atom, x, (ep, name) in zip(eqn.invars, values, where, strict=True):
+            is_stacked = self._trainers.is_stacked(atom)
+            self._note(name, x, is_stacked)
+            self._grads[ep][name] = shards_of(x) if is_stacked else x
+        return [None]
+
+    def _send_rows(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        is_stacked = self._trainers.is_stacked(eqn.invars[1])
+        self._note(eqn.params["table"], values[1], is_stacked)
+        ids, gradients = self._trainers.on_host(eqn.invars, values)
+        for ep, sent in sent_rows(self._plan, eqn, ids, gradients).items():
+            self._grads[ep] |= sent
+        return [None]
+
     def _split_ids(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         return self._from_host(eqn, split_ids(eqn, self._each_trainers(eqn, values)))
 
@@ -439,7 +461,7 @@ class MeshStepFabric(MeshFabric):
         return self._from_host(eqn, prefetched(self._plan, eqn, list(ids), self.state))
 
     def _each_trainers(self, eqn: JaxprEqn, values: list[Any]) -> list[tuple[Any, ...]]:
-        """Return each trainer's operands on the host; one entry if all trainers share them."""
+        """Return the operands of each trainer on the host; one entry if all trainers share them."""
         each = list(zip(*self._trainers.on_host(eqn.invars, values), strict=True))
         return each if self._trainers.is_stacked(eqn.outvars[0]) else each[:1]
 

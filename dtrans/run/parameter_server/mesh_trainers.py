@@ -71,7 +71,7 @@ def _exchange(*parts: Any, how: Sequence[tuple[Any, ...]], **_: Any) -> list[Any
 # Primitives whose outputs differ between trainers if the trainers' row ids differ
 OF_ROWS = frozenset({split_ids_p, prefetch_p})
 
-# Sharding of a value over the trainers of one device, by the value's layout; None is replicated
+# Sharding of a value over the trainers of one device, by the value's layout; None: replicated
 _TURN_OF = {
     None: AxisSharding(),
     "split": AxisSharding().sharded_along(0, TURN),
@@ -105,7 +105,7 @@ def shared_program(
         full = main.specialize_flat(types).outputs
         rows = {n: full[n].shape[axis] for n, axis in shared.joined.items()}
         return program, _merges(shared, rows)
-    state = values_at(plan.trainer.inputs, main.args[0].names)
+    state = values_at(plan.trainer.inputs, plan.trainer_specs[0].names)
     program = plan.trainer.specialize_flat([*state, *part_types(arrays, plan.trainers)])
     return program, None if shared is None else _merges(shared, {})
 
@@ -133,12 +133,12 @@ class MeshTrainerPrograms:
         (`dtrans.run.base.batch.Share`). Only types are read.
       mesh: the trainers' devices, on one axis.
       plan: the program's plan.
-      local: names of parameters that differ between trainers.
+      local: names of parameters and rounding errors that differ between trainers.
       merges: maps each result's name to its merge; None if the plan does not define merges.
 
     Attributes:
       pieces: the program, cut at its communication equations.
-      kinds: maps each variable that differs between trainers to its layout: "split" or "stacked".
+      kinds: layout of each variable that differs between trainers: "split" or "stacked".
       outs: maps each output's name to its variable.
       rest: the structure of the step's outputs without the parameters.
       result_names: names of the outputs that are not parameters.
@@ -160,7 +160,8 @@ class MeshTrainerPrograms:
         self.mesh = mesh
         self.plan = plan
         self.pieces = cut_program(program, computed={**COMPUTED, **AMONG_TRAINERS})
-        self.param_names = plan.main.args[0].names
+        (spec,) = plan.trainer_specs
+        self.param_names = spec.names
         inner = program.inner
         count = len(self.param_names)
         self.kinds: dict[Var, str] = {}
@@ -182,7 +183,7 @@ class MeshTrainerPrograms:
         self.outs = program.outvars
         self.steps = [s for s in self.pieces.steps if isinstance(s, Compute)]
         self.compiled = {s: self._compile(s) for s in self.steps}
-        self.rest = without(program.out, plan.main.args[0])
+        self.rest = without(program.out, spec)
         self.merge = self._merger([x for x, _ in batch], merges)
 
     def is_stacked(self, atom: Any) -> bool:

@@ -253,7 +253,7 @@ class OrderedJob:
 
     @cached_property
     def state_of_rows(self) -> dict[str, tuple[str, ...]]:
-        """Names of the optimizer state with a row for each table row, by table of GEO-SGD."""
+        """For each GEO-SGD table, names of the state arrays that have a row for each table row."""
         return {n: t.zero.state for n, t in self.plan.tables.of.items() if t.on_trainers}
 
     def state_of(self, params: Any, opt_state: Any) -> OrderedState:
@@ -312,7 +312,7 @@ class OrderedJob:
     def _take_turns(
         self, trainers: Sequence[_OrderedTrainer], batch: Sequence[Any]
     ) -> dict[str, Any]:
-        """Run all turns; return the results of the turns that report, by label."""
+        """Run all turns (steps); return the results of the turns that report, by label."""
         arrays: dict[str, Any] = {}
         for spec, tree in zip(self.plan.main.args[2:], batch, strict=True):
             arrays |= zip(spec.names, spec.flatten(tree), strict=True)
@@ -400,7 +400,7 @@ class _OrderedServer:
         memory = {}
         for n, t in update.tables.items():
             if not t.updates_all:
-                missed = MissedSteps(update, t, None) if t.moves else None
+                missed = MissedSteps(update, t) if t.moves else None
                 memory[n] = TracedMemory(t, missed, state)
         self._blocks, self._backed = BlockUpdates(update, state, memory), update.served.backed
         # With delay compensation: (trainer, block) -> the rows that the trainer has received

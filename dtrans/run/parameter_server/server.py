@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtrans.checkpoint.runs import note
@@ -36,6 +36,7 @@ from dtrans.run.parameter_server.server_replicas import ServerReplicas
 from dtrans.run.parameter_server.server_saves import ServerSaves, ServerStorage
 from dtrans.run.parameter_server.sync_update import SyncUpdate
 from dtrans.run.parameter_server.update import ServerUpdate, copy_state
+from dtrans.run.parameter_server.update_parts import PartUpdate, split_update
 
 
 class Server:
@@ -49,7 +50,7 @@ class Server:
       allow_remote: True to allow an endpoint that is not on loopback.
       keys: the token and encryption keys of the job.
       plan: the parts of the plan's fingerprint. Processes with other parts are refused.
-      storage: stores the state: checkpoints and cuts.
+      storage: stores the state: checkpoints and cuts (snapshots).
 
     Attributes:
       refusals: counts and logs refused messages.
@@ -80,13 +81,19 @@ class Server:
         self._replicas: ServerReplicas | None = None
         if self._cuts is not None and self._cuts.has_replicas:
             self._replicas = ServerReplicas(self._cuts.plan, update.endpoint)
+        # With replicas, an update has no parts: the backup must receive the merged gradients of all
+        # blocks before trainers receive parameters.
+        self._parts: Sequence[PartUpdate] = ()
+        if update.served.sync_mode and self._replicas is None:
+            self._parts = split_update(update)
         self._update: SyncUpdate | BlockUpdates
-        self._early: Mapping[bytes, wire.Message] = {}  # greetings: `EpochGate.early`
+        # stored greetings for the next epoch: `EpochGate.early`
+        self._early: Mapping[bytes, wire.Message] = {}
         self._begin(state)
         self._door = self._open_door(update, allow_remote=allow_remote)
 
     def _begin(self, state: Mapping[str, Any], before: Serving | None = None) -> None:
-        """Create the state machines of an epoch. A job without cuts has one epoch.
+        """Create the state machines of an epoch. A job without cuts (snapshots) has one epoch.
 
         Args:
           state: the initial arrays, by name.
@@ -118,7 +125,7 @@ class Server:
         self._saves.begin(self._protocol, self._update, self._dense(kind.state), start)
 
     def _enter_epoch(self, state: Mapping[str, Any], before: Serving | None) -> EpochStart:
-        """Enter the current epoch, and return the server's state at its start."""
+        """Enter the current epoch (part of the job); return the server's state at its start."""
         cuts, step = self._cuts, self._first_step
         if cuts is None:
             counts = dict.fromkeys(range(self._served_update.served.trainers), step)
@@ -127,14 +134,14 @@ class Server:
             return cuts.begin(state)
         if before is None:
             return cuts.begin_alone(state)
-        # An asynchronous server that lives continues with its state.
+        # A surviving asynchronous server continues with its state.
         assert isinstance(before.kind, AsyncServer)
         return EpochStart(
             cuts.enter_alone(), self._update.state, counts=before.kind.counts.by_trainer
         )
 
     def _new_registry(self, epoch: Epoch, before: Serving | None) -> TrainerRegistry:
-        """Return the registry of an epoch's trainers.
+        """Return the registry of the trainers in an epoch, a part of the job between failures.
 
         On an asynchronous server, trainers of the previous epoch may first finish user code
         between two steps, so the registry gets their ids as `busy`.
@@ -153,7 +160,7 @@ class Server:
     def _new_kind(
         self, start: EpochStart, trainers: TrainerRegistry, before: Serving | None
     ) -> SyncServer | AsyncServer:
-        """Set the update of an epoch, and return the handler of the epoch's messages."""
+        """Set the update of an epoch (part of the job), and return the handler of its messages."""
         update, served, say = self._served_update, self._served_update.served, self._loop.say
         if not served.sync_mode:
             if before is None:
@@ -168,12 +175,14 @@ class Server:
         like = None if before is None else self._update
         assert not isinstance(like, BlockUpdates)
         steps = start.step - self._first_step
-        state, replicas = self._copied(start.state), self._replicas
+        replicas = self._replicas
+        state = start.state if self._parts else self._copied(start.state)
         at_loss = self._cuts is not None and self._cuts.at_loss
         self._update = SyncUpdate(
             *(update, state, served.trainers, like, steps),
             keeps_old=at_loss,
             merges=replicas is not None,
+            parts=self._parts,
         )
         return SyncServer(
             *(served, self._update, trainers, say),
@@ -246,8 +255,8 @@ class Server:
         except BaseException as e:
             failure = e
             if ending is not None:
-                # A launcher sends SIGTERM to all roles after a failure. The server ignores it while
-                # it saves its state.
+                # A launcher sends SIGTERM to all roles after a failure. The server ignores SIGTERM
+                # while it saves its state.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._protocol.say_why(e)
             raise
@@ -262,7 +271,7 @@ class Server:
                 signal.signal(signal.SIGTERM, ending)
 
     def _serve_epoch(self) -> bool:
-        """Serve until every trainer has closed. Return False if the job has a newer epoch."""
+        """Serve until every trainer has closed. Return False if a new part of the job begins."""
         self._loop.begin(self._protocol, self._door, self._early)
         try:
             while not self._protocol.ended:
@@ -274,7 +283,7 @@ class Server:
         return True
 
     def _rewind(self) -> None:
-        """Begin a new epoch with new state machines. A synchronous server loads the epoch's cut."""
+        """Begin an epoch with new state machines. A synchronous server loads a cut (snapshot)."""
         gate, endpoint = self._protocol.gate, self._protocol.kind.endpoint
         assert gate is not None
         before, self._early = self._protocol, gate.early

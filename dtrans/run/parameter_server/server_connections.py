@@ -107,8 +107,8 @@ class ServerConnections:
 
         Raises:
           NewEpoch: the server is in another epoch than earlier servers.
-          PeerError: the server refuses this trainer. If `wait_port` is False, also: no process
-            listens at the endpoint.
+          PeerError: the server refuses this trainer. Also raised if `wait_port` is False, and no
+            process listens at the endpoint.
           DeadlineError: the server does not answer.
         """
         if endpoint in self._links:
@@ -141,17 +141,17 @@ class ServerConnections:
 
     @property
     def is_in_epoch(self) -> bool:
-        """True if this trainer takes part in an epoch of a job with cuts."""
+        """True if this trainer takes part in an epoch of a job with cuts (snapshots)."""
         return self.epoch is not None
 
     @property
     def epoch(self) -> Epoch | None:
-        """Epoch of the servers; None before the first welcome, and in a job without cuts."""
+        """Epoch of the servers; None before a welcome, and in a job without cuts (snapshots)."""
         return self._member.epoch
 
     @property
     def steps_between_cuts(self) -> int:
-        """Number of steps between two cuts, as the first server reports it; 0 without cuts."""
+        """Number of steps between two cuts (snapshots), from the first server; 0 without cuts."""
         return next((link.line.every for link in self._links.values()), 0)
 
     @property
@@ -172,7 +172,7 @@ class ServerConnections:
         """Wait for the answers of an operation; return its result.
 
         Raises:
-          NewEpoch: a process was lost, and the servers go back to a cut.
+          NewEpoch: a process was lost, and the servers go back to a cut (snapshot).
           DeadlineError: an answer did not arrive in time.
           PeerError: a server refused a message, or the connection to a server was lost.
         """
@@ -194,7 +194,8 @@ class ServerConnections:
         """Run an operation after the last step of this trainer.
 
         Raises:
-          LostPeerError: a process was lost, and this trainer cannot go back to a cut any more.
+          LostPeerError: a process was lost, and this trainer cannot go back to a cut (snapshot) any
+            more.
         """
         with self.after_last_step():
             self.run(operation)
@@ -207,12 +208,12 @@ class ServerConnections:
         except NewEpoch:
             self.abandon()
             raise LostPeerError(
-                "a process was lost, or a trainer joined again, after the last step of this "
-                "trainer, which cannot go back to a cut with the other roles any more"
+                "a process was lost, or a trainer joined again. This trainer has made its last "
+                "step, so it cannot go back to a cut with the other roles"
             ) from None
 
     def abandon(self) -> None:
-        """Close all connections without a message, because the job has a newer epoch."""
+        """Close all connections without a message, since their epoch (part of the job) is over."""
         for link in self._links.values():
             link.close()
         self._links.clear()
@@ -221,10 +222,10 @@ class ServerConnections:
             self._opened = None
 
     def rejoin(self, epoch: int) -> None:
-        """Leave the servers of an old epoch; the next use connects to servers of a later epoch.
+        """Close the connections of an old epoch (part of the job); the next use connects again.
 
         Args:
-          epoch: the smallest possible number of the later epoch.
+          epoch: the smallest possible number of the epoch (part of the job) to connect to.
 
         Raises:
           ReplacedError: the launcher has started another process of this trainer.
@@ -246,7 +247,8 @@ class ServerConnections:
         self._member.leave()
         with contextlib.ExitStack() as stack:
             stack.callback(self._close_transport)
-            # The stack leaves the servers in the order in which the trainer has connected to them.
+            # The stack calls its entries in reverse, so the trainer leaves the servers in the order
+            # in which it connected.
             for link in reversed(list(self._links.values())):
                 stack.callback(self._leave, link, reason)
 
@@ -256,7 +258,7 @@ class ServerConnections:
 
     def _leave(self, link: ServerLink, reason: str | None) -> None:
         """Send `complete` or the reason of a failure, and wait for the server's answer."""
-        if link.line.endpoint not in self._links:  # all connections were abandoned
+        if link.line.endpoint not in self._links:  # `abandon` has closed all connections
             return
         if reason is not None:
             self._wait(LastWords(self._transport, link, reason))

@@ -1,8 +1,8 @@
 """Copies of other servers' states in the process of one server.
 
 A copy is a `SyncUpdate` of the other server, with merged gradients. After the failure of a server,
-the server with the copy writes the lost server's cut. `dtrans.protocol.server.replication`
-describes the messages.
+the server with the copy writes the lost server's cut (snapshot).
+`dtrans.protocol.server.replication` describes the messages.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from dtrans.checkpoint.saved_rows import ArrayLike
 from dtrans.ir.array_fns import is_key
 from dtrans.ir.selection import omit
 from dtrans.protocol.epochs import Epoch, is_cut_due_alone
+from dtrans.protocol.row_pieces import RowPieces
 from dtrans.protocol.server.async_server import AsyncServer
 from dtrans.protocol.server.serving import Serving
 from dtrans.protocol.server.sync_server import SyncServer
@@ -33,8 +34,9 @@ class ServerStorage:
     Attributes:
       keep: saves a state under a name; None without a folder for checkpoints.
       keep_last: saves the state when the job ends by an error. It returns the path of the
-        checkpoint, or None if the server has no arrays. None to drop the state.
-      cuts: writes and reads cuts; None if the user passes no interval of cuts.
+        checkpoint, or None if the server has no arrays. Without `keep_last`, the state is not
+        saved.
+      cuts: writes and reads cuts (snapshots); None without the user's option `cuts`.
     """
 
     keep: Keep | None = None
@@ -43,14 +45,15 @@ class ServerStorage:
 
     @property
     def written_cuts(self) -> ServerCuts | None:
-        """Writer of cuts; None without a launcher that restarts roles."""
+        """Writer of cuts (snapshots); None without a launcher that restarts roles."""
         return self.cuts if self.cuts is not None and self.cuts.is_written else None
 
     @property
     def first_step(self) -> int:
         """Number of steps before the job.
 
-        In a job with cuts, this is the step of the restored checkpoint. In other jobs, it is 0.
+        In a job with cuts (snapshots), this is the step of the restored checkpoint. In other jobs,
+        it is 0.
         """
         return 0 if self.cuts is None else self.cuts.first_step
 
@@ -83,7 +86,7 @@ class ServerSaves:
         dense: Mapping[str, Any],
         start: EpochStart,
     ) -> None:
-        """Save the state of an epoch from now on.
+        """Save the state of a new epoch (part of the job between failures) from now on.
 
         Args:
           protocol: the state machines of the epoch.
@@ -110,7 +113,7 @@ class ServerSaves:
             protocol.status.cut = lambda: folder.newest_written
 
     def _begin_cuts(self, kind: SyncServer | AsyncServer, loaded: int | None) -> None:
-        """Write a first cut if the server has none; a server with tables writes it later."""
+        """Write a cut (snapshot) at the epoch's start if due; with tables, `between_steps` does."""
         if isinstance(kind, AsyncServer):
             if self._newest_cut is None:
                 self._newest_cut = loaded
@@ -123,7 +126,10 @@ class ServerSaves:
 
     def state(self) -> dict[str, Any]:
         """Return all arrays of the server, by name."""
-        return {**self._protocol.kind.state, **self._update.tables()}
+        state = {}
+        for n, x in self._protocol.kind.state.items():
+            state[n] = np.asarray(x) if isinstance(x, RowPieces) else x
+        return {**state, **self._update.tables()}
 
     def ended(self) -> Iterator[tuple[str, str]]:
         """Yield (name, error text) for each checkpoint whose write ended since the last call."""
@@ -131,13 +137,13 @@ class ServerSaves:
             yield from self._writer.ended()
 
     def finish(self) -> list[tuple[str, str]]:
-        """Wait until all checkpoints and cuts are written; return the last results of `ended`."""
+        """Wait for all writes of checkpoints and cuts (snapshots); return the rest of `ended`."""
         writer = self._writer
         self.end()
         return [] if writer is None else list(writer.ended())
 
     def end(self) -> None:
-        """Wait until all checkpoints and cuts are written."""
+        """Wait until all checkpoints and cuts (snapshots) are written."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -182,7 +188,7 @@ class ServerSaves:
         return len(state)
 
     def _between_steps(self, step: int) -> None:
-        """Start writing a cut, if one is due before the next step."""
+        """Start writing a cut (snapshot), if one is due before the next step."""
         assert self._cuts is not None
         every, newest = self._cuts.every, self._newest_cut
         if isinstance(self._protocol.kind, SyncServer):
@@ -193,7 +199,7 @@ class ServerSaves:
             self._write_cut(step)
 
     def _write_cut(self, step: int) -> None:
-        """Start writing a cut of the current state."""
+        """Start writing a cut (snapshot) of the current state."""
         assert self._writer is not None
         self._newest_cut, kind = step, self._protocol.kind
         counts = kind.counts.by_trainer if isinstance(kind, AsyncServer) else {}
@@ -207,7 +213,7 @@ class ServerSaves:
         *,
         is_early: bool = False,
     ) -> Callable[[Mapping[str, Any], Mark], None]:
-        """Return the function that writes a cut of the current epoch.
+        """Return the function that writes a cut (snapshot) of the current epoch.
 
         Args:
           counts: as for `ServerCuts.write`.
@@ -219,7 +225,7 @@ class ServerSaves:
         return functools.partial(cuts.write, self._epoch.number, counts, is_early=is_early)
 
     def write_newest(self, lost: Sequence[str]) -> None:
-        """Start to write the states after the newest steps as cuts, when the epoch is ending.
+        """Start to write the newest states as cuts (snapshots), when the epoch is ending.
 
         The server answers messages during the write. The writing thread reports the end. If more
         servers are lost meanwhile, the method is called again, and writes only their replicas.
@@ -227,7 +233,8 @@ class ServerSaves:
         `NewestStates` chooses the states.
 
         Args:
-          lost: names of the lost servers. If this server has a replica, it writes its states, too.
+          lost: names of the lost servers. If this server has a replica of a lost server, it also
+            writes the replica's states.
         """
         kind, mine = self._protocol.kind, self._cuts
         if mine is None or not mine.at_loss:
@@ -262,7 +269,7 @@ class ServerSaves:
         tables = self._update.snapshot(self._protocol.trainers.deadline / 4)
         dense, spent = {}, []
         for n, x in omit(self._protocol.kind.state, tables).items():
-            dense[n] = _current(x)
+            dense[n] = x if isinstance(x, RowPieces) else _current(x)
             if self._is_copied(n, x):
                 spent.append(n)
         return {**dense, **tables}, spent
@@ -271,8 +278,10 @@ class ServerSaves:
         """Return True if the snapshot of an array must be copied.
 
         On CPU, a snapshot is a view of the array's memory. If an update donates the array, the view
-        must be copied before the update.
+        must be copied before the update. `RowPieces` are copied into the one array that a file has.
         """
+        if isinstance(x, RowPieces):
+            return True
         if name not in self._update.spent or not isinstance(x, jax.Array) or is_key(x.dtype):
             return False
         return {d.platform for d in x.devices()} == {"cpu"}

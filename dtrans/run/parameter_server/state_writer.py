@@ -28,6 +28,7 @@ from dtrans.checkpoint.runs import Mark
 from dtrans.checkpoint.saved_rows import ArrayLike
 from dtrans.errors import DtransError
 from dtrans.protocol.buffers import BufferPool
+from dtrans.protocol.row_pieces import RowPieces
 from dtrans.protocol.server.trainer_registry import log
 
 
@@ -36,7 +37,7 @@ KeepLast = Callable[[Mapping[str, Any], Mark, Mapping[str, int]], Path | None]
 
 
 class _Write(NamedTuple):
-    """State to be written: a checkpoint, or a cut without a name; `done` ends with the write."""
+    """State to write, as a checkpoint or a cut (snapshot); `done` is set after the write."""
 
     name: str
     keep: Callable[[Mapping[str, Any], Mark], None]
@@ -61,10 +62,10 @@ class StateWriter:
         self._keep, self._wake = keep, wake
         self._due: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-        self._written = Future[None]()  # done when the last write of `begin_cut` has ended
+        self._written = Future[None]()  # is done when the last write of `begin_cut` has ended
         self._written.set_result(None)
         config: Any = jax.config
-        # The writing thread sets this value, because a new thread starts with the default.
+        # the writing thread sets this option, because a new thread has the option's default
         self._x64 = config.jax_enable_x64
         self._thread: threading.Thread | None = None
         self._copier = ThreadPoolExecutor(1, "dtrans snapshots")
@@ -84,7 +85,8 @@ class StateWriter:
           state: arrays by name. The arrays in `spent` must not change before `wait_copied`. The
             other arrays must not change before the end of the write.
           mark: the run and the step.
-          spent: names of the arrays that are NumPy views of memory that the next update donates.
+          spent: names of the arrays that are views of memory that the next update donates, or
+            `RowPieces`.
         """
         assert self._keep is not None
         self._begin(name, functools.partial(self._keep, name), state, mark, spent, Future())
@@ -98,7 +100,7 @@ class StateWriter:
         *,
         waits: bool = True,
     ) -> None:
-        """Start writing a cut.
+        """Start writing a cut (snapshot).
 
         Args:
           keep: writes the state. `ended` does not yield its result.
@@ -188,6 +190,9 @@ def _copy_spent(state: dict[str, Any], spent: Collection[str], pool: BufferPool)
     """Return the state with copies of the arrays in `spent`, in memory from the pool."""
     for name in spent:
         copy = pool.take(name, state[name].shape, state[name].dtype)
-        np.copyto(copy, state[name])
+        if isinstance(state[name], RowPieces):
+            state[name].copy_to(copy)
+        else:
+            np.copyto(copy, state[name])
         state[name] = copy
     return state

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from dtrans.batch.exact_step import ExactStep
@@ -14,7 +15,7 @@ from dtrans.ir.pytree import all_names
 from dtrans.ir.selection import values_at
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.server.trainer_rounds import RESULTS
-from dtrans.run.base.batch import batch_arrays
+from dtrans.run.base.batch import batch_arrays, pad_rows
 from dtrans.run.base.merge import Merge
 from dtrans.run.distributed.multihost import PARTS_DIFFER
 from dtrans.run.parameter_server.trainer_calls import StepCall
@@ -28,7 +29,7 @@ def merged_results(plan: PServerPlan, shared: ExactStep | None) -> dict[str, str
 
     Args:
       plan: the plan.
-      shared: the exact split of the batch; None without one.
+      shared: the exact split of the batch, or None.
     """
     if shared is None or not plan.sync_mode:
         return {}
@@ -59,22 +60,32 @@ def merge_results(
     if shared is None or not merges:
         return outputs
 
-    # the sizes of the parts are gathered with the results, so that one exchange is enough
+    # gather the sizes of the parts together with the results, so that one exchange is enough
     ways: list[Sequence[Any]] = [("all_gather", 0)]
     for n, way in merges.items():
         ways.append(("all_gather", shared.joined[n]) if way == "concat" else ADD)
     values = dict(zip(out.names, out.flatten(outputs), strict=True))
-    size = np.array([[call.rows, _part_rows(plan.main, call)]], np.int32)
+    rows = _part_rows(plan.main, call)
+    if shared.shares:
+        # a server concatenates arrays of one type only
+        for n, axis in shared.joined.items():
+            width = values[n].shape[axis] // rows
+            values[n] = pad_rows(values[n], axis, max(shared.shares) * width)
+    size = np.array([[call.rows, rows]], np.int32)
     server = next(iter(plan.servers))
     operands = [size, *values_at(values, merges)]
     sizes, *found = exchange(server, RESULTS, ways, operands)
-    _check_parts(sizes.tolist())
+    _check_parts(sizes.tolist(), shared.shares)
 
     for (n, way), x in zip(merges.items(), found, strict=True):
-        if way == "concat":
-            x = Merge("joined", shared.joined[n], call.rows or None)(x)
+        if way == "concat" and shared.shares:
+            x = _drop_padding(x, shared.joined[n], shared.shares)
+        elif way == "concat" and call.rows:
+            axis = shared.joined[n]
+            width = x.shape[axis] // sum(part for _, part in sizes.tolist())
+            x = Merge("joined", axis, call.rows * width)(x)
         if way == "mean":
-            # divided by the number of trainers in this step, since some may have left
+            # divide by the number of trainers in this step, since some trainers may have left
             x = x / len(sizes)
         values[n] = x
     return out.unflatten_named(values)
@@ -91,19 +102,36 @@ def _part_rows(main: Program, call: StepCall) -> int:
     return 0
 
 
-def _check_parts(sizes: Sequence[Sequence[int]]) -> None:
-    """Raise BatchError if trainers used parts of different sizes.
+def _drop_padding(x: Any, axis: int, shares: Sequence[int]) -> Any:
+    """Return concatenated parts without the padding that gives all parts the largest size.
+
+    Args:
+      x: the parts of all trainers, concatenated along dimension `axis`.
+      shares: number of rows of each part, without padding.
+    """
+    each = x.shape[axis] // len(shares)
+    width = each // max(shares)
+    entries = [np.arange(share * width) + k * each for k, share in enumerate(shares)]
+    return jnp.take(x, np.concatenate(entries), axis)
+
+
+def _check_parts(sizes: Sequence[Sequence[int]], shares: Sequence[int]) -> None:
+    """Raise BatchError if trainers used parts of other sizes than expected.
 
     Args:
       sizes: two numbers for each trainer: the rows of the global batch (0 if trainers divide them
         evenly), and the rows of the trainer's part.
+      shares: the expected rows of each trainer's part; empty if all parts have equal sizes.
     """
-    if len({*map(tuple, sizes)}) > 1:
+    expected = [sizes[0]] * len(sizes)
+    if shares:
+        expected = [[sum(shares), share] for share in shares]
+    if sizes != expected:
         parts = []
         for rows, part in sizes:
             parts.append(f"{part} of {rows}" if rows else str(part))
         raise BatchError(
-            f"{PARTS_DIFFER}; they gave {', '.join(parts)} rows, so the servers' update is a mean "
-            "over unequal parts; continue from a checkpoint, and split batches by "
+            f"{PARTS_DIFFER}; they passed {', '.join(parts)} rows, so the servers' update is a "
+            "mean over unequal parts; continue from a checkpoint, and split batches by "
             "job.shard_batch(*batch)"
         )

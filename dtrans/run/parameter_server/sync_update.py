@@ -4,15 +4,20 @@ An update that reduces over rows of several servers runs in phases. Between two 
 exchange vectors: the update pauses, and continues when the other servers' vectors have arrived.
 
 Updates of tables touch only the rows that trainers have looked up
-(`dtrans.run.parameter_server.tables`). If an optimizer must touch every row, the update scatters
-the gradients of rows into zeros. It then updates the table like any other block.
+(`dtrans.run.parameter_server.tables`). One block updates the rows of a group of tables
+(`dtrans.run.parameter_server.tables.table_groups`). If an optimizer must touch every row, the
+update scatters the gradients of rows into zeros. It then updates the table like any other block.
+
+An update with parts (`dtrans.run.parameter_server.update_parts`) runs each part when the gradients
+of the part have arrived. The state before the step stays valid until the last part is complete. If
+several parts update one block, the arrays of the block are `RowPieces`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,12 +26,19 @@ import numpy as np
 from dtrans.ir.array_fns import words
 from dtrans.ir.selection import subset
 from dtrans.parameter_server.tables.touched_rows import TableBlock
+from dtrans.protocol.row_pieces import RowPieces
 from dtrans.protocol.server.exchange import Exchange
 from dtrans.protocol.server.trainer_registry import log, named
-from dtrans.protocol.server_blocks import Vectors
+from dtrans.protocol.server_blocks import RowGradient, UpdatePart, Vectors
+from dtrans.run.parameter_server.tables.grouped_rows import GroupedRows
 from dtrans.run.parameter_server.tables.row_updates import RowUpdates
 from dtrans.run.parameter_server.tables.sent_tables import sent_arrays
 from dtrans.run.parameter_server.tables.server_tables import ServerTables
+from dtrans.run.parameter_server.tables.table_groups import (
+    TableGroup,
+    group_tables,
+    size_groups,
+)
 from dtrans.run.parameter_server.tables.table_memory import (
     final_arrays,
     memory_of,
@@ -38,6 +50,7 @@ from dtrans.run.parameter_server.update import (
     compile_merge,
     copy_state,
 )
+from dtrans.run.parameter_server.update_parts import PartUpdate, UpdateByParts
 
 
 class SyncUpdate:
@@ -45,16 +58,18 @@ class SyncUpdate:
 
     Args:
       update: the server's update, which uses the gradients of all trainers.
-      state: the initial values, by name.
+      state: the initial values, by name. With parts, the object copies them.
       trainers: the number of trainers.
       like: an earlier object for the same update, whose compiled functions are used again.
-      steps: number of updates before the first one, in earlier epochs.
+      steps: number of updates that `state` already contains, from earlier epochs.
       keeps_old: True to store the state before the newest one, too.
       merges: True if `begin` takes the gradients that `merge` returns.
+      parts: the parts of the update. With parts, the optimizer state before the newest one is
+        stored, and the next update reuses the memory of this older state.
 
     Attributes:
-      state: the arrays by name, with tables in `TableMemory`.
-      values: the parameters as NumPy arrays. Messages are sent from their memory.
+      state: the arrays by name, with tables in `TableMemory`, and `RowPieces` of divided blocks.
+      values: the parameters as NumPy arrays or `RowPieces`. Messages are sent from their memory.
       exchange: the exchange at which the update pauses; None between updates.
       server_tables: reports and evicts rows of tables.
       spent: names of the state arrays whose memory an update reuses.
@@ -67,19 +82,24 @@ class SyncUpdate:
     def __init__(
         self,
         update: ServerUpdate,
-        state: dict[str, Any],
+        state: Mapping[str, Any],
         trainers: int,
         like: SyncUpdate | None = None,
         steps: int = 0,
         *,
         keeps_old: bool = False,
         merges: bool = False,
+        parts: Sequence[PartUpdate] = (),
     ) -> None:
+        self.parts: Sequence[UpdatePart] = [x.part for x in parts]
+        before = None if like is None else like._by_parts
+        self._by_parts: UpdateByParts = UpdateByParts(parts, before)
         self.exchange: Exchange | None = None
         spent = itertools.chain.from_iterable(phase.spent for phase in update.phases)
         self.spent = frozenset(spent)
         self.before: Callable[[], object] = lambda: None
         self._tables = memory_of(update, state)
+        self._grouped = GroupedRows(self._tables)
         self._steps = steps
         self.server_tables = ServerTables(
             update.endpoint,
@@ -95,24 +115,34 @@ class SyncUpdate:
         self._update = self._with_all.merged() if merges else self._with_all
         self._grad_names: dict[frozenset[int], frozenset[str]] = {}
         self._merges, self._trainers = merges, frozenset(range(trainers))
-        # (ids of the trainers whose gradients are used, numbers of table rows) -> compiled update
+        # trainers whose gradients the newest update uses
+        self._present: frozenset[int] = self._trainers if like is None else like._present
+        # (ids of the trainers whose gradients are used, rows of each group) -> compiled update
         self._compiled: dict[tuple[frozenset[int], tuple[int, ...]], CompiledUpdate] = {}
         # ids of the trainers whose gradients are merged -> compiled function
         self._merging: dict[frozenset[int], Callable[..., dict[str, jax.Array]]] = {}
         if like is not None:
             self._compiled, self._merging = like._compiled, like._merging
         self._run: Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]] | None = None
-        self._by_rows = RowUpdates(update.tables, self._take, self._put)
+        by_rows = {n: update.tables[n] for n in self._tables}
+        self._groups: Sequence[TableGroup] = (
+            group_tables(update, by_rows) if like is None else like._groups
+        )
+        self._by_rows = RowUpdates(update.tables, self._take, self._put, self._groups, self._admit)
         self.old: dict[str, Any] | None = None
         self._keeps_old = keeps_old
-        # arrays whose memory the next update reuses, with `keeps_old`
+        # with `keeps_old` or parts: arrays whose memory the next update reuses
         self._unused: dict[str, Any] = {}
-        by_rows = itertools.chain.from_iterable(t.table.arrays for t in self._tables.values())
-        self._dense_spent = self.spent.difference(by_rows)
+        arrays = itertools.chain.from_iterable(t.table.arrays for t in self._tables.values())
+        self._dense_spent = self.spent.difference(arrays)
         self._old_tables: dict[str, Any] = {}
-        if keeps_old:
+        self._reuses_old = keeps_old or bool(parts)
+        if parts:
+            self._unused = self._by_parts.divide(subset(state, self._dense_spent))
+            state = self._by_parts.divide(state)
+        elif keeps_old:
             self._unused = copy_state(subset(state, self._dense_spent))
-        self.state = dict(state)
+        self.state: dict[str, Any] = dict(state)
         for table in self._tables.values():
             self.state |= table.arrays
         self._publish()
@@ -128,8 +158,15 @@ class SyncUpdate:
         Returns:
           The vectors to send to other servers; None if the update is complete.
         """
+        if not self._merges:
+            self._note_present(present, step)
+        if self.parts:
+            for number in self._by_parts.missing:
+                self.update_part(number, grads, present, step)
+            self._end({**self.state, **self._by_parts.end()})
+            return None
         self.before()
-        compiled = lambda sizes: self._compile(present, step, sizes)
+        compiled = lambda sizes: self._compile(present, sizes)
         self._watched = {}
         unused, self._unused, self.old = self._unused, {}, None
         if self._keeps_old:
@@ -154,49 +191,59 @@ class SyncUpdate:
                 self.exchange, outgoing = self._run.send(arrived)
         except StopIteration as end:
             self._run = self.exchange = None
-            self._steps += 1
-            if self._keeps_old:
-                self.old = {**self.state, **self._old_tables}
-                self._unused = subset(self.state, self._dense_spent)
-            self.state = end.value
-            if self._update.exchanges:
-                # Later messages overwrite the memory of gradients and received vectors. So this
-                # method waits until the computation has read them.
-                jax.block_until_ready(self.state)
-            self._publish()
+            self._end(end.value)
             return None
         return outgoing
 
-    def _compile(
-        self, present: frozenset[int], step: int, sizes: Mapping[str, int]
-    ) -> CompiledUpdate:
+    def _end(self, new: dict[str, Any]) -> None:
+        """End a step with its new state."""
+        self._steps += 1
+        if self._keeps_old:
+            self.old = {**self.state, **self._old_tables}
+        if self._reuses_old:
+            self._unused = subset(self.state, self._dense_spent)
+        self.state = new
+        if self._update.exchanges:
+            # Later messages overwrite the memory of gradients and received vectors. So this method
+            # waits until the computation has read them.
+            jax.block_until_ready(self.state)
+        self._publish()
+
+    def update_part(
+        self, number: int, grads: Mapping[str, Any], present: frozenset[int], step: int
+    ) -> Mapping[str, Any]:
+        """Run one part before `begin`. See `StepUpdate`."""
+        if len(self._by_parts.missing) == len(self.parts):
+            self.before()
+            self._watched, self.old = {}, None
+        return self._by_parts.run(number, grads, present, self.state, self._unused)
+
+    def _compile(self, present: frozenset[int], sizes: Mapping[str, int]) -> CompiledUpdate:
         """Return the compiled update; compile it on first use.
 
         Args:
           present: ids of the trainers whose gradients the update uses.
-          step: the current step, for the log.
-          sizes: maps the name of each table's block to the number of rows to update.
+          sizes: maps the name of each group of tables to the number of rows to update.
         """
         key = present, tuple(sizes.values())
         if key in self._compiled:
             return self._compiled[key]
-        update = self._with_all.sized(sizes) if sizes else self._with_all
+        update = self._with_all
+        if sizes:
+            update = size_groups(update, self._groups, sizes)
         if self._merges:
             update = update.merged()
         elif present < self._trainers:
-            if not any(trainers == present for trainers, _ in self._compiled):
-                self._say_gone(present, step)
             update = update.sent_by(present)
-        self._compiled[key] = CompiledUpdate(update, keeps_old=self._keeps_old)
+        self._compiled[key] = CompiledUpdate(update, keeps_old=self._reuses_old)
         return self._compiled[key]
 
     def merge(
         self, grads: Mapping[str, Any], present: frozenset[int], step: int
     ) -> Mapping[str, Any]:
         """Return the merged gradients by name. See `StepUpdate.merge`."""
+        self._note_present(present, step)
         if present not in self._merging:
-            if present < self._trainers:
-                self._say_gone(present, step)
             self._merging[present] = compile_merge(self._with_all, present)
         if present not in self._grad_names:
             self._grad_names[present] = frozenset(self._with_all.sent_by(present).grad_types)
@@ -206,15 +253,11 @@ class SyncUpdate:
         jax.block_until_ready([x for x in merged.values() if isinstance(x, jax.Array)])
         return merged
 
-    def _say_gone(self, present: frozenset[int], step: int) -> None:
-        """Write to the log that a trainer has left: updates now use only the other gradients."""
-        log.warning(
-            "pserver %s continues without %s: step %d and later steps use gradients of %s",
-            self._update.endpoint,
-            named(sorted(self._trainers - present)),
-            step + 1,
-            named(sorted(present)),
-        )
+    def _note_present(self, present: frozenset[int], step: int) -> None:
+        """Write to the log if a trainer has left, so that updates no longer use its gradients."""
+        if present < self._present:
+            _log_gone(self._update.endpoint, self._trainers - present, present, step)
+        self._present = present
 
     def newest(self) -> dict[str, Any]:
         """Return the state. Its tables are snapshots."""
@@ -238,7 +281,7 @@ class SyncUpdate:
     def _publish(self) -> None:
         """Wait until the new parameters are computed, and store them in `values`."""
         names = (*self._update.params, *self._update.tables)
-        self.values = {n: np.asarray(words(self.state[n])) for n in names if n not in self._tables}
+        self.values = {n: _sent(self.state[n]) for n in names if n not in self._tables}
 
     # -- tables ----------------------------------------------------------------------------------
 
@@ -247,10 +290,23 @@ class SyncUpdate:
     ) -> Mapping[str, Any]:
         return self._tables[table.name].take(ids, size)
 
+    def _admit(
+        self, table: TableBlock, gradients: Mapping[str, RowGradient]
+    ) -> Mapping[str, RowGradient]:
+        return self._tables[table.name].admit(gradients)
+
     def _put(
         self, table: TableBlock, ids: np.ndarray, new: Mapping[str, Any], state: Mapping[str, Any]
     ) -> Mapping[str, Any]:
         return self._tables[table.name].put(ids, new, self._watched)
+
+    def create_rows(self, ids: Mapping[str, np.ndarray]) -> None:
+        """Create the rows that do not exist, in one call for several tables if possible.
+
+        Args:
+          ids: ids of rows in each block, by the block's name.
+        """
+        self._grouped.create(ids)
 
     def rows(self, name: str, ids: np.ndarray, *, train: bool) -> np.ndarray:
         """Return the current rows of a block of a table.
@@ -270,7 +326,7 @@ class SyncUpdate:
         return final_arrays(self._tables)
 
     def _remember_tables(self) -> None:
-        """Begin to record old values of changed rows, and drop those of the step before."""
+        """Begin to record old values of changed rows; drop the values of the previous step."""
         for x in self._old_tables.values():
             x.table.close()
         self._old_tables = snapshot_arrays(self._tables)
@@ -282,3 +338,20 @@ class SyncUpdate:
           patience: seconds that updates wait for a reader that makes no progress.
         """
         return snapshot_arrays(self._tables, patience)
+
+
+def _sent(x: Any) -> Any:
+    """Return a parameter as an array for messages, or as `RowPieces`, after its computation."""
+    if isinstance(x, RowPieces):
+        return RowPieces([np.asarray(words(array)) for array in x.arrays])
+    return np.asarray(words(x))
+
+
+def _log_gone(endpoint: str, gone: frozenset[int], present: frozenset[int], step: int) -> None:
+    log.warning(
+        "pserver %s continues without %s: step %d and later steps use gradients of %s",
+        endpoint,
+        named(sorted(gone)),
+        step + 1,
+        named(sorted(present)),
+    )

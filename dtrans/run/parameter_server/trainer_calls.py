@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from dtrans.batch.exact_step import ExactStep
-from dtrans.errors import ConfigError
+from dtrans.errors import BatchError, ConfigError
 from dtrans.ir.array_fns import array_type
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import all_names
@@ -48,19 +48,26 @@ class TrainerCalls:
     ) -> None:
         self._plan, self._trainer_id = plan, trainer_id
         self._on_trainer_loss = on_trainer_loss
-        # program and exact split of unevenly split batches, by the batch's number of rows
-        self._uneven_programs: dict[int, tuple[Program, ExactStep]] = {}
+        # program and exact split of unevenly split batches, by the types of the global batch
+        self._uneven_programs: dict[tuple[Any, ...], tuple[Program, ExactStep]] = {}
 
     def __call__(self, batch: Sequence[Any]) -> StepCall:
         """Return the call for a batch: its program and arguments.
 
         Raises:
-          BatchError: the rows of the parts do not fit the plan.
+          BatchError: the rows of the parts do not fit the plan, or parts of a plan with
+            `Batch.speeds` are not from `job.shard_batch`.
           ConfigError: the batch is split unevenly, and the job may drop trainers.
         """
         arrays, rows = without_parts(batch)
         if rows:
             return self._uneven_call(arrays, rows)
+        if self._plan.shares is not None:
+            raise BatchError(
+                "the arrays of the batch are no dtrans.UnevenParts, but dtrans.Batch(speeds=...) "
+                "gives trainers different numbers of rows, so a step needs the number of rows of "
+                "the full batch; pass job.step(state, *job.shard_batch(*batch))"
+            )
         program = self._plan.trainer_program(self._trainer_id)
         return StepCall(program, arrays, self._plan.shared, 0)
 
@@ -74,9 +81,11 @@ class TrainerCalls:
           rows: number of rows of the global batch.
         """
         plan, main, k = self._plan, self._plan.main, self._trainer_id
-        check_uneven(rows, plan.trainers, plan.takes_uneven_batches)
-        if self._on_trainer_loss in DROPS:
-            # The program scales each part by the rows and the number of all trainers.
+        if plan.shares is None:
+            check_uneven(rows, plan.trainers, plan.takes_uneven_batches)
+        if self._on_trainer_loss in DROPS and plan.shares is None:
+            # The program scales the part of each trainer by the rows of all trainers, so the
+            # step is wrong if a trainer is dropped.
             raise ConfigError(
                 f"on_trainer_loss={self._on_trainer_loss!r}: the batch has {rows} rows, which "
                 f"cannot be split evenly over {plan.trainers} trainers, so the step needs all "
@@ -88,17 +97,20 @@ class TrainerCalls:
         names = all_names(specs)
         shares: list[Share] = [plan.shared.axes.get(n, "replicated") for n in names]
         arrays = list(zip(batch_arrays(specs, batch, main.inputs), shares, strict=True))
-        padded = uneven_rows(names, arrays, rows, k, -(-rows // plan.trainers))
+        size, here = -(-rows // plan.trainers), None
+        if plan.shares is not None:
+            size = here = plan.shares(rows)[k]
+        padded = uneven_rows(names, arrays, rows, k, size, here)
 
-        # one program for each number of rows
-        if rows not in self._uneven_programs:
+        batch_types = [resize(x, share, lambda _: rows) for x, share in arrays]
+        key = tuple((t.shape, t.dtype) for t in batch_types)
+        if key not in self._uneven_programs:
             state = values_at(main.inputs, all_names(main.args[:2]))
-            types = list(map(array_type, state))
-            types += [resize(x, share, lambda _: rows) for x, share in arrays]
+            types = [*map(array_type, state), *batch_types]
             shared, program = plan.for_uneven_batch(types, k)
             program = dataclasses.replace(program, plan=plan)
-            self._uneven_programs[rows] = program, shared
-        program, shared = self._uneven_programs[rows]
+            self._uneven_programs[key] = program, shared
+        program, shared = self._uneven_programs[key]
 
         by_name = dict(zip(names, padded, strict=True))
         args = tuple(spec.unflatten_named(by_name) for spec in specs)

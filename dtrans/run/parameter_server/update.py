@@ -91,9 +91,10 @@ class Phase:
         new: dict[str, Any] = {}
         packed: list[list[jax.Array]] = []
         for block in self.blocks:
-            reduced = {}
+            reduced, types = {}, block.invars
             for g in block.grads:
-                reduced[g.name] = reduce_gradients(g.op, values_at(grads, g.sent.values()))
+                sent = values_at(grads, g.sent.values())
+                reduced[g.name] = reduce_gradients(g, sent, types[g.name].aval)
             inputs = values_at({**values, **reduced}, block.in_names)
             if self.ends is not None and block is self.blocks[-1]:
                 outs = evaluate(self.ends.local, *inputs)
@@ -210,7 +211,7 @@ class ServerUpdate:
         for block in self.blocks:
             grads = []
             for g in block.grads:
-                grads.append(dataclasses.replace(g, sent={0: merged_name(g)}))
+                grads.append(dataclasses.replace(g, sent={0: merged_name(g)}, wire=None))
             blocks.append(dataclasses.replace(block, grads=tuple(grads)))
         params = {**self.eqn.params, "optimize_blocks": tuple(blocks)}
         return dataclasses.replace(self, eqn=self.eqn.replace(params=params))
@@ -233,12 +234,12 @@ class ServerUpdate:
 
     @cached_property
     def grad_types(self) -> dict[str, Any]:
-        """Shape and dtype of each trainer's gradients, by name."""
+        """Shape and dtype of each trainer's gradients in messages, by name."""
         found: dict[str, Any] = {}
         for b in self.blocks:
             inputs = b.invars
             for g in b.grads:
-                found |= dict.fromkeys(g.sent.values(), inputs[g.name].aval)
+                found |= dict.fromkeys(g.sent.values(), g.sent_type(inputs[g.name].aval))
         return found
 
     @cached_property
@@ -396,15 +397,17 @@ class CompiledUpdate:
 
         At each exchange, the generator yields the exchange, and the vectors for other servers
         (`Exchange.parcels`). The caller sends the other servers' vectors into the generator
-        (`Exchange.sources`). The method does not wait until arrays are computed. With
-        donate=True, only the parameters in the argument `state` stay valid.
+        (`Exchange.sources`). The method does not wait until arrays are computed. If the
+        update was compiled with donate=True, the arrays in `state` become invalid, except the
+        parameters.
 
         Args:
           grads: gradients by name, or an argument for `prepare`.
           state: the state before the step.
-          watched: a dict to which the values that the update watches are added.
-          unused: with `keeps_old`, arrays whose memory the new optimizer state reuses, by name.
-            Arrays of tables are left out.
+          watched: a dict to which the method adds the values that `ServerUpdate.watched` names.
+          unused: if the update was compiled with keeps_old=True: arrays by name that are no longer
+            needed. The new optimizer state is written into their memory. Arrays of tables are left
+            out.
         """
         new, values = dict(state), dict[str, Any]()
         seen = {} if watched is None else watched
@@ -430,6 +433,18 @@ class CompiledUpdate:
                 others = (yield phase.ends, outgoing) if phase.ends.peers else {}
                 arrived = {phase.ends.me: local, **others}
         return new
+
+    def run_part(
+        self, grads: Any, state: Mapping[str, Any], unused: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Run the only phase of an update without exchanges; return the new arrays by name.
+
+        The arguments are those of `run`.
+        """
+        assert len(self.update.phases) == 1
+        new, _, _ = self._run_phase(0, grads, state, {}, {}, unused, in_trace=False)
+        arrays: dict[str, Any] = new
+        return arrays
 
     def _run_phase(
         self,
@@ -488,7 +503,10 @@ class CompiledUpdate:
 
 
 def merged_name(gradient: BlockGradient) -> str:
-    """Return the name of a gradient after the reduction over trainers: its first sender's name."""
+    """Return the name of a gradient after the sum over trainers.
+
+    This is the name under which the first trainer sends it.
+    """
     return gradient.sent[min(gradient.sent)]
 
 
@@ -501,15 +519,17 @@ def compile_merge(
       update: the update, which reads the gradients of all trainers.
       present: ids of the trainers whose gradients are reduced.
     """
-    # The update of merged gradients is compiled once, so a name does not depend on `present`.
+    # The update of merged gradients is compiled once, for any trainers in `present`. So the names
+    # of its inputs must not depend on `present`.
     names = [merged_name(g) for block in update.blocks for g in block.grads]
-    reduced = update.sent_by(present)
-    gradients = list(itertools.chain.from_iterable(block.grads for block in reduced.blocks))
+    gradients = []
+    for block in update.sent_by(present).blocks:
+        gradients += [(g, block.invars[g.name].aval) for g in block.grads]
 
     def merge(grads: Mapping[str, Any]) -> dict[str, jax.Array]:
         found = {}
-        for name, g in zip(names, gradients, strict=True):
-            found[name] = reduce_gradients(g.op, values_at(grads, g.sent.values()))
+        for name, (g, t) in zip(names, gradients, strict=True):
+            found[name] = reduce_gradients(g, values_at(grads, g.sent.values()), t)
         return found
 
     return jax.jit(merge)

@@ -45,7 +45,8 @@ from dtrans.run.pipeline_parallel.state import StateLayout
 from dtrans.run.pipeline_parallel.value_types import value_type, value_types
 
 
-# Numbers for the jobs of this process. All processes create their jobs in the same order.
+# Numbers for the jobs of this process. All processes create their jobs in the same order, so the
+# numbers agree.
 _jobs = itertools.count()
 PRECOMPUTER = 0  # the process that computes precomputed values: the process of stage 0
 
@@ -71,17 +72,19 @@ def cluster_job(plan: PipelinePlan, *, donate: bool) -> PipelineJob:
             f"num_stages is {stages}; expected a multiple of {count}, the number of processes"
         )
     each, local, replicas = stages // count, jax.local_devices(), plan.options.replicas
-    shards = plan.model.sharding.shards[me * each :][:each]
+    counts = plan.model.device_counts
+    shards = counts[me * each :][:each]
     needed = sum(shards) * replicas
     if len(local) < needed:
         raise ConfigError(
             f"trainer {me} has {len(local)} devices, but its {each} stages need {needed} for "
             f"{replicas} replicas; start it with more devices, or plan fewer replicas"
         )
-    layout = dataclasses.replace(plan.options.stages.cluster, devices=local)
+    # The stages are known, so the order of these devices needs no speeds.
+    layout = dataclasses.replace(plan.options.stages.cluster, devices=local, speeds=None)
     grids = layout.virtual_devices(shards, replicas)
     mine = frozenset(k for k in range(plan.options.model_stages) if plan.device_of(k) // each == me)
-    backend = _LocalDevices(grids, me * each, plan.model.sharding.shards[:stages])
+    backend = _LocalDevices(grids, me * each, counts)
     return PipelineJob(ConnectedProcesses(StagePlacement(plan, backend, mine, donate), cluster))
 
 
@@ -103,7 +106,7 @@ class ConnectedProcesses(OneProcess):
         self.run_id, self.saves = cluster.run, self.me == 0
         o = at.plan.options
         self._unsplit = {n for n in at.plan.batch if is_under(n, o.batch.unsplit_inputs)}
-        # Options and parts of the plan that must be equal in all processes
+        # options and parts of the plan that must be equal in all processes
         self._same = {f.name: repr(getattr(o, f.name)) for f in dataclasses.fields(o)}
         self._same |= at.plan.model.merges
         self._same["orders"] = repr(at.plan.schedule.orders)
@@ -165,7 +168,7 @@ class ConnectedProcesses(OneProcess):
         for n in () if program.values is None else program.values.read:
             readers.setdefault(n, set()).add(PRECOMPUTER)
 
-        # Send this process's parts. Smaller keys belong to instructions and results.
+        # Send this process's parts. Instructions and results use the smaller keys.
         keys = itertools.count(len(program.instructions) + len(program.results))
         split: dict[str, int] = {}
         for n, x in arrays.items():
@@ -207,7 +210,7 @@ class ConnectedProcesses(OneProcess):
           program: the step.
           values: the program that computes precomputed values.
           arrays: the arrays of the batch. An array that this process reads is complete.
-          state: maps (index of a stored copy, name) to an array; contains what this process stores.
+          state: maps (index of a stored copy, name) to an array that this process stores.
           readers: maps each value's name to the processes that read the value.
           keys: unused keys for messages. All processes use them in the same order.
         """
@@ -321,7 +324,7 @@ class ConnectedProcesses(OneProcess):
         return self._links.receive(origin, self._round, key, kind, what)
 
     def _broadcast(self, origin: int, key: int, kind: ValueType, name: str, x: Any) -> Any:
-        """Send a value from one process to all others; return the value in every process.
+        """Send a value from one process to the other processes; return the value in every process.
 
         Args:
           origin: the process that sends the value.
@@ -342,7 +345,7 @@ class _LocalDevices(StageBackend):
     Args:
       grids: the devices of each stage of this process.
       first: the first stage of this process.
-      shards: the number of shards of each stage.
+      shards: the number of devices of each replica of a stage. Chunks of a device have one entry.
     """
 
     def __init__(self, grids: Sequence[Any], first: int, shards: Sequence[int]) -> None:

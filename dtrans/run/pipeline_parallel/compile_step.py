@@ -87,7 +87,8 @@ def _send_params(d: StepBuilder) -> None:
             target, home = d.slots.param(s.index, n), plan.model.homes[n]
             device = plan.device_of(home)
             if device != plan.device_of(s.index) and target not in sent:
-                d.move(d.slots.state(device, n), target, (home, s.index), SAME, n)
+                kind = d.at.state_kind(n)
+                d.move(d.slots.state(device, n), target, (home, s.index), kind, n)
                 sent.add(target)
 
 
@@ -100,7 +101,8 @@ def _fetch_state(d: StepBuilder, p: Program, s: StagePrograms) -> None:
         if n in s.params:
             home = d.at.plan.model.homes[n]
             stored = d.slots.state(d.at.plan.device_of(home), n)
-            d.move(stored, d.slots.param(s.index, n), (home, s.index), SAME, n)
+            there, kind = d.slots.param(s.index, n), d.at.state_kind(n)
+            d.move(stored, there, (home, s.index), kind, n)
 
 
 def _write_zeros(d: StepBuilder, s: StagePrograms) -> None:

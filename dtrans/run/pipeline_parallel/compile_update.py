@@ -24,7 +24,7 @@ from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 from dtrans.run.pipeline_parallel.step_builder import StepBuilder
 
 
-# (place, name of an array of the state) -> slot
+# (index of the stored copy, name of an array of the state) -> slot
 StateSlots: TypeAlias = dict[tuple[int, str], int]
 # name of a result -> (slot, sharding, the stage that computes it)
 ResultSlots: TypeAlias = dict[str, tuple[int, AxisSharding, int]]
@@ -116,8 +116,8 @@ def _sums_to_host(d: StepBuilder) -> None:
     """Write transfers of the sums of gradients to the host if `offload` is set."""
     if d.at.host is None:
         return
-    kind = d.at.per_replica
     for name, (leaf, stage, micro) in d.at.plan.update.sums.items():
+        kind = d.at.sum_kind(leaf)
         here = d.slots.slot(kind, "sum", stage, leaf, micro)
         there = d.slots.slot(kind, "sum on the host", stage, leaf, micro)
         d.move(here, there, (stage, stage), kind, name, to_host=True)
@@ -149,7 +149,7 @@ def _send(
       values: the values of the update.
       v: the value.
       stage: the stage that has the value.
-      targets: maps (value, stage that has the value) to the stages that read the value.
+      targets: the stages that read a value, by the pair (value, stage that has the value).
     """
     d = values.d
     for target in targets.get((v, stage), ()):
@@ -222,7 +222,7 @@ def _new_state(values: _UpdateValues) -> StateSlots:
     outs = placed.program.outvars
     found: StateSlots = {}
     for n in plan.state:
-        home, a = placed.home[n], outs[n]
+        home, a = placed.home[n], placed.outputs.get(n, outs[n])
         from_forward = n in plan.model.merges and n in plan.model.homes
         for k in range(plan.options.model_stages) if home is None else [home]:
             place = at.place(n, k)
@@ -236,11 +236,12 @@ def _new_state(values: _UpdateValues) -> StateSlots:
 
 def _results_of_update(values: _UpdateValues) -> ResultSlots:
     """Return the slots that contain the results computed by the update."""
-    plan, program = values.d.at.plan, values.d.at.plan.update.placed.program
+    plan, placed = values.d.at.plan, values.d.at.plan.update.placed
     found: ResultSlots = {}
-    for n, a in program.outvars.items():
+    for n, output in placed.program.outvars.items():
         if n not in plan.state:
-            stage = plan.update.placed.out_at[n] or 0
+            a = placed.outputs.get(n, output)
+            stage = placed.out_at[n] or 0
             if (constant := values.constant(a)) is not None:
                 found[n] = (values.d.slots.constant(constant, 0, n), SAME, stage)
                 continue
@@ -312,8 +313,10 @@ def _kinds(at: StagePlacement, name_of: Mapping[Var, str]) -> dict[Any, AxisShar
         if record is not None and record.same_for_all:
             differs = False
         kinds |= dict.fromkeys(eqn.outvars, EACH if differs else SAME)
-    for n, a in program.outvars.items():
+    for n, a in reversed(program.outvars.items()):
         if isinstance(a, Var):
             # Results are equal on all replicas. State is equal or sliced.
-            kinds[a] = at.state_kind(n)
+            kinds[a] = at.state_kind(n).without(SPLIT)
+    for copy, v in at.plan.update.placed.copies.items():
+        kinds[copy] = kinds[v].without(SPLIT)
     return kinds

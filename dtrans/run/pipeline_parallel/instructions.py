@@ -72,15 +72,15 @@ class StepProgram:
     """Step of a pipeline as a list of instructions.
 
     Attributes:
-      instructions: pairs of an instruction and the slots to empty after it, in order.
+      instructions: pairs (instruction, slots to empty after it), in order.
       size: the number of slots.
-      inputs: maps (stage or device that stores it, name) of each state or batch array to its slot.
+      inputs: slot of each array of the state or of the batch, by (stage or device, name).
       fixed: maps the slot of each constant to its value. Constants are indices of micro-batches,
         and constant outputs of the update.
       state: like `inputs`, for the arrays of the new state.
       results: maps each result's name to (slot, sharding, the stage that computes the result).
-      saved: maps (stage, micro-batch) to the slots of the values saved from forward to backward.
-      in_flight: maps each slot that contains a value of a single micro-batch to the value's stage.
+      saved: maps (stage, micro-batch) to the slots of the values that the backward pass reads.
+      in_flight: stage of each slot that contains a value of a single micro-batch, by slot.
       values: the program that computes precomputed values; None if micro-batches read none.
     """
 

@@ -5,21 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from dtrans._jax import ClosedJaxpr
 from dtrans.checkpoint.pserver_state import arrays_of
 from dtrans.ir.array_fns import array_type
 from dtrans.ir.pytree import TreeSpec, is_under, result_of, without
-from dtrans.ir.selection import values_at
+from dtrans.ir.selection import exclude, subset, values_at
 from dtrans.job import Job
 from dtrans.pipeline_parallel.forward_pass import summary_name
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.pipeline_parallel.results import STACK
+from dtrans.pipeline_parallel.uneven_batch import plan_for_rows
+from dtrans.pipeline_parallel.unstacked_inputs import unstack_inputs
 from dtrans.plan import register_runner
 from dtrans.run.base.batch import batch_arrays
 from dtrans.run.base.lowered import LoweredStep, call_recorded, recording
@@ -30,7 +33,12 @@ from dtrans.run.pipeline_parallel.instructions import Instruction, StepProgram, 
 from dtrans.run.pipeline_parallel.processes import OneProcess
 from dtrans.run.pipeline_parallel.stage_devices import OnDevices, OneDevice, StageBackend
 from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
-from dtrans.run.pipeline_parallel.state import PipelineState, StateLayout, tree_of
+from dtrans.run.pipeline_parallel.state import (
+    PipelineState,
+    StateLayout,
+    tree_of,
+    unpadded,
+)
 from dtrans.step.summary import merge
 from dtrans.step_meter import metered
 
@@ -67,15 +75,17 @@ class PipelineJob(Job):
         """Run one step; return the new state and the results of the step, such as the loss.
 
         In a job of one process, `batch` is the global batch. In a job of N processes, it is this
-        process's part: 1/N of the rows. The job cuts the rows of the global batch over replicas,
-        and then cuts each replica's rows into micro-batches. The rows of an array are its dim 0, or
-        the dimension in `plan.axes`. Two kinds of arrays are not cut: 0-d arrays, and the plan's
-        `unsplit_inputs`. They must be equal in all processes. The job folds the indices of the
-        replica and of the micro-batch into PRNG keys.
+        process's part: 1/N of the rows. The job splits the rows of the global batch over replicas,
+        and then splits each replica's rows into micro-batches. The rows of an array are its dim 0,
+        or the dimension in `plan.axes`. Two kinds of arrays are not split: 0-d arrays, and the
+        plan's `unsplit_inputs`. They must be equal in all processes. The job folds the indices of
+        the replica and of the micro-batch into PRNG keys.
 
         Raises:
           BatchError: the number of rows is not a multiple of num_micro_batch times replicas, or
-            differs between processes.
+            differs between processes. For an exact plan in one process, a multiple of replicas is
+            enough. It is not enough with the schedule "Interleaved", with a `dtrans.Schedule` that
+            the user wrote, and with `clip_local_per="micro_batch"`.
           StateError: the state belongs to another job, or an earlier step has donated its memory.
         """
         program, env = self.prepare(state, *batch)
@@ -106,6 +116,29 @@ class PipelineJob(Job):
         """
         return self._tree(1, state.opt_state)
 
+    def _leaves(self, state: PipelineState, names: Collection[str]) -> dict[str, Any]:
+        stored: dict[str, Any] = {}
+        for (place, n), x in self._layout.arrays(state).items():
+            if place == self.at.first_place(n):
+                stored[n] = x
+        found = dict(self.processes.gather_state([*names], stored))
+        if self.at.host is not None and self.part[1] == 1:
+            for n in names:  # offloaded arrays go back to the devices of their stage
+                place = self.at.first_place(n)
+                found[n] = self.backend.put(found[n], place, self.at.state_kind(n))
+        return subset(found, names)
+
+    def _opened(self, leaves: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {n: unpadded(self.plan, n, x) for n, x in leaves.items()}
+
+    def _unstacked(
+        self, jaxpr: ClosedJaxpr, names: Sequence[str]
+    ) -> tuple[ClosedJaxpr, Sequence[str]]:
+        return unstack_inputs(jaxpr, names, self.plan.model.stacks)
+
+    def _groups(self, names: Sequence[str]) -> Mapping[str, int]:
+        return {n: self.plan.home(n) or 0 for n in names}
+
     def _tree(self, i: int, arrays: Mapping[str, Any]) -> Any:
         """Gather argument `i` of the step from all processes, and return it as a pytree.
 
@@ -113,7 +146,8 @@ class PipelineJob(Job):
           i: 0 for the parameters, 1 for the optimizer's state.
           arrays: the arrays that this process stores.
         """
-        gathered = self.processes.gather_state(self.plan.update.program.args[i].names, arrays)
+        names = exclude(self.plan.update.program.args[i].names, self.plan.extra_state)
+        gathered = self.processes.gather_state(names, arrays)
         return tree_of(self.plan, self.plan.main.args[i], gathered.__getitem__)
 
     def check(self, state: Any) -> None:
@@ -122,8 +156,29 @@ class PipelineJob(Job):
         if state is not self._last():
             self._layout.check(arrays)
 
-    def state_of(self, params: Any, opt_state: Any) -> PipelineState:
-        return self._layout.from_step(arrays_of(self.plan.main, params, opt_state))
+    def extra_state(self, state: PipelineState) -> dict[str, Any]:
+        """Return the state that only the job has, by name: the state of a dynamic loss scale.
+
+        In a job of several processes, all processes must call this method together.
+        """
+        names = tuple(self.plan.extra_state)
+        return subset(self.processes.gather_state(names, state.extra), names)
+
+    def state_of(
+        self, params: Any, opt_state: Any, *, extra: Mapping[str, Any] | None = None
+    ) -> PipelineState:
+        """Convert the state of a single device to a state of this job.
+
+        Args:
+          params, opt_state: the state of the single-device step.
+          extra: the values of `extra_state`. Arrays that are missing start from their first value.
+
+        Raises:
+          TraceError: the structure differs from the structure of the step's arguments.
+          StateError: an array has another shape or dtype.
+        """
+        arrays = arrays_of(self.plan.main, params, opt_state)
+        return self._layout.from_step(arrays | dict(extra or {}))
 
     def lower(self, state: PipelineState, *batch: Any) -> LoweredStep:
         """Return the programs that each stage compiles for a step with these arguments.
@@ -203,12 +258,14 @@ class PipelineJob(Job):
         key = tuple((x.shape, x.dtype) for x in arrays.values())
         if key not in self._programs:
             batch = self.processes.global_types(arrays)
-            values = self.plan.values_for(batch)
+            plan = plan_for_rows(self.plan, batch)
+            values = plan.values_for(batch)
             if values is not None:
                 batch |= _structs(values.outputs)
-            types = _structs(self.plan.main.inputs) | batch
-            programs = self.plan.specialize([*types.values()])
-            program = compile_step(self.at, programs, batch, values)
+            types = _structs(plan.input_types) | batch
+            programs = plan.specialize([*types.values()])
+            at = dataclasses.replace(self.at, plan=plan)
+            program = compile_step(at, programs, batch, values)
             self.processes.check_program(program, {**self._layout.types, **batch})
             self._programs[key] = program
         return self._programs[key]
@@ -290,18 +347,17 @@ def on_mesh(
     plan: PipelinePlan, devices: Sequence[jax.Device] | None, *, donate: bool
 ) -> PipelineJob:
     """Return a job whose stages run on devices of this process."""
-    o = plan.options
-    cluster = o.stages.cluster
+    cluster = plan.options.stages.cluster
     if devices is not None:
-        cluster = dataclasses.replace(cluster, devices=tuple(devices))
-    grids = cluster.virtual_devices(plan.model.sharding.shards[: o.num_stages], o.replicas)
+        cluster = dataclasses.replace(cluster, devices=tuple(devices), speeds=None)
+    grids = cluster.virtual_devices(plan.model.device_counts, plan.options.replicas)
     return _in_one_process(plan, OnDevices(grids), donate=donate)
 
 
 @register_runner(PipelinePlan, "simulate")
 def simulated(plan: PipelinePlan) -> PipelineJob:
     """Return a job that simulates all stages and replicas on one device."""
-    backend = OneDevice(plan.options.replicas, plan.model.sharding.shards)
+    backend = OneDevice(plan.options.replicas, plan.model.device_counts)
     return _in_one_process(plan, backend, donate=False)
 
 

@@ -8,15 +8,15 @@ thread waits until a value is computed, and sends the value in messages (`dtrans
 
 Messages are authenticated. The processes share a secret from the board, and the job's token. The
 key or password of each connection is derived from both (`dtrans.run.net.keys`), and identifies the
-sender. A receiver drops and counts a message if its step is over, or if its value has arrived
-before. It also drops a message if the plan has no such value, or another sender or type for it.
+sender. A receiver drops and counts a message in three cases: the step is over, the value has
+arrived before, or the plan has no such value from this sender.
 
 A network may break a connection and lose messages. After the reconnection, the sender asks the
-receiver how many messages have arrived, and repeats the others
+receiver how many messages have arrived, and sends the missing ones again
 (`dtrans.protocol.numbered_messages`). If a connection is broken when a sender closes its channels,
 the sender waits at most `LINGER` seconds for the reconnection. It does not wait for a process that
-has ended. When a receiver closes its channels, it first reports how many messages have arrived, so
-that no sender waits for it.
+has ended. When a receiver closes its channels, it first reports how many messages have arrived. So
+no sender waits for this report.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _OutgoingLink:
         self._is_broken = False
 
     def send(self, op: str, frames: Sequence[Any], **fields: Any) -> None:
-        """Send a message if the connection works; store it until its arrival is reported."""
+        """Send a message if the connection works; store it until the receiver reports it."""
         message = [wire.header(op, **fields, **self._messages.stamp()), *frames]
         self._messages.store(message)
         if not self._is_broken:
@@ -126,7 +126,7 @@ class P2PChannels:
             self._in.close()
             raise
         self.refusals = Refusals(logger)
-        self._refused: dict[int, str] = {}  # process -> why its last dropped message was dropped
+        self._refused: dict[int, str] = {}  # process -> error text for its last dropped message
         self._arrivals = Arrivals(self._refuse)
         self._heard = {k: NumberedMessages() for k in others}
         self._addresses: dict[int, bytes] = {}  # process -> address of its last message
@@ -282,7 +282,7 @@ class P2PChannels:
             self._arrivals.hear(origin, message)
 
     def _report(self, origin: int) -> None:
-        """Tell a process how many of the messages that it has sent have arrived."""
+        """Report to a process how many of its messages have arrived."""
         report = wire.header("received", heard=self._heard[origin].received)
         self._listener.send(self._addresses[origin], [report])
 
@@ -302,7 +302,8 @@ class P2PChannels:
         """Send the queued values for at most `LINGER` seconds, then close the channels."""
         if self._in.context.closed:
             return
-        # This call breaks the senders' connections. A last report tells them what has arrived.
+        # The connections to the senders end below. So first tell each sender, in a last report,
+        # which of its messages have arrived.
         for origin in self._addresses:
             self._report(origin)
         self._outbox.put(None)

@@ -66,7 +66,7 @@ class OneProcess:
         Args:
           program: the instructions of the step.
           arrays: the batch that the user passed to `step` in this process.
-          state: maps (index of a stored copy, name) to an array; contains what this process stores.
+          state: maps (index of a stored copy, name) to an array that this process stores.
         """
         return {**arrays, **self.precompute(program, arrays, state)}
 

@@ -55,7 +55,7 @@ class Slots:
     # -- inputs and constants of a step ----------------------------------------------------------
 
     def state(self, place: int, name: str) -> int:
-        """Return the slot number for an array of the state; `place` is the index of the copy."""
+        """Return the slot number for a stored copy of a state array; `place` is its index."""
         found = self.slot(self._at.state_kind(name), "state", place, name)
         self.inputs[place, name] = found
         return found
@@ -66,7 +66,7 @@ class Slots:
         device = plan.device_of(stage)
         if self._at.host is None and plan.device_of(plan.model.homes[name]) == device:
             return self.state(device, name)
-        return self.slot(SAME, "copy", device, name)
+        return self.slot(self._at.state_kind(name), "copy", device, name)
 
     def shared_state(self, stage: int, name: str) -> int:
         """Return the slot number for one stage's copy of state that every stage stores."""
@@ -134,7 +134,7 @@ class Slots:
         return self.value(s.index, name, micro)
 
     def in_flight(self) -> dict[int, int]:
-        """Return the slots that contain a value of one micro-batch, as a dict slot -> stage."""
+        """Return a dict from each slot with a value of one micro-batch to the slot's stage."""
         kinds = ("value", "cotangent", "back")
         return {slot: key[1] for key, slot in self._numbers.items() if key[0] in kinds}
 
@@ -155,7 +155,7 @@ def with_releases(
     for ins in reversed(instructions):
         slots = dict.fromkeys((*ins.reads, *ins.makes))
         found.append((ins, tuple(slot for slot in slots if slot not in wanted)))
-        # No later instruction reads the values that these slots contain before this instruction.
+        # this instruction overwrites these slots, so no later instruction reads their old values
         wanted.difference_update(ins.makes)
         wanted.update(ins.reads)
     return tuple(reversed(found))

@@ -6,9 +6,9 @@ A value on a stage has one of these shardings over the replicas of the stage:
     EACH             one value for each replica, stacked along a new leading dimension
     ROWS             an array of the batch whose rows are divided over the replicas, in order
     FIRST            all replicas compute the same value, and replica 0 returns it
-    sharded_along(axis)  an array that is cut along a dimension; each replica has one slice
 
-In a split stage, a value may also be cut along a dimension over the stage's shards (mesh axis
+An array of the state may be cut along a dimension; then each replica has one slice. In a split
+stage, a value may also be cut along a dimension over the stage's shards (mesh axis
 SPLIT). With one replica and one shard there is no mesh, and programs are compiled unchanged.
 """
 
@@ -32,11 +32,6 @@ from dtrans.run.base.spmd import AxisSharding, Function, on_mesh, on_one_device
 
 SAME, EACH = AxisSharding(), AxisSharding(stacked=(AXIS,))
 ROWS, FIRST = AxisSharding().sharded_along(0, AXIS), AxisSharding(first=(AXIS,))
-
-
-def sharded_along(axis: int) -> AxisSharding:
-    """Return the sharding of an array that is cut over replicas along a dimension."""
-    return SAME.sharded_along(axis, AXIS)
 
 
 class StageBackend(abc.ABC):
@@ -133,7 +128,7 @@ class OneDevice(StageBackend):
 
     Args:
       replicas: the number of replicas of each stage.
-      shards: the number of shards of each stage.
+      shards: the number of devices of each replica of a stage. Chunks of a stage have one entry.
     """
 
     def __init__(self, replicas: int, shards: Sequence[int] = (1,)) -> None:
@@ -166,10 +161,14 @@ class OneDevice(StageBackend):
 
 
 class Host(OneDevice):
-    """Backend for the host's memory, in which `offload` stores and updates the state."""
+    """Backend for the host's memory, in which `offload` stores and updates the state.
 
-    def __init__(self, replicas: int) -> None:
-        super().__init__(replicas)
+    Args:
+      replicas, shards: see `OneDevice`.
+    """
+
+    def __init__(self, replicas: int, shards: Sequence[int]) -> None:
+        super().__init__(replicas, shards)
         self._device = jax.local_devices(backend="cpu")[0]
 
     def put(self, x: Any, stage: int, kind: AxisSharding) -> Any:

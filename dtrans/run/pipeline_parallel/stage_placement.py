@@ -29,7 +29,6 @@ from dtrans.run.pipeline_parallel.stage_devices import (
     SAME,
     Host,
     StageBackend,
-    sharded_along,
 )
 
 
@@ -54,7 +53,7 @@ class StagePlacement:
         """Backend for the host's memory; None if `offload` is not set."""
         if not self.plan.options.memory.offload:
             return None
-        return Host(self.backend.replicas)
+        return Host(self.backend.replicas, self.plan.model.device_counts)
 
     @property
     def state_backend(self) -> StageBackend:
@@ -71,8 +70,8 @@ class StagePlacement:
     def place(self, name: str, stage: int) -> int:
         """Return the index of the copy of a state array that a stage uses (its *place*).
 
-        A parameter has one copy on a device, so the index is the device's. A shared array has a
-        copy on each stage, so the index is the stage's.
+        Each device has one copy of a parameter, so the result is the index of the device. Each
+        stage has a copy of other state, so the result is the index of the stage.
         """
         return self.plan.device_of(stage) if name in self.plan.model.homes else stage
 
@@ -85,11 +84,8 @@ class StagePlacement:
 
     def state_kind(self, name: str) -> AxisSharding:
         """Return the sharding of an array of the state over replicas and shards."""
-        over_replicas = SAME
-        axis = self.plan.update.slice_axis(name)
-        if axis is not None and self.plan.options.replicas > 1:
-            over_replicas = sharded_along(axis)
-        return over_replicas.sharded_along(self.plan.model.sharding.state.get(name), SPLIT)
+        cuts = self.plan.cuts.get(name, {})
+        return AxisSharding.from_dims({mesh_axis: s.axis for mesh_axis, s in cuts.items()})
 
     # -- values of a step ------------------------------------------------------------------------
 

@@ -11,12 +11,18 @@ import jax
 import jax.numpy as jnp
 
 from dtrans._jax import ClosedJaxpr
-from dtrans.ir.array_fns import padded_to
 from dtrans.ir.builder import Builder
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.pytree import TreeSpec, short_repr
+from dtrans.ir.selection import exclude, retain
 from dtrans.pipeline_parallel.plan import PipelinePlan
-from dtrans.run.base.state import check_arrays, check_kind, check_types, missing_array
+from dtrans.run.base.state import (
+    check_arrays,
+    check_kind,
+    check_types,
+    missing_array,
+    with_padding,
+)
 from dtrans.run.pipeline_parallel.stage_devices import SAME
 from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 
@@ -31,7 +37,8 @@ class PipelineState:
     Attributes:
       params, opt_state: arrays by name. If every stage stores an array (a step count), these dicts
         contain the copy of stage 0.
-      extra: the copies of all other stages, by "name@stage".
+      extra: the copies of all other stages, by "name@stage"; and the state of a dynamic loss scale,
+        such as `loss_scale/scale`.
     """
 
     params: dict[str, jax.Array]
@@ -66,8 +73,8 @@ class StateLayout:
                 first = self.at.first_place(n)
                 places = range(plan.options.model_stages) if plan.home(n) is None else [first]
                 for k in filter(self.at.mine.__contains__, places):
-                    where = (part, n) if k == first else ("extra", f"{n}@{k}")
-                    found.append((*where, (k, n)))
+                    field = "extra" if k != first or n in plan.extra_state else part
+                    found.append((field, n if k == first else f"{n}@{k}", (k, n)))
         return found
 
     def init(self, *args: Any) -> PipelineState:
@@ -79,12 +86,14 @@ class StateLayout:
         flat = plan.startup.flatten(*args)
         found: dict[tuple[int, str], Any] = {}
         for stage in sorted(at.mine):
-            names = [n for n in plan.state if plan.home(n) in (stage, None)]
-            if not names:
-                continue
-            fn = backend.startup(_startup_of(plan, names), stage)
-            arrays = fn(*(backend.put(x, stage, SAME) for x in flat))
-            for n, x in zip(names, arrays, strict=True):
+            stored = [n for n in plan.state if plan.home(n) in (stage, None)]
+            names = exclude(stored, plan.extra_state)
+            arrays = retain(plan.extra_state, stored)
+            if names:
+                fn = backend.startup(_startup_of(plan, names), stage)
+                outs = fn(*(backend.put(x, stage, SAME) for x in flat))
+                arrays |= zip(names, outs, strict=True)
+            for n, x in arrays.items():
                 # The array is copied, because a state may be donated, and `init` may return one
                 # array twice.
                 padded = self._padded(n, jnp.copy(x))
@@ -131,7 +140,11 @@ class StateLayout:
         return {at: self._put(at, x) for at, x in arrays.items()}
 
     def from_step(self, arrays: Mapping[str, Any]) -> PipelineState:
-        """Convert a dict of arrays by their names in the user's step to a state."""
+        """Convert arrays, by their names in the user's step, to a state.
+
+        Extra state of the plan that is not among the arrays starts from its first value.
+        """
+        arrays = {**self.at.plan.extra_state, **arrays}
         rows = _rows_by_name(self.at.plan)
         found = {}
         for _, _, at in self._entries:
@@ -149,10 +162,7 @@ class StateLayout:
 
     def _padded(self, name: str, x: Any) -> Any:
         """Return an array of the state with the plan's padding."""
-        padding = self.at.plan.padded(name)
-        if padding is None:
-            return x
-        return padded_to(x, *padding)
+        return with_padding(x, self.at.plan.cuts.get(name, {}))
 
     @cached_property
     def types(self) -> dict[str, Any]:
@@ -162,7 +172,7 @@ class StateLayout:
 
 
 def _rows_by_name(plan: PipelinePlan) -> dict[str, tuple[str, Any]]:
-    """Return a dict from the name of one stage's rows to (name of the stacked array, rows)."""
+    """Return (name of the stacked leaf, rows) for each stage's rows, by name of the rows."""
     found = {}
     for n, runs in plan.model.stacks.items():
         for rows in runs:
@@ -201,15 +211,15 @@ def tree_of(plan: PipelinePlan, spec: TreeSpec, array_of: Callable[[str], Any]) 
     for n in spec.names:
         rows = plan.model.stacks.get(n)
         if rows is None:
-            leaves.append(_unpadded(plan, n, array_of(n)))
+            leaves.append(unpadded(plan, n, array_of(n)))
             continue
-        parts = [_unpadded(plan, r.name, array_of(r.name)) for r in rows]
+        parts = [unpadded(plan, r.name, array_of(r.name)) for r in rows]
         on_first = [jax.device_put(p, parts[0].sharding) for p in parts]
         leaves.append(jnp.concatenate(on_first, rows[0].part.axis))
     return spec.unflatten(leaves)
 
 
-def _unpadded(plan: PipelinePlan, name: str, x: Any) -> Any:
+def unpadded(plan: PipelinePlan, name: str, x: Any) -> Any:
     """Return an array of the state without its padding."""
     shape = plan.types[name].shape
     if x.shape == shape:

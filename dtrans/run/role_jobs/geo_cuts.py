@@ -1,17 +1,17 @@
 """Cuts of one trainer of GEO-SGD: the state that only this trainer has.
 
-    changes       for each parameter, the changes that were not pushed, and those of a pending push
+    changes       for each parameter, the unpushed changes, and the changes in a pending push
     local leaves  optimizer state, and leaves that the trainer computes, such as batch statistics
     tables        the rows that the trainer stores: ids, changes, optimizer state, and pushed deltas
 
-Cuts of a trainer are independent of the cuts of servers and of other trainers. A trainer writes a
-cut before a step, every few steps.
+Cuts of a trainer are independent of the cuts (snapshots) of servers and of other trainers. A
+trainer writes a cut before a step, every few steps.
 
 Servers count the steps whose changes they have received. A trainer that starts again continues
-after the largest of these numbers, or after the step of its cut if that is larger. So no server
-applies the changes of a step twice. The trainer begins with the servers' parameters. It adds the
-changes of its cut, except the parts that later pushes contained (`GeoReturn`). The local leaves
-lack the steps after the cut.
+after the largest of these counts, or after its cut's step if that is larger. So no server applies
+the changes of a step twice. The trainer begins with the servers' parameters. It adds the changes of
+its cut, except the parts that later pushes contained (`GeoReturn`). The local leaves lack the steps
+after the cut.
 
 A push contains only the table rows that steps have looked up. So the trainer also writes the ids of
 the rows in each push after its cut, before it sends the push.
@@ -51,7 +51,7 @@ NO_IDS, NO_MASK = np.empty(0, np.int32), np.empty(0, bool)
 
 
 class GeoCuts(TrainerCuts):
-    """Writer and reader of the cuts of one trainer of GEO-SGD.
+    """Writer and reader of the cuts (snapshots) of one trainer of GEO-SGD.
 
     Args:
       folder, plan, name: as for `TrainerCuts`.
@@ -72,7 +72,7 @@ class GeoCuts(TrainerCuts):
         """Load the newest cut into the executor, so that GEO-SGD continues from it.
 
         Raises:
-          StateError: the cut cannot be read.
+          StateError: the cut (snapshot) cannot be read.
         """
         cut = self.read()
         executor.connections.steps.tells_counts = False
@@ -80,7 +80,7 @@ class GeoCuts(TrainerCuts):
             executor.begin_with(cut, self._plan.push_every)
 
     def read(self) -> GeoCut | None:
-        """Return the newest cut; None without one. It names each parameter by its first block.
+        """Return the newest cut (snapshot), or None. A cut names parameters by their first block.
 
         Raises:
           StateError: the cut cannot be read.
@@ -104,7 +104,8 @@ class GeoCuts(TrainerCuts):
         if self._tables and self._folder is not None:
             executor.geo.note_push = self._note_push
             for path, count in self._pushes().items():
-                if count > step:  # no server has received this push of a lost process
+                # the lost process wrote the ids of this push, but no server received the push
+                if count > step:
                     path.unlink(missing_ok=True)
         if self._cut is None and not step:
             return first, 0
@@ -121,7 +122,7 @@ class GeoCuts(TrainerCuts):
         return state, step
 
     def before_step(self, executor: Executor, step: int, state: tuple[Any, ...]) -> None:
-        """Write a cut, if one is due before the next step.
+        """Write a cut (snapshot), if one is due before the next step.
 
         If the write fails, the job continues with its earlier cut.
 
@@ -148,29 +149,30 @@ class GeoCuts(TrainerCuts):
         return CutFile(self._path(step), f"the cut of {self._name} after step {step}")
 
     def _steps(self) -> list[int]:
-        """Return the steps of the written cuts."""
+        """Return the steps of the written cuts (snapshots)."""
         if self._folder is None:
             return []
         return [int(path.stem) for path in self._path(0).parent.glob("[0-9]*.npz")]
 
     def _pushes(self) -> dict[Path, int]:
-        """Return the files of pushes; map each file to the number of steps after the push."""
+        """Return a map from the file of each push to the number of steps pushed up to this push."""
         paths = self._path(0).parent.glob("push-*.npz")
         return {path: int(path.stem.removeprefix("push-")) for path in paths}
 
     def _note_push(self, count: int, ids: Mapping[str, np.ndarray]) -> None:
-        """Write the ids of a push's rows. Without a cut, no file is needed.
+        """Write the ids of a push's rows. Without a cut (snapshot), no file is needed.
 
-        If the write fails, remove the cut: a later process could push its changes twice.
+        If the write fails, remove the cut. Otherwise a restarted trainer could push the cut's
+        changes twice.
 
         Args:
-          count: number of pushed steps after the push.
+          count: number of steps whose changes were pushed so far, including this push.
           ids: ids of the pushed rows, by name of the table.
         """
         cuts = self._steps()
         if not cuts:
             return
-        self._epochs.current()  # raises an error in a process that was replaced
+        self._epochs.current()  # this call raises an error in a process that was replaced
         path = self._path(0).parent / f"push-{count}.npz"
         try:
             CutFile(path, f"the push of {self._name} after step {count}").write(ids)
@@ -206,7 +208,7 @@ class GeoCuts(TrainerCuts):
         return GeoCut(step, pushed, pending, *by_block, local, tables, pushes)
 
     def _load_rows(self, file: CutFile, name: str, *, is_pending: bool) -> CachedCut:
-        """Read the rows of a table from a cut."""
+        """Read the rows of a table from a cut (snapshot)."""
         inputs, states = self._plan.main.inputs, self._plan.tables.of[name].zero.state
         types = {IDS + name: NO_IDS, TOUCHED + name: NO_MASK, CHANGE + name: inputs[name]}
         types |= {STATE + n: inputs[n] for n in states}
@@ -236,13 +238,13 @@ class GeoCuts(TrainerCuts):
         for name, rows in cut.tables.items():
             arrays |= self._arrays_of(name, rows)
         old = self._steps()
-        self._epochs.current()  # raises an error in a process that was replaced
+        self._epochs.current()  # this call raises an error in a process that was replaced
         try:
             self._file(cut.step).write(arrays)
         except OSError as e:
             log.warning(
-                "%s cannot write its cut after step %d, so after a restart the optimizer's state "
-                "would be that after step %d: %s",
+                "%s cannot write its cut after step %d, so a restart would begin with the "
+                "optimizer's state after step %d: %s",
                 self._name,
                 cut.step,
                 self._newest,
@@ -257,7 +259,7 @@ class GeoCuts(TrainerCuts):
                 path.unlink(missing_ok=True)
 
     def _arrays_of(self, name: str, rows: CachedCut) -> dict[str, Any]:
-        """Return the arrays of a table in a cut, by their names in the file."""
+        """Return the arrays of a table in a cut (snapshot), by their names in the file."""
         arrays = {IDS + name: rows.ids, TOUCHED + name: rows.is_touched}
         arrays[CHANGE + name] = rows.changes
         for n, x in zip(self._plan.tables.of[name].zero.state, rows.state, strict=True):

@@ -1,13 +1,14 @@
-"""Cuts of one trainer: the leaves that no server stores (`PServerPlan.frozen`).
+"""Cuts of one trainer: leaves that no server stores (`PServerPlan.frozen`), and rounding errors.
 
-    computed    leaves that each trainer computes itself, such as batch statistics. They differ
-                between trainers. Each trainer writes its values at the cuts of the servers, and
-                loads those of the cut when an epoch begins
-    constant    leaves that nothing changes. A cut does not contain them: a trainer that goes back
-                keeps them, and the init computes them in a process that starts again
+    computed    leaves that each trainer computes itself, such as batch statistics, and rounding
+                errors of gradients. They differ between trainers. When servers write a cut
+                (snapshot), each trainer also writes its values. When an epoch begins with a cut,
+                each trainer loads its values from the cut
+    constant    leaves that no step changes. Cuts do not contain these leaves: a trainer that goes
+                back still has them, and in a process that starts again, the init computes them
 
-When the next step begins, a trainer writes the state that the user passes to this step. Then it
-sends gradients.
+A trainer writes its leaves when the next step begins, because the user then passes the state to
+`step`. The trainer sends the gradients of this step afterwards.
 
     STEP/trainer-0.npz    the computed leaves of trainer 0 after STEP steps, by name
 """
@@ -42,7 +43,7 @@ class LeafCuts(TrainerCuts):
         self._computed = computed_leaves(plan)
         self._constants = exclude(plan.frozen, self._computed)
         self._last_constants: dict[str, Any] = {}  # the constant leaves of the last step
-        self._first = 0  # number of steps before the epoch
+        self._first = 0  # number of steps before the current epoch (part of the job)
 
     def prepare(self, executor: Executor) -> None:
         """Do nothing: the servers' state is complete without this trainer's leaves."""
@@ -50,7 +51,7 @@ class LeafCuts(TrainerCuts):
     def begin(self, executor: Executor, first: Any) -> tuple[tuple[Any, ...], int]:
         """Return the trainer's first state in an epoch (`dtrans.protocol.epochs`).
 
-        If the epoch begins at a cut, the computed leaves come from the cut.
+        If the epoch begins at a cut (snapshot), the computed leaves come from the cut.
 
         Args:
           executor: the trainer's executor, which is connected to the servers of the epoch.
@@ -72,12 +73,12 @@ class LeafCuts(TrainerCuts):
         return state, self._first
 
     def keep_constants(self, params: Any) -> Any:
-        """Replace the constant leaves of `params` by those of the last step; return the result."""
+        """Return `params` with the constant leaves of the last step."""
         (params,) = self._replace((params,), self._last_constants)
         return params
 
     def before_step(self, executor: Executor, step: int, state: tuple[Any, ...]) -> None:
-        """Store constant leaves; write computed leaves if servers write a cut before this step.
+        """Store constant leaves; write computed leaves if a cut (snapshot) is due before this step.
 
         If the write fails, the job continues with its earlier cuts.
 
@@ -88,7 +89,7 @@ class LeafCuts(TrainerCuts):
         """
         connections = executor.connections
         epoch, every = connections.epoch, connections.steps_between_cuts
-        if not self._plan.frozen or epoch is None or not every:
+        if not (self._constants or self._computed) or epoch is None or not every:
             return
         leaves = self._leaves(state)
         self._last_constants = subset(leaves, self._constants)
@@ -102,7 +103,8 @@ class LeafCuts(TrainerCuts):
         return CutFile(path, f"the leaves of {self._name} in the cut of step {step}")
 
     def _load(self, step: int) -> dict[str, Any]:
-        types = subset(self._plan.main.inputs, self._computed)
+        types = {**self._plan.main.inputs, **self._plan.compression.rounding_error_types}
+        types = subset(types, self._computed)
         found = self._file(step).read(types)
         return {n: as_jax(x, types[n].dtype) for n, x in found.items()}
 

@@ -46,6 +46,7 @@ from dtrans.run.parameter_server.equation_leaves import received_leaf, rows_want
 from dtrans.run.parameter_server.local_equations import LOCAL_RULES, EquationRule
 from dtrans.run.parameter_server.ordered_job import part_axes
 from dtrans.run.parameter_server.sync_update import SyncUpdate
+from dtrans.run.parameter_server.tables.traced_tables import part_of_block
 from dtrans.run.parameter_server.trainer_calls import TrainerCalls
 from dtrans.run.parameter_server.update import ServerUpdate, copy_state
 from dtrans.step.batch_sharing import part_of_batch, without_parts
@@ -63,17 +64,17 @@ def replay(
     init: Sequence[Any],
     stop: int,
 ) -> tuple[Any, Any]:
-    """Recompute a synchronous job with cuts in this process, with the trainers of each step.
+    """Compute the steps of a synchronous job with cuts (snapshots) again, in this process.
 
-    The result has the same bits as the job's parameters and optimizer state. With
-    `dtrans.Cuts(replicas=1)`, the last bits can differ, because servers merge gradients in a
-    separate compiled function. The job must have started from `job.init`, and all its trainers must
-    have made the same steps. Evictions of table rows are not repeated.
+    The log names the trainers of each step. The result has the same bits as the job's parameters
+    and optimizer state. With `dtrans.Cuts(replicas=1)`, the last bits can differ, because servers
+    merge gradients in a separate compiled function. The job must have started from `job.init`, and
+    all its trainers must have taken the same steps. Evictions of table rows are not repeated.
 
     Args:
       plan: the job's plan, with the same options. The endpoints may differ.
       log: the file `epochs.jsonl` in the folder of `dtrans launch --cuts`.
-      batch: function from the number of a step to the global batch, the arguments of
+      batch: function that maps a step number to the global batch, the arguments of
         `job.shard_batch`.
       init: arguments of `job.init`.
       stop: number of steps of the job.
@@ -118,16 +119,28 @@ def _check_plan(plan: Any) -> None:
             "replay needs a plan of dtrans.pserver with mode=dtrans.Sync(); the log does not have "
             "the order of updates in other modes"
         )
+    if plan.shares is not None:
+        raise ConfigError(
+            "replay cannot run a plan with batch=dtrans.Batch(speeds=...). Such a job drops no "
+            "trainers, so plan.simulate() computes the same result; use it instead"
+        )
+    if plan.compression.rounding_errors:
+        wire = next(iter(plan.compression.gradients.values()))
+        raise ConfigError(
+            f"replay: with compress={wire.name!r}, gradients depend on rounding "
+            "errors of earlier steps, which trainers lose when they start again; replay a plan "
+            "with compress='bf16', or without compress"
+        )
     if plan.shared is not None and not plan.shared.proven and plan.trainers > 1:
         raise ConfigError(
             f"replay: the step needs values of the full batch ({plan.shared.reason}), which "
-            "trainers exchange within a step; such a job drops no trainers; run "
-            "plan.on_mesh() instead, which has the same result"
+            "trainers exchange within a step. Such a job drops no trainers, so plan.on_mesh() "
+            "computes the same result; use it instead"
         )
 
 
 def _check_log(plan: PServerPlan, records: Sequence[EpochRecord]) -> None:
-    """Raise ConfigError if a log has other trainers than the plan, or lacks epochs."""
+    """Raise ConfigError if a log has other trainers than the plan, or lacks a part of the job."""
     everyone = tuple(range(plan.trainers))
     if not records or records[0].members != everyone:
         found = "no epoch" if not records else f"trainers {list(records[0].members)} at its start"
@@ -166,7 +179,7 @@ class _ReplayedJob:
         self._trainers = [_ReplayedTrainer(plan, k, self._servers) for k in range(plan.trainers)]
         for trainer in self._trainers:
             trainer.start(init)
-        self._members: Sequence[int] = range(plan.trainers)  # of the last step
+        self._members: Sequence[int] = range(plan.trainers)  # trainers of the last step
 
     def step(self, step: int, members: Sequence[int], batch: Sequence[Any]) -> None:
         """Make a step with some trainers.
@@ -182,14 +195,14 @@ class _ReplayedJob:
         self._members = members
         runs = {k: self._trainers[k].step(batch) for k in members}
         for run in runs.values():
-            next(run)  # up to the barrier
+            next(run)  # run the trainer until it has sent its gradients
         self._update(frozenset(members), step)
         for k, run in runs.items():
             self._trainers[k].params = _result_of(run)[0]
 
     def _update(self, members: frozenset[int], step: int) -> None:
         """Update all servers. In each round of the update, they exchange partial results."""
-        sent: dict[str, Vectors] = {}  # endpoint of a server that waits -> its outgoing vectors
+        sent: dict[str, Vectors] = {}  # endpoint of a waiting server -> the vectors that it sends
         for ep, server in self._servers.items():
             vectors = server.begin(members, step)
             if vectors is not None:
@@ -209,7 +222,7 @@ class _ReplayedJob:
                     sent[ep] = vectors
 
     def result(self, trainer: int) -> tuple[Any, Any]:
-        """Return (params, opt_state). Leaves that no server stores are those of one trainer."""
+        """Return (params, opt_state). Leaves that no server stores come from `trainer`."""
         states = {ep: server.state for ep, server in self._servers.items()}
         return gather(self._plan, states, self._trainers[trainer].params)
 
@@ -239,7 +252,7 @@ class _ReplayedServer:
 
     @property
     def exchange(self) -> Any:
-        """Exchange of partial results for which the update waits now."""
+        """Exchange of partial results that the update waits for."""
         assert self.update.exchange is not None
         return self.update.exchange
 
@@ -259,7 +272,7 @@ class _ReplayedServer:
 
 
 class _ReplayedTrainer:
-    """One trainer, which calls the servers.
+    """One trainer, which calls methods of the servers instead of sending messages.
 
     Args:
       plan: the plan of the job.
@@ -278,8 +291,6 @@ class _ReplayedTrainer:
         self._calls = TrainerCalls(plan, number)
         self._pieces: dict[Program, Any] = {}
         self._received: list[np.ndarray] = []
-        # name of a table's block -> ids of the rows that the step has looked up
-        self._looked_up: dict[str, np.ndarray] = {}
         self._rules: dict[Primitive, EquationRule] = {
             **LOCAL_RULES,
             send_p: self._send,
@@ -356,16 +367,13 @@ class _ReplayedTrainer:
         wanted = rows_wanted(eqn, uniq, rows)
         for ep, name, ids, memory in wanted:
             memory[...] = self._servers[ep].update.rows(name, ids, train=True)
-            self._looked_up[name] = ids
         put_in_place(uniq, rows, wanted, eqn.params["spans"])
         return [rows]
 
     def _send_rows(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        p, (uniq, grad) = eqn.params, values
-        blocks = [name for _, name, _, _ in rows_wanted(eqn, uniq, np.asarray(grad))]
-        for ep, sent, span, block in zip(p["epmap"], p["names"], p["spans"], blocks, strict=True):
-            rows = np.asarray(grad)[span.among(uniq)]
-            self._servers[ep].gradients[sent] = RowGradient(self._looked_up[block], rows)
+        p, gradient = eqn.params, RowGradient(*map(np.asarray, values))
+        for ep, name, span in zip(p["epmap"], p["names"], p["spans"], strict=True):
+            self._servers[ep].gradients[name] = part_of_block(span, gradient)
         return [None]
 
 

@@ -1,4 +1,4 @@
-"""Return of a trainer to a cut, after the failure of a process (`dtrans.protocol.epochs`)."""
+"""Return of a trainer to a cut (snapshot) after a process failed (`dtrans.protocol.epochs`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class ReturnToCut:
     Args:
       name: name of the trainer's role.
       epochs: epochs of the job; None without a launcher that restarts roles.
-      connect: connects to the servers of an epoch, given its smallest possible number.
+      connect: connects to the servers of an epoch. Its argument is the smallest possible number of
+        the epoch.
       receive: returns the parameters that the servers have now.
 
     Attributes:
@@ -42,7 +43,7 @@ class ReturnToCut:
         return self._params is not None
 
     def begin(self, epoch: int, step: int) -> None:
-        """Connect to the servers of a new epoch, and receive the parameters of its cut.
+        """Connect to the servers of a new epoch, and receive the parameters of its cut (snapshot).
 
         Args:
           epoch: the smallest possible number of the epoch.
@@ -57,7 +58,7 @@ class ReturnToCut:
         self.before = before
 
     def end(self, step: int) -> Rewound:
-        """End the return; create the `Rewound` exception with the state of the cut.
+        """End the return; create the `Rewound` exception with the state of the cut (snapshot).
 
         Args:
           step: the step of the cut.
@@ -68,7 +69,7 @@ class ReturnToCut:
         return Rewound(step, (params,), epoch)
 
     def end_request(self, call: str, before: int, step: int, *, repeats: bool | None) -> None:
-        """Continue after a request during which the servers went back to a cut.
+        """Continue after a request during which the servers went back to a cut (snapshot).
 
         If the cut has the trainer's step, the return ends. Otherwise the next `job.step` ends the
         return, and the loop over `job.steps` repeats the step and the request.

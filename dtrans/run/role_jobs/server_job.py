@@ -85,8 +85,9 @@ class ServerJob(RoleJob):
             from the number of the restored checkpoint. An asynchronous server counts the steps of
             all trainers.
 
-        Steps are counted from the last `job.save` whose name is a number. Without one, they are
-        counted from the number of the restored checkpoint, or from 0.
+        A checkpoint after a failure counts its step from the last `job.save` whose name is a
+        number. Without such a call, it counts from the number of the restored checkpoint, or from
+        0.
 
         Returns:
           The final state, for `dtrans.checkpoint.save`.
@@ -121,7 +122,7 @@ class ServerJob(RoleJob):
                 at_loss=cuts.at_loss,
                 has_replicas=cuts.replicas > 0,
             )
-            first_step = 0  # the step count starts from it
+            first_step = 0  # `ServerCuts` already counts from the checkpoint's step
         elif self._epochs is not None:
             self._epochs.note_no_cuts()
         storage = ServerStorage(cuts=written)
@@ -153,7 +154,7 @@ class ServerJob(RoleJob):
     def _checkpoints(
         self, folder: Path, on_failure: str | None, first_step: int
     ) -> tuple[Keep, KeepLast | None]:
-        """Return two functions: one saves when a trainer asks, the other after a failure."""
+        """Return two functions: the first saves when a trainer asks, the second after a failure."""
         load_orbax()
         endpoint = self.role.current_endpoint
         checkpoints = ServerCheckpoints(folder, self.plan, endpoint, first_step)

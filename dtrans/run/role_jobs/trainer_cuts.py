@@ -4,7 +4,8 @@
     geo_cuts     state of a trainer of GEO-SGD
     cut_file     the file of a cut
 
-A trainer's state is the tuple (params,). With GEO-SGD it is (params, opt_state).
+A trainer's state is the tuple (params,). With GEO-SGD it is (params, opt_state), and with error
+feedback ((params, rounding_errors),).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dtrans.run.net.role_folder import RoleFolder
 
 
 class TrainerCuts(ABC):
-    """Writer and reader of the cuts of one trainer.
+    """Writer and reader of the cuts (snapshots) of one trainer.
 
     Args:
       folder: folder of the job's epochs and cuts; None without a launcher that restarts roles.
@@ -36,7 +37,7 @@ class TrainerCuts(ABC):
         """Prepare the trainer's executor for the startup program.
 
         Raises:
-          StateError: the cut with which the trainer begins cannot be read.
+          StateError: the cut (snapshot) with which the trainer begins cannot be read.
         """
 
     @abstractmethod
@@ -48,12 +49,12 @@ class TrainerCuts(ABC):
           first: the result of the startup program.
 
         Raises:
-          StateError: the cut with which the trainer begins cannot be read.
+          StateError: the cut (snapshot) with which the trainer begins cannot be read.
         """
 
     @abstractmethod
     def before_step(self, executor: Executor, step: int, state: tuple[Any, ...]) -> None:
-        """Write a cut, if one is due before the next step.
+        """Write a cut (snapshot), if one is due before the next step.
 
         If the write fails, the job continues with its earlier cuts.
 
@@ -64,14 +65,14 @@ class TrainerCuts(ABC):
         """
 
     def keep_constants(self, params: Any) -> Any:
-        """Return `params`. Subclasses may replace constant leaves by those of the last step."""
+        """Return `params`. Subclasses may replace constant leaves by their last values."""
         return params
 
     # -- for subclasses --------------------------------------------------------------------------
 
     @property
     def _epochs(self) -> RoleFolder:
-        """The folder of the job's epochs and cuts. Only jobs with cuts have this folder."""
+        """The folder of epochs and cuts (snapshots). Only jobs with cuts have this folder."""
         assert self._folder is not None
         return self._folder
 
@@ -84,7 +85,7 @@ class TrainerCuts(ABC):
         """Return the leaves of a state, by name."""
         found: dict[str, Any] = {}
         # without GEO-SGD, a state has no opt_state
-        specs = zip(self._plan.main.args, ("params", "opt_state"), state, strict=False)
+        specs = zip(self._plan.trainer_specs, ("params", "opt_state"), state, strict=False)
         for spec, what, tree in specs:
             found |= name_leaves(spec, tree, what)
         return found
@@ -92,5 +93,5 @@ class TrainerCuts(ABC):
     def _replace(self, state: tuple[Any, ...], leaves: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return a state with other values of some leaves."""
         new = {**self._leaves(state), **leaves}
-        specs = self._plan.main.args[: len(state)]
+        specs = self._plan.trainer_specs[: len(state)]
         return tuple(spec.unflatten_named(new) for spec in specs)

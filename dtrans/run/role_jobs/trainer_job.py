@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -41,7 +42,7 @@ class TrainerJob(RoleJob):
     If the plan splits the batch exactly, a server merges the results of all trainers.
 
     The state is the tuple (params,). With GEO-SGD, trainers have an optimizer state, and the state
-    is (params, opt_state).
+    is (params, opt_state). With error feedback it is ((params, rounding_errors),).
     """
 
     _step_count = 0
@@ -79,7 +80,7 @@ class TrainerJob(RoleJob):
 
     @property
     def run_id(self) -> str:  # type: ignore[override]
-        return run_of(TRAINER)  # `ServerConnections.identify` has stored it
+        return run_of(TRAINER)  # `ServerConnections.identify` has stored this id
 
     @property
     def part(self) -> tuple[int, int]:  # type: ignore[override]
@@ -88,6 +89,10 @@ class TrainerJob(RoleJob):
     @property
     def takes_uneven_parts(self) -> bool:  # type: ignore[override]
         return self.plan.takes_uneven_batches
+
+    @property
+    def shares(self) -> Callable[[int], Sequence[int]] | None:  # type: ignore[override]
+        return self.plan.shares
 
     @property
     def batches_ahead(self) -> int:  # type: ignore[override]
@@ -104,7 +109,7 @@ class TrainerJob(RoleJob):
 
     def _connect(self, epoch: int) -> None:
         if self._epochs is not None:
-            self._epochs.current()  # raises an error in a process that was replaced
+            self._epochs.current()  # this call raises an error in a process that was replaced
         self._executor.connect(self._epochs, epoch)
 
     def _init_again(self) -> Any:
@@ -173,24 +178,26 @@ class TrainerJob(RoleJob):
         """Request the table rows that a later step looks up, without waiting for them.
 
         Call this method with the next batch, then `step` with the current batch. The rows arrive
-        while the step computes. A second call before that `step` is for the step after the next
+        while the step computes. A second call before that `step` takes the batch after the next
         one, and so on.
 
         If an update changes rows after servers sent them, servers send these rows again. So results
         are bitwise equal to results without prefetching. `dtrans.Rows(staleness=)` allows older
-        rows. A step requests all rows that were not announced.
+        rows. Each step requests the rows that `prefetch` did not request.
 
         Args:
           batch: this trainer's part of the arguments of `step` after the state.
 
         Returns:
           True if rows were requested. False if the plan has no tables, or if the next step goes
-          back to a cut. Also False in asynchronous modes, whose steps read the newest rows.
+          back to a cut (snapshot). Also False in asynchronous modes, whose steps read the newest
+          rows.
 
         Raises:
           BatchError: an id is not a row of its table; no request was sent.
           ConfigError: the ids that a step looks up depend on its state.
-          StateError: the job is closed, or 64 batches were announced without a step.
+          StateError: the job is closed, or `prefetch` was called for 64 batches that no step has
+            used.
 
         Source: TorchRec's `TrainPipelineSparseDist` for prefetching; Persia's bounded staleness for
         `dtrans.Rows(staleness=)`.
@@ -211,6 +218,15 @@ class TrainerJob(RoleJob):
     def check_return(self) -> None:
         if self._return.is_due:
             raise self._return.end(self._step_count)
+
+    def end_loop(self) -> None:
+        if self._executor.connections.is_in_epoch:
+            # No step can be repeated after the loop, so the queued gradients must arrive before.
+            try:
+                self._executor.flush()
+            except NewEpoch as e:
+                self._return.begin(e.number, self._step_count)
+        self.check_return()
 
     @property
     def tables(self) -> TrainerTables:
@@ -266,7 +282,7 @@ class TrainerJob(RoleJob):
         """
         tables = self.plan.tables.of
         if not tables:
-            return state[0]
+            return state[0][0] if self.plan.compression.rounding_errors else state[0]
         size, available = sum(nbytes(self.plan.main.inputs[n]) for n in tables), _memory_bytes()
         if size > available:
             raise StateError(
@@ -292,7 +308,10 @@ class TrainerJob(RoleJob):
             check_type(x, self.plan.main.inputs[n], n, "the step")
             if n in tables:
                 leaves[n] = x[:0]  # a trainer's state has tables with 0 rows
-        return (spec.unflatten_named(leaves),)
+            leaves[n] = self.plan.compression.received(n, leaves[n])
+        for n, t in self.plan.compression.rounding_error_types.items():
+            leaves[n] = jax.numpy.zeros(t.shape, t.dtype)
+        return tuple(spec.unflatten_named(leaves) for spec in self.plan.trainer_specs)
 
     def opt_state(self, state: tuple[Any, ...]) -> Any:
         if not self.plan.push_every:

@@ -43,7 +43,7 @@ class TrainerRequests:
     Args:
       plan: the job's plan.
       trainer_id: id of the trainer.
-      returns: repeats or ends a request after the job went back to a cut.
+      returns: repeats or ends a request after the job went back to a cut (snapshot).
       run: runs an operation with the servers.
       look_up: function that returns the servers' current rows of a table. Its arguments are the
         trainer's program, the table's name and increasing row ids.
@@ -120,7 +120,7 @@ class TrainerRequests:
         """Stop waiting for a pending checkpoint that no repeated step saves again; log its name.
 
         Args:
-          step: step of the cut to which the trainer has returned.
+          step: step of the cut (snapshot) to which the trainer has returned.
         """
         if self._unconfirmed is not None and self._unconfirmed[1] <= step:
             log.warning(
@@ -142,16 +142,17 @@ class TrainerRequests:
     ) -> T:
         """Send a request. If a process is lost during the request, send it again or skip it.
 
-        If the servers go back to the cut of an earlier step, the loop over `job.steps` repeats the
-        request with its step. Until then, a request that only reads gets its answer from the cut.
+        If the servers go back to the cut (snapshot) of an earlier step, the loop over `job.steps`
+        repeats the step, and so the request. A request that only reads is also sent again at once,
+        and reads the state of the cut.
 
         Args:
           call: the user's call, for errors.
           request: sends the request, and returns the answer.
           skipped: returns the result of a request that is skipped, because a repeated step will
             send it; None for a request that only reads.
-          retries: False to skip the request also if the cut has the current step. Such a cut of
-            synchronous servers contains the evictions between the steps.
+          retries: False to skip the request even if the cut is after the current step. Use False
+            for evictions: such a cut of synchronous servers already contains the eviction.
         """
         while skipped is None or not self._return.is_due:
             before, is_due = self._step_count(), self._return.is_due

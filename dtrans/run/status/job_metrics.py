@@ -25,7 +25,7 @@ SERVER_METRICS = (
         "dtrans_steps_per_second",
         "steps_per_second",
         "gauge",
-        "Steps per second over the last seconds.",
+        "Steps per second of the server, as in `dtrans status`.",
     ),
     ("dtrans_received_bytes", "received", "counter", "Bytes from trainers and other servers."),
     ("dtrans_sent_bytes", "sent", "counter", "Bytes to trainers and other servers."),
@@ -36,7 +36,7 @@ SERVER_METRICS = (
         "dtrans_epoch",
         "epoch",
         "gauge",
-        "Number of failures and returns of trainers, after which the job has continued.",
+        "How often the job has continued after a failure or after the return of a trainer.",
     ),
     ("dtrans_uptime_seconds", "uptime", "gauge", "Seconds since the server started."),
 )
@@ -51,13 +51,13 @@ TRAINER_METRICS = (
         "dtrans_trainer_steps_per_second",
         "steps_per_second",
         "gauge",
-        "Steps per second of the trainer over the last seconds.",
+        "Steps per second of the trainer, as in `dtrans status`.",
     ),
     (
         "dtrans_trainer_staleness",
         "staleness",
         "gauge",
-        "Steps of other trainers that its last gradients did not include.",
+        "Steps of other trainers that the trainer's last gradients did not include.",
     ),
     (
         "dtrans_trainer_silent_seconds",
@@ -85,8 +85,8 @@ class JobCollector:
     def describe(self) -> Iterable[Any]:
         """Return an empty list.
 
-        Without this method, the registry would call `collect` at registration. That would fail if
-        no server answers yet.
+        Without this method, the registry would call `collect` at registration, which fails if no
+        server answers yet.
         """
         return []
 
@@ -126,7 +126,9 @@ def job_metrics(answers: Sequence[Answer]) -> Iterable[Any]:
 
     # tables
     rows = GaugeMetricFamily(
-        "dtrans_table_rows", "Rows of tables in memory.", labels=["endpoint", "block"]
+        "dtrans_table_rows",
+        "Rows of a table that exist in the server's memory.",
+        labels=["endpoint", "block"],
     )
     for x in servers:
         for table in x.server.tables if x.server else ():
@@ -139,7 +141,7 @@ def job_metrics(answers: Sequence[Answer]) -> Iterable[Any]:
         values = {str(t.trainer): getattr(t, field) for t in trainers}
         yield _family(name, kind, text, "trainer", values)
     states = GaugeMetricFamily(
-        "dtrans_trainer_state", "1 for the state of the trainer.", labels=["trainer", "state"]
+        "dtrans_trainer_state", "1 if the trainer is in this state.", labels=["trainer", "state"]
     )
     for t in trainers:
         for state in STATES:

@@ -21,8 +21,9 @@ class TrainerRow:
     Attributes:
       trainer: the trainer's id.
       state: the worst state that a server reports.
-      doing: the trainer's activity in the current step, at the server with the fewest of its steps.
-      step: the smallest number of the trainer's steps at a server; None if no server counts steps.
+      doing: the trainer's activity in the current step, from the server with the smallest step.
+      step: the smallest number of the trainer's steps that a server reports; None if no server
+        counts steps.
       steps_per_second: the lowest rate at a server.
       staleness: the largest staleness at a server; None in synchronous mode.
       silent: seconds since a server received the trainer's last message; None without a message.

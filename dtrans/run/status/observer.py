@@ -2,6 +2,7 @@
 
 The observer connects under the user name `dtrans.protocol.job_status.OBSERVER`, and is not part of
 the job.
+
 Each server has at most one pending request. A request is sent only on an open connection, because a
 queued request could reach a server of a later job.
 """

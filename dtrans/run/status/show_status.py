@@ -56,7 +56,7 @@ def show_status(
 
 
 def _poll(observer: JobObserver, interval: float) -> Iterator[list[Answer]]:
-    """Ask the servers at an interval, without end; yield their answers."""
+    """Ask the servers repeatedly, at an interval; yield their answers."""
     due = time.monotonic()
     while True:
         yield observer.ask()

@@ -1,6 +1,6 @@
 """Sharding that assigns each leaf to one rank, its owner (Paddle's `partition_algor`).
 
-It suits optimizers that mix the rows of a leaf.
+Use this sharding for optimizers that mix the rows of a leaf, such as Muon.
 
 assign    chooses the owner of each leaf
 layout    packs gradients and state into one vector per owner, and reduces gradients

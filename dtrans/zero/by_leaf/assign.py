@@ -5,10 +5,9 @@
 
 Both rules process leaves in the order in which the program first uses them. `greedy_even` balances
 the number of elements per rank. `use_order` assigns neighbouring leaves to one rank, but can be
-uneven: after a leaf it continues with the same rank or the next, even if the leaf is larger than
-two ranks' targets. So the last ranks may own no leaf. In stage 2, `use_order` delays reductions.
-Each bucket contains gradients that different ranks own, and the backward pass computes the
-gradients of rank 0 last.
+uneven: after a leaf that is larger than the shares of two ranks, it advances by only one rank. So
+the last ranks may own no leaf. In stage 2, `use_order` delays reductions: each bucket contains
+gradients of all ranks, and the backward pass computes the gradients of rank 0 last.
 
 If the optimizer combines several leaves (`RowAnalysis.groups`), one rank owns all of them.
 

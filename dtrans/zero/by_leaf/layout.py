@@ -9,8 +9,9 @@ A *bin* is a vector that packs the arrays of one owner. The optimizer's state co
 (`opt_state/bins/float32`) instead of the packed arrays. All bins have one length, so that bins of
 ranks with fewer elements end with padding. `dtrans.zero.by_leaf.assign` chooses the owners.
 
-Use this for optimizers that mix rows, such as Muon. With `partition="rows"` every rank gathers each
-matrix and iterates on all matrices. Here each rank iterates only on the matrices that it owns.
+Use this sharding for optimizers that mix rows, such as Muon. With `partition="rows"` every rank
+gathers each matrix and iterates on all matrices. Here each rank iterates only on the matrices that
+it owns.
 
 In stage 1 gradients are scattered after the backward pass. In stage 2 bins are scattered in parts:
 a part is scattered as soon as all gradients in this part are computed.
@@ -31,6 +32,7 @@ import jax
 from dtrans._jax import Atom, ShapedArray, Var, closed_with
 from dtrans.data_parallel.plan import Bucket
 from dtrans.data_parallel.reducer import assign_buckets
+from dtrans.engine.layout import Sliced
 from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
 from dtrans.ir.program import DIST, FORWARD, Program
@@ -42,7 +44,7 @@ from dtrans.step.halves import GRAD, DividedStep, Name, OptimizeHalf
 from dtrans.zero.by_leaf.assign import assign_leaves, sum_loads
 from dtrans.zero.by_leaf.packing import BinPart, Bins, unused_root
 from dtrans.zero.by_leaf.update import OwnerWriter, gather_bins, pack_bins, write_function
-from dtrans.zero.choose_slices import Sliced, Slices
+from dtrans.zero.choose_slices import Slices
 from dtrans.zero.options import ShardingOptions
 from dtrans.zero.reduce_scatter import Scatterer, ScatterSpec
 
@@ -108,7 +110,7 @@ class LeafOwners:
 
     @property
     def sliced(self) -> dict[str, Sliced]:
-        """Packed state as sliced arrays: a rank's slice is the state that this rank stores."""
+        """Bins of optimizer state, as sliced arrays: each rank stores one slice, its bin."""
         return self.state.sliced
 
     @property

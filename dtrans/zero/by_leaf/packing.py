@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 
 from dtrans._jax import ShapedArray
+from dtrans.engine.layout import Sliced
 from dtrans.errors import ConfigError
 from dtrans.ir.pytree import is_under
-from dtrans.zero.choose_slices import Sliced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class BinSlot:
         return math.prod(self.shape)
 
     def overlap(self, part: BinPart) -> range:
-        """Return the positions in a rank's packed vector that the array and `part` share."""
+        """Return the positions in a rank's packed vector that both the array and `part` contain."""
         if part.bin != self.bin:
             return range(0)
         return range(max(self.start, part.start), min(self.start + self.size, part.stop))
@@ -135,7 +135,7 @@ class Bins:
 
     @property
     def sliced(self) -> dict[str, Sliced]:
-        """Packed vectors of all ranks as sliced arrays: each rank's vector is one slice."""
+        """Bins of all ranks, as sliced arrays: each rank's bin is one slice."""
         return {
             n: Sliced(0, t.size * self.ranks, t.size, self.ranks) for n, t in self.types.items()
         }

@@ -80,7 +80,7 @@ class OwnerWriter:
         self.analysis = self.spec.analysis
         self._lay_out_bins(owner, root, ready)
 
-        # for each rank, the blocks of a parameter server that stores the rank's leaves
+        # for each rank, the programs of a parameter server that would store the rank's leaves
         placement = self.spec.placement
         self.work: list[list[OptimizeBlock]] = []
         for endpoint in placement.endpoints:
@@ -127,7 +127,7 @@ class OwnerWriter:
         return f"new {name}" if name in self.analysis.inputs else name
 
     def _find_shared_work(self) -> None:
-        """Find the values that ranks all-reduce, and equations of state without a leaf."""
+        """Find the values that ranks all-reduce, and the equations of state without a leaf."""
         rounds, crossings = self.spec.rounds, self.spec.rounds.crossings
         outs = values_at(self.analysis.outputs, self.spec.shared_state)
         self.shared_eqns, read = backward_slice(rounds.eqns, outs, crossings)
@@ -292,7 +292,7 @@ class OwnerWriter:
         reduced: Sequence[CrossServerValue],
         computed: Mapping[str, Any],
     ) -> Any:
-        """Return one vector that concatenates a rank's terms of the values in `reduced`."""
+        """Return a rank's terms of the values in `reduced`, concatenated to one vector."""
         op, dtype = key
         terms = []
         for c in reduced:

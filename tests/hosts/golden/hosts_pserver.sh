@@ -50,7 +50,7 @@ start() { # name, host, variables
   name=$1 host=$2; shift 2
   line="cd $(quote "$PWD") && exec env $* sh -c $(quote "$remote") dtrans"
   (
-    # 5 is opened before 3 is closed, since opening a pipe without a writer blocks
+    # open descriptor 5 before closing 3, since opening a pipe without a writer blocks
     exec 5<"$dir/alive" 3>&-
     { printf '%s\n' "$token"; exec cat <&5; } | {
       ${RSH:-ssh} "$host" "$line "'python train.py '"'"'it'"'"'"'"'"'"'"'"'s'"'"''

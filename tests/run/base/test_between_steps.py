@@ -1,4 +1,4 @@
-"""What a job has for the time between its steps: parts of batches, a feeder, a report, a trace,
+"""Methods of a job for the time between steps: parts of batches, feeds, reports, traces,
 metrics."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def init() -> Any:
 
 
 def batch(rows: int, seed: int = 0) -> tuple[Any, Any]:
-    """Rows are along dim 1 of y."""
+    """Return a batch. The rows of y are along dimension 1."""
     rng = np.random.default_rng(seed)
     return {"x": rng.normal(size=(rows, 4)), "y": rng.normal(size=(3, rows))}, np.float64(1.5)
 
@@ -95,7 +95,7 @@ def test_rows_that_processes_do_not_divide_are_named() -> None:
         assert same is rate and (x.rows, y.rows, x.x.shape[0], y.x.shape[1]) == (7, 7, 3, 3)
         with pytest.raises(BatchError, match="the step takes 3 batch arguments, 1 were given"):
             job.shard_batch(given["x"])
-        with pytest.raises(TraceError, match="another structure"):
+        with pytest.raises(TraceError, match="does not have the structure"):
             job.shard_batch((given["x"],), given["y"], rate)
 
 
@@ -122,7 +122,7 @@ def test_a_loader_without_a_job() -> None:
 
 @pytest.mark.parametrize("of", [4, 5])
 def test_batches_come_in_order_and_steps_give_the_same(of: int) -> None:
-    """Five rows are no multiple of two trainers."""
+    """Five rows are not a multiple of two trainers."""
     job, other = job_of(), job_of()
     state, want = job.init(), other.init()
     with dtrans.feed(iter(rows(5, of)), job) as batches:
@@ -152,7 +152,7 @@ def test_at_most_so_many_wait() -> None:
     with dtrans.feed(source(), job_of(), ahead=1) as batches:
         for taken in range(1, 5):
             next(batches)
-            assert len(made) <= taken + 2  # one waits, and one is in the making
+            assert len(made) <= taken + 2  # one batch is ready, and one is being read
     ended = len(made)
     assert ended < 10 and not any(t.name == "dtrans feed" for t in threading.enumerate())
 
@@ -216,6 +216,28 @@ def test_a_report_counts_steps_and_says_where_time_went(monkeypatch: pytest.Monk
     assert "in step            1.500 s, 38%" in text and "bytes sent" in text
 
 
+def test_a_report_compares_steps_with_the_bound_of_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dtrans import step_meter
+
+    main = dtrans.trace(plain, *init(), jnp.ones((2, 4)))
+    job = dtrans.pserver(main, dtrans.trace(init), trainers=2).simulate()
+    state = job.init()
+    now = iter([0.0, 5.0, 6.0, 6.5, 8.0, 9.0])
+    monkeypatch.setattr(step_meter.time, "perf_counter", lambda: next(now))
+    x, *others = rows(3)
+    state, _ = job.step(state, x)
+    assert job.report(link=96).link_share is None  # the first step compiles, and does not count
+    for x in others:
+        state, _ = job.step(state, x)
+    monkeypatch.undo()
+    # the server's link carries 12 numbers for each trainer: 96 bytes
+    found = job.report(link=96)
+    assert found.link_share == 0.5 and found.costs.link_seconds == 1.0
+    line = "2 s a step; the bytes on the busiest link take 1 s: 50% of the bound"
+    assert line in str(found) and line in found._repr_html_()
+    assert job.report().link_share is None and "bound" not in str(job.report())
+
+
 def test_a_step_that_fails_is_not_counted() -> None:
     job = job_of()
     with pytest.raises(BatchError):
@@ -224,7 +246,7 @@ def test_a_step_that_fails_is_not_counted() -> None:
 
 
 class Interrupted:
-    """A batch that is not there yet when the user presses Ctrl-C."""
+    """Batch whose loading the user interrupts by Ctrl-C."""
 
     @property
     def ndim(self) -> int:
@@ -309,7 +331,8 @@ def test_metrics_make_the_folders_that_they_need(order: tuple[str, str], tmp_pat
 
 
 def test_a_writer_that_fails_closes_what_it_opened(tmp_path: Path) -> None:
-    """An open file that nobody refers to would be a ResourceWarning, which is an error here."""
+    """An open file without a reference would cause a ResourceWarning, which is an error in
+    tests."""
     taken = tmp_path / "taken"
     taken.write_text("a file")
     with pytest.raises(ConfigError, match=r"metrics cannot be written to .*taken/m\.csv"):
@@ -321,7 +344,7 @@ def test_a_writer_that_fails_closes_what_it_opened(tmp_path: Path) -> None:
 
 
 class Seekable:
-    """A loader that can go to the batch of a step."""
+    """Loader that can go to the batch of a step."""
 
     def __init__(self, batches: list[np.ndarray]) -> None:
         self._batches, self.position = batches, 0
@@ -338,7 +361,7 @@ class Seekable:
 
 
 class StatefulIterator:
-    """An iterator that has the methods of grain's iterators."""
+    """Iterator with the methods of grain's iterators."""
 
     def __init__(self, batches: list[np.ndarray]) -> None:
         self._batches, self._next = batches, 0
@@ -362,7 +385,7 @@ class StatefulIterator:
 
 
 class StatefulLoader:
-    """A loader that has the methods of torchdata's; the next `iter` uses a restored state."""
+    """Loader with the methods of torchdata's loaders. The next `iter` uses a restored state."""
 
     def __init__(self, batches: list[np.ndarray]) -> None:
         self._batches = batches
@@ -382,7 +405,7 @@ class StatefulLoader:
 
 
 class LiveLoader(StatefulLoader):
-    """A loader that returns its live state, and continues with the dict that it is given."""
+    """Loader that returns its live state, and uses the dict that it receives without copying it."""
 
     def __init__(self, batches: list[np.ndarray]) -> None:
         self._batches, self._state = batches, {"next": 0}
@@ -410,7 +433,7 @@ SOURCES: dict[str, Callable[[list[np.ndarray]], Any]] = {
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_feed_goes_back_and_ahead(kind: str) -> None:
-    """Loaded batches that no step has read are dropped."""
+    """The feed drops loaded batches that no step has read."""
     with dtrans.feed(SOURCES[kind](rows(20)), job_of()) as batches:
         read = lambda count: [int(next(batches)[0, 0]) for _ in range(count)]
         assert read(7) == [*range(7)] and batches.position == 7
@@ -418,7 +441,7 @@ def test_a_feed_goes_back_and_ahead(kind: str) -> None:
         assert read(3) == [2, 3, 4] and batches.position == 5
         batches.seek(11)
         assert read(2) == [11, 12]
-        batches.seek(13)  # where it is
+        batches.seek(13)  # its current position
         assert read(1) == [13]
         batches.seek(0)
         assert read(1) == [0]
@@ -440,7 +463,10 @@ def test_another_feed_continues_at_a_saved_position(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_position_is_saved_right_after_a_move(kind: str) -> None:
-    """Before the next batch is read; a trainer may start again at its last step."""
+    """A position saved after `seek`, and before the next batch, is the new position.
+
+    A trainer may start again at its last step.
+    """
     with dtrans.feed(SOURCES[kind](rows(9)), job_of()) as batches:
         next(batches)
         batches.seek(5)
@@ -456,7 +482,8 @@ def test_a_position_is_saved_right_after_a_move(kind: str) -> None:
 def test_a_position_saved_between_steps_is_that_of_the_next_step(
     kind: str, numbers: dict[str, int]
 ) -> None:
-    """`job.steps` has read the next batches; they are not lost if the loop ends early."""
+    """`job.steps` has already read the next batches. These batches are not lost if the loop ends
+    early."""
     job = job_of()
     source = lambda: SOURCES[kind]([(x,) for x in rows(9)])
     take = lambda: [float(x) for _, x in job.steps(job.init(), batches, start=3, stop=6)]
@@ -487,7 +514,7 @@ def test_a_loop_over_steps_notices_another_reader(change: Callable[[Any], object
 
 
 def test_a_loader_skips_from_the_nearest_mark() -> None:
-    """There are few marks, and nothing before the first one."""
+    """The loader has few marks, and none before the first one."""
     source = StatefulIterator(rows(1000))
     with dtrans.feed(source, job_of()) as batches:
         for _ in range(900):
@@ -518,7 +545,7 @@ def test_a_generator_cannot_go_back() -> None:
 
 
 def test_steps_begin_at_the_batch_of_their_number() -> None:
-    """A feed with `stop` is read by number; without, from where it is."""
+    """With `stop`, a feed is read by step numbers. Without, it continues at its position."""
     job = job_of()
     source = Seekable(rows(9))
     with dtrans.feed(lambda step: (source._batches[step],), job) as batches:
@@ -534,5 +561,5 @@ def test_steps_begin_at_the_batch_of_their_number() -> None:
         assert len([*job.steps(job.init(), batches)]) == 3
     with pytest.raises(ConfigError, match="or pass a function or dtrans.feed"):
         job.steps(job.init(), [], stop=3)
-    with pytest.raises(ConfigError, match="needs the number after the last step"):
+    with pytest.raises(ConfigError, match="cannot know the last step"):
         job.steps(job.init(), source, start=3)

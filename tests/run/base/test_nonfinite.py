@@ -1,4 +1,4 @@
-"""Gradients with an infinity or a NaN in them are named on the trainer where they are."""
+"""Gradients with an infinity or a NaN: the error names them and their trainer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ NAMED = "gradients of trainer 1 are not finite: params/b"
 
 
 def loss(params: Any, x: jax.Array) -> jax.Array:
-    """The gradient of b, and of the layers where these are seen, is infinite in rows above 100."""
+    """Return a loss.
+
+    In rows above 100, the gradient of b is infinite, and so are gradients of visible layers.
+    """
     h, _ = jax.lax.scan(
         lambda h, w: (jnp.tanh(h @ w), None), jnp.minimum(x, 1) @ params["w"], params["layers"]
     )
@@ -40,7 +43,7 @@ def loss(params: Any, x: jax.Array) -> jax.Array:
 
 
 def of_layers(params: Any, x: jax.Array) -> jax.Array:
-    """Here it is that of the layers."""
+    """Return a loss in which the gradient of the layers is infinite."""
     odd = jnp.where(x > 100, jnp.inf, 1.0)
     h, _ = jax.lax.scan(
         lambda h, w: (jnp.tanh(h @ w) * odd, None), jnp.minimum(x, 1), params["layers"]
@@ -142,7 +145,7 @@ def test_no_server_hears_of_them(role_threads: RoleThreads) -> None:
         (
             "alone",
             "warn",
-            "on_nonfinite='warn': one trainer reduces no gradients; jax.config.update",
+            "on_nonfinite='warn': one trainer has no gradients of other trainers to check; jax.config.update",
         ),
         (
             "local",

@@ -1,6 +1,8 @@
-"""A communicating program in pieces: one compiled piece and then the sends, or several pieces with
-sends one piece behind; nothing else changes its place, and results do not depend on where it was
-cut."""
+"""Segments of a program with communication: one compiled segment followed by sends, or several
+segments, each followed by the sends of the segment before it.
+
+No other equation changes its place, and results do not depend on the division.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ NAMES = [b.gradient(0, 2) for b in PLAN.placement.table]
 
 
 def kinds(pieces: Segments) -> list[str]:
-    """`compute`, or the name of what the fabric carries out, of each step."""
+    """Return the kind of each step: `compute`, or the name of an equation that the fabric runs."""
     return ["compute" if isinstance(s, Compute) else s.eqn.primitive.name for s in pieces.steps]
 
 
@@ -42,7 +44,7 @@ def carried(pieces: Segments) -> list[JaxprEqn]:
 
 
 class Fabric:
-    """Carries out equations by hand. Parameters come back as three times what they were."""
+    """Fabric that runs equations in the test. Received parameters are three times the old ones."""
 
     def __init__(self) -> None:
         self.sent: dict[str, Any] = {}
@@ -112,9 +114,11 @@ def test_with_rules_split_and_concat_are_computed() -> None:
 
 
 def pieces_are_right(program: Program, group_bytes: float) -> Segments:
-    """Every equation is in one step; all but sends (and the splits before them) keep their order;
-    each send stands one piece behind the piece that makes its gradient, or where no piece follows,
-    after that."""
+    """Check that the segments contain every equation once, in order.
+
+    Only sends, and splits before them, may move. A send follows the segment after the segment that
+    computes its gradient, or the last segment.
+    """
     pieces = cut_program(program, group_bytes=group_bytes)
     eqns = list(program.jaxpr.jaxpr.eqns)
     late = (send_p, split_byref_p)
@@ -125,7 +129,7 @@ def pieces_are_right(program: Program, group_bytes: float) -> Segments:
     for i, piece in enumerate(computes):
         for v in piece.makes:
             makes[v] = i
-    # what the pieces make lies in the order of the program
+    # the values of the segments are in the order of the program
     spans = [sorted(position[v] for v in piece.makes) for piece in computes]
     for before, after in itertools.pairwise(spans):
         assert before[-1] < after[0]
@@ -151,7 +155,7 @@ def test_with_small_groups_sends_stand_one_piece_behind(group_bytes: int) -> Non
     pieces = pieces_are_right(TRAINER, group_bytes)
     count = kinds(pieces).count("compute")
     assert count > 1
-    if group_bytes == 1:  # a piece for each gradient that more computation follows
+    if group_bytes == 1:  # a segment for each gradient that is followed by more computation
         assert count >= len(PARAMS)
 
 
@@ -209,7 +213,7 @@ def test_a_program_that_does_nothing_has_no_steps() -> None:
 
 
 def reference() -> tuple[dict[str, Any], Any]:
-    """What is sent, and the loss, by plain JAX."""
+    """Return the sent values and the loss, computed by plain JAX."""
     loss, grads = jax.jit(jax.value_and_grad(mlp_loss))(PARAMS, *BATCH)
     sent = {}
     for b in PLAN.placement.table:
@@ -224,7 +228,7 @@ def reference() -> tuple[dict[str, Any], Any]:
 def test_results_do_not_depend_on_where_a_program_is_cut(computed: Any, group_bytes: float) -> None:
     pieces = cut_program(TRAINER, computed=computed, group_bytes=group_bytes)
     sent, loss = reference()
-    for _ in range(2):  # pieces are used again
+    for _ in range(2):  # segments are reused
         fabric = Fabric()
         outs = dict(zip(TRAINER.out_names, carry_out(pieces, flat_args(), fabric), strict=True))
         assert sorted(fabric.sent) == sorted(sent)
@@ -236,14 +240,14 @@ def test_results_do_not_depend_on_where_a_program_is_cut(computed: Any, group_by
 
 @pytest.mark.parametrize("computed", [None, COMPUTED], ids=["carried", "computed"])
 def test_constants_and_literals_of_a_program_are_seen_in_every_piece(computed: Any) -> None:
-    table = jnp.arange(20.0).reshape(5, 4)  # closed over
+    table = jnp.arange(20.0).reshape(5, 4)  # an array that the step closes over
     params = {"idle": jnp.float32(1.0), "w": jnp.ones((4, 3))}
 
     def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.mean((x @ table @ params["w"] - y) ** 2) + jnp.sum(table)
 
     batch = mlp_batch(4, (5, 3))
-    # momentum moves a leaf whose gradient is zero, so it is not frozen
+    # momentum changes a leaf whose gradient is zero, so the leaf is not frozen
     plan = plan_of(loss, optax.sgd(0.1, momentum=0.9), params, *batch, servers=2)
     (leaf_gradient,) = (
         a

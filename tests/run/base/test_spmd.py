@@ -1,5 +1,4 @@
-"""A program of one trainer on a mesh and on one device: the same global arrays go in and come
-out."""
+"""A trainer's program on a mesh and on one device has the same global arguments and results."""
 
 from __future__ import annotations
 

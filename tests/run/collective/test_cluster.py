@@ -1,5 +1,7 @@
-"""nccl2 mode as real processes: the numbers of one device, the same on every trainer; and how jobs
-end that fail."""
+"""nccl2 mode in real processes: every trainer has the results of one device.
+
+Failures end the job with an error.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ from dtrans.run.distributed.role import trainer_roles
 
 PATIENCE = 120.0  # seconds for what takes ten on an idle machine
 COMMAND = [sys.executable, script.__file__]
-# the greeting of a ZeroMQ socket that wants a password
+# the greeting of a ZeroMQ socket that requires a password
 OTHERWISE = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(52, b"\0")
 
 
@@ -42,7 +44,7 @@ OTHERWISE = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(52, b"\0")
 
 
 def outcome(trainers: int, folder: Path, what: str = "numbers") -> list[dict[str, Any]]:
-    """What each trainer of a job found."""
+    """Run a job. Return the results of each trainer."""
     return trainer_processes.outcome(trainers, folder, PATIENCE, [*COMMAND, what, str(folder)])
 
 
@@ -53,7 +55,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    """One device on the whole batches."""
+    """Return the results of one device on the full batches."""
     with jax.enable_x64(True):
         params, opt_state = jax.jit(script.init)(jax.random.key(0))
         found = script.flat(first=params, first_state=opt_state)
@@ -72,7 +74,7 @@ def check_numbers(found: Sequence[dict[str, Any]], alone: dict[str, Any]) -> Non
             assert distance(of[name], want) < 1e-12, name
             if name.endswith(
                 "['wrong']"
-            ):  # counted by all; by the names of Paddle each trainer has its own
+            ):  # counted over all trainers; with Paddle's names, each trainer has a separate count
                 assert sum(one[name.replace("job", "exe", 1)] for one in found) == want
                 continue
             assert name.startswith("first") or want.dtype in (np.float64, np.int32), name
@@ -85,7 +87,7 @@ def check_numbers(found: Sequence[dict[str, Any]], alone: dict[str, Any]) -> Non
 
 
 def check_uneven(found: Sequence[dict[str, Any]]) -> None:
-    """Batches that trainers do not divide are those of one device, results of each row too."""
+    """Check batches that the number of trainers does not divide, also for results of each row."""
     with jax.enable_x64(True):
         step = jax.jit(dtrans.make_train_step(script.loss_fn, script.optimizer(), has_aux=True))
         (params, opt_state), made = script.init(jax.random.key(0)), []
@@ -100,7 +102,7 @@ def check_uneven(found: Sequence[dict[str, Any]]) -> None:
 
 
 def check_turned(found: Sequence[dict[str, Any]], alone: dict[str, Any]) -> None:
-    """Rows along another dimension are shared as rows along the first."""
+    """Check that rows along another dimension are divided like rows along the first."""
     for of in found:
         names = [n for n in of if n.startswith("job1_turned")]
         assert len(names) == 3
@@ -140,8 +142,10 @@ def test_four_trainers_are_one_device(tmp_path: Path, alone: Any) -> None:
 
 
 def check_options(found: Sequence[dict[str, Any]], options: dict[str, Any], trainers: int) -> None:
-    """Every job of processes is what its plan is on one device, which is tested against the step
-    itself elsewhere."""
+    """Compare each job of processes with its plan on one device.
+
+    Other tests compare these plans with the step.
+    """
     with jax.enable_x64(True):
         for name, given in options.items():
             job = script.planned(given, trainers).simulate()
@@ -210,19 +214,18 @@ def test_every_option_between_four_trainers(tmp_path: Path) -> None:
         ("donated", "StateError: a step has already used this state"),
         (
             "rows",
-            "BatchError: trainers must give parts of one size; rows of x: trainer 0 gives 7, "
+            "BatchError: trainers must pass parts of equal size; rows of x: trainer 0 gives 7, "
             "trainer 1 gives 8; split the batch",
         ),
         ("ragged", "BatchError: the arrays of a batch are split over the trainers, but "),
         (
             "even",
-            "BatchError: the batch is a dtrans.UnevenPart of 24 rows, which can be split evenly "
-            "over "
-            "2 trainers",
+            "BatchError: the batch is a dtrans.UnevenPart of 24 rows, but 2 trainers can divide "
+            "these rows evenly",
         ),
         (
             "part",
-            "BatchError: x has 2 rows, expected {mine} rows in part {k} of a batch of 23 rows; cut "
+            "BatchError: x has 2 rows, expected {mine} rows in part {k} of a batch of 23 rows; split "
             "batches with job.shard_batch",
         ),
         ("count", "ConfigError: the plan is for 3 trainers, 2 are connected"),
@@ -265,7 +268,7 @@ def meeting(
     endpoints: Sequence[str],
     deadline: float = 20.0,
 ) -> dict[int, Any]:
-    """What becomes of these trainers of a job."""
+    """Run these trainers of a job. Return the result or error of each."""
     for k in trainers:
         role_threads.start(f"trainer {k}", rendezvous, k, endpoints, deadline=deadline)
     return {k: role_threads.end(f"trainer {k}") for k in trainers}
@@ -315,7 +318,7 @@ def test_trainer_0_that_does_not_come(role_threads: RoleThreads) -> None:
     endpoints = free_endpoints(2)
     found = meeting(role_threads, [1], endpoints, 0.5)
     assert isinstance(found[1], DeadlineError)
-    # a busy machine may wake the trainer late
+    # a busy machine may schedule the trainer late
     message = re.sub(r"waited \d\.\d s", "waited N s", str(found[1]))
     there = f"at {endpoints[1]} for trainer 0 ({endpoints[0]})"
     assert message == f"trainer 1 waited N s {there} to connect"
@@ -335,7 +338,7 @@ def test_trainers_with_other_endpoints(role_threads: RoleThreads) -> None:
     )
     assert str(errors[0]) == f"trainer 1 ({endpoints[1]}) refused trainer 0: {reason}"
     assert str(errors[1]) == f"trainer 0 has different endpoints: {reason}"
-    # told, or left to wait: it depends on who was asked first
+    # the trainer gets a message or runs into its deadline, depending on the order of requests
     assert isinstance(errors[2], PeerError)
 
 
@@ -369,8 +372,9 @@ def test_something_else_in_the_place_of_a_trainer(role_threads: RoleThreads) -> 
         fake_server.say(b"what?")
         fake_server.tell("go")
         fake_server.tell("refuse", reason="I say so", proof="0" * 64)
-        assert fake_server.hear().op == "meet"  # it asks again
-    role_threads.start("trainer 1", rendezvous, 1, endpoints, deadline=HANG)  # which comes only now
+        assert fake_server.hear().op == "meet"  # the trainer asks again
+    # the other trainer starts only now
+    role_threads.start("trainer 1", rendezvous, 1, endpoints, deadline=HANG)
     assert role_threads.end("trainer 0") is None and role_threads.end("trainer 1") is None
 
 
@@ -429,7 +433,7 @@ def test_the_rest_is_told_where_one_refuses_and_one_speaks_otherwise(
             stranger.settimeout(HANG)
             stranger.sendall(OTHERWISE)
             while stranger.recv(4096):
-                pass  # until ZeroMQ has given it up
+                pass  # until ZeroMQ has dropped it
             assert refuser.hear().op == "meet"
             refuser.tell("refuse", reason="this is something else")
             errors = [role_threads.end(f"trainer {k}") for k in (0, 3)]
@@ -443,8 +447,10 @@ def test_the_rest_is_told_where_one_refuses_and_one_speaks_otherwise(
 def test_one_that_is_told_to_give_up_ends_at_once(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where trainer 0 has gone before it hears `here`: ZeroMQ may then keep that for as long
-    as it is allowed."""
+    """Trainer 0 may end before it receives the trainer's `here`.
+
+    ZeroMQ then stores this message for at most its linger time.
+    """
     monkeypatch.setattr(join_loop, "LINGER", NEVER)
     for i in range(100):
         endpoints = free_endpoints(2)
@@ -464,7 +470,7 @@ def test_strangers_at_the_door_are_let_stand(role_threads: RoleThreads) -> None:
     role_threads.start("trainer 1", rendezvous, 1, endpoints, deadline=20.0)
     with Peer(endpoints[1], FIRST) as stranger:
         stranger.say(b"what?")
-        stranger.tell("go")  # it was not asked by this one
+        stranger.tell("go")  # this trainer did not ask it
         assert meeting(role_threads, [0], endpoints) == {0: None}
     assert role_threads.end("trainer 1") is None
 
@@ -472,8 +478,8 @@ def test_strangers_at_the_door_are_let_stand(role_threads: RoleThreads) -> None:
 def test_a_stranger_without_the_token_cannot_end_a_trainer(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would have: by other endpoints than are right, or by the right ones and its word to give
-    up."""
+    """With the token, the stranger could end the trainer: by wrong endpoints, or by the right ones
+    and an order to give up."""
     endpoints = free_endpoints(2)
     monkeypatch.setenv("DTRANS_TOKEN", "guessed")
     wrong = Peer(endpoints[1], FIRST)
@@ -506,7 +512,7 @@ print(float(loss), job.params(state).tolist())
 
 
 def test_a_job_that_the_user_has_connected() -> None:
-    """Ray Train connects its workers itself, for instance: `dtrans.connect()` is not needed."""
+    """Ray Train, for example, connects its workers itself, so `dtrans.connect()` is not needed."""
     command = [sys.executable, "-c", CONNECTED, *free_endpoints(1)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE)
@@ -536,7 +542,7 @@ def test_a_deadline_that_is_none(deadline: float) -> None:
 
 
 def launched(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> LaunchError:
-    """The error of a job of two trainers under the launcher."""
+    """Return the error of a job of two trainers under the launcher."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with pytest.raises(LaunchError) as e:
@@ -553,7 +559,7 @@ def test_a_killed_trainer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_trainer_that_raises_is_named_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the wait for the others at JAX's end, which would exceed the launcher's deadline."""
+    """JAX's wait for other processes at exit would exceed the launcher's deadline."""
     error = launched("endless", "raise", monkeypatch=monkeypatch)
     assert (error.role, error.code) == ("trainer 1", 1)
     assert str(error).splitlines()[-1] == "KeyError: 'this is why'"
@@ -563,15 +569,17 @@ def test_a_trainer_that_raises_is_named_with_its_words(monkeypatch: pytest.Monke
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fate", ["kill", "idle"])
 def test_survivors_end_without_a_launcher(fate: str) -> None:
-    """One that reduces gets an error, or is ended by JAX as one that does something else is, within
-    the heartbeat."""
+    """A survivor in a reduction gets an error, or JAX ends it.
+
+    JAX ends a survivor outside a reduction within the heartbeat.
+    """
     with started(2, *COMMAND, "endless", fate) as (first, second):
         assert second.wait(timeout=PATIENCE) == -signal.SIGKILL
         killed = time.monotonic()
         said, _ = first.communicate(timeout=PATIENCE)
         assert time.monotonic() - killed < 40.0
     if first.returncode == 1 and fate == "kill":
-        # the end of the connection may be noticed before the reduction fails
+        # the broken connection may be detected before the reduction fails
         lost = (
             "lost trainer 1 in the middle of a reduction: it has ended",
             r"cannot continue: trainer 1 \(.*\) has ended: its connection ended without a goodbye",
@@ -600,7 +608,7 @@ def test_a_trainer_that_changes_its_part_alone_is_told_so() -> None:
 def with_those_left(
     trainers: int, fates: dict[tuple[int, int], str]
 ) -> tuple[Any, Any, list[float], list[int]]:
-    """What one device computes from the rows of those who are there in each step."""
+    """Return one device's results on the rows of the trainers that exist in each step."""
     with jax.enable_x64(True):
         params, opt_state = jax.jit(script.init)(jax.random.key(0))
         step = jax.jit(dtrans.make_train_step(script.loss_fn, script.optimizer(), has_aux=True))
@@ -667,7 +675,7 @@ def test_the_launcher_goes_on_with_those_left(
     [
         (
             {"on_trainer_loss": "wait", "mode": "nccl2"},
-            "on_trainer_loss must be 'restart', 'drop' or 'abort', it is 'wait'",
+            "on_trainer_loss must be 'restart', 'drop', 'replace' or 'abort', it is 'wait'",
         ),
     ],
 )

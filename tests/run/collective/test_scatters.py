@@ -1,7 +1,7 @@
-"""Reduce-scatters between processes on CPUs are right.
+"""Reduce-scatters between CPU processes are correct.
 
-In jaxlib before 0.12 those of Gloo give wrong numbers now and then, from some 10 MB up, without an
-error.
+In jaxlib before 0.12, reduce-scatters of Gloo with more than about 10 MB sometimes give wrong
+numbers without an error.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Sharded jobs as real processes: the numbers of one device, whole in every process, and
-checkpoints between jobs."""
+"""Sharded jobs in real processes: every process has the complete results of one device.
+
+Checkpoints move between jobs.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,13 @@ PATIENCE = 240.0  # seconds for what takes thirty on an idle machine
 
 @pytest.fixture(autouse=True, scope="module")
 def double() -> Iterator[None]:
-    """64 bits, as in the processes."""
+    """Enable 64 bits, as in the processes."""
     with jax.enable_x64(True):
         yield
 
 
 def outcome(ranks: int, folder: Path, what: str, **options: Any) -> list[dict[str, Any]]:
-    """What each rank of a job found."""
+    """Run a job. Return the results of each rank."""
     command = [*STRICT_PYTHON, script.__file__, what, str(folder)]
     return trainer_processes.outcome(
         ranks, folder, PATIENCE, [*command, *([json.dumps(options)] if options else [])]
@@ -51,7 +53,7 @@ def two(two_at: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    """One device on the whole batches."""
+    """Return the results of one device on the full batches."""
     params, opt_state = jax.jit(script.init_from(script.mean_of(0)))(jax.random.key(0))
     found, step = flat(first=(params, opt_state)), jax.jit(script.step())
     for i, batch in enumerate(script.batches()):
@@ -60,11 +62,13 @@ def alone() -> dict[str, Any]:
             found |= flat(**{f"{i}": {"loss": loss, "aux": aux}})
         if i == script.STEPS - 1:
             found |= flat(last=(params, opt_state))
+            found |= flat(applied=script.loss_fn(params, *script.batches()[0]))
     return found | flat(again=(params, opt_state))
 
 
 def check(found: Sequence[dict[str, Any]], wanted: dict[str, Any], stage: int) -> None:
-    """Every process has the numbers of one device, and the same bits as the others."""
+    """Check that every process has the numbers of one device, and that all processes have the same
+    bits."""
     assert len(wanted) > 10
     for of in found:
         for name, want in wanted.items():
@@ -105,7 +109,7 @@ def test_each_process_holds_its_slice(two: Any, stage: int) -> None:
 
 
 def paths(plan: Any) -> dict[str, str]:
-    """Where the script puts what, by name."""
+    """Return the paths at which the script stores arrays, by name."""
     tree = tuple(spec.unflatten(list(spec.names)) for spec in plan.main.args[:2])
     return {
         n: jax.tree_util.keystr(path) for path, n in jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -122,7 +126,7 @@ def paths(plan: Any) -> dict[str, str]:
         ),
         (
             "rows",
-            "BatchError: trainers must give parts of one size; rows of x: trainer 0 gives 1, "
+            "BatchError: trainers must pass parts of equal size; rows of x: trainer 0 gives 1, "
             "trainer 1 gives 2; split the batch",
         ),
         (

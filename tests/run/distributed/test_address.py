@@ -1,5 +1,5 @@
-"""Where processes reach each other: by endpoints, on one host, and where a scheduler started them
-on several."""
+"""Addresses at which processes reach each other: from endpoints, on one host, or on several hosts
+of a scheduler."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def protected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def routed(monkeypatch: pytest.MonkeyPatch, own: str) -> list[tuple[str, int]]:
-    """Have the way to any host begin at an address of this one; what was asked for."""
+    """Let all routes begin at one address of this host. Return the list of requested routes."""
     asked: list[tuple[str, int]] = []
     monkeypatch.setattr(address, "route_to", lambda host, port: asked.append((host, port)) or own)
     return asked
@@ -58,7 +58,7 @@ def test_stages_on_other_hosts_are_reached_by_the_way_to_the_coordinator(
 def test_a_process_beside_the_coordinator_is_reached_by_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Hosts of Debian call themselves 127.0.1.1, which the others cannot reach."""
+    """Debian's hosts resolve their own names to 127.0.1.1, which other hosts cannot reach."""
     routed(monkeypatch, "127.0.1.1")
     found = address_of(member(0), FAR, COORDINATOR)
     assert found == Address("*", "node001")
@@ -126,7 +126,8 @@ def test_an_endpoint_that_no_other_host_reaches_is_named(monkeypatch: pytest.Mon
 
 def test_other_hosts_must_be_allowed() -> None:
     with pytest.raises(
-        ConfigError, match=r"the 2 trainers are on 2 hosts, .*; allow it by dtrans\.connect\(allow"
+        ConfigError,
+        match=r"the 2 trainers are on 2 hosts, .*; to allow this, call dtrans\.connect\(allow",
     ):
         address_of(member(allow_remote=False), FAR, COORDINATOR)
 

@@ -1,5 +1,5 @@
-"""JAX's coordinator is bound to one address of its host where that is known, and asks for
-certificates if it can."""
+"""JAX's coordinator binds one address of its host, if it is known, and requires certificates if it
+can."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def run_job(host: str, **env: str) -> list[list[str]]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a second address of loopback")
 def test_the_coordinator_listens_at_the_address_of_the_job_alone() -> None:
-    """It greets who comes there: without certificates it asks for no secret."""
+    """The coordinator answers every connection there: without certificates, it requires no
+    secret."""
     assert run_job("127.0.0.2") == [["listens at 127.0.0.2", "sum 2"], ["greets True", "sum 2"]]
 
 
@@ -72,8 +73,10 @@ def test_the_coordinator_listens_at_the_address_of_the_job_alone() -> None:
     shutil.which("openssl") is None, reason="there is no openssl, which makes the certificates"
 )
 def test_a_stranger_without_a_certificate_is_not_let_in(tmp_path: Path) -> None:
-    """Neither without TLS nor with the job's authority alone; who shows a certificate of the job is
-    greeted."""
+    """Neither a connection without TLS nor the job's certificate authority suffices.
+
+    A certificate of the job does.
+    """
     make_certificates(tmp_path, "127.0.0.1")
     files = {"CERT": "own.pem", "KEY": "own.key", "CA": "ca.pem"}
     env = {f"JAX_MTLS_{name}_FILE": str(tmp_path / file) for name, file in files.items()}
@@ -86,7 +89,7 @@ def test_a_stranger_without_a_certificate_is_not_let_in(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("coordinator", "resolves", "bound"),
     [
-        # its own name, as Debian has it: other hosts know another address
+        # as on Debian, the host resolves its own name to another address than other hosts do
         (
             "node001:61440",
             "127.0.0.1",
@@ -94,7 +97,7 @@ def test_a_stranger_without_a_certificate_is_not_let_in(tmp_path: Path) -> None:
         ),
         ("127.0.0.2:61440", "127.0.0.2", "127.0.0.2:61440"),
         ("[::1]:61440", "::1", "[::1]:61440"),
-        ("node002:61440", "192.0.2.1", ""),  # another host's
+        ("node002:61440", "192.0.2.1", ""),  # the address of another host
         ("node003:61440", "", ""),
         ("", "", ""),
     ],
@@ -127,7 +130,8 @@ def test_schedulers_say_where_the_coordinator_is(monkeypatch: pytest.MonkeyPatch
 def test_heartbeats_of_jax_outlast_the_patience(
     monkeypatch: pytest.MonkeyPatch, loss: str, seconds: int
 ) -> None:
-    """Two heartbeats fit into the timeout: half of it is longer than the job's own patience."""
+    """Two heartbeats fit into the timeout, so half of the timeout is longer than the job's
+    `patience`."""
     given: dict[str, Any] = {}
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: given.update(options))
     monkeypatch.setattr(connect_module, "backends_started", lambda: False)

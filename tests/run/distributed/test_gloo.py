@@ -1,4 +1,4 @@
-"""Where Gloo is reached: not by what a host's own name resolves to, which is loopback on Debian."""
+"""The address at which Gloo listens. The host's own name resolves to loopback on Debian."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dtrans.run.distributed.gloo import check_host_name, reachable
 
 
 PATIENCE = 120.0
-# a host of its own name
+# a command that runs a process with another host name
 RENAMED = [
     "unshare",
     "--uts",
@@ -80,7 +80,8 @@ def may_rename() -> bool:
     not may_rename(), reason="takes a host name of its own, which only root may give a process"
 )
 def test_a_name_that_resolves_to_nothing_is_not_asked_for() -> None:
-    """Left alone, Gloo fails where it looks the name up."""
+    """dtrans passes an address to Gloo. Without this address, Gloo would fail when it resolves the
+    host's name."""
     with started(2, *RENAMED, sys.executable, "-c", JOB) as processes:
         for process in processes:
             said, _ = process.communicate(timeout=PATIENCE)

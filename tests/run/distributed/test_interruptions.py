@@ -1,5 +1,7 @@
-"""Jobs of processes that are interrupted for less than their patience: all of them end with one
-device's numbers."""
+"""Jobs of processes with interruptions shorter than their patience.
+
+All end with the results of one device.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +18,28 @@ import jax
 import numpy as np
 import patient_role as script
 import pytest
-from own_namespaces import namespaces, why_not
 from paths import SUPPORT
 from role_threads import free_endpoints
 from trainer_processes import environment
 
 from dtrans.run.distributed.role import Role, roles_of, trainer_roles
+from tools.namespaces import namespaces, why_not
 
 
 PATIENCE = 200.0  # seconds for what takes ten and an interruption on an idle machine
-EARLY = "step 10\n"  # it is in the middle of the job
+EARLY = "step 10\n"  # the interruption is in the middle of the job
 KINDS = ("pserver", "nccl2", "sharding", "pipeline")
 
 
 class Processes:
-    """The processes of a job, by their roles' names, with what they print."""
+    """Processes of a job by the names of their roles, and their output."""
 
     def __init__(self, folder: Path) -> None:
         self.started: dict[str, subprocess.Popen[str]] = {}
         self._folder = folder
 
     def start(self, role: Role, kind: str, prefix: Sequence[str] = (), **env: str) -> None:
-        """Start one; `prefix` is the command that runs it elsewhere."""
+        """Start a role; `prefix` is a command that runs it elsewhere."""
         with (self._folder / f"{role.name}.log").open("w") as log:
             self.started[role.name] = subprocess.Popen(
                 [*prefix, sys.executable, script.__file__, kind, str(self._folder)],
@@ -55,13 +57,13 @@ class Processes:
         assert any(said == line for said in out), self.said()
 
     def said(self) -> str:
-        """Return what all have written to their logs."""
+        """Return the logs of all processes."""
         return "\n".join(
             f"-- {path.name}\n{path.read_text()}" for path in sorted(self._folder.glob("*.log"))
         )
 
     def check_numbers(self, alone: dict[str, np.ndarray]) -> None:
-        """Wait for the end of the job, which trained as one device does."""
+        """Wait for the end of the job, and compare its parameters with one device."""
         limit = time.monotonic() + PATIENCE
         for process in self.started.values():
             try:
@@ -95,7 +97,7 @@ def alone() -> dict[str, np.ndarray]:
 
 
 def roles(kind: str, endpoints: Sequence[str]) -> tuple[Role, ...]:
-    """Return the roles of a job: two trainers, and a server where the strategy has one."""
+    """Return the roles of a job: two trainers, and a server if the strategy has one."""
     return roles_of(2, endpoints[:1]) if kind == "pserver" else trainer_roles(endpoints[:2])
 
 
@@ -131,7 +133,7 @@ def test_a_process_that_is_stopped_goes_on(
 def test_a_link_that_is_down_for_a_while_is_waited_for(
     job: Processes, alone: dict[str, np.ndarray], kind: str, seconds: float
 ) -> None:
-    """The host of trainer 0, or of the server, is reached by nobody."""
+    """No process can reach the host of trainer 0, or of the server."""
     with namespaces(3) as hosts:
         made = roles(kind, [f"{hosts.address(i)}:6174" for i in range(3)])
         env = {"DTRANS_ALLOW_REMOTE": "1", "DTRANS_TOKEN": os.urandom(32).hex()}

@@ -1,4 +1,4 @@
-"""When a launcher lets the roles of a job go back, from what they have reported."""
+"""Decisions of a launcher, from the reports of roles: the roles go back to a cut, or do not."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ RUNNING = {*NAMES}
 
 
 class Job:
-    """A launcher's epochs, and what its roles report."""
+    """The epochs of a launcher, and the reports of its roles."""
 
     def __init__(self, path: Path) -> None:
         self.epochs = JobEpochs(path, ROLES)
-        # the current process of each role, whichever epoch has started it
+        # the current process of each role, from any epoch
         self.folders = {name: RoleFolder(path, name, started=1000) for name in NAMES}
 
     def enter(self, *names: str) -> None:
@@ -42,7 +42,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    """All roles are in the first epoch, and the server has a cut."""
+    """Return a job whose roles are all in the first epoch, and whose server has a cut."""
     made = Job(tmp_path)
     made.enter(*NAMES)
     made.folders["pserver 0"].note_cut(0, 10)
@@ -68,7 +68,8 @@ def test_all_have_entered_until_one_leaves_or_starts_again(job: Job) -> None:
 
 
 def test_an_epoch_names_the_current_processes_of_the_trainers(job: Job) -> None:
-    """So servers refuse a process that was lost before it could take part in the epoch."""
+    """Servers refuse a process with an older number, which was lost before it took part in the
+    epoch."""
     job.epochs.go_back("trainer 1")
     assert job.folders["pserver 0"].current().incarnations == (0, 1)
     job.epochs.go_back("pserver 0")
@@ -78,7 +79,7 @@ def test_an_epoch_names_the_current_processes_of_the_trainers(job: Job) -> None:
 
 
 def test_all_servers_begin_anew_if_one_has_no_cut(tmp_path: Path) -> None:
-    """An asynchronous server would otherwise continue from its own cut."""
+    """Otherwise an asynchronous server with a cut would continue from this cut."""
     epochs = JobEpochs(tmp_path, roles_of(2, ("127.0.0.1:1", "127.0.0.1:2")))
     servers = [RoleFolder(tmp_path, f"pserver {i}") for i in range(2)]
     for server in servers:
@@ -154,14 +155,15 @@ def test_reports_of_this_epoch_and_of_roles_that_wait_count(job: Job) -> None:
 def test_another_launcher_continues(job: Job, tmp_path: Path) -> None:
     again = Job(tmp_path)
     assert again.epochs.epoch == again.folders["pserver 0"].current() == Epoch(1, 10)
-    assert not again.can_go_back("trainer 0")  # nobody is here yet
+    assert not again.can_go_back("trainer 0")  # no role has reported yet
     with pytest.raises(
         ConfigError, match=r"with 2 trainers and 1 pservers, but this job has 1 and"
     ):
         JobEpochs(tmp_path, roles_of(1, ("127.0.0.1:1",)))
     with pytest.raises(ConfigError, match=r"but this job has 2 and 2; write as many as before"):
         JobEpochs(tmp_path, roles_of(2, ("127.0.0.1:1", "127.0.0.1:2")))
-    # pieces of cuts and checkpoints contain the endpoints, so the servers get the same ones
+    # pieces of cuts and checkpoints contain the endpoints, so the servers get the same endpoints
+    # again
     assert endpoints_of(tmp_path) == ("127.0.0.1:1",)
     assert endpoints_of(None) == endpoints_of(tmp_path / "none") == ()
 
@@ -183,7 +185,7 @@ def test_a_dropped_trainer_takes_no_part(job: Job) -> None:
     assert job.folders["pserver 0"].current() == Epoch(1, 10, dropped=(1,), members_since=1)
     job.enter("pserver 0", "trainer 0")
     assert job.epochs.have_all_entered and job.epochs.find_unable(RUNNING) is None
-    # it stays dropped, whatever follows
+    # the trainer stays dropped in later epochs
     job.epochs.go_back("pserver 0", "signal SIGSEGV")
     job.epochs.start_again()
     assert job.epochs.epoch == Epoch(3, 10, dropped=(1,), members_since=1)
@@ -235,7 +237,7 @@ def test_all_trainers_start_again_with_a_replaced_one(tmp_path: Path) -> None:
 
 
 def test_a_process_of_a_dropped_trainer_ends(tmp_path: Path) -> None:
-    """It may live on a host that was lost."""
+    """The process may still run on a host that was lost."""
     epochs, old = JobEpochs(tmp_path, ROLES), RoleFolder(tmp_path, "trainer 1")
     assert old.current() == Epoch()
     epochs.drop("trainer 1")
@@ -310,7 +312,7 @@ def test_a_role_that_starts_again_has_not_ended_in_the_next_epoch() -> None:
 
 
 def test_a_second_loss_does_not_go_back_to_an_undone_cut(tmp_path: Path) -> None:
-    """A server writes its piece of a cut when the launcher has chosen an older one."""
+    """A server writes its piece of a cut after the launcher has chosen an older cut."""
     roles = roles_of(4, ("127.0.0.1:1", "127.0.0.1:2"))
     names = [role.name for role in roles]
     epochs = JobEpochs(tmp_path, roles, on_trainer_loss="drop")
@@ -328,7 +330,7 @@ def test_a_second_loss_does_not_go_back_to_an_undone_cut(tmp_path: Path) -> None
     assert epochs.epoch == Epoch(2, 20, dropped=(2, 3), members_since=2)
     members = members_of_steps(read_log(tmp_path / "epochs.jsonl"), 0, 31)
     assert members == [(0, 1, 2, 3)] * 20 + [(0, 1)] * 11
-    # a role that starts again forgets the undone cut, and may write another cut of this step
+    # a role that starts again removes the undone cut, and may write another cut of this step
     for name in ("pserver 0", "pserver 1"):
         folders[name].enter(folders[name].current())
         assert folders[name].mark().cuts == (20,)

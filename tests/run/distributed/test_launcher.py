@@ -1,4 +1,5 @@
-"""Launching: what roles are told, whose error is shown, and that nothing is left."""
+"""Launching a job: the environment of roles, the error that is shown, and no remaining
+processes."""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ import dtrans
 from dtrans.endpoints import ReservedEndpoints
 from dtrans.errors import ConfigError, DeadlineError, LaunchError
 from dtrans.run.distributed.launcher import launch
+from dtrans.run.distributed.restarts import run_attempts
 from dtrans.run.distributed.role import VARIABLES, roles_of, trainer_roles
 from dtrans.run.net.started_jobs import announce_job, token_of_job
 from dtrans.run.status.job_view import merge_trainers
@@ -36,7 +38,7 @@ from dtrans.run.status.show_status import show_status
 
 PATIENCE = 30.0  # seconds for something that takes milliseconds on an idle machine
 
-# what every test script begins with; roles do not import dtrans, so they start in milliseconds
+# The beginning of every test script. Roles do not import dtrans, so they start in milliseconds.
 PRELUDE = """
 import json, os, signal, socket, subprocess, sys, threading
 kind = os.environ["DTRANS_ROLE"]
@@ -45,7 +47,7 @@ index = os.environ.get("DTRANS_TRAINER_ID") or str(
 name = kind + " " + index
 
 def report(who=name):
-    # tell the test that this process is here; it sees the connection end when the process does
+    # connect to the test, which then notices the end of this process
     s = socket.create_connection(("127.0.0.1", int(os.environ["TEST_PORT"])))
     s.sendall(f"{who}:{os.getpid()}\\n".encode())
     return s
@@ -56,8 +58,7 @@ def forever():
 
 
 class Watch:
-    """Knows which processes are alive: each holds a connection, which ends with it, however it
-    ends."""
+    """Knows the living processes: each has a connection, which ends with the process."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -67,7 +68,7 @@ class Watch:
         self._connections: list[socket.socket] = []
 
     def wait_for(self, count: int) -> None:
-        """Until so many processes have reported."""
+        """Wait until `count` processes have reported."""
         for _ in range(count):
             connection, _ = self.listener.accept()
             connection.settimeout(PATIENCE)
@@ -76,7 +77,7 @@ class Watch:
             self.pids[who] = int(pid)
 
     def all_gone(self, patience: float = PATIENCE) -> None:
-        """Until every process that reported has ended; a timeout is the failure."""
+        """Wait until every process that reported has ended; fail after a timeout."""
         for connection in self._connections:
             connection.settimeout(patience)
             with contextlib.suppress(
@@ -114,7 +115,7 @@ def assert_reaped(watch: Watch) -> None:
 def test_environment(
     script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # what this process was told is not theirs
+    # roles do not inherit this variable of this process
     monkeypatch.setenv("DTRANS_CURRENT_ENDPOINT", "10.0.0.1:1")
     monkeypatch.setenv("DTRANS_TRAINER_ID", "7")
     monkeypatch.setenv("DTRANS_RUN", "of another launch")
@@ -133,7 +134,7 @@ def test_environment(
         assert f"[{role.name}" == prefix
         runs.add(found.pop("DTRANS_RUN"))
         tokens.add(found.pop("DTRANS_TOKEN"))
-        assert not Path(found.pop("DTRANS_ENDED_ROLES")).exists()  # any more
+        assert not Path(found.pop("DTRANS_ENDED_ROLES")).exists()  # the file is removed
         assert found == role.environment()
         roles.append(role)
     assert len(runs) == 1 and runs != {"of another launch"}
@@ -157,7 +158,7 @@ def test_a_folder_has_what_each_role_prints(script: Any, tmp_path: Path) -> None
 def test_a_token_of_the_environment_is_the_jobs(
     script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever watches the job has it, too."""
+    """A process that watches the job has the token, too."""
     monkeypatch.setenv("DTRANS_TOKEN", "a-secret")
     body = "print(os.environ['DTRANS_TOKEN'], os.environ.get('DTRANS_PSERVER_ENDPOINTS'))"
     launch(script(body), trainers=1, pservers=2)
@@ -181,7 +182,7 @@ def test_the_launcher_chooses_where_collectives_answer(
     assert err == f"[launcher] this job answers: dtrans status {status}\n"
     assert status.startswith("127.0.0.1:") and status not in endpoints.split(",")
 
-    # jobs where nobody answers, as their logs say
+    # jobs without an answering process, as their logs say
     for options in ({"trainers": 1}, {"trainers": 2, "on_trainer_loss": "drop"}):
         launch(script(body), mode="nccl2", **options)
         out, err = capsys.readouterr()
@@ -206,8 +207,10 @@ def test_status_finds_a_job_that_runs(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the endpoint that the launcher prints, and no variable; once the job has ended, nobody
-    answers."""
+    """`dtrans status` gets only the printed endpoint and no variable.
+
+    After the job's end, no process answers.
+    """
     for name in ("DTRANS_STATUS_ENDPOINT", "DTRANS_TOKEN", "DTRANS_TOKEN_FILE", "DTRANS_KEYS"):
         monkeypatch.delenv(name, raising=False)
     script = tmp_path / "trains.py"
@@ -246,7 +249,7 @@ def test_tokens_of_jobs_come_from_private_folders(
         folders = list(tmp_path.iterdir())
         assert [stat.S_IMODE(f.stat().st_mode) for f in folders] == [0o700, 0o700]
         for folder in folders:
-            folder.chmod(0o755)  # others could read it: it is not a launcher's
+            folder.chmod(0o755)  # others could read it, so no launcher wrote it
         assert token_of_job(["127.0.0.1:1"]) == ""
     assert not list(tmp_path.iterdir())
 
@@ -270,9 +273,9 @@ def test_trainer_roles_round_trip() -> None:
 def test_environment_in_nccl2_mode(
     script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # what this process was told is not theirs
+    # roles do not inherit this variable of this process
     monkeypatch.setenv("DTRANS_PSERVER_ENDPOINTS", "10.0.0.1:1")
-    monkeypatch.setenv("JAX_ENABLE_PREEMPTION_SERVICE", "1")  # what the user has set stays
+    monkeypatch.setenv("JAX_ENABLE_PREEMPTION_SERVICE", "1")  # the user's value stays
     monkeypatch.delenv("JAX_LOCAL_DEVICE_IDS", raising=False)
     command = script("""
         of_jax = [os.environ[n] for n in ("JAX_ENABLE_PREEMPTION_SERVICE", "JAX_LOCAL_DEVICE_IDS")]
@@ -523,8 +526,8 @@ def test_failure_by_signal(script: Any) -> None:
 
 
 def test_cause_before_consequence(script: Any, watch: Watch) -> None:
-    """A pserver that ends because a trainer failed does not hide that trainer, though it ends
-    first."""
+    """A pserver that ends because of a failed trainer does not hide the trainer's error, even if
+    the pserver ends first."""
     command = script("""
         s = report()
         if kind == "pserver":
@@ -788,7 +791,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_launcher_that_is_killed_before_a_role_is_registered_leaves_nothing() -> None:
-    """Standard output ends when the last process that has it is gone."""
+    """The launcher's standard output ends when its last process has ended."""
     done = subprocess.run(
         [sys.executable, "-c", BEFORE_REGISTRATION], stdout=subprocess.PIPE, timeout=PATIENCE
     )
@@ -798,7 +801,7 @@ def test_a_launcher_that_is_killed_before_a_role_is_registered_leaves_nothing() 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc says which signals are ignored")
 def test_a_role_has_no_input_and_ignores_no_broken_pipe(capsys: pytest.CaptureFixture[str]) -> None:
-    """As a command that a shell starts, though a script of Python's becomes it."""
+    """The script is a Python program, but behaves like a command that a shell starts."""
     launch(["sh", "-c", "grep SigIgn /proc/self/status; cat; echo at the end of its input"])
     out = capsys.readouterr().out
     for ignored in (line.split()[-1] for line in out.splitlines() if "SigIgn" in line):
@@ -819,7 +822,7 @@ print("done")
 def test_a_job_of_pservers_goes_on_without_a_trainer(
     script: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also without trainer 0: whether servers go on is what they decide."""
+    """The job of servers continues without failed trainers, also without trainer 0."""
     launch(script(FAILS.format(failing=("0", "2"))), trainers=3, on_trainer_loss="drop")
     out, err = capsys.readouterr()
     assert sorted(out.splitlines()) == ["[pserver 0] done", "[trainer 1] done"]
@@ -890,7 +893,7 @@ def test_an_exception_is_not_tried_again(script: Any, capsys: pytest.CaptureFixt
 
 
 def test_a_signal_ends_the_launcher_while_it_waits_to_restart(script: Any) -> None:
-    """The second restart follows a pause, in which Ctrl-C counts."""
+    """The second restart follows a pause, and Ctrl-C ends the launcher in this pause."""
     command = script(LOSES.format(losses=9, signal="SIGKILL"))
     code = f"""
 from dtrans.run.distributed import launcher
@@ -914,7 +917,7 @@ def test_restarts_are_counted_from_0(script: Any) -> None:
 
 
 def test_a_signal_counts_while_the_others_are_ended(script: Any) -> None:
-    """Trainer 1 takes its time, in which the launcher is told to end."""
+    """Trainer 1 ends slowly. Meanwhile, the launcher gets a signal."""
     command = script("""
         if name == "trainer 1":
             signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
@@ -950,12 +953,23 @@ launch({[*command, folder + "/"]!r}, trainers=2, restarts=3, grace={PATIENCE})
 def test_no_restart_begins_after_the_deadline(
     script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dtrans.run.distributed.restarts.run_attempts.BACK_OFF", 900)
+    monkeypatch.setattr(run_attempts, "BACK_OFF", 900)
+    monkeypatch.setattr(run_attempts, "LONGEST_BACK_OFF", 900)
     command = script(LOSES.format(losses=9, signal="SIGKILL"))
     with pytest.raises(LaunchError, match="trainer 1 failed with signal SIGKILL"):
         launch(command, trainers=2, restarts=9, deadline=600)
     assert "(restart 1 of 9)" in (printed := capsys.readouterr().err)
     assert "(restart 2 of 9)" not in printed
+
+
+@pytest.mark.parametrize("changed", [{"LONGEST_BACK_OFF": 0.01}, {"STEADY": 0.0}])
+def test_pauses_between_restarts_are_bounded(
+    changed: dict[str, float], script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pauses have an upper bound. After a long attempt, the next restart is immediate again."""
+    for name, seconds in ({"BACK_OFF": 900, "LONGEST_BACK_OFF": 900} | changed).items():
+        monkeypatch.setattr(run_attempts, name, seconds)
+    launch(script(LOSES.format(losses=3, signal="SIGKILL")), trainers=2, restarts=3, deadline=600)
 
 
 def test_a_server_that_fails_by_a_dropped_trainer_is_restarted(

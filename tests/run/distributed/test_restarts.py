@@ -22,7 +22,7 @@ from dtrans.run.distributed.launcher import launch
 
 FINAL = 60
 
-# trainer 1 ends a process: in an attempt, before a step
+# In some attempt, before some step, trainer 1 kills a process.
 KILL = """
         import os, signal
         for attempt, at, victim in {kills!r}:
@@ -32,7 +32,7 @@ KILL = """
                     while victim == "launcher":  # until the launcher's guard ends this process
                         signal.pause()
 """
-# every process tells its name and id
+# each process writes its name and id to a file
 TELL = """import os
 from dtrans.run.distributed.role import Role
 open(f"pid-{Role.from_env().name}", "w").write(str(os.getpid()))
@@ -113,7 +113,7 @@ def test_a_killed_job_ends_with_the_bits_of_an_undisturbed_one(
 def test_servers_save_their_state_when_the_launcher_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher is killed after 25 steps; the job has saved a checkpoint after 20."""
+    """The launcher is killed after 25 steps. The job has saved a checkpoint after 20."""
     states = []
     for case, planned in (("killed", [(0, 25, "launcher")]), ("undisturbed", [])):
         folder = tmp_path / case

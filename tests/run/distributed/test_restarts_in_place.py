@@ -1,6 +1,7 @@
-"""Launching a job with cuts: who is started again, where the others go back to, and when it ends.
+"""Launching a job with cuts: the roles that start again, the step to which the others go back, and
+the end of the job.
 
-Roles are scripts that report what servers and trainers report, and neither train nor import JAX.
+Roles are scripts. They send the reports of servers and trainers, but neither train nor import JAX.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ IN_PLACE = """
     if enter() == 0:
         cut(10, 20)
         if name == "pserver 0":
-            epochs.note_cut(epochs.current().number, 30)  # the other server does not have this one
+            epochs.note_cut(epochs.current().number, 30)  # the other server does not have this cut
         if name == {victim!r}:
             wait(lambda: all_in(0) and 30 in epochs.marks()["pserver 0"].cuts)
             die()
@@ -131,7 +132,7 @@ def test_a_role_that_is_lost_before_it_goes_back_starts_again_too(
 def test_all_start_again_if_a_role_leaves_before_it_goes_back(
     leaves: str, script: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It does not use another restart, as nothing else was lost."""
+    """This uses no other restart, because no other role was lost."""
     command = script(f"""
         if enter() == 0:
             cut(10, 20)
@@ -149,10 +150,34 @@ def test_all_start_again_if_a_role_leaves_before_it_goes_back(
     launch(command, restarts=1, **JOB)
     seen = Output(capsys)
     assert seen.said[1:] == [
-        "trainer 0 had left the job, and cannot go back; all roles start again (restart 1 of 1)"
+        "trainer 0 has left the job, so it cannot go back to a cut; all roles start again (restart "
+        "1 of 1)"
     ]
     assert {x[-1] for x in seen.entered.values()} == {(2, 20)}
     assert min(len(set(pids)) for pids in seen.pids.values()) == 2
+
+
+def test_a_role_that_cannot_read_its_cut_has_failed(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The role has not left the job, so the restart of all roles counts."""
+    command = script("""
+        if enter() == 0:
+            cut(10, 20)
+            lose("trainer 1")
+            wait(lambda: epochs.current().number)
+            if name == "pserver 0":
+                from dtrans.errors import DamagedCutError
+                raise DamagedCutError("a damaged cut")
+            forever()
+        elif epochs.current().number < 2:
+            forever()
+        finish(2)
+    """)
+    launch(command, restarts=2, **JOB)
+    assert Output(capsys).said[1:] == [
+        "pserver 0 failed with exit code 1; all roles start again (restart 2 of 2)"
+    ]
 
 
 # -- all roles -------------------------------------------------------------------------------------
@@ -283,7 +308,7 @@ def test_a_cause_comes_before_a_lost_peer(script: Any) -> None:
 def test_a_dropped_trainer_does_not_start_again(
     script: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """These servers write no cuts."""
+    """The servers of this job write no cuts."""
     command = script("""
         if name == "trainer 1":
             die()
@@ -395,7 +420,7 @@ def test_the_job_ends_without_a_quorum_and_restarts(script: Any) -> None:
     with pytest.raises(
         LaunchError,
         match="^trainer 2 failed with signal SIGKILL, and the other roles were ended; without it, "
-        "2 trainers would be left, but quorum=3, and no restart is left, of 0 restarts; it wrote",
+        "2 trainers would be left, but quorum=3, and restarts=0 allows no further restart; it wrote",
     ):
         launch(command, restarts=RestartOptions(0, quorum=3), env=NO_RESTART, **DROP)
 
@@ -408,7 +433,7 @@ def test_the_job_ends_if_all_would_start_again_without_restarts(script: Any) -> 
         forever()
     """)
     with pytest.raises(
-        LaunchError, match="; the other roles could not go back to a cut in place, and no restart"
+        LaunchError, match="; the other roles could not go back to a cut in place, and restarts=0"
     ):
         launch(command, env=NO_RESTART, **DROP)
 
@@ -466,7 +491,10 @@ def test_dropped_trainers_stay_dropped_when_all_start_again(
     """)
     launch(command, env=NO_RESTART, **DROP)
     seen = Output(capsys)
-    assert seen.said[1] == "trainer 0 had left the job, and cannot go back; all roles start again"
+    assert (
+        seen.said[1]
+        == "trainer 0 has left the job, so it cannot go back to a cut; all roles start again"
+    )
     assert seen.entered["trainer 2"] == [(0, None)]
     assert {seen.entered[role][-1] for role in ROLES} == {(2, 20)}
 
@@ -516,7 +544,7 @@ def test_a_dropped_trainer_joins_again(
 def test_nobody_waits_for_a_trainer_that_is_not_ready(
     script: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The job ends first, and the launcher ends the trainer."""
+    """The job ends first, and then the launcher ends the trainer."""
     joins = JOINS.format(begins="forever()", continues="pass")
     ends = "    wait(lambda: len([x for x in epochs.marks().values() if x.epoch >= 1]) == 4)"
     launch(script(joins + ends + "\n    epochs.leave()"), restarts=1, **REPLACE)
@@ -528,7 +556,7 @@ def test_nobody_waits_for_a_trainer_that_is_not_ready(
 def test_a_trainer_that_ends_before_it_joins_does_not_start_again(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The others train until the launcher has seen this."""
+    """The other roles train until the launcher has seen this."""
     said = str(tmp_path / "ended")
     begins = f"open({said!r}, 'w').close(); sys.exit(3)"
     continues = f"wait(lambda: os.path.exists({said!r})); threading.Event().wait(1)"
@@ -556,7 +584,7 @@ def test_a_trainer_does_not_start_again_without_restarts(
     launch(command, restarts=1, **REPLACE)
     assert Output(capsys).said[3:] == [
         LOST,
-        "trainer 2 does not start again: no restart is left, of 1 restarts",
+        "trainer 2 does not start again: restarts=1 allows no further restart",
     ]
 
 
@@ -564,7 +592,7 @@ def test_a_trainer_does_not_start_again_without_restarts(
 def test_all_start_again_if_a_role_leaves_while_a_trainer_joins(
     leaves: str, script: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A trainer after its last step cannot go back. This uses no restart, as nothing was lost."""
+    """A trainer cannot go back after its last step. No role was lost, so this uses no restart."""
     continues = f"wait(lambda: epochs.current().number == 2); {leaves}"
     command = script(
         """
@@ -584,7 +612,7 @@ def test_all_start_again_if_a_role_leaves_while_a_trainer_joins(
     launch(command, restarts=1, **REPLACE)
     seen = Output(capsys)
     assert seen.said[3].endswith(
-        "had left the job, and cannot go back; all roles start again (restart 1 of 1)"
+        "has left the job, so it cannot go back to a cut; all roles start again (restart 1 of 1)"
     )
     assert {x[-1] for x in seen.entered.values()} == {(3, 20)} and len(seen.entered) == 5
 
@@ -773,7 +801,7 @@ def test_a_spare_that_ends_early_does_not_end_the_job(
 
 @pytest.mark.rotated
 def test_spares_without_cuts_are_reported(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """After a loss, and at the end, if a server serves without cuts."""
+    """The warning is printed after a failure, and at the end, if a server writes no cuts."""
     command = script("""
         if name.startswith("pserver"):
             epochs.note_no_cuts()
@@ -792,7 +820,8 @@ def test_spares_without_cuts_are_reported(script: Any, capsys: pytest.CaptureFix
 def test_the_loss_of_a_role_that_starts_is_no_lack_of_cuts(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The servers may not serve yet; a mark of an earlier launch says nothing about this one."""
+    """The servers may not serve yet. A report of an earlier launch has no meaning for this
+    launch."""
     (tmp_path / "cuts").mkdir()
     RoleFolder(tmp_path / "cuts", "pserver 0").note_no_cuts()
     command = script("""
@@ -807,7 +836,8 @@ def test_the_loss_of_a_role_that_starts_is_no_lack_of_cuts(
 
 
 def test_spares_end_with_a_killed_launcher(tmp_path: Path) -> None:
-    """Also those that still import modules, and do not read what the launcher sends."""
+    """A killed launcher also ends spares that still import modules, and do not read the launcher's
+    messages."""
     imports = """
 import os, socket, threading
 if "DTRANS_SPARE" in os.environ:
@@ -921,7 +951,7 @@ def test_the_last_loss_ends_the_job(script: Any) -> None:
 def test_a_reported_role_is_ended_and_starts_again(
     script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The report stays in the folder in the next epoch, where it has no effect."""
+    """In the next epoch, the report is still in the folder, but has no effect."""
     monkeypatch.setattr(lost_reports, "PATIENCE", 0.1)
     command = script("""
         if enter() == 0:
@@ -970,7 +1000,7 @@ def test_a_reported_role_may_print_its_error(
 def test_a_report_ends_the_job_if_no_restart_can_follow(
     has_ended: bool, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one that reports would wait for it."""
+    """The role that reports would otherwise wait for the other one."""
     monkeypatch.setattr(lost_reports, "PATIENCE", 0.1)
     command = script(f"""
         if enter() == 0:
@@ -1062,7 +1092,7 @@ def test_a_killed_launcher_is_started_again(
     assert f"[launcher] the job of {cuts} continues at step 20\n" in out.err
     again = {line.split()[-1] for line in out.out.splitlines() if "] run " in line}
     assert runs == again == {run}
-    assert not folder.is_used  # the job has ended well
+    assert not folder.is_used  # the job has ended without an error
     assert (
         sorted(line.split()[2:5] for line in out.out.splitlines() if "enters" in line)
         == [["enters", "1", "20"]] * 4

@@ -1,4 +1,5 @@
-"""`dtrans launch --resume`: which command line it repeats, and when there is nothing to continue."""
+"""`dtrans launch --resume`: the command line that it repeats, and errors if there is nothing to
+continue."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ SCRIPT = """
 
 
 def job_in(folder: Path, directory: Path, **options: Any) -> None:
-    """Let a folder have a job whose launcher has ended."""
+    """Write a job with cuts to a folder, as if its launcher had ended."""
     LauncherFolder(folder).grant(Epoch(), "a run", 1, ["127.0.0.1:1"])
     LaunchRecord({"script": "train.py", **options}, str(directory)).write(folder)
 
@@ -53,7 +54,8 @@ def lock(path: Path) -> int:
 def test_the_command_line_is_repeated(
     command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """From another directory, with the script and the numbers of roles of the killed launcher."""
+    """Resume from another directory, with the script and the numbers of roles of the killed
+    launcher."""
     job = tmp_path / "job"
     job.mkdir()
     script_writer(job, EPOCHS)(SCRIPT)

@@ -51,7 +51,7 @@ ONE_HOST = TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}
             MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
             "127.0.0.1:6174,127.0.0.1:6175",
         ),
-        # mpirun inside a Slurm job: its daemons' SLURM_PROCID is inherited
+        # mpirun inside a Slurm job: its daemons inherit SLURM_PROCID
         (
             "OMPI_COMM_WORLD_RANK",
             SLURM | MPI | {"SLURM_PROCID": "0", "DTRANS_HOSTS": "a:4"},
@@ -68,7 +68,7 @@ def test_servers_are_the_first_processes(rank: str, env: dict[str, str], endpoin
 
 
 def test_a_step_over_one_group_of_a_heterogeneous_job() -> None:
-    """Slurm 22.05 names all groups in it, and counts the tasks of the step."""
+    """Slurm 22.05 lists the nodes of all groups, but counts only the tasks of the step."""
     step = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "s1", "SLURM_STEP_TASKS_PER_NODE": "2"}
     role = Role.from_env(HET | step | {"SLURM_PROCID": "1", "DTRANS_PSERVERS": "1"})
     assert (role.name, role.trainers, role.pserver_endpoints) == ("trainer 0", 1, ("s1:6174",))
@@ -243,7 +243,7 @@ def test_tasks_per_node() -> None:
 
 
 def test_a_scheduler_alone_is_left_to_jax() -> None:
-    """`dtrans.connect` without endpoints keeps JAX's own detection."""
+    """Without endpoints, `dtrans.connect` uses JAX's own detection of schedulers."""
     assert not names_role(
         SLURM | HET | MPI | TORCHRUN | {"SLURM_PROCID": "1", "JOB_COMPLETION_INDEX": "0"}
     )
@@ -255,7 +255,7 @@ def test_a_scheduler_alone_is_left_to_jax() -> None:
 
 
 def free_environment(*prefixes: str) -> dict[str, str]:
-    """Return the environment without variables that say a role."""
+    """Return the environment without variables that determine a role."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("DTRANS_", *prefixes))}
     return env | {"PYTHONPATH": str(ROOT)}
 
@@ -264,7 +264,7 @@ def free_environment(*prefixes: str) -> dict[str, str]:
     shutil.which("mpirun") is None, reason="there is no mpirun (Debian: openmpi-bin)"
 )
 def test_mpirun_starts_each_role() -> None:
-    """Two processes, with no server and with one."""
+    """Run two processes: without a server, and with one server."""
     command = ["mpirun", "-n", "2", "--oversubscribe"]
     if os.geteuid() == 0:
         command.append("--allow-run-as-root")

@@ -1,4 +1,5 @@
-"""Spares: when they start, which of them becomes a role, and what follows the end of one."""
+"""Spares: their start, the choice of the spare that becomes a role, and the reaction to the end of
+a spare."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ print(len(os.read(0, 1)))
 
 
 class Epochs:
-    """The epochs of a job, as far as spares look at them."""
+    """The epochs of a job, reduced to the attributes that spares read."""
 
     def __init__(self) -> None:
         self.have_all_entered = True
@@ -45,7 +46,7 @@ class Epochs:
 
 
 class Launcher:
-    """Spares, and what their launcher gives them."""
+    """Spares, and the values that they get from their launcher."""
 
     def __init__(self, stack: contextlib.ExitStack, count: int, code: str) -> None:
         self.epochs: Any = Epochs()
@@ -67,7 +68,7 @@ class Launcher:
         return self.pids
 
     def renew_without(self, pid: int) -> None:
-        """Look at the spares until the launcher has noted the end of one."""
+        """Check the spares until the launcher has noted the end of one."""
 
         def is_noted() -> bool:
             return pid not in self.renew()

@@ -1,5 +1,7 @@
-"""Trainers of collectives learn at once that one of them has ended, and say which: as real
-processes."""
+"""Trainers of collectives detect at once that a trainer has ended, and name it.
+
+Trainers are real processes.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,13 @@ ENDED = {
     "fate", ["stop", "fewer", "raise", pytest.param("kill", marks=pytest.mark.rotated)]
 )
 def test_the_other_says_who_has_ended(fate: str) -> None:
-    """Of these, only a kill and an error are noticed by Gloo, which does not say whose."""
+    """Gloo notices only a kill and an error, and does not name the process."""
     with started(2, *COMMAND, fate) as (first, second):
         said, _ = first.communicate(timeout=PATIENCE)
         if fate == "stop":
             second.send_signal(signal.SIGKILL)
         second.wait(timeout=PATIENCE)
-    assert first.returncode == 1, said  # not JAX's SIGABRT
+    assert first.returncode == 1, said  # and not JAX's SIGABRT
     named = [x for x in said.splitlines() if "trainer 1 (127.0.0.1:" in x and ENDED[fate] in x]
     assert named, said
     if fate in ("stop", "fewer"):
@@ -112,11 +114,11 @@ def test_strangers_are_not_let_in(three: list[Watch]) -> None:
                 line.connect(f"tcp://{first.address}")
                 with contextlib.suppress(
                     zmq.Again
-                ):  # it may have been turned away before it has said anything
+                ):  # its connection may be closed before it sends a message
                     line.send(lie, zmq.NOBLOCK)
                 assert monitor.poll(HANG * 1000)
                 line.disable_monitor()
-    three[2].close()  # what is said next is heard
+    three[2].close()  # the next message is read
     until(lambda: first.members.ended, "the news")
     assert [*first.members.ended] == [2]
 
@@ -131,7 +133,7 @@ def test_one_speaks_for_itself_alone_and_noise_is_dropped(three: list[Watch]) ->
         line.connect(f"tcp://{first.address}")
         for noise in (
             [b"noise"],
-            [b""],  # as ZeroMQ says that a connection is made
+            [b""],  # the message by which ZeroMQ reports a connection
             [b"", b""],
             [wire.header("value")],
             [wire.header("ended", trainer=2, operations=True, reason="")],
@@ -173,8 +175,10 @@ def test_who_waits_for_long_says_for_whom(
 def test_trainer_0_answers_observers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where the user has said where; each trainer says with its other words how many steps it has
-    made."""
+    """The user sets the endpoint.
+
+    Each trainer reports its number of steps with its other messages.
+    """
     *endpoints, status = free_endpoints(4)
     monkeypatch.setenv("DTRANS_STATUS_ENDPOINT", status)
     monkeypatch.setenv("DTRANS_TOKEN", "of the user")

@@ -1,6 +1,8 @@
-"""Attacks on the sockets of a job: no effect on its numbers, and flat memory. A machine's own side
-of the same is in tests/protocol/test_malformed.py; what strangers without the token reach, in the
-tests of each socket."""
+"""Attacks on the sockets of a job: they change no result, and memory stays bounded.
+
+tests/protocol/test_malformed.py tests the state machine with such messages. The tests of each
+socket cover peers without the token.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ from dtrans.run.pipeline_parallel.p2p import P2PChannels
 from dtrans.run.status.observer import JobObserver
 
 
-FLAT = 40.0  # MiB that a process may have more than before; an attack that is kept has hundreds
+FLAT = 40.0  # MiB by which the memory of a process may grow; a stored attack has hundreds
 STEPS, GATE = 3, 2
 
 
@@ -47,8 +49,8 @@ def x64() -> Any:
 
 
 def recorded(server: str) -> bytes:
-    """The connection of somebody who is let in, and says all that a trainer or another server may
-    say."""
+    """Return the recorded bytes of an admitted peer that sends every message of a trainer or
+    another server."""
     tap = Tap(server)
     name, x = "params/layer0/w@GRAD.trainer_0", np.arange(6.0)
     hello = {
@@ -83,21 +85,23 @@ def recorded(server: str) -> bytes:
 
 
 def unread(endpoint: str, count: int) -> None:
-    """Be refused very often, and read nothing of it."""
+    """Open connections that are refused, and read nothing from them."""
     with Peer(endpoint) as peer:
         for i in range(count):
             peer.tell("recv", step=i)
         assert peer._socket.poll(HANG * 1000), "no refusal"
 
 
-# 20,000 connections, one after another
+# 20,000 connections, one after the other
 MILLION = pytest.param(50, id="a million bits", marks=[pytest.mark.soak, pytest.mark.timeout(1800)])
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, id="by day"), MILLION])
 def test_a_job_is_right_whatever_is_done_to_its_server(tmp_path: Path, size: int) -> None:
-    """Two trainers wait in the middle of their job. The server's memory stays, and the numbers are
-    one device's."""
+    """Two trainers wait in the middle of their job.
+
+    The memory of the server stays constant, and the results are those of one device.
+    """
     pservers = free_endpoints(1)
     job = {
         "pservers": pservers,
@@ -115,7 +119,7 @@ def test_a_job_is_right_whatever_is_done_to_its_server(tmp_path: Path, size: int
         for k in range(2):
             started[f"trainer{k}"].until(f"step {GATE}")
         stream = recorded(pservers[0])
-        # as it is, first: what it takes to be attacked at all is not counted
+        # first, replay the connection unchanged: memory for the first attack is not counted
         replay(pservers[0], stream)
         before = server.memory
         flips(pservers[0], stream, seed=size, connections=400 * size, each=50)
@@ -147,8 +151,10 @@ def finished(started: Roles) -> dict[str, dict[str, np.ndarray]]:
 def test_ten_thousand_malformed_messages_of_who_has_the_token(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, encryption: str
 ) -> None:
-    """They go to a real server, in the middle of a job: counted, without effect, and nothing of
-    them is kept."""
+    """The messages reach a real server in the middle of a job.
+
+    It counts them, and does not store them.
+    """
     monkeypatch.setenv("DTRANS_TOKEN", token.new_token())
     monkeypatch.setenv("DTRANS_TRANSPORT_ENCRYPTION", encryption)
     (ep,), params, r = free_endpoints(1), params_of(), random.Random(0)
@@ -163,11 +169,14 @@ def test_ten_thousand_malformed_messages_of_who_has_the_token(
     grown: list[float] = []
 
     def send(peer: Peer, hundreds: int) -> None:
-        """Say so many, and hear of each that it is refused: no queue of this process grows."""
+        """Send hundreds of messages, and read the refusal of each.
+
+        So no queue in this process grows.
+        """
         for _ in range(hundreds):
             for _ in range(100):
                 message = malformed(r, proper)
-                # an empty one says that a connection is made
+                # an empty message reports a new connection
                 peer.say(*(message if any(message) else [b"noise"]))
             for _ in range(100):
                 peer.refused()
@@ -211,14 +220,14 @@ HEAD = {
 
 
 def attacked(at: str, user: str, secret: str, messages: Sequence[list[bytes]], count: int) -> None:
-    """Somebody says there what a member of the job might, in all ways but with its password."""
+    """Send messages of a job's member, in every way except with its password."""
     password = token.shown(secret, user).encode()
     with (
         zmq.Context() as context,
         context.socket(zmq.ROUTER) as own,
         context.socket(zmq.DEALER) as client,
     ):
-        # of the attacker's own, to record it with
+        # an endpoint of the attacker, for the recording
         authenticator = Authenticator(context, Keys(secret), {user: ""})
         own.plain_server, own.zap_domain, own.linger, client.linger = True, b"dtrans", 0, 0
         tap = Tap(f"127.0.0.1:{own.bind_to_random_port('tcp://127.0.0.1')}")
@@ -259,7 +268,7 @@ def test_a_link_of_a_pipeline_under_attack(channels: list[P2PChannels], count: i
     assert memory_of(os.getpid()) - before < FLAT
     first.send(1, 1, 0, jnp.arange(4.0, dtype=jnp.float32))
     np.testing.assert_array_equal(second.receive(0, 1, 0, LINK, "a value"), np.arange(4.0))
-    assert second.refusals.count == 0  # nothing was let in
+    assert second.refusals.count == 0  # nothing was accepted
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -285,7 +294,7 @@ def test_a_meeting_under_attack(
     endpoints, secret = free_endpoints(2), "of this job"
     monkeypatch.setenv("DTRANS_TOKEN", secret)
     role_threads.start("trainer 1", rendezvous, 1, endpoints, deadline=4 * HANG)
-    with Peer(endpoints[1], FIRST) as asks:  # it is there
+    with Peer(endpoints[1], FIRST) as asks:  # the listener is ready
         asks.tell("meet", trainer=1, endpoints=list(endpoints), nonce="n")
         assert asks.hear().op == "here"
     wrong = [

@@ -1,5 +1,5 @@
-"""What trainers of collectives and stages of pipelines say to each other, encrypted: by the token,
-and by keys."""
+"""Encrypted messages between trainers of collectives and between stages of pipelines, with the
+token and with keys."""
 
 from __future__ import annotations
 
@@ -55,8 +55,10 @@ def test_trainers_meet(
 def test_trainers_with_other_settings_do_not_meet_and_both_are_named(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trainer 0 finds out after some handshakes, which take longer than the first deadline on a
-    busy machine."""
+    """Trainer 0 detects this after some handshakes.
+
+    On a busy machine, these take longer than the first deadline.
+    """
     monkeypatch.setenv("DTRANS_TOKEN", new_token())
     for deadline in (3.0, HANG):
         endpoints, names = free_endpoints(2), [f"trainer {k}, {deadline} s" for k in range(2)]
@@ -88,7 +90,7 @@ def test_an_end_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, protect
 def test_values_of_a_pipeline(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, protect: Protect
 ) -> None:
-    """Each link is known by its own key."""
+    """Each link has a separate key."""
     with two_links(encryption=protect(monkeypatch, tmp_path)) as (first, second):
         assert first._keys.encrypts(second._peers[1]) and second._keys == first._keys
         value = np.arange(1e6, dtype=np.float32)  # of several messages

@@ -1,5 +1,5 @@
-"""Keys: which connections are encrypted, who gets past the handshake and who does not, and what is
-said then."""
+"""Keys: the connections that are encrypted, the peers that pass the handshake, and the errors of
+other peers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from dtrans.run.net.temp_dir import TempDir
 
 TOKEN, OTHER = new_token(), new_token()
 FAR, NEAR, UNIX = "tcp://192.0.2.1:6174", "tcp://127.0.0.1:6174", "ipc:///tmp/socket"
-FLAT = 20.0  # MiB that this process may have more than before
+FLAT = 20.0  # MiB by which the memory of this process may grow
 USERS = {"one": "trainer 0", "two": "trainer 1"}
 
 
@@ -158,7 +158,7 @@ def test_a_library_that_does_not_encrypt_well_is_refused(
 
 
 class Server:
-    """One ROUTER, as servers have it: bound to TCP and to a Unix socket, with a authenticator."""
+    """ROUTER socket with an authenticator, bound to TCP and to a Unix socket, as in servers."""
 
     def __init__(
         self, keys: Keys, folder: Path, users: Mapping[str, str] = USERS, tcp: str = ""
@@ -177,7 +177,7 @@ class Server:
         self.refused += 1
 
     def heard(self) -> tuple[str, bytes] | None:
-        """As whom somebody spoke, and what; None where nobody gets in."""
+        """Return the user and the content of the next message; None if no peer is admitted."""
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         poller.register(self.peers.monitor, zmq.POLLIN)
@@ -211,10 +211,10 @@ def server(keys: Keys, users: Mapping[str, str] = USERS, tcp: str = "") -> Itera
 def client(
     address: str, keys: Keys, user: str = "one", role: str = "trainer 0", shown: str = ""
 ) -> Iterator[Any]:
-    """A socket that connects as a user, and how its handshakes go.
+    """Yield a socket that connects as a user, and the results of its handshakes.
 
     Args:
-      shown: the address by which it decides what to show.
+      shown: the address by which the socket chooses its credentials.
     """
     with (
         zmq.Context() as context,
@@ -228,7 +228,7 @@ def client(
 
 
 def why_not(watched: Handshakes) -> str:
-    """Why a client is not let in."""
+    """Return the reason why a client is not admitted."""
     while True:
         assert watched.monitor.poll(HANG * 1000), "no word"
         if why := watched.take()[1]:
@@ -236,8 +236,7 @@ def why_not(watched: Handshakes) -> str:
 
 
 def test_one_socket_is_encrypted_by_tcp_and_not_by_unix() -> None:
-    """ZeroMQ keeps what a socket asks for, and the largest frame, for each address that it is bound
-    to."""
+    """ZeroMQ stores the security settings and the largest frame for each bound address."""
     keys = Keys(TOKEN)
     with server(keys, tcp=FAR) as s:
         for address, shown in ((s.tcp, FAR), (s.unix, "")):
@@ -276,11 +275,12 @@ def test_who_has_not_the_token_is_told_so_and_heard_by_nobody(encryption: str) -
             with client(address, Keys(TOKEN, encryption), "three") as (
                 line,
                 watched,
-            ):  # nobody comes as that one
+            ):  # no process connects as this user
                 line.send(b"never")
                 assert "DTRANS_TOKEN" in why_not(watched)
                 assert s.heard() is None
-            with zmq.Context() as context, context.socket(zmq.DEALER) as line:  # without any key
+            # a client without a key
+            with zmq.Context() as context, context.socket(zmq.DEALER) as line:
                 line.linger = 0
                 line.connect(address)
                 line.send(b"never")
@@ -291,7 +291,7 @@ def test_who_has_not_the_token_is_told_so_and_heard_by_nobody(encryption: str) -
 
 
 def test_who_does_not_greet_is_waited_for() -> None:
-    """A tunnel with nobody behind it breaks off every connection: the server may come later."""
+    """A tunnel without a server behind it closes every connection. The server may start later."""
     keys = Keys(TOKEN, "required")
 
     def hang_up() -> None:
@@ -320,7 +320,7 @@ def test_who_does_not_greet_is_waited_for() -> None:
 
 
 def test_a_word_makes_other_keys_of_one_token() -> None:
-    """Links of a pipeline, and other jobs of one token, cannot be taken for one another."""
+    """Links of a pipeline, and other jobs with the same token, have different keys."""
     with server(Keys(TOKEN, "required", word="links")) as s:
         with client(s.tcp, Keys(TOKEN, "required")) as (line, watched):
             line.send(b"never")
@@ -331,7 +331,7 @@ def test_a_word_makes_other_keys_of_one_token() -> None:
 
 
 def test_nothing_can_be_read_on_the_way() -> None:
-    """With a password everything can, the password too."""
+    """With a password, everything can be read, including the password."""
     for encryption, readable in (("required", False), ("disabled", True)):
         keys = Keys(TOKEN, encryption)
         with server(keys) as s:
@@ -346,8 +346,10 @@ def test_nothing_can_be_read_on_the_way() -> None:
 
 
 def test_a_recorded_connection_is_of_no_use() -> None:
-    """Who replays one that was encrypted, as it was or with other bits, is never heard, and nothing
-    of it is kept."""
+    """An attacker replays a recorded encrypted connection, unchanged or with other bits.
+
+    No message is accepted or stored.
+    """
     keys = Keys(TOKEN, "required")
     with server(keys) as s:
         tap = Tap(s.tcp.removeprefix("tcp://"))
@@ -377,7 +379,7 @@ def test_separate_keys_let_in_their_roles_until_they_are_revoked(tmp_path: Path)
     assert {p.stat().st_mode & 0o777 for p in made} == {0o600} and len(made) == 7
     any_role = Keys("", folder=str(tmp_path)).users_by_key({"any": "", "one": "trainer 0"})
     assert sorted(any_role.values()) == ["any", "any", "one"]
-    assert make_folder(tmp_path, ["trainer 1"]) == []  # what is there stays
+    assert make_folder(tmp_path, ["trainer 1"]) == []  # existing files stay
     keys = Keys("", folder=str(tmp_path))
     with server(keys) as s:
         for role, user in (("trainer 0", "one"), ("trainer 1", "two")):
@@ -387,7 +389,7 @@ def test_separate_keys_let_in_their_roles_until_they_are_revoked(tmp_path: Path)
         with client(s.tcp, keys, "one", "trainer 1") as (
             line,
             _,
-        ):  # who it is is said by its key alone
+        ):  # the key alone determines the user
             line.send(b"hello")
             assert s.heard() == ("two", b"hello")
         (tmp_path / "clients/trainer-1.public").unlink()
@@ -403,7 +405,7 @@ def test_separate_keys_let_in_their_roles_until_they_are_revoked(tmp_path: Path)
         with client(s.tcp, keys) as (line, _):
             line.send(b"still here")
             assert s.heard() == ("one", b"still here")
-        # revoked until its secret is removed, too
+        # trainer 1 stays revoked as long as its secret exists
         assert make_folder(tmp_path, ["trainer 1"]) == []
         (tmp_path / "clients/trainer-0.public").write_text("garbage")
         with client(s.tcp, keys) as (line, watched):
@@ -446,7 +448,7 @@ os._exit(0)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("encryption", ["auto", "required"])
 def test_another_user_is_not_let_in_by_a_unix_socket(encryption: str) -> None:
-    """It has the token, and somebody has even opened the folder."""
+    """The attacker has the token, and a user has even opened the folder."""
     keys = Keys(TOKEN, encryption)
     secret = keys.client_secret("one", "")
     options = {

@@ -1,4 +1,4 @@
-"""Options of connections: the user's word counts, and the environment where nothing is said."""
+"""Options of connections: the user's argument has precedence over the environment."""
 
 from __future__ import annotations
 

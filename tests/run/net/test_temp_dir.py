@@ -1,4 +1,4 @@
-"""Folders of processes that were killed are swept by the next one; those of others are not."""
+"""A process removes folders of killed processes, but no folders of living processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links and doors of ZeroMQ: messages, the events of their connections, and who wakes a poll."""
+"""Links and listeners of ZeroMQ: messages, events of connections, and wake-ups of a poll."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def opened(token: str, patience: float = 5.0) -> Iterator[ZmqTransport]:
 
 
 def events(transport: ZmqTransport, kind: str, count: int = 1) -> list[Event]:
-    """Return the events until so many of a kind are among them."""
+    """Return events until `count` of them have the given kind."""
     found: list[Event] = []
     limit = time.monotonic() + HANG
     while sum(e.kind == kind for e in found) < count:
@@ -97,7 +97,7 @@ def test_a_door_knows_who_has_gone_and_who_was_refused():
 
 
 def test_the_end_of_a_connection_is_reported_if_it_came_before_its_first_message_was_read():
-    """The process of the listener was busy, and the other one has ended meanwhile."""
+    """The listener's process was busy. Meanwhile, the other process has ended."""
     token = new_token()
     with opened(token) as here:
         door = here.bind("127.0.0.1:*", USERS, **LIMITS)

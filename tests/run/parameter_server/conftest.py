@@ -1,4 +1,4 @@
-"""A token for jobs on loopback, where the environment asks for encryption of all connections."""
+"""A token for jobs on loopback, if the environment requires encryption of all connections."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from dtrans.run.net.net_options import choose_encryption
 
 @pytest.fixture(autouse=True)
 def secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let these tests run with DTRANS_TRANSPORT_ENCRYPTION=required, which takes a token."""
+    """Set a token, so that these tests also run with DTRANS_TRANSPORT_ENCRYPTION=required."""
     if choose_encryption(None) == "required" and not token.job_token():
         monkeypatch.setenv("DTRANS_TOKEN", token.new_token())

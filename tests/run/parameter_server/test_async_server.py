@@ -1,6 +1,8 @@
-"""Asynchronous parameter servers: every gradient is an update of its own. With one trainer that is
-sequential training; with several that take turns it is what is written out here; and nothing is
-lost where they take none."""
+"""Asynchronous parameter servers: each gradient causes one update.
+
+With one trainer, this is sequential training. With several trainers that take turns, the tests
+compute the result by hand. Without turns, no gradient is lost.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from role_threads import (
 )
 
 import dtrans
-from dtrans.errors import ConfigError, PeerError
+from dtrans.errors import ConfigError, GradientError, PeerError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.update import ServerUpdate
@@ -61,7 +63,7 @@ def plan_for(
 def train(
     plan: PServerPlan, k: int, batches: Sequence[Any], turns: StepOrder | None, *args: Any
 ) -> tuple[Any, list[Any]]:
-    """One trainer on its own batches; its last parameters, and its losses."""
+    """Run one trainer on its batches. Return its last parameters and its losses."""
     with dtrans.Executor(deadline=HANG) as exe:
         params = exe.run(plan.trainer_startup_program(k), *args)
         losses = []
@@ -81,8 +83,11 @@ def run(
     batches: Sequence[Any],
     turns: StepOrder | None,
 ) -> tuple[Any, Any]:
-    """The states that servers end with, and what each trainer returned; trainer k has
-    `batches[k]`."""
+    """Run a job.
+
+    Return the final states of the servers, and the result of each trainer. Trainer k has
+    `batches[k]`.
+    """
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, params)
     for k in range(plan.trainers):
@@ -125,7 +130,8 @@ def test_one_trainer_is_sequential_training(
 
 
 def lagging() -> optax.GradientTransformation:
-    """Steps by the rate of the step before, which is state that nobody but the update reads."""
+    """Return an optimizer that uses the learning rate of the previous step, which is state of the
+    update."""
     return optax.GradientTransformation(
         lambda p: {"count": jnp.zeros((), jnp.int32), "lr": jnp.asarray(0.1, jnp.float64)},
         lambda g, s, p=None: (
@@ -143,7 +149,10 @@ def run_alone(
     batches: Sequence[Any],
     servers: int = 1,
 ) -> None:
-    """One trainer and its servers; they must end with what the step gives by itself."""
+    """Run one trainer and its servers.
+
+    The final state must equal that of the step on one device.
+    """
     main = dtrans.trace(step, params, jax.eval_shape(init, params)[1], *batches[0])
     plan = dtrans.pserver(main, dtrans.trace(init, params), pservers=free_endpoints(servers),
                           mode=dtrans.Async(),
@@ -201,8 +210,10 @@ def test_blocks_of_one_shape_are_compiled_once() -> None:
 def test_a_step_of_several_trainers_is_the_sum_of_what_each_would_do(
     role_threads: RoleThreads,
 ) -> None:
-    """Each trainer's gradient is of the parameters it last received, and is applied to what is
-    newest by then."""
+    """A trainer computes its gradient at the parameters that it received last.
+
+    The server applies this gradient to the newest parameters.
+    """
     order = [0, 1, 1, 2, 0, 0, 2, 1, 2, 0, 1, 2]
     tx = OPTIMIZERS["adam"]
     params = mlp_params(dtype=jnp.float64)
@@ -226,9 +237,66 @@ def test_a_step_of_several_trainers_is_the_sum_of_what_each_would_do(
     check_state(plan, states, newest, state)
 
 
+def clipped(grads: Any, most: float, by: str) -> Any:
+    """Return the gradients of a trainer, clipped by their global norm or each by its own norm."""
+    total = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    norm = lambda g: total if by == "global_norm" else jnp.linalg.norm(g.ravel())
+    return jax.tree.map(lambda g: g * jnp.minimum(1.0, most / norm(g)), grads)
+
+
+@pytest.mark.parametrize("by", ["global_norm", "norm"])
+@pytest.mark.parametrize("mode", [dtrans.Async, dtrans.HalfAsync])
+def test_a_trainer_clips_its_gradients_before_it_sends_them(
+    role_threads: RoleThreads, mode: Any, by: str
+) -> None:
+    """As in Paddle, trainers clip.
+
+    Servers have only blocks of a gradient, and do not know its norm.
+    """
+    order, most = [0, 1, 1, 0], 1.0
+    tx = OPTIMIZERS["momentum, joined schedules"]
+    params = mlp_params(dtype=jnp.float64)
+    batches = [
+        [mlp_batch(4, dtype=jnp.float64, seed=10 * k + s) for s in range(2)] for k in range(2)
+    ]
+    clip = mode(clip_local_norm=most, clip_local_by=by)
+    plan = plan_for(free_endpoints(2), tx, params, *batches[0][0], trainers=2, mode=clip)
+    states, _ = run(role_threads, plan, params, batches, StepOrder(order))
+    newest, state, own, done, sizes = params, tx.init(params), [params] * 2, [0] * 2, []
+    grad = jax.jit(jax.value_and_grad(mlp_loss))
+    for k in order:
+        _, g = grad(own[k], *batches[k][done[k]])
+        sizes += [float(jnp.linalg.norm(x.ravel())) for x in jax.tree.leaves(g)]
+        updates, state = tx.update(clipped(g, most, by), state, newest)
+        newest = optax.apply_updates(newest, updates)
+        own[k] = newest
+        done[k] += 1
+    assert min(sizes) < most < max(sizes), "some are to be clipped, others not"
+    check_state(plan, states, newest, state)
+
+
+def test_a_clip_on_trainers_needs_marked_gradients_and_no_tables() -> None:
+    params, batch = mlp_params(), mlp_batch(4)
+    mode = dtrans.Async(clip_local_norm=1.0)
+    with pytest.raises(ConfigError, match="^clip_local_norm is 1.0 and sparse is 'auto', but a tr"):
+        plan_for(["127.0.0.1:1"], optax.sgd(0.1), params, *batch, mode=mode, sparse="auto")
+    with pytest.raises(ConfigError, match="clip_local_norm must be a positive number, or None; it"):
+        dtrans.HalfAsync(clip_local_norm=0)
+
+    def step(params: Any, state: Any, *batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(mlp_loss)(params, *batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), state, loss
+
+    main = dtrans.trace(step, params, (), *batch)
+    with pytest.raises(GradientError, match="^clip_local_norm needs all gradients of step at once"):
+        dtrans.pserver(main, dtrans.trace(lambda p: (p, ()), params), mode=mode)
+
+
 def test_no_update_is_lost_where_nobody_waits(role_threads: RoleThreads) -> None:
-    """The gradient of a linear loss does not depend on the parameters, so that order does not
-    matter: every gradient counts once, whatever else comes meanwhile."""
+    """The gradient of a linear loss does not depend on the parameters.
+
+    So in any order, each gradient counts once.
+    """
     loss = lambda p, x: jnp.sum(jnp.mean(x, 0) * p["w"]) + jnp.mean(x) * p["b"]
     params = {"w": jnp.zeros(6), "b": jnp.zeros(())}
     rng = np.random.default_rng(0)
@@ -459,7 +527,7 @@ def small(trainers: int) -> tuple[PServerPlan, Any, Any]:
 def one_step_was_taken(
     role_threads: RoleThreads, plan: PServerPlan, params: Any, batch: Any
 ) -> None:
-    """Trainer 0 takes a step, and the server has made that one and no other."""
+    """Check the server's parameters after one step of trainer 0, and no other step."""
     role_threads.start("trainer 0", train, plan, 0, [batch], None, params)
     role_threads.end("trainer 0")
     gradient = jax.grad(lambda p: jnp.mean(batch[0] @ p["w"]))(params)["w"]

@@ -1,6 +1,8 @@
-"""Trainers whose gradients and parameters travel beside their steps. Where a step waits for that,
-it is sequential training; where it does not, the servers end with what their updates make of all
-gradients, each used once."""
+"""Trainers that send gradients and receive parameters in the background.
+
+If steps wait for the communicator, this is sequential training. Otherwise the servers end with the
+updates of all gradients, each used once.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,10 @@ def plan_for(servers: int, trainers: int, tx: Any, *, params: Any = None, loss: 
 def train(
     plan: PServerPlan, k: int, batches: Sequence[Any], *args: Any, **options: Any
 ) -> tuple[Any, list[Any]]:
-    """One trainer on its own batches; its last parameters, and those of each step."""
+    """Run one trainer on its batches.
+
+    Return its last parameters, and the parameters of each step.
+    """
     with dtrans.Executor(**{"deadline": HANG, **options}) as exe:
         params = exe.run(plan.trainer_startup_program(k), *args)
         went_in = []
@@ -82,8 +87,11 @@ def train(
 def run(
     role_threads: RoleThreads, plan: PServerPlan, params: Any, batches: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """The states that servers end with, and what each trainer returned; trainer k has
-    `batches[k]`."""
+    """Run a job.
+
+    Return the final states of the servers, and the result of each trainer. Trainer k has
+    `batches[k]`.
+    """
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, params)
     for k in range(plan.trainers):
@@ -113,8 +121,10 @@ ADAM = optax.adam(optax.cosine_decay_schedule(1e-2, 20))
 def test_one_trainer_that_waits_is_sequential_training(
     role_threads: RoleThreads, servers: int, delay: dtrans.DelayCompensation | None
 ) -> None:
-    """Leaves that are cut, have one row, or none; nothing is older than it should be, so nothing is
-    compensated."""
+    """Use leaves that are sliced, have one row or no dimension.
+
+    No parameters are older than necessary, so there is nothing to compensate.
+    """
     params = {**mlp_params(dtype=jnp.float64), "scale": jnp.ones(()), "row": jnp.ones((1, 3))}
 
     def loss(p: Any, x: Any, y: Any) -> Any:
@@ -132,8 +142,10 @@ def test_one_trainer_that_waits_is_sequential_training(
 
 @pytest.mark.parametrize("half_async", [True, False])
 def test_completely_not_async_is_synchronous(role_threads: RoleThreads, half_async: bool) -> None:
-    """Three trainers, on servers of which one has nothing; a clip by the norm of all gradients
-    needs all servers."""
+    """Run three trainers and several servers; one server has no blocks.
+
+    A clip by the global norm needs all servers.
+    """
     tx = optax.chain(optax.clip_by_global_norm(0.1), ADAM)
     params = {"w": jnp.ones((5, 3)) * 0.1}
     loss = lambda p, x, y: jnp.mean((x @ p["w"] - y) ** 2)
@@ -177,8 +189,10 @@ def test_completely_not_async_cuts_as_it_runs(role_threads: RoleThreads) -> None
 def test_every_gradient_is_used_once(
     role_threads: RoleThreads, trainers: int, independent: bool
 ) -> None:
-    """However they were merged: plain SGD is a sum of gradients, each at the parameters that its
-    step had."""
+    """Gradients may be merged in any way.
+
+    Plain SGD adds them up, each computed at the parameters of its step.
+    """
     tx, params = optax.sgd(0.05), mlp_params(dtype=jnp.float64)
     config = dtrans.CommunicatorConfig(max_merge_var_num=3, independent_recv_thread=independent)
     plan = plan_for(2, trainers, tx, mode=dtrans.Async(communicator=config))
@@ -192,13 +206,13 @@ def test_every_gradient_is_used_once(
 
 
 class Gate:
-    """Servers that do not answer a trainer that asks for parameters, but for the initial ones,
-    until it is opened."""
+    """Servers that answer a request for parameters only after the gate is opened, except for the
+    initial parameters."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
         self.asked = threading.Event()
-        self.sent: list[int] = []  # of how many steps each message of gradients was
+        self.sent: list[int] = []  # number of steps in each message of gradients
         answer, take = AsyncServer.recv, AsyncServer.send
 
         def recv(server: Any, k: int, message: Any) -> None:
@@ -217,9 +231,11 @@ class Gate:
     def stalled(
         self, role_threads: RoleThreads, plan: PServerPlan, params: Any, batches: Sequence[Any]
     ) -> Any:
-        """The state of the one server, after steps that were all made with the initial parameters
-        while it did not answer; the first by itself, since it was asked for an answer after
-        that."""
+        """Return the expected state of a single server.
+
+        All steps used the initial parameters, because the server did not answer. The first step was
+        sent alone, and requested the answer.
+        """
         (ep,) = plan.servers
         role_threads.start(ep, serve, plan, ep, params)
 
@@ -242,8 +258,11 @@ class Gate:
 def test_what_waits_is_merged(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, tx: Any, merge: str
 ) -> None:
-    """While an answer is on its way one more group is sent; what is put meanwhile goes together,
-    five steps at most. Counts are of steps, so that the schedule is where it should be."""
+    """While an answer is pending, one more group is sent.
+
+    Later gradients form one group of at most five steps. Counts are counts of steps, so the
+    schedule is right.
+    """
     gate = Gate(monkeypatch)
     params, batches = mlp_params(dtype=jnp.float64), batches_of(10)
     plan = plan_for(
@@ -260,7 +279,7 @@ def test_what_waits_is_merged(
     for count in groups:
         parts, grads = grads[:count], grads[count:]
         g = jax.tree.map(lambda *xs: sum(xs) / (len(xs) if merge == "mean" else 1), *parts)
-        if merge == "sum":  # the rate is that of the group's last step
+        if merge == "sum":  # the rate of the group's last step
             for _ in range(count - 1):
                 _, state = tx.update(g, state, want)
         updates, state = tx.update(g, state, want)
@@ -298,7 +317,7 @@ def test_a_full_queue_is_waited_for(
 
 
 def test_a_communicator_rests_for_a_program_of_another_kind(role_threads: RoleThreads) -> None:
-    """The startup program in the middle gives what all gradients until then have made."""
+    """A startup program between steps returns the result of all earlier gradients."""
     tx, params, batches = optax.sgd(0.05), mlp_params(dtype=jnp.float64), batches_of(6)
     plan = plan_for(2, 1, tx)
     for ep in plan.servers:
@@ -429,8 +448,10 @@ def test_the_mesh_has_none() -> None:
     ids=["async", "half", "not async"],
 )
 def test_leaves_are_sent_and_received_whole(mode: Any, barrier: bool) -> None:
-    """As Paddle's: nothing is split or concatenated, and only the startup program has a
-    `fetch_barrier`."""
+    """As in Paddle, leaves are neither split nor concatenated.
+
+    Only the startup program has a `fetch_barrier`.
+    """
     plan = plan_for(2, 2, ADAM, mode=mode)
     assert communication(plan.trainer) == ["send"] * 4 + ["send_barrier"] * barrier + ["recv"] * 4
     assert communication(plan.trainer_startup) == ["recv"] * 4 + ["fetch_barrier"] + ["concat"] * 4
@@ -446,8 +467,8 @@ def test_leaves_are_sent_and_received_whole(mode: Any, barrier: bool) -> None:
 
 
 def as_written(change: Any) -> Any:
-    """A step that makes new parameters by a function of (old, gradient), and not by an update that
-    is added."""
+    """Return a step whose new parameters are a function of (old, gradient), and not the sum of an
+    update."""
 
     def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
         value, grads = dtrans.value_and_grad(mlp_loss)(params, x, y)
@@ -519,7 +540,7 @@ def test_what_may_be_made_of_several_gradients(name: str) -> None:
 
 
 def test_a_parameter_that_changes_without_a_gradient_is_not_merged() -> None:
-    """It would change once for each group of steps."""
+    """With merged gradients, the parameter would change once for each group of steps."""
     params = {**mlp_params(dtype=jnp.float64), "n": jnp.zeros(())}
 
     def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
@@ -539,7 +560,7 @@ def test_a_parameter_that_changes_without_a_gradient_is_not_merged() -> None:
 def test_what_is_not_to_be_merged_goes_one_by_one(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Accumulation over three steps: every third gradient makes an update, whatever waits."""
+    """Accumulate over three steps: every third gradient causes an update, in any queue."""
     gate = Gate(monkeypatch)
     tx = optax.MultiSteps(optax.sgd(0.1), 3)
     params, batches = mlp_params(dtype=jnp.float64), batches_of(7)
@@ -556,8 +577,10 @@ def test_what_is_not_to_be_merged_goes_one_by_one(
 def test_of_averaged_state_the_newest_is_sent(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients of steps that wait are added up; running statistics are not, and change nothing of
-    that."""
+    """Gradients of queued steps are added.
+
+    Running statistics are not added, and change nothing about this.
+    """
     gate = Gate(monkeypatch)
     params = {"w": jnp.ones((5, 3)), "seen": jnp.zeros(3)}
     loss = lambda w, x, y: jnp.mean((x @ w - y) ** 2)
@@ -614,7 +637,8 @@ def test_gradients_without_dims_are_merged_in_any_number() -> None:
 def test_leaves_are_merged_with_themselves_whatever_their_order(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two shapes of a batch whose gradients are made in another order, in one executor."""
+    """In one executor, batches of two shapes have gradients that are computed in different
+    orders."""
     gate = Gate(monkeypatch)
 
     def loss(p: Any, x: Any) -> Any:
@@ -641,7 +665,7 @@ def test_leaves_are_merged_with_themselves_whatever_their_order(
 def test_only_what_is_computed_is_put_into_the_queue(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """JAX dispatches steps before they are computed: they would all be of the same parameters."""
+    """JAX dispatches steps asynchronously, so all steps would otherwise use the same parameters."""
     ready: list[bool] = []
     put = Communicator.put
 
@@ -668,7 +692,7 @@ def test_only_what_is_computed_is_put_into_the_queue(
 def test_a_step_gives_arrays_of_its_own(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A user may donate what one step returned, though nothing new has come before the next."""
+    """A user may donate the result of a step before newer parameters have arrived."""
     gate = Gate(monkeypatch)
     params, batches = mlp_params(dtype=jnp.float64), batches_of(4)
     plan = plan_for(1, 1, optax.sgd(0.1))
@@ -687,8 +711,10 @@ def test_a_step_gives_arrays_of_its_own(
 def test_the_leaves_of_a_step_are_of_one_answer(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However answers come between the `recv` of one leaf and that of another: each counts its own
-    updates."""
+    """Answers may arrive between the `recv` equations of two leaves.
+
+    Each leaf counts its own updates.
+    """
     params = {f"w{i}": jnp.zeros(()) for i in range(20)}
     tx = optax.sgd(1.0)
     loss = lambda p, x: -sum(p.values()) * jnp.mean(x)
@@ -699,8 +725,10 @@ def test_the_leaves_of_a_step_are_of_one_answer(
     newest = Communicator.newest
 
     def after_the_next(self: Communicator) -> Any:
-        """What is newest when everything put has come back: another version than a step's first
-        leaf could have."""
+        """Return the newest parameters, after all gradients are applied.
+
+        This version differs from the version of the step's first leaf.
+        """
         found = newest(self)
         self.barrier()
         return found
@@ -717,7 +745,7 @@ def test_the_leaves_of_a_step_are_of_one_answer(
 def test_whatever_ends_a_communicator_ends_the_connections(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also what is no error of ours: the server must hear of it."""
+    """The server learns of the end, although the exception is not one of dtrans's errors."""
     params = mlp_params(dtype=jnp.float64)
     plan = plan_for(1, 1, optax.sgd(0.1))
     (ep,) = plan.servers
@@ -743,6 +771,6 @@ def test_what_is_under_way_is_bounded_by_the_queue() -> None:
     with pytest.raises(ConfigError) as caught:
         dtrans.CommunicatorConfig(min_send_grad_num_before_recv=21)
     assert str(caught.value) == (
-        "min_send_grad_num_before_recv=21 must not exceed send_queue_size=20, because only the "
-        "answer to a request for parameters acknowledges gradients"
+        "min_send_grad_num_before_recv=21 must not exceed send_queue_size=20, because "
+        "gradients are acknowledged only by the answer to a request for parameters"
     )

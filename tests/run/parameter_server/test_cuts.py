@@ -25,7 +25,8 @@ from dtrans.run.distributed.restarts.restart_options import RestartOptions
 
 FINAL = 60
 
-# the last trainer kills a process: before a step of an epoch, given by the number of restarts
+# Before a step of some epoch, the last trainer kills a process. The number of restarts selects the
+# epoch.
 KILL = """
     import os, signal, time
     open(f"pid-{{role.name}}-{{os.getpid()}}", "w")
@@ -35,6 +36,15 @@ KILL = """
             while {spares} and not os.path.exists("spares"):
                 time.sleep(0.01)
             os.kill(int(open(f"pid {{victim}}").read()), signal.SIGKILL)
+"""
+KILL_VICTIM = '            os.kill(int(open(f"pid {victim}").read()), signal.SIGKILL)\n'
+# An asynchronous trainer could complete its last step before the lost process starts again. Then
+# all processes start again.
+KILL_AND_WAIT = f"""\
+            lost = open(f"pid {{victim}}").read()
+{KILL_VICTIM}\
+            while open(f"pid {{victim}}").read() in ("", lost):
+                time.sleep(0.01)
 """
 TELL = """import os
 if "DTRANS_SPARE" in os.environ:
@@ -57,7 +67,31 @@ def exchange_or_die(*args):
 
 job._executor.exchange = exchange_or_die
 """
-# a process fails before trainer 1 evicts rows after step 25, while trainer 0 may already wait for it
+# Trainer 1 leaves out its last gradients of step 30. It is lost when it receives the first parameters
+# of this step: the server has updated a part, and the step is incomplete.
+KILL_BETWEEN_PARTS = """
+import os, signal
+from dtrans.protocol.trainer.operation import PendingAnswer
+from dtrans.protocol.trainer.trainer_line import TrainerLine
+
+say, take = TrainerLine._say, PendingAnswer.take
+
+def say_all_but_the_last(self, op, frames=(), **fields):
+    is_last = op == "send" and fields["step"] == 29 and "then" in fields
+    if not (is_last and role.trainer_id == 1) or os.listdir("kills"):
+        say(self, op, frames, **fields)
+
+def take_or_die(self, message):
+    is_early = message.op == "blocks" and message["step"] == 30
+    if is_early and role.trainer_id == 1 and not os.listdir("kills"):
+        open("kills/0", "w")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return take(self, message)
+
+TrainerLine._say, PendingAnswer.take = say_all_but_the_last, take_or_die
+"""
+# A process fails before trainer 1 evicts rows after step 25. Trainer 0 may already wait for the
+# eviction.
 KILL_BEFORE_EVICTION = """
                 import os, signal
                 victim = "{victim}"
@@ -65,7 +99,7 @@ KILL_BEFORE_EVICTION = """
                     open("kills/0", "w")
                     os.kill(int(open(f"pid {{victim}}").read()), signal.SIGKILL)
 """
-# two tables: updates of `all` change all rows that were looked up, rows of `lazy` are evicted
+# two tables: updates of `all` change all rows that were looked up, and rows of `lazy` are evicted
 TABLES = """
 import jax, jax.numpy as jnp, optax
 import dtrans
@@ -111,6 +145,11 @@ with plan.on_cluster() as job:
         job.save("60")
 """
 
+# With these filters, rows wait at each loss. Rows of `lazy` are evicted, and must be admitted again.
+FILTERED = TABLES.replace('Rows("dense")', 'Rows("dense", admit_probability=0.1)').replace(
+    'Rows("lazy")', 'Rows("lazy", admit_count=3)'
+)
+
 # each trainer normalizes its part of the batch, and computes running statistics of it
 STATISTICS = """
 import jax, jax.numpy as jnp, optax
@@ -138,7 +177,7 @@ def init(key):
 main = dtrans.trace(step, *jax.eval_shape(init, key), x)
 startup = dtrans.trace(init, key)
 """
-# nothing changes `scale`, which the init draws
+# no step changes `scale`, which the init draws
 CONSTANTS = """
 import jax, jax.numpy as jnp, optax
 import dtrans
@@ -158,7 +197,7 @@ def init(key):
 main = dtrans.trace(dtrans.make_train_step(loss, tx), *jax.eval_shape(init, key), x)
 startup = dtrans.trace(init, key)
 """
-# the trainers write their last parameters, because servers do not have all of them
+# servers do not store all parameters, so the trainers write their last parameters
 TRAIN_LEAVES = """
 import jax
 import numpy as np
@@ -187,7 +226,10 @@ with plan.on_cluster() as job:
 
 
 def write_scripts(folder: Path, kills: list[tuple[int, int, str]], spares: int = 0) -> None:
-    """Write the pages' scripts; `batch` of the last trainer kills, when spares have started."""
+    """Write the scripts of the page.
+
+    The function `batch` of the last trainer kills a process when spares have started.
+    """
     for page in (ROOT / "README.md", DOCS / "cuts.md"):
         for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page.read_text(), re.S):
             write_script(folder, name, code, kills, spares)
@@ -196,7 +238,10 @@ def write_scripts(folder: Path, kills: list[tuple[int, int, str]], spares: int =
 def write_script(
     folder: Path, name: str, code: str, kills: list[tuple[int, int, str]], spares: int = 0
 ) -> None:
-    """Write a script; its `batch` of the last trainer kills processes, if it has one."""
+    """Write a script.
+
+    If it has a function `batch`, this function kills processes in the last trainer.
+    """
     (folder / "kills").mkdir(exist_ok=True)
     if "def batch(step):" in code:
         head, body = code.split("def batch(step):", 1)
@@ -210,7 +255,7 @@ def write_script(
 def test_a_state_that_is_not_from_init_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a loss it would be of another step than the servers' state."""
+    """After a failure, the value would be of another step than the servers' state."""
     monkeypatch.chdir(tmp_path)
     write_scripts(tmp_path, [])
     script = tmp_path / "survive.py"
@@ -230,9 +275,9 @@ def run_job(
     spares: int = 0,
     cuts: str = "10",
 ) -> None:
-    """Run the page's job, or that of another model and of a script that trains it.
+    """Run the job of the page, or a job with another model and script.
 
-    `on_hosts` takes the place of `launch`, and `cuts` that of the page's argument.
+    `on_hosts` replaces `launch`, and `cuts` replaces the argument of the page.
     """
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -253,13 +298,16 @@ def run(
     kills: list[tuple[int, int, str]],
     monkeypatch: Any,
     *,
-    tables: bool = False,
+    model: str = "",
     on_hosts: Callable[..., None] | None = None,
     spares: int = 0,
     cuts: str = "10",
 ) -> list[np.ndarray]:
-    """Run the page's job, or one with tables; return all arrays of its last checkpoint."""
-    scripts = (TABLES, TRAIN) if tables else ()
+    """Run the job of the page, or a job with the tables of a model.
+
+    Return all arrays of the job's last checkpoint.
+    """
+    scripts = (model, TRAIN) if model else ()
     run_job(folder, kills, monkeypatch, scripts, on_hosts, spares, cuts)
     return arrays_of(folder)
 
@@ -303,7 +351,7 @@ def test_only_the_lost_process_starts_again(
     undisturbed = run(tmp_path / "undisturbed", [], monkeypatch)
     for x, y in zip(killed, undisturbed, strict=True):
         assert x.tobytes() == y.tobytes()
-    # trainers that were not lost kept their process
+    # trainers that were not lost are still the same processes
     for name in ("trainer 0", "trainer 1"):
         processes = list((tmp_path / "killed").glob(f"pid-{name}-*"))
         assert len(processes) == 1 + [victim for _, _, victim in kills].count(name)
@@ -339,12 +387,12 @@ def test_all_roles_go_back_to_an_older_cut_if_the_newest_one_is_damaged(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A server finds the damage when it starts again, or when it goes back as a live process."""
+    """A server finds the damage when it starts again, or when its running process goes back."""
     undisturbed = run(tmp_path / "undisturbed", [], monkeypatch)
     model = Path("model.py").read_text()
     script = (DOCS / "cuts.md").read_text().split("# survive.py\n")[1].split("```")[0]
     capsys.readouterr()
-    # the second kill never happens, and allows a second restart
+    # the second kill never happens, but allows a second restart
     kills = [(0, 25, victim), (9, 0, "")]
     run_job(tmp_path / "killed", kills, monkeypatch, (model, DAMAGE + script))
     said = capsys.readouterr().err
@@ -361,7 +409,10 @@ def test_all_roles_go_back_to_an_older_cut_if_the_newest_one_is_damaged(
 def test_batches_of_a_feed_go_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The servers' loss repeats steps in the processes of trainers, and one of them starts again."""
+    """After the failure of a server, trainers repeat steps.
+
+    Then one of the trainers starts again.
+    """
     undisturbed = run(tmp_path / "undisturbed", [], monkeypatch)
     model, script = (Path(name).read_text() for name in ("model.py", "survive.py"))
     for old, new in (
@@ -388,7 +439,7 @@ def test_batches_of_a_feed_go_back(
 def test_the_loss_of_a_trainer_repeats_only_the_incomplete_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A batch is drawn one step early, so 24 steps are complete when batch 25 is drawn."""
+    """A batch is drawn one step early. So 24 steps are complete when batch 25 is drawn."""
     kills, cuts = [(0, 25, "trainer 1"), (1, 44, "trainer 0")], "dtrans.Cuts(100, at_loss=True)"
     killed = run(tmp_path / "killed", kills, monkeypatch, cuts=cuts)
     back = re.findall(
@@ -427,7 +478,7 @@ def test_the_loss_of_a_server_with_a_replica_repeats_only_the_incomplete_step(
 def test_a_step_whose_results_are_not_merged_is_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All servers have made step 30, and a trainer is lost before the results are merged."""
+    """All servers have completed step 30. A trainer is lost before the results are merged."""
     write_scripts(tmp_path, [])
     model, script = ((tmp_path / name).read_text() for name in ("model.py", "survive.py"))
     for old, new in (
@@ -445,10 +496,36 @@ def test_a_step_whose_results_are_not_merged_is_repeated(
         assert made == [*range(1, FINAL + 1)]
 
 
+def test_states_in_pieces_have_the_bits_of_a_job_without_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trainer is lost after the first part of step 30, and later a server.
+
+    Each server has 3.2 MB of the first matrix, which it stores and updates in two pieces.
+    """
+    write_scripts(tmp_path, [])
+    model, script = ((tmp_path / name).read_text() for name in ("model.py", "survive.py"))
+    assert model.count("256") == 3
+    model = model.replace("256", "2048")
+    start = "with plan.on_cluster() as job:"
+    assert script.count(start) == 1
+    killing = script.replace(start, KILL_BETWEEN_PARTS + start)
+    # the first entry stands for the trainer, and kills no process
+    kills = [(0, FINAL + 1, "trainer 1"), (1, 44, "pserver 0")]
+    cuts = "dtrans.Cuts(100, at_loss=True)"
+    run_job(tmp_path / "killed", kills, monkeypatch, (model, killing), cuts=cuts)
+    back = re.findall(r"all roles go back to step (\d+)", capsys.readouterr().err)
+    assert back == ["29", "29"]
+    run_job(tmp_path / "undisturbed", [], monkeypatch, (model, script), cuts=cuts)
+    killed, undisturbed = arrays_of(tmp_path / "killed"), arrays_of(tmp_path / "undisturbed")
+    for x, y in zip(killed, undisturbed, strict=True):
+        assert x.tobytes() == y.tobytes()
+
+
 def test_only_the_lost_process_starts_again_on_several_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They share the folder of the cuts."""
+    """The hosts share the folder of the cuts."""
     rsh = write_rsh(tmp_path, monkeypatch)
     find_without_checks(monkeypatch)
 
@@ -489,30 +566,34 @@ def test_a_spare_takes_the_place_of_the_lost_process(
 
 
 @pytest.mark.parametrize(
-    "kills",
+    ("model", "kills"),
     [
-        pytest.param([(0, 27, "pserver 1")], id="a server"),
+        pytest.param(TABLES, [(0, 27, "pserver 1")], id="a server"),
         pytest.param(
+            TABLES,
             [(0, 12, "trainer 0"), (1, 22, "pserver 0"), (2, 45, "trainer 1")],
             id="two trainers and a server, shortly after evictions",
             marks=pytest.mark.rotated,
         ),
+        pytest.param(FILTERED, [(0, 27, "pserver 1")], id="a server with row filters"),
     ],
 )
 def test_tables_have_the_bits_of_a_job_without_losses(
+    model: str,
     kills: list[tuple[int, int, str]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Rows that an update moves, evicted rows, and lookups between two steps."""
-    killed = run(tmp_path / "killed", kills, monkeypatch, tables=True)
+    """Test rows that an update changes without a gradient, evicted rows, and lookups between two
+    steps."""
+    killed = run(tmp_path / "killed", kills, monkeypatch, model=model)
     output = capsys.readouterr()
     assert output.err.count("it starts again, and all roles go back to step") == len(kills)
     assert "all roles start again" not in output.err
     again = sums_of(output.out)
 
-    undisturbed = run(tmp_path / "undisturbed", [], monkeypatch, tables=True)
+    undisturbed = run(tmp_path / "undisturbed", [], monkeypatch, model=model)
     for x, y in zip(killed, undisturbed, strict=True):
         assert x.tobytes() == y.tobytes()
     first = sums_of(capsys.readouterr().out)
@@ -522,20 +603,34 @@ def test_tables_have_the_bits_of_a_job_without_losses(
 
 
 @pytest.mark.parametrize(
-    ("victim", "cuts"),
+    ("model", "victim", "cuts"),
     [
-        ("trainer 1", "dtrans.Cuts(100, at_loss=True)"),
-        ("pserver 1", "dtrans.Cuts(100, replicas=1)"),
+        pytest.param(TABLES, "trainer 1", "dtrans.Cuts(100, at_loss=True)", id="a trainer"),
+        pytest.param(TABLES, "pserver 1", "dtrans.Cuts(100, replicas=1)", id="a server"),
+        pytest.param(
+            FILTERED,
+            "trainer 1",
+            "dtrans.Cuts(100, at_loss=True)",
+            id="a trainer, with row filters",
+            marks=pytest.mark.rotated,
+        ),
+        pytest.param(
+            FILTERED,
+            "pserver 1",
+            "dtrans.Cuts(100, replicas=1)",
+            id="a server, with row filters",
+        ),
     ],
 )
 def test_a_loss_repeats_only_the_incomplete_step_of_a_job_with_tables(
+    model: str,
     victim: str,
     cuts: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The first loss is in a step, and the second one between a step and the eviction after it.
+    """The first failure is in a step, and the second between a step and the following eviction.
 
     Calls between two steps belong to the step before, so the job repeats this step.
     """
@@ -544,14 +639,14 @@ def test_a_loss_repeats_only_the_incomplete_step_of_a_job_with_tables(
     assert TRAIN.count(evict) == 1
     killing = TRAIN.replace(evict, kill + evict)
     kills = [(1, 44, victim.replace("1", "0"))]
-    run_job(tmp_path / "killed", kills * 2, monkeypatch, (TABLES, killing), cuts=cuts)
+    run_job(tmp_path / "killed", kills * 2, monkeypatch, (model, killing), cuts=cuts)
     killed = arrays_of(tmp_path / "killed")
     output = capsys.readouterr()
     assert "all roles start again" not in output.err
     back = re.findall(r"all roles go back to step (\d+)", output.err)
     assert back[0] == "24" and back[1] in ("42", "43", "44") and len(back) == 2
 
-    run_job(tmp_path / "undisturbed", [], monkeypatch, (TABLES, TRAIN), cuts=cuts)
+    run_job(tmp_path / "undisturbed", [], monkeypatch, (model, TRAIN), cuts=cuts)
     for x, y in zip(killed, arrays_of(tmp_path / "undisturbed"), strict=True):
         assert x.tobytes() == y.tobytes()
     first, again = sums_of(capsys.readouterr().out), sums_of(output.out)
@@ -589,7 +684,7 @@ def test_leaves_of_trainers_have_the_bits_of_a_job_without_losses(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """On a trainer that starts again, and on one that lives and goes back."""
+    """Test a trainer that starts again, and a running trainer that goes back."""
     run_job(tmp_path / "killed", kills, monkeypatch, (model, TRAIN_LEAVES))
     output = capsys.readouterr()
     assert output.err.count("it starts again, and all roles go back to step") == len(kills)
@@ -623,16 +718,21 @@ def sums_of(output: str, name: str = "trainer 0") -> dict[str, list[str]]:
 def run_alone(
     folder: Path, kills: list[tuple[int, int, str]], monkeypatch: Any, *, mode: str, trainers: int
 ) -> tuple[Any, Any]:
-    """Run the page's job with asynchronous servers; return the state of its last checkpoint."""
+    """Run the job of the page with asynchronous servers.
+
+    Return the state of its last checkpoint.
+    """
     folder.mkdir()
     monkeypatch.chdir(folder)
     write_scripts(folder, kills)
     script = folder / "survive.py"
     plan = "trainers=role.trainers)"
-    assert plan in script.read_text()
-    text = script.read_text().replace(plan, f"trainers=role.trainers, mode={mode})")
+    text = script.read_text()
+    assert text.count(plan) == text.count(KILL_VICTIM) == 1
+    text = text.replace(plan, f"trainers=role.trainers, mode={mode})")
+    text = text.replace(KILL_VICTIM, KILL_AND_WAIT)
     if "communicator" in mode:
-        # the loop can repeat a save that a loss interrupts before all gradients are sent
+        # the loop can repeat a save that a failure interrupts before all gradients are sent
         after = f'        job.save("{FINAL}")'
         assert after in text
         text = text.replace(after, f"            if job.step_count == {FINAL}:\n        {after}")
@@ -650,7 +750,7 @@ def run_alone(
 def test_an_asynchronous_trainer_continues_at_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With one trainer, the servers' updates are those of one device, in order."""
+    """With one trainer, the servers' updates are the updates of one device, in order."""
     terms = {"mode": "dtrans.Async()", "trainers": 1}
     kills = [(0, 25, "trainer 0")]
     killed = run_alone(tmp_path / "killed", kills, monkeypatch, **terms)
@@ -658,6 +758,41 @@ def test_an_asynchronous_trainer_continues_at_its_step(
     assert said in capsys.readouterr().err
     undisturbed = run_alone(tmp_path / "undisturbed", [], monkeypatch, **terms)
     jax.tree.map(np.testing.assert_array_equal, killed, undisturbed)
+
+
+# trainer 0 kills a server between its loop and `job.save`
+KILL_AFTER_LOOP = """
+        import os, signal
+        if not os.listdir("kills"):
+            open("kills/0", "w")
+            os.kill(int(open("pid pserver 0").read()), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "Async(communicator=dtrans.CommunicatorConfig())",
+        pytest.param("HalfAsync()", marks=pytest.mark.rotated),
+    ],
+)
+def test_a_checkpoint_after_the_loop_survives_the_loss_of_a_server(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the end of the loop, all gradients are sent, so the trainer need not go back."""
+    monkeypatch.chdir(tmp_path)
+    write_scripts(tmp_path, [])
+    script, text = tmp_path / "survive.py", (tmp_path / "survive.py").read_text()
+    plan, save = "trainers=role.trainers)", f'        job.save("{FINAL}")'
+    assert text.count(plan) == text.count(save) == 1
+    text = text.replace(plan, f"trainers=role.trainers, mode=dtrans.{mode})")
+    script.write_text(text.replace(save, KILL_AFTER_LOOP + save))
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "JAX_PLATFORMS": "cpu"}
+    launch([sys.executable, "survive.py"], trainers=1, pservers=2, env=env, restarts=1)
+    err = capsys.readouterr().err
+    assert "pserver 0 failed with signal SIGKILL; it starts again, and the other roles" in err
+    assert "all roles start again" not in err
+    assert (tmp_path / "ckpt" / str(FINAL)).is_dir()
 
 
 @pytest.mark.rotated
@@ -674,7 +809,7 @@ def test_an_asynchronous_server_goes_back_alone(
     assert lines.count("it starts again, and the other roles continue") == 2
     assert "all roles start again" not in lines
     assert re.search(r"\[pserver 0\] .* continues from its cut after \d+ steps", lines)
-    # The first trainer that ends requests the checkpoint, while the other one may still train. Server
-    # 0 has lost less than two intervals of cuts, of which a message can have 20 merged steps.
+    # The first trainer that ends requests the checkpoint, and the other trainer may still train.
+    # Server 0 has lost less than two intervals of cuts. One message can contain 20 merged steps.
     merged = 20 if "communicator" in mode else 1
     assert max(1, FINAL - 2 * (10 + merged) - 2 * 2 * merged) <= adam.count <= 2 * FINAL

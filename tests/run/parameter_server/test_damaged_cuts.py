@@ -1,4 +1,4 @@
-"""Damage to the files of cuts: each damage is found, and the job goes back to an older cut."""
+"""Damaged files of cuts: each damage is detected, and the job goes back to an older cut."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def plan() -> PServerPlan:
 
 @pytest.fixture
 def servers(tmp_path: Path, plan: PServerPlan) -> Servers:
-    """Two servers that have written the cuts of steps 0 and 10."""
+    """Return two servers that have written the cuts of steps 0 and 10."""
     servers = Servers(tmp_path / "cuts", plan, first_states(plan), 1)
     for step in (0, 10):
         for endpoint in ENDPOINTS:
@@ -76,7 +76,7 @@ def copy_other_step(cut: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "changed byte": (
         lambda cut: flip(cut / ARRAY, -1),
-        r"1\.npy with the array .*/b1: the file has another checksum",
+        r"1\.npy with the array .*/b1 cannot be read: the file is damaged: its checksum",
     ),
     "changed header": (lambda cut: flip(cut / ARRAY, 20), r"1\.npy.*checksum"),
     "changed length of header": (lambda cut: flip(cut / ARRAY, 9), r"1\.npy.*checksum"),
@@ -100,7 +100,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 def test_a_server_goes_back_to_an_older_cut(
     servers: Servers, plan: PServerPlan, tmp_path: Path, damage: str
 ) -> None:
-    """The server ends with an error that the launcher knows, and the launcher chooses this cut."""
+    """The server ends with an error that the launcher recognizes, and the launcher chooses this
+    cut."""
     apply, text = DAMAGES[damage]
     cut = tmp_path / "cuts" / "10"
     cuts = servers.cuts[ENDPOINTS[0]]
@@ -123,7 +124,8 @@ def test_a_server_goes_back_to_an_older_cut(
 def test_a_damaged_cut_before_the_evictions_of_its_step_is_withdrawn(
     servers: Servers, tmp_path: Path
 ) -> None:
-    """The other server knows of these evictions, so the cut counts until it is read."""
+    """The other server knows the evictions of the step, so the cut counts as complete until a role
+    reads the damaged file."""
     servers.write(ENDPOINTS[0], 20, 5, is_early=True)
     servers.write(ENDPOINTS[1], 20, 5)
     folder, cuts = LauncherFolder(tmp_path / "cuts"), servers.cuts[ENDPOINTS[0]]
@@ -138,7 +140,7 @@ def test_a_damaged_cut_before_the_evictions_of_its_step_is_withdrawn(
 def test_a_disk_that_refuses_to_read_is_no_damage(
     servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cut may be good, so the job ends and keeps it."""
+    """The cut may be undamaged, so the job ends without a removal of the cut."""
 
     def refuse(*_: Any) -> Any:
         raise PermissionError(13, "Permission denied")
@@ -153,7 +155,7 @@ def test_a_disk_that_refuses_to_read_is_no_damage(
 
 
 def test_a_cut_of_another_step_function_ends_the_job(tmp_path: Path, servers: Servers) -> None:
-    """The script has changed, and the cut is good."""
+    """The script has changed, and the cut is undamaged."""
     folder = LauncherFolder(tmp_path / "cuts")
     folder.grant(Epoch(1, 10), folder.run, 1, ENDPOINTS)
     other = planned(optax.sgd(0.1))
@@ -222,7 +224,7 @@ def test_a_cut_that_cannot_be_reported_is_logged_and_the_job_goes_on(
 
 
 def test_pieces_without_checksums_are_read(servers: Servers, tmp_path: Path) -> None:
-    """An older version has written them."""
+    """An older version of dtrans has written pieces without checksums."""
     for path in tmp_path.glob("cuts/10/*/overview/metadata"):
         about = json.loads(path.read_text())
         del about["checksums"], about["checksum"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ import optax
 import pytest
 from helpers import init_of, mlp_batch, mlp_loss, mlp_params
 from paths import DOCS, ROOT
+from stand_in_hosts import HOSTS, find_without_checks, write_rsh
 
 import dtrans
 from dtrans.errors import ConfigError, LaunchError
+from dtrans.hosts.on_hosts import launch_on_hosts
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.epochs import Epoch
 from dtrans.run.distributed.launcher import launch
@@ -116,10 +119,16 @@ with plan.on_cluster() as job:
 
 
 def launch_dropping(
-    folder: Path, script: str, *, trainers: int, on_trainer_loss: str = "drop", **options: Any
+    folder: Path,
+    script: str,
+    *,
+    trainers: int,
+    on_trainer_loss: str = "drop",
+    start: Callable[..., None] | None = None,
+    **options: Any,
 ) -> None:
     """Launch a script of a folder as a job of two servers that drops lost trainers."""
-    launch(
+    (start or launch)(
         [sys.executable, script],
         trainers=trainers,
         pservers=2,
@@ -191,7 +200,7 @@ def test_the_job_ends_with_the_bits_of_its_replay(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # the job makes steps 11 to 14 again, and writes the checkpoint of step 12 again
+    # the job repeats steps 11 to 14, and writes the checkpoint of step 12 again
     found = run_job(tmp_path, monkeypatch, [(0, 14, victim)], model=model)
     assert f"{victim} failed with signal SIGKILL; the job continues with trainers" in (
         capsys.readouterr().err
@@ -223,7 +232,7 @@ def test_a_lost_trainer_starts_again_without_a_quorum(
 
 
 def test_the_error_names_the_quorum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(LaunchError, match="2 trainers would be left, but quorum=3, and no restart"):
+    with pytest.raises(LaunchError, match="2 trainers would be left, but quorum=3, and restarts=0"):
         run_job(tmp_path, monkeypatch, [(0, 12, "trainer 2")], quorum=3)
 
 
@@ -238,7 +247,7 @@ def test_a_lost_trainer_joins_the_job_again(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # the job makes steps without the trainer, and writes the checkpoint of step 12 then
+    # without the trainer, the job completes steps, and then writes the checkpoint of step 12
     options = {"most": 1, "on_trainer_loss": "replace"}
     kills, waits = [(0, 14, victim)], [(28, 2)]
     found = run_job(tmp_path, monkeypatch, kills, model=model, waits=waits, **options)
@@ -249,6 +258,23 @@ def test_a_lost_trainer_joins_the_job_again(
     assert dropped.cut in (5, 10) and len(dropped.members) == 2 and dropped.lost == victim
     assert joined.cut is not None and joined.cut > dropped.cut and joined.members == (0, 1, 2)
     assert (joined.lost, joined.reason) == ("", f"{victim} joined")
+    assert_replayed(found)
+
+
+def test_a_lost_trainer_joins_the_job_again_on_several_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rsh = write_rsh(tmp_path, monkeypatch)
+    find_without_checks(monkeypatch)
+    start = functools.partial(launch_on_hosts, hosts=HOSTS, rsh=rsh)
+    options = {"most": 1, "on_trainer_loss": "replace", "start": start}
+    found = run_job(tmp_path, monkeypatch, [(0, 14, "trainer 2")], waits=[(28, 2)], **options)
+    said = capsys.readouterr().err
+    assert re.search(r"trainer 2 on \w+ failed with signal SIGKILL; the job continues with", said)
+    assert "trainer 2 joined the job, and all roles go back to step" in said
+    assert "all roles start again" not in said
+    members = [x.members for x in read_log("cuts/epochs.jsonl")]
+    assert members == [(0, 1, 2), (0, 1), (0, 1, 2)]
     assert_replayed(found)
 
 
@@ -270,7 +296,7 @@ def test_a_join_repeats_no_step_with_cuts_at_losses(
 def test_a_trainer_that_joined_is_lost_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server is lost before. A spare is the trainer that joins first."""
+    """A server is lost first. A spare becomes the trainer that joins first."""
     kills = [(0, 8, "trainer 2"), (1, 13, "pserver 1"), (2, 26, "trainer 2")]
     waits, options = [(20, 3), (33, 5)], {"most": 3, "spares": 1, "on_trainer_loss": "replace"}
     found = run_job(tmp_path, monkeypatch, kills, waits=waits, **options)
@@ -282,7 +308,7 @@ def test_a_trainer_that_joined_is_lost_again(
 
 @pytest.mark.rotated
 def test_the_page_replays_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last trainer kills itself."""
+    """The last trainer of the page's script kills itself."""
     monkeypatch.chdir(tmp_path)
     for page in (ROOT / "README.md", DOCS / "cuts.md", DOCS / "cuts_members.md"):
         for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page.read_text(), re.S):
@@ -316,7 +342,7 @@ def plan_for(trainers: int = 3, **options: Any) -> PServerPlan:
 
 
 def test_a_replay_uses_the_rows_of_the_members_of_each_step(tmp_path: Path) -> None:
-    """A single device gets the same rows."""
+    """A single device gets the rows of these members."""
     log = EpochLog(tmp_path)
     log.add(EpochRecord(0, None, (0, 1, 2)))
     log.add(EpochRecord(1, 2, (0, 2), "trainer 1"))
@@ -415,7 +441,7 @@ def plan_with_batch_norm() -> PServerPlan:
 def test_plans_that_need_all_trainers_are_refused() -> None:
     check_drops(plan_for(), "replace")
     for plan, message in [
-        (plan_for(mode=dtrans.Async()), "asynchronous servers with cuts start a lost trainer aga"),
+        (plan_for(mode=dtrans.Async()), "in asynchronous jobs with cuts, the launcher starts a lo"),
         (plan_for(on_trainer_exit="error"), "with on_trainer_exit='error' an update needs the gr"),
         (plan_with_batch_norm(), r"the step needs values of the full batch \(.*pass batch='local"),
     ]:

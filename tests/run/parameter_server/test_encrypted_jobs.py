@@ -1,5 +1,5 @@
-"""Jobs of parameter servers whose connections are encrypted: the numbers of one device, and who is
-told why not."""
+"""Jobs of parameter servers with encrypted connections: the results of one device, and the errors
+of refused peers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_an_encrypted_job_equals_one_device(
     tmp_path: Path,
     protected: Callable[[pytest.MonkeyPatch, Path], None],
 ) -> None:
-    """Its servers exchange partial sums, and are asked for their status."""
+    """The servers of the job exchange partial sums, and answer requests for their status."""
     protected(monkeypatch, tmp_path)
     pservers, params, batches = free_endpoints(2), params_of(), [batch_of(i, 2) for i in range(2)]
     plan = plan_for(pservers, 2)
@@ -79,9 +79,9 @@ def answers(endpoint: str) -> bool:
 def test_a_gradient_cannot_be_read_on_the_way(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a password it can: its name is seen."""
+    """With a password, an observer can read the name of the leaf."""
     monkeypatch.setenv("DTRANS_TOKEN", new_token())
-    reaches = lambda self, local: False  # no Unix socket
+    reaches = lambda self, local: False  # TCP instead of a Unix socket
     monkeypatch.setattr(zmq_transport.ZmqTransport, "reaches", reaches)
     for encryption, readable in (("required", False), ("disabled", True)):
         (ep,), params = free_endpoints(1), params_of()

@@ -1,6 +1,8 @@
-"""Trainers and parameter servers as processes: the numbers of one device, and an answer to
-everything that goes wrong. Roles are threads with an executor each, which shares nothing; a few
-tests start real processes."""
+"""Trainers and parameter servers over endpoints: the results of one device, and an error for each
+failure.
+
+Roles are threads with separate executors, which share nothing. A few tests start real processes.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,7 @@ def plan_for(
 
 
 def whole(plan: PServerPlan, states: list[dict[str, Any]], name: str) -> Any:
-    """A value put together from the blocks in the servers' final states."""
+    """Return a value, assembled from the blocks in the final states of the servers."""
     held = {n: x for state in states for n, x in state.items()}
     if name in held:
         return held[name]
@@ -120,8 +122,8 @@ def job_equals_one_device(
     steps: int = 3,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """Run a job; parameters, losses and the servers' final states must be those of one device. The
-    states."""
+    """Run a job, compare parameters, losses and the servers' final states with one device, and
+    return the states."""
     pservers = free_endpoints(servers)
     params = options.pop("params", None) or mlp_params(dtype=dtype)
     loss = options.pop("loss", mlp_loss)
@@ -143,7 +145,7 @@ def job_equals_one_device(
     for i, value in enumerate(want_losses):
         assert distance(jnp.mean(jnp.stack([mine[i] for mine in losses])), value) <= rtol
     states = [ended[ep] for ep in pservers]
-    # the states that `exe.run(pserver, ...)` returned, under their own paths
+    # the states that `exe.run(pserver, ...)` returned, by their paths
     spec = dtrans.trace(init_of(tx), params)(params)
     for root, tree in (("params", want), ("opt_state", want_state)):
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -187,7 +189,7 @@ def test_a_job_equals_one_device_in_float32(
 
 def test_a_server_without_blocks_serves_and_ends_cleanly(role_threads: RoleThreads) -> None:
     with jax.enable_x64(True):
-        # two leaves that cannot be cut
+        # two leaves that cannot be sliced
         params = {
             "s": jnp.float64(2.0),
             "w": jnp.arange(1.0, 4.0)[None],
@@ -207,7 +209,8 @@ def test_a_server_without_blocks_serves_and_ends_cleanly(role_threads: RoleThrea
 
 
 def test_odd_leaves_equal_one_device(role_threads: RoleThreads) -> None:
-    """0-d, one row, unused (its gradient is a constant), empty, bfloat16, larger than a message."""
+    """Test leaves that are 0-d, unused (with a constant gradient), empty, bfloat16 or larger than a
+    message, or have one row."""
     with jax.enable_x64(True):
         params = {
             "big": jnp.linspace(-1, 1, 5 * 140_000).reshape(5, 140_000),  # 5.6 MB
@@ -251,7 +254,7 @@ def test_another_batch_size_in_a_later_step_is_traced_again(role_threads: RoleTh
 
 
 def test_parameters_of_earlier_steps_keep_their_values(role_threads: RoleThreads) -> None:
-    """They lie in memory that is received into again, once nobody holds them."""
+    """The memory of these parameters is reused for received data only when no array uses it."""
     (ep,) = pservers = free_endpoints(1)
     params, batch, tx = mlp_params((5, 64, 3)), mlp_batch(8), optax.adam(1e-2)
     plan = plan_for(pservers, trainers=1, params=params)
@@ -276,7 +279,7 @@ def test_parameters_of_earlier_steps_keep_their_values(role_threads: RoleThreads
 
 
 def peer_addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The addresses that trainers connect to, as they do."""
+    """Return the list of the addresses to which trainers connect."""
     seen: list[str] = []
     real = ServerLink._open
 
@@ -289,7 +292,7 @@ def peer_addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def one_trainer_job(role_threads: RoleThreads, tx: Any = None) -> str:
-    """A job of one trainer and one server that ends well. The endpoint."""
+    """Run a job of one trainer and one server to its end. Return the endpoint."""
     (ep,) = pservers = free_endpoints(1)
     params, batches = mlp_params(), [mlp_batch(4)]
     tx = tx or optax.sgd(0.1)
@@ -320,7 +323,7 @@ def test_where_no_unix_socket_fits_everything_goes_by_tcp(
     seen = peer_addresses(monkeypatch)
     ep = one_trainer_job(role_threads)
     assert seen == [ep]
-    deep.rmdir()  # the server has left it empty
+    deep.rmdir()  # the server has removed its files
 
 
 def test_an_executor_that_is_closed_says_so(role_threads: RoleThreads) -> None:
@@ -330,7 +333,7 @@ def test_an_executor_that_is_closed_says_so(role_threads: RoleThreads) -> None:
     role_threads.start("server", serve, plan, ep, params)
     with dtrans.Executor(deadline=HANG) as exe:
         exe.run(plan.trainer_startup, params)
-    exe.close()  # twice is once
+    exe.close()  # a second call changes nothing
     with pytest.raises(StateError, match="^this executor is closed; make a new one$"):
         exe.run(plan.trainer_startup, params)
     role_threads.all()
@@ -414,14 +417,14 @@ with dtrans.Executor(deadline=60) as exe:
             mine = slice(index * n, index * n + n)
             params, loss = exe.run(t.get_trainer_program(), params, x[mine], y[mine])
         if steps < 0:
-            sys.stdin.read()  # alive, and with nothing to say
+            sys.stdin.read()  # alive, and silent
         result = params
 np.savez(out, **result)
 """
 
 
 class Role:
-    """One role as a process; killed at the end if it is still there."""
+    """Role in a process, which is killed at the end of the test if it still runs."""
 
     def __init__(
         self,
@@ -562,7 +565,7 @@ def test_a_killed_trainer_is_named_by_the_server_before_its_deadline(
 def test_a_trainer_that_holds_the_lock_of_python_is_not_taken_for_dead(
     role_threads: RoleThreads,
 ) -> None:
-    """Nothing of Python runs in this process meanwhile, in no thread of it."""
+    """Meanwhile, no thread of this process runs Python code."""
     (ep,) = pservers = free_endpoints(1)
     plan, params = plan_for(pservers, trainers=1), mlp_params()
     role_threads.start("server", serve, plan, ep, params, patience=1.0)
@@ -657,8 +660,8 @@ def test_a_trainer_that_makes_fewer_steps_than_another_is_named_beside_it(
     role_threads.start("trainer 0", train, plan, 0, [batch], params)
     role_threads.start("trainer 1", train, plan, 1, [batch] * 3, params)
     reason = (
-        "trainer 0 closed after step 1 while trainer 1 sends step 2: "
-        "with on_trainer_exit='error' all trainers make the same number of steps"
+        "trainer 0 closed after step 1 while trainer 1 sends step 2; make the same number of steps "
+        "in all trainers, or pass dtrans.pserver(on_trainer_exit='drop')"
     )
     assert str(role_threads.end("server")) == reason
     assert (
@@ -671,7 +674,7 @@ def test_a_trainer_that_makes_fewer_steps_than_another_is_named_beside_it(
 def test_a_pserver_that_is_not_there_is_named_after_the_deadline(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, leave: str
 ) -> None:
-    """Closing does not wait until messages to it are sent."""
+    """The close does not wait until messages to the peer are sent."""
     for module in (server_connections, server_link):
         monkeypatch.setattr(module, "LINGER", NEVER)
     (ep,) = pservers = free_endpoints(1)
@@ -691,7 +694,7 @@ def test_a_pserver_that_is_not_there_is_named_after_the_deadline(
 
     role_threads.start("trainer", trainer)
     error = role_threads.end("trainer")
-    # a busy machine may wake the trainer late
+    # a busy machine may schedule the trainer late
     message = re.sub(r"waited \d+\.\d s", "waited N s", str(error))
     assert message == (
         f"trainer 1 waited N s for pserver {ep}: an answer to `hello` (is it running, and is "
@@ -703,7 +706,7 @@ def test_a_pserver_that_is_not_there_is_named_after_the_deadline(
 def test_an_error_that_was_dropped_leaves_nothing_that_closing_waits_for(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sockets of a connection that failed are not left to the garbage collector."""
+    """The sockets of a failed connection are closed at once, and not by the garbage collector."""
     for module in (server_connections, server_link):
         monkeypatch.setattr(module, "LINGER", NEVER)
     plan = plan_for(free_endpoints(1), trainers=1)
@@ -779,7 +782,7 @@ def test_a_trainer_that_is_late_at_the_barrier_is_named_beside_those_who_wait(
             ended.set()
 
     role_threads.start("server", server)
-    # it computes for longer than anybody waits
+    # the trainer computes for longer than any deadline
     slow = lambda i: ended.wait(HANG)
     role_threads.start("trainer 0", train, plan, 0, [mlp_batch(8)], params, deadline=1.5)
     role_threads.start(
@@ -791,7 +794,7 @@ def test_a_trainer_that_is_late_at_the_barrier_is_named_beside_those_who_wait(
     late = "gradients of step 1 from trainer 1 (computing)"
     assert str(error) == f"pserver {ep} and trainer 0 waited {waited} s for {late}"
     assert 1.5 <= float(waited) < 10
-    # trainer 0 was told that there is somebody to wait for, so it waited as long as the server did
+    # trainer 0 knew for which role the server waits, so it waited as long as the server
     for k in (0, 1):
         assert (
             str(role_threads.end(f"trainer {k}"))
@@ -802,13 +805,14 @@ def test_a_trainer_that_is_late_at_the_barrier_is_named_beside_those_who_wait(
 def test_a_trainer_that_is_a_little_late_at_every_step_is_not_too_late(
     role_threads: RoleThreads,
 ) -> None:
-    """The deadline is of one wait, also where somebody waits whenever the server looks."""
+    """The deadline limits each single wait, also if a role waits each time when the server
+    checks."""
     (ep,) = pservers = free_endpoints(1)
     params, steps = mlp_params(), [mlp_batch(8)] * 8
     plan = plan_for(pservers)
     role_threads.start("server", serve, plan, ep, params, deadline=2.0)
     role_threads.start("trainer 0", train, plan, 0, steps, params)
-    # what computing takes
+    # the time of the computation
     role_threads.start("trainer 1", train, plan, 1, steps, params, before=lambda i: time.sleep(0.5))
     role_threads.all()
 
@@ -838,10 +842,10 @@ def test_a_failed_server_tells_its_trainers_why(
 
 
 def disagreement(role_threads: RoleThreads, mine: dict[str, Any]) -> str:
-    """A trainer with a plan of its own meets a server, which goes on to serve the right one. What
-    the trainer is told.
+    """Let a trainer with another plan meet a server. Return the error of the trainer.
 
-    The numbers are those of the right one: the other has not touched them.
+    The server then serves a trainer with the right plan. The results are those of the right plan
+    alone.
     """
     (ep,) = pservers = free_endpoints(1)
     plan, params, batches = plan_for(pservers, trainers=1), mlp_params(), [mlp_batch(8)]
@@ -886,7 +890,7 @@ def test_equal_shapes_do_not_let_another_step_train_in_silence(
 
 
 def test_servers_of_other_plans_refuse_each_other(role_threads: RoleThreads) -> None:
-    """They exchange the same reductions, and would end with other numbers."""
+    """The servers exchange the same reductions, but would end with other numbers."""
     pservers, params = free_endpoints(2), mlp_params()
     steps = [optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(rate)) for rate in (0.1, 0.2)]
     for ep, tx in zip(pservers, steps, strict=True):
@@ -921,7 +925,7 @@ def test_who_never_came_since_it_was_refused_is_named_with_the_reason(
 def test_who_has_not_the_token_is_told_so_at_once_and_takes_nobodys_place(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, its: str, strangers: str
 ) -> None:
-    # on loopback a token may be short, or none
+    # on loopback, a token may be short, or missing
     monkeypatch.setenv("DTRANS_TRANSPORT_ENCRYPTION", "auto")
     (ep,) = pservers = free_endpoints(1)
     params, plan = mlp_params(), plan_for(pservers, trainers=1)
@@ -945,7 +949,7 @@ def test_who_has_not_the_token_is_told_so_at_once_and_takes_nobodys_place(
         f"pserver {ep} does not admit trainer 0: the two processes have different values of "
         "DTRANS_TOKEN"
     )
-    with Peer(ep) as peer:  # nothing that it says is heard
+    with Peer(ep) as peer:  # none of its messages is read
         peer.hello()
         peer.tell("abort", reason="I say so")
         monkeypatch.setenv("DTRANS_TOKEN", its)
@@ -958,7 +962,7 @@ def test_who_has_not_the_token_is_told_so_at_once_and_takes_nobodys_place(
 def test_a_server_that_has_not_the_token_is_told_nothing(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It lets in whoever comes, and welcomes them."""
+    """The fake server admits and welcomes every peer."""
     (ep,) = free_endpoints(1)
     real = token.is_shown
     monkeypatch.setattr(
@@ -1006,7 +1010,7 @@ def test_another_number_of_trainers_is_refused(role_threads: RoleThreads) -> Non
         f"pserver {ep} refused trainer 0: trainer 0 was planned with 4 trainers, pserver {ep} with "
         "2; every role must plan the same number of trainers"
     )
-    for k in range(2):  # the server goes on
+    for k in range(2):  # the server continues
         role_threads.start(f"trainer {k}", train, plan, k, batches, params)
     assert isinstance(role_threads.end("server"), dict)
 
@@ -1033,7 +1037,7 @@ def test_the_same_trainer_id_in_two_processes_is_refused(role_threads: RoleThrea
     role_threads.start("trainer 1", train, plan, 1, [mlp_batch(8)], params)
     second.set()
     role_threads.end("trainer 0")
-    assert isinstance(role_threads.end("server"), dict)  # the job went on without the impostor
+    assert isinstance(role_threads.end("server"), dict)  # the job continued without the impostor
 
 
 # -- ports -----------------------------------------------------------------------------------------
@@ -1086,7 +1090,10 @@ GRAD = np.ones((4, 2), np.float32)
 
 
 def tiny_server(role_threads: RoleThreads, trainers: int = 1) -> str:
-    """A server of one leaf, `params/w`, 4 rows of 2; sgd with rate 0.5. Its endpoint."""
+    """Start a server of one leaf `params/w` (4 rows of 2) with SGD at rate 0.5.
+
+    Return its endpoint.
+    """
     (ep,) = pservers = free_endpoints(1)
     params = {"w": jnp.asarray(START)}
     loss = lambda params, x: jnp.mean(x @ params["w"])
@@ -1176,7 +1183,7 @@ def test_a_stranger_that_talks_nonsense_is_refused_and_logged(
 
 @pytest.fixture
 def strange_server(role_threads: RoleThreads) -> Iterator[str]:
-    """A server that goes on to serve its trainer rightly when the test is over."""
+    """Yield the endpoint of a server that must still serve its trainer correctly after the test."""
     ep = tiny_server(role_threads)
     yield ep
     with Peer(ep) as peer:
@@ -1189,7 +1196,7 @@ def strange_server(role_threads: RoleThreads) -> Iterator[str]:
 
 
 def one_right_step(peer: Peer, step: int = 0) -> None:
-    """Send the gradient of the only trainer of `tiny_server`, and check what comes back."""
+    """Send the gradient of the only trainer of `tiny_server`, and check the answer."""
     peer.tell("send", GRAD.tobytes(), step=step, pieces=[[[NAME, 0, 32]]])
     peer.tell("send_barrier", step=step)
     peer.tell("recv", step=step + 1, blocks=[["params/w", [4, 2], "float32"]])
@@ -1264,7 +1271,7 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
             {"step": 0, "pieces": "all"},
             "a `send` message whose field `pieces` is missing",
         ),
-        # the first piece is right, the second is not: nothing of the message may stay
+        # the first piece is valid and the second is not: the server may keep nothing of the message
         (
             "send",
             [noise],
@@ -1293,8 +1300,8 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
         (
             "recv",
             [],
-            {"step": 1},
-            "a `recv` message of step 1 arrived, but pserver {ep} is at step 0",
+            {"step": 2},
+            "a `recv` message of step 2 arrived, but pserver {ep} is at step 0",
         ),
         (
             "recv",
@@ -1339,7 +1346,7 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
             "a `recv` message of step 9 arrived, but pserver {ep} is at step 0",
         ),
         ("fetch_barrier", [], {"step": 3}, "a message of unknown kind 'fetch_barrier'"),
-        # what follows in the same message: nothing of that may stay either
+        # the next part of the same message must not be kept either
         (
             "send",
             [noise],
@@ -1407,7 +1414,7 @@ def test_what_a_trainer_says_wrongly_is_refused_and_changes_nothing(
             (record,) = caplog.records
             assert record.getMessage() == f"pserver {ep} refused a message of trainer 0: {got}"
         one_right_step(peer)
-        # after the barrier of a step comes the next one
+        # after the barrier of a step, the next step follows
         peer.tell("send", noise, step=0, pieces=[[[NAME, 0, 32]]])
         assert (
             peer.refused() == f"a `send` message of step 0 arrived, but pserver {ep} is at step 1"
@@ -1461,10 +1468,11 @@ def test_one_connection_cannot_be_two_trainers(role_threads: RoleThreads) -> Non
         other.hello(trainer=0, trainers=2, session="a")
         assert other.hear().op == "welcome"
         one.hello(trainer=1, trainers=2, session="b")
-        assert one.hear().op == "welcome"  # it is nobody any more
+        assert one.hear().op == "welcome"  # this connection has no trainer any more
         for peer in (one, other):
             peer.tell("complete")
-            # the other connection of trainer 0 hears the refusal again, which it has not confirmed
+            # the other connection of trainer 0 receives the refusal again, because it has not
+            # confirmed it
             until(lambda peer=peer: peer.hear().op == "goodbye", "a goodbye")
     role_threads.all()
 
@@ -1478,7 +1486,7 @@ def test_raw_bytes_on_the_port_are_refused_logged_and_change_nothing(
     params, batches = mlp_params(), [mlp_batch(8)] * 3
     plan = plan_for(pservers)
     role_threads.start("server", serve, plan, ep, params)
-    with Peer(ep) as peer:  # the server is up
+    with Peer(ep) as peer:  # the server listens
         peer.tell("alive?")
         peer.refused()
     caplog.clear()
@@ -1501,11 +1509,13 @@ def test_raw_bytes_on_the_port_are_refused_logged_and_change_nothing(
 def test_a_message_larger_than_any_of_ours_is_dropped_with_its_connection(
     role_threads: RoleThreads, strange_server: str
 ) -> None:
-    """The plan's largest, not any that a plan may have; the fixture checks that the server goes
-    on."""
+    """The limit is the largest message of this plan.
+
+    The fixture checks that the server continues.
+    """
     with Peer(strange_server) as peer:
         peer.tell("recv", step=0)
-        assert "has not said hello" in peer.refused()  # it is connected
+        assert "has not said hello" in peer.refused()  # the connection is established
         with peer._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
             peer.say(b"\0" * (wire.limits({NAME: 32, "params/w": 32})[0] + 1))
             assert monitor.poll(HANG * 1000), "it is still connected"
@@ -1515,8 +1525,10 @@ def test_a_message_larger_than_any_of_ours_is_dropped_with_its_connection(
 def test_a_message_that_never_ends_is_not_kept(
     role_threads: RoleThreads, strange_server: str
 ) -> None:
-    """ZeroMQ holds all frames of a message until the last has come: who has no password is cut off
-    before the first."""
+    """ZeroMQ stores all frames of a message until the last arrives.
+
+    A peer without the password is disconnected before its first frame.
+    """
     with zmq.Context() as context, context.socket(zmq.DEALER) as line:
         line.linger, line.sndtimeo = 0, 1000
         with line.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
@@ -1581,6 +1593,6 @@ def test_strangers_do_not_disturb_a_job(
     want, _, _ = plain_run(plain_step(mlp_loss, tx), params, tx.init(params), batches)
     tree_close(got[0], want, 1e-6)
     role_threads.all()
-    # who says that it is a trainer that has left may be one of the next job, and is asked to wait
-    # for its end
+    # a process with the id of a trainer that has left may belong to the next job, and must wait for
+    # the end of this job
     assert "refuse" in refusals and set(refusals) <= {"refuse", "waiting"}

@@ -1,5 +1,5 @@
-"""A step that clips by the norm of all gradients has the same bits wherever rows of a table and of
-others are."""
+"""A step that clips by the global norm has the same bits for any placement of the rows of tables
+and other leaves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def init(tx: Any, key: jax.Array) -> Any:
 
 
 def loss(params: Any, ids: jax.Array) -> jax.Array:
-    """Gradients are given."""
+    """Return a loss. Tests replace its gradients."""
     return sum(jnp.mean((p[ids] if n == "emb" else p) ** 2) for n, p in params.items())
 
 
@@ -100,8 +100,10 @@ def test_bits_of_a_clip_do_not_depend_on_servers_or_placement(name: str, where: 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_server_compiles_what_several_compile(name: str) -> None:
-    """XLA rounds otherwise where it compiles more at once, so that one server has as many
-    phases."""
+    """XLA rounds differently if it compiles more equations at once.
+
+    So one server has as many phases as several servers.
+    """
     plans = [planned(clipped(name), n, {"params/emb": dtrans.Rows("dense")}) for n in (1, 3)]
     phases = [
         len(ServerUpdate.from_program(p.main).phases)

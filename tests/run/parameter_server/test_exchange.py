@@ -1,5 +1,5 @@
-"""Servers that exchange partial results: what is packed, on a mesh, and over endpoints; and what
-goes wrong then."""
+"""Servers that exchange partial results: packed arrays, jobs on a mesh and over endpoints, and
+failures."""
 
 from __future__ import annotations
 
@@ -58,8 +58,10 @@ ENDS = ("a:1", "b:2", "c:3", "d:4")
 def random_exchanges(
     seed: int,
 ) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]], dict[str, Exchange]]:
-    """Some reductions, the part of each owner, and the exchange of each server, which lists them in
-    its own order."""
+    """Return some reductions, the part of each owner, and the exchange of each server.
+
+    Each server lists the reductions in a different order.
+    """
     rng = np.random.default_rng(seed)
     reductions: list[dict[str, Any]] = []
     values: dict[str, dict[str, Any]] = {ep: {} for ep in ENDS}
@@ -225,7 +227,7 @@ def test_servers_equal_one_device(
 
 def test_a_server_without_blocks_takes_no_part_in_exchanges(role_threads: RoleThreads) -> None:
     with jax.enable_x64(True):
-        params = {"b1": jnp.zeros(1), "w1": jnp.ones((1, 3))}  # two leaves that cannot be cut
+        params = {"b1": jnp.zeros(1), "w1": jnp.ones((1, 3))}  # two leaves that cannot be sliced
         loss = lambda params, x, y: jnp.mean((x[:, :3] * params["w1"] + params["b1"] - y) ** 2)
         plan = clipping_plan(2, free_endpoints(3), params, loss=loss)
         assert [bool(blocks_of(plan, ep)) for ep in plan.servers] == [True, True, False]
@@ -233,7 +235,7 @@ def test_a_server_without_blocks_takes_no_part_in_exchanges(role_threads: RoleTh
 
 
 def owners_only(plan: PServerPlan, owner: str) -> Any:
-    """What one device does when the norm is that of the rows on one server."""
+    """Return one device's optimizer, in which the norm has only the rows on one server."""
 
     def total(grads: Any) -> Any:
         rows = [
@@ -274,13 +276,13 @@ WELCOME = {"step": 0, "local": ""}
 
 
 class Half:
-    """One real server, that of the first two rows of `params/w`, in a job of two servers and one
-    trainer.
+    """A real server with the first two rows of `params/w`, in a job of two servers and one trainer.
 
     Attributes:
-      ep, other: its endpoint, and that of the server that the test plays: `fake_server` is what it
-        connects to, `line` what comes from there.
-      trainer: the only one, welcomed.
+      ep, other: endpoint of the real server, and endpoint of the server that the test plays.
+      fake_server: listener of the played server.
+      line: connection from the played server to the real server.
+      trainer: the only trainer, which was welcomed.
     """
 
     def __init__(self, role_threads: RoleThreads, rounds: int = 1, **options: Any) -> None:
@@ -305,23 +307,23 @@ class Half:
         self.stack.close()
 
     def meet(self, **fields: Any) -> None:
-        """Say hello as the other server does; by default rightly."""
+        """Send the hello of the other server, by default a valid one."""
         same = {n: self.met[n] for n in ("layout", "plan")}
         self.line.tell("peer", **{"endpoint": self.other} | same | MEET | fields)
 
     def become(self) -> None:
-        """The other server, and welcome."""
+        """Send a valid hello of the other server, and expect a welcome."""
         self.meet()
         assert self.line.hear().op == "welcome"
         self.fake_server.tell("welcome", **WELCOME)
 
     def give(self, value: float, step: int = 0, level: int = 0) -> None:
-        """The other server's part."""
+        """Send the partial result of the other server."""
         frame = np.float32(value).tobytes()
         self.line.tell("partials", frame, step=step, level=level, pieces=[[["float32", 0, 4]]])
 
     def push(self, step: int = 0) -> None:
-        """The trainer's gradient, and its wish for new parameters."""
+        """Send the trainer's gradient, and request new parameters."""
         self.trainer.tell(
             "send", GRAD.tobytes(), step=step, pieces=[[["params/w@GRAD.block0", 0, 16]]]
         )
@@ -329,14 +331,14 @@ class Half:
         self.trainer.tell("recv", step=step + 1, blocks=[["params/w.block0", [2, 2], "float32"]])
 
     def pull(self) -> np.ndarray:
-        """The new parameters."""
+        """Return the new parameters."""
         while (message := self.trainer.hear()).op == "waiting":
             pass
         assert message.op == "blocks", message
         return np.frombuffer(message.frames[0], np.float32).reshape(2, 2)
 
     def taken(self) -> float:
-        """What the server sends to the other one."""
+        """Return the partial result that the server sends to the other server."""
         message = self.fake_server.hear()
         assert message.op == "partials", message
         return float(np.frombuffer(message.frames[0], np.float32)[0])
@@ -377,9 +379,9 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
         refused(line, wrong, "peer", **as_other | {"layout": "0" * 64})
         refused(half.trainer, "trainer 0 sent a `peer` message, which only", "peer", **as_other)
         half.become()
-        half.meet()  # twice is once
+        half.meet()  # a second message changes nothing
         assert line.hear().op == "welcome"
-        stranger.tell("peer", **as_other)  # it may be that server already in its next job
+        stranger.tell("peer", **as_other)  # this server may already be in its next job
         message = stranger.hear()
         assert (message.op, message["reason"]) == (
             "waiting",
@@ -471,13 +473,13 @@ def test_what_a_server_says_wrongly_is_refused_and_changes_nothing(
         assert half.taken() == 4.0
         trace = np.float32(MOMENTUM) * trace + GRAD * np.float32(NORM / 2)
         np.testing.assert_allclose(half.pull(), want - np.float32(RATE) * trace, rtol=1e-6)
-        half.fake_server.close()  # which ends first; nobody needs it any more
+        half.fake_server.close()  # it ends first, because no role needs it any more
         half.trainer.leave()
         assert set(role_threads.end("server")) == {"params/w.block0", "opt_state/0/trace/w.block0"}
 
 
 def ended(role_threads: RoleThreads, half: Half, kind: type[Exception]) -> str:
-    """The error of the server, which it tells its trainer at once."""
+    """Return the error of the server. The server also sends it to its trainer at once."""
     error = role_threads.end("server")
     assert type(error) is kind, error
     while (message := half.trainer.hear()).op == "waiting":
@@ -513,7 +515,7 @@ def test_a_server_that_is_waited_for_in_vain_is_named(
 def test_a_server_that_goes_away_between_levels_is_named_at_once(
     role_threads: RoleThreads, level: int
 ) -> None:
-    # within a second, the server may come back
+    # for one second, the server may connect again
     with Half(role_threads, rounds=2, patience=1.0, deadline=NEVER) as half:
         half.become()
         half.push()
@@ -546,8 +548,8 @@ def test_a_server_that_went_away_before_a_step_is_named_when_it_is_needed(
 def test_what_a_server_says_before_it_is_welcome_is_not_lost_with_the_connection(
     role_threads: RoleThreads,
 ) -> None:
-    """What listens there first is the end of another job; it is the next one that the partial
-    results are for."""
+    """At first, a server of another job listens. The partial results are for the next job's
+    server."""
     with Half(role_threads) as half:
         half.meet()
         assert half.line.hear().op == "welcome"
@@ -567,8 +569,7 @@ def test_what_a_server_says_before_it_is_welcome_is_not_lost_with_the_connection
 
 
 def test_a_server_ends_when_the_others_know_it_too(role_threads: RoleThreads) -> None:
-    """One that comes only now would greet the next job, which is on the same endpoint, for this
-    one."""
+    """A server that starts after this would send its hello to the next job on the same endpoint."""
     with Half(role_threads) as half:
         half.trainer.leave()
         half.become()
@@ -587,6 +588,18 @@ def test_a_server_that_never_greets_is_named_when_the_trainers_have_closed(
         assert str(error).endswith(
             f" s for a greeting of pserver {half.other} (not connected: {half.other})"
         )
+
+
+def test_a_server_does_not_wait_for_the_welcome_of_a_server_that_has_ended(
+    role_threads: RoleThreads,
+) -> None:
+    """The other server has sent its hello, and the welcome was lost with the connection."""
+    with Half(role_threads, patience=1.0) as half:
+        half.meet()
+        assert half.line.hear().op == "welcome"
+        half.trainer.leave()
+        half.stack.close()  # the other server has ended
+        assert isinstance(role_threads.end("server"), dict)
 
 
 def test_a_server_that_is_refused_ends_with_the_reason(role_threads: RoleThreads) -> None:
@@ -614,8 +627,8 @@ def test_servers_of_different_plans_end_and_name_each_other(role_threads: RoleTh
     role_threads.start("trainer", train, plans[0], 0, [mlp_batch(8)], params, deadline=3.0)
     errors = {ep: role_threads.end(ep) for ep in pservers}
     told = "have different plans for the reductions between them"
-    # the one that is refused ends; one that is not up yet then, or the trainer, may find nobody
-    # there any more
+    # The refused server ends. A server that is not ready then, or the trainer, may find no listener
+    # any more.
     refused = {ep for ep, e in errors.items() if told in str(e)}
     assert refused
     for ep, peer in zip(pservers, pservers[::-1], strict=True):
@@ -689,7 +702,7 @@ np.savez(out, **result)
 def process(
     folder: Path, kind: str, which: str, pservers: Sequence[str], dies: str = ""
 ) -> Iterator[subprocess.Popen[str]]:
-    """One role as a process; killed at the end if it is still there."""
+    """Run one role as a process, which is killed at the end if it still runs."""
 
     script = ROLE.format(path=[str(SUPPORT), str(ROOT)])
     out = str(folder / f"{kind}{which.rpartition(':')[2]}.npz")

@@ -1,4 +1,4 @@
-"""Saves that end before their time, as processes: a server is killed in one, or the system refuses
+"""Saves that end too early, in processes: a server is killed during a save, or the system refuses
 its files."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dtrans.run.distributed.role import roles_of
 
 
 pytestmark = pytest.mark.usefixtures("x64")
-# steps: of both saves, and one that a killed run does not come to
+# steps of both saves, and a step that a killed run does not reach
 TRAINERS, FIRST, SECOND, END = (
     2,
     5,
@@ -57,12 +57,12 @@ def start_run(
 
 
 def data_of(run: int) -> int:
-    """Return the offset of a run's batches: no two runs have the same numbers."""
+    """Return the offset of a run's batches. No two runs have the same numbers."""
     return 100 * run
 
 
 def crash(started: Roles, endpoints: Sequence[str], folder: Path, run: int, victim: int) -> None:
-    """Run a job until a server is killed in its second save, when the other one has written its
+    """Run a job until a server is killed in its second save, after the other server has written its
     piece."""
     names, second = start_run(started, endpoints, folder, run, victim), folder / str(SECOND)
     started[names[victim]].until("in the middle")
@@ -80,14 +80,17 @@ def crash(started: Roles, endpoints: Sequence[str], folder: Path, run: int, vict
 def test_the_next_run_replaces_what_a_killed_server_left(
     tmp_path: Path, victims: Sequence[int]
 ) -> None:
-    """Each run goes on from `latest`, which has pieces of one run only; the last one's are its
-    bits."""
+    """Each run continues from `latest`, which contains pieces of one run only.
+
+    The last run has the right bits.
+    """
     endpoints, folder, last = free_endpoints(2), tmp_path / "saved", len(victims)
     with roles(tmp_path) as started:
         for run, victim in enumerate(victims):
             crash(started, endpoints, folder, run, victim)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", CheckpointWarning)  # the second is passed over
+                # the second checkpoint is skipped
+                warnings.simplefilter("ignore", CheckpointWarning)
                 assert checkpoint.latest(folder) == folder / str(FIRST)
         names = start_run(started, endpoints, folder, last, None)
         found = {name: started[name].end() for name in names}
@@ -106,8 +109,7 @@ def test_the_next_run_replaces_what_a_killed_server_left(
 
 # -- what the system refuses -----------------------------------------------------------------------
 
-# names of checkpoints, and the error that each meets; for some, the system call that is made to
-# fail
+# names of checkpoints, and the error of each; for some, the system call that fails
 REAL = {
     "9" * 300: errno.ENAMETOOLONG,
     "locked": errno.EACCES,
@@ -130,8 +132,7 @@ WITHOUT_RIGHTS = [
 
 @contextlib.contextmanager
 def refusing(folder: Path) -> Iterator[None]:
-    """Make a folder for each real failure: one without permission, one without room, one that is
-    read-only."""
+    """Create a folder for each real failure: without permission, without space, and read-only."""
     made = {name: folder / name for name in ("locked", "full", "read-only")}
     for path in made.values():
         path.mkdir(parents=True)
@@ -146,8 +147,10 @@ def refusing(folder: Path) -> Iterator[None]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts file systems, which the superuser may")
 def test_a_job_goes_on_whatever_the_system_refuses(tmp_path: Path) -> None:
-    """A failed save is told to who asked, with the system's word; servers keep their state, and the
-    next save works."""
+    """An error of the role that requested the save contains the system's text.
+
+    Servers keep their state, and the next save works.
+    """
     endpoints, folder = free_endpoints(2), tmp_path / "saved"
     names = [*REAL, *MADE]
     saves = {str(at): name for at, name in enumerate([*names, "100"], 1)}

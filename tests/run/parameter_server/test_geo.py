@@ -1,5 +1,7 @@
-"""GEO-SGD: trainers train by themselves, servers add up what has changed; against Paddle's
-formulas, written out here, and against the plain step."""
+"""GEO-SGD: trainers update parameters, and servers add up the changes.
+
+The tests compare with Paddle's formulas, written in Python, and with the plain step.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def plan_for(servers: int, trainers: int, every: int, *, tx: Any = TX, params: A
 def train(
     plan: PServerPlan, k: int, batches: Sequence[Any], params: Any, turns: StepOrder | None = None
 ) -> Any:
-    """One trainer; what went into each step, and what it ended with."""
+    """Run one trainer. Return the parameters before each step, and the final parameters."""
     went_in = []
     with dtrans.Executor(deadline=HANG) as exe:
         params, opt_state = exe.run(plan.trainer_startup_program(k), params)
@@ -73,7 +75,7 @@ def train(
             step = lambda p=params, s=opt_state, b=batch: exe.run(plan.trainer_program(k), p, s, *b)
             params, opt_state, _ = turns.take(k, step) if turns else step()
         if turns:
-            turns.end()  # what is pushed when one closes is no part of the others' last steps
+            turns.end()  # a push at the end of one trainer is not in the last steps of the others
     return went_in, params, opt_state
 
 
@@ -84,8 +86,11 @@ def run(
     batches: Sequence[Any],
     turns: StepOrder | None = None,
 ) -> Any:
-    """The parameters that servers end with, and what each trainer returned; trainer k has
-    `batches[k]`."""
+    """Run a job.
+
+    Return the final parameters of the servers, and the result of each trainer. Trainer k has
+    `batches[k]`.
+    """
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, params)
     for k in range(plan.trainers):
@@ -105,8 +110,10 @@ def run(
 def test_one_trainer_is_sequential_training(
     role_threads: RoleThreads, servers: int, every: int, block_on_pull: bool
 ) -> None:
-    """Bit for bit: what comes back is what was pushed. The servers have all of it in the end,
-    pushed or not."""
+    """Pulls return exactly the pushed changes.
+
+    At the end, the servers have all changes, pushed or not.
+    """
     params, batches = params_of(), batches_of(7)
     plan = plan_for(servers, 1, every, block_on_pull=block_on_pull)
     on_servers, ((_, got, state),) = run(role_threads, plan, params, [batches])
@@ -122,7 +129,7 @@ def test_one_trainer_is_sequential_training(
     "dtype, close", [(jnp.float32, 1e-6), (jnp.bfloat16, 2e-2)], ids=["float32", "bfloat16"]
 )
 def test_one_trainer_in_other_types(role_threads: RoleThreads, dtype: Any, close: float) -> None:
-    """The rounding of what is pushed is all that is between the servers and the trainer."""
+    """Servers and the trainer differ only by the rounding of pushed changes."""
     params = {"s": jnp.ones((), dtype), "one": jnp.ones((1, 3), dtype), **params_of(dtype)}
 
     def loss(p: Any, x: Any, y: Any) -> Any:
@@ -184,7 +191,8 @@ def test_three_trainers_do_what_paddles_formulas_say(
         tree_close(ended[k][2], state[k], 1e-12)
     for k in range(
         3
-    ):  # what was not pushed before they closed; in which order they did, the sum does not tell
+        # the changes that were not pushed at the end; the order of the ends has no effect on the sum
+    ):
         if count % every:
             push(k)
     tree_close({n: np.asarray(x) for n, x in on_servers.items()}, server, 1e-12)
@@ -193,9 +201,8 @@ def test_three_trainers_do_what_paddles_formulas_say(
 def test_beside_the_steps_nothing_is_lost_and_nothing_counts_twice(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever answers come: what is in the results of a step beside the step itself tells what has
-    come, so that every push can be computed again; and the servers end with the sum of the
-    pushes."""
+    """The results of steps show the arrived changes of other trainers, so the test can recompute
+    every push. The servers end with the sum of the pushes."""
     params, batches, every = params_of(), [batches_of(11, seed=k) for k in range(3)], 3
     plan = plan_for(2, 3, every)
     pushed: dict[str, list[Any]] = {}
@@ -212,7 +219,7 @@ def test_beside_the_steps_nothing_is_lost_and_nothing_counts_twice(
     step = jax.jit(plain_step(mlp_loss, TX))
     server = dict(params)
     for k, (went_in, last, _) in enumerate(ended):
-        old, deltas = went_in[0][0], []  # another may have pushed before this one came
+        old, deltas = went_in[0][0], []  # another trainer may have pushed before
         came_out = [p for p, _ in went_in[1:]] + [last]
         for i, ((p, s), out) in enumerate(zip(went_in, came_out, strict=True)):
             alone, _, _ = step(p, s, *batches[k][i])
@@ -231,8 +238,10 @@ def test_beside_the_steps_nothing_is_lost_and_nothing_counts_twice(
 def test_a_step_does_not_wait_for_what_it_pushed(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The servers answer only after the trainer has made three more steps; the next step then has
-    the difference."""
+    """The servers answer after three more steps of the trainer.
+
+    The next step then includes the difference.
+    """
     params, batches = params_of(), batches_of(8)
     plan = plan_for(1, 2, 2)
     gate, asked = threading.Event(), threading.Event()
@@ -250,12 +259,12 @@ def test_a_step_does_not_wait_for_what_it_pushed(
     pushed = threading.Event()
 
     def other() -> None:
-        """Pushes something of its own before trainer 0 does anything, and leaves at the end."""
+        """Push changes before trainer 0 does anything, and leave at the end."""
         with dtrans.Executor(deadline=HANG) as exe:
             p, s = exe.run(plan.trainer_startup_program(1), params)
             for batch in batches[:2]:
                 p, s, _ = exe.run(plan.trainer_program(1), p, s, *batch)
-            exe.run(plan.trainer_startup_program(1), params)  # which waits for its push
+            exe.run(plan.trainer_startup_program(1), params)  # the trainer waits for its push
             pushed.set()
 
     def first() -> list[Any]:
@@ -273,8 +282,8 @@ def test_a_step_does_not_wait_for_what_it_pushed(
                     assert asked.wait(HANG)
                 if i == 2:
                     gate.set()
-            # step 4 pushes again, and waits for the answer to the first: the other's change is in
-            # it at the latest
+            # step 4 pushes again, and waits for the answer to the first push, which includes the
+            # other trainer's change
         return found
 
     role_threads.start("first", first)
@@ -348,7 +357,8 @@ def test_a_trainer_that_skips_its_startup_is_told(role_threads: RoleThreads) -> 
         ),
     ):
         exe.run(plan.trainer, params, TX.init(params), *batches_of(1)[0])
-    with dtrans.Executor(deadline=HANG) as exe:  # the job is still there for one who does
+    # the job is still available to a trainer that continues
+    with dtrans.Executor(deadline=HANG) as exe:
         exe.run(plan.trainer_startup, params)
     role_threads.all()
 
@@ -374,7 +384,7 @@ def test_a_trainer_that_has_donated_what_was_to_be_pushed_is_told(
 
 
 def test_what_was_pushed_may_be_donated(role_threads: RoleThreads) -> None:
-    """Nothing is left to be pushed: closing has no use for the parameters."""
+    """No change is left to push, so closing does not need the parameters."""
     plan, params, batches = plan_for(1, 1, 2), params_of(), batches_of(2)
     (ep,) = plan.servers
     role_threads.start(ep, serve, plan, ep, params)
@@ -444,8 +454,8 @@ def test_a_plan_says_what_it_is() -> None:
     ({"every": True}, "push_every must be a positive number of steps, it is True"),
     ({"block_on_pull": 1}, "block_on_pull must be True or False, it is 1"),
     ({"merge": {"params/w1": "mean"}},
-     "merge={'params/w1': 'mean'} cannot be used with dtrans.Geo, where each trainer keeps its own "
-     "leaves without gradients; leave merge out"),
+     "merge={'params/w1': 'mean'} cannot be used with dtrans.Geo, where each trainer has separate "
+     "values of the leaves without gradients; leave merge out"),
     ({"on_trainer_exit": "error"}, "on_trainer_exit='error' needs mode=dtrans.Sync(), since "
      "asynchronous updates never combine gradients of several trainers; leave on_trainer_exit out"),
 ])  # fmt: skip
@@ -467,7 +477,8 @@ def test_another_batch_shape_goes_on_with_the_same_parameters(role_threads: Role
 
 
 def test_only_what_gradients_enter_is_shared(role_threads: RoleThreads) -> None:
-    """Counters, random keys of both kinds and what only decays are each trainer's own."""
+    """Counters, random keys of both kinds, and leaves that only decay are separate on each
+    trainer."""
     params = {"w": jnp.ones((5, 3)), "count": jnp.zeros((), jnp.int32), "key": jax.random.key(7),
               "raw": jax.random.PRNGKey(7), "decays": jnp.ones(3)}  # fmt: skip
 

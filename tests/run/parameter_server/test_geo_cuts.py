@@ -30,7 +30,7 @@ from dtrans.run.role_jobs.geo_cuts import GeoCuts
 
 FINAL, EVERY, CUTS = 60, 4, 10
 
-# A constant gradient: the sum of all changes of a trainer is known
+# the gradient is constant, so the sum of all changes of a trainer is known
 MODEL = """
 import jax, jax.numpy as jnp, optax
 import dtrans
@@ -52,8 +52,8 @@ def init(key):
 main = dtrans.trace(step, *jax.eval_shape(init, key), x)
 startup = dtrans.trace(init, key)
 """
-# The last trainer kills a process before a step, and trainers wait for each other.
-# Row 5 + k is looked up in each step of trainer k, and rows 0 to 4 in turn by all trainers.
+# Before a step, the last trainer kills a process, and trainers wait for each other. Each step of
+# trainer k looks up row 5 + k. All trainers look up rows 0 to 4 in turn.
 ROWS = 8
 WITH_TABLE = [
     ('"b": jnp.zeros(5)}', '"b": jnp.zeros(5), "emb": jnp.zeros((8, 2))}'),
@@ -76,7 +76,7 @@ role = dtrans.Role.from_env()
 open(f"pid {role.name}", "w").write(str(os.getpid()))
 
 def await_cuts(number):
-    # all servers have a cut, and another one than at the kill before
+    # all servers have a cut that is newer than the cut at the previous kill
     folder, before = RoleFolder.from_environment(role.name), None
     if number:
         before = open(f"cuts {number - 1}").read()
@@ -137,7 +137,7 @@ def run(
     (folder / "model.py").write_text(model)
     script = TRAIN.replace("{batch}", batch).replace("{sparse}", ITS_PLAN if table else "")
     script = script.replace("{waits}", str(waits)).replace("{kills}", repr(kills))
-    # with three servers, the last one has no block
+    # with three servers, the last server has no block
     size = 1 if servers == 2 else 100
     script = script.replace("{servers}", str(servers)).replace("{size}", str(size))
     (folder / "survive.py").write_text(script)
@@ -181,7 +181,7 @@ def test_the_only_trainer_loses_steps_of_its_own_leaves_alone(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Servers apply each of its changes once."""
+    """Servers apply each change of the trainer once."""
     kills = [(27, "trainer 0"), (51, "trainer 0")]
     servers = run(tmp_path / "killed", kills, monkeypatch, trainers=1, waits=waits)
     output = capsys.readouterr()
@@ -221,7 +221,7 @@ def test_a_lost_server_goes_back_alone_and_trainers_keep_their_steps(
     most = 2 * CUTS + 2 * EVERY
     assert sum(map(int, lacks)) <= most
 
-    # trainer 1 and its leaves lived; trainer 0 has lost steps since its cut
+    # trainer 1 was not lost, and keeps its leaves; trainer 0 has lost steps since its cut
     assert last_steps("trainer 1", output.out) == (0, FINAL)
     began, seen = last_steps("trainer 0", output.out)
     ((step, cut),) = returns(output.err)
@@ -263,7 +263,7 @@ def test_the_only_trainer_of_a_table_loses_no_change_of_a_row(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Servers have the rows of the same job undisturbed."""
+    """The servers have the rows of an undisturbed job."""
     kills = [(27, "trainer 0"), (51, "trainer 0")]
     servers = run(tmp_path / "k", kills, monkeypatch, trainers=1, waits=waits, table=True)
     output = capsys.readouterr()
@@ -287,7 +287,8 @@ def test_a_lost_server_of_a_table_goes_back_alone(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Its rows lack the changes since its cut, and those of the lost trainer's last steps."""
+    """The table's rows lack the server's changes since its cut, and changes of the lost trainer's
+    last steps."""
     kills = [(25, "pserver 0"), (44, "trainer 0")]
     servers = run(tmp_path / "killed", kills, monkeypatch, trainers=2, waits=waits, table=True)
     output = capsys.readouterr()
@@ -305,7 +306,8 @@ def test_a_lost_server_of_a_table_goes_back_alone(
     assert 0 < on_first < ROWS
     most = np.where(np.arange(ROWS) < on_first, 2 * CUTS + 2 * EVERY, 0) + (step - cut)
     assert np.all(rows <= expected + 1e-3) and np.all(rows >= expected - most - 1e-3)
-    # nobody looks up the last row, and only trainer 1 the row before, whose server lived
+    # no trainer looks up the last row, and only trainer 1 looks up the row before, whose server was
+    # not lost
     assert rows[7] == 0
     np.testing.assert_allclose(rows[6], expected[6], rtol=1e-6)
 
@@ -320,7 +322,7 @@ def blocks_of(server: int, folder: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def model() -> dict[str, Any]:
-    """The names of the script `model.py`."""
+    """Return the names of the script `model.py`."""
     found: dict[str, Any] = {}
     exec(MODEL, found)
     return found
@@ -338,7 +340,7 @@ def plan_of(model: dict[str, Any], **options: Any) -> PServerPlan:
 
 
 class StandIn:
-    """GEO-SGD of a trainer that has pushed the changes of eight steps; the last push is pending."""
+    """GEO-SGD of a trainer that has pushed the changes of eight steps. The last push is pending."""
 
     def __init__(self, received_before: dict[str, int]) -> None:
         self.received_before, self.pushed = received_before, 8
@@ -376,7 +378,7 @@ def test_a_trainer_writes_cuts_and_begins_with_the_newest(
     w = "params/net/w.block0"
     np.testing.assert_array_equal(cut.changes[w], np.full((3, 2), 20.0))
     np.testing.assert_array_equal(cut.deltas[w], np.full((3, 2), -20.0))
-    # the servers' parameters, with leaves that only the trainer has
+    # the servers' parameters, with the leaves that only the trainer has
     (params, opt_state), step = again.begin(executor({"a": 24, "b": 20}), state)
     assert step == 24 and params["seen"] == 20 and params["net"]["b"].tolist() == [0] * 5
     trace = jax.tree.leaves(opt_state)
@@ -411,8 +413,10 @@ def test_a_cut_that_cannot_be_written_is_logged(
         full.setattr(np, "savez", fail)
         cuts.before_step(executor(), 20, state)
     (message,) = caplog.messages
-    assert message.startswith("trainer 1 cannot write its cut after step 20, so after a restart")
-    assert "would be that after step 10: " in message
+    assert message.startswith(
+        "trainer 1 cannot write its cut after step 20, so a restart would begin"
+    )
+    assert "with the optimizer's state after step 10: " in message
     (tmp_path / "trainer-1/10.npz").write_bytes(b"")
     with pytest.raises(StateError, match="the cut of trainer 1 after step 10 cannot be read from"):
         sharding_of(plan_of(model), tmp_path).read()
@@ -473,7 +477,7 @@ def test_a_trainer_writes_its_rows_and_the_row_ids_of_later_pushes(tmp_path: Pat
     assert (rows.pending.ids.tolist(), rows.pending.rows.tolist()) == ([4, 5], [[-20, -20]] * 2)
     assert {n: ids[name].tolist() for n, ids in cut.pushes.items()} == {12: [1, 12], 16: [1, 16]}
 
-    # no server has received the second push, and a new cut contains the first one
+    # no server has received the second push, and a new cut contains the first push
     again.begin(with_rows({"a": 12, "b": 8}), state)
     assert [x.name for x in tmp_path.glob("trainer-1/push*")] == ["push-12.npz"]
     running.geo.pushed = 12
@@ -524,7 +528,7 @@ def test_cuts_of_trainers_are_forgotten_with_those_of_servers(tmp_path: Path) ->
 def test_a_trainer_connects_to_the_servers_without_blocks_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every server waits for all trainers in each epoch."""
+    """In each epoch, every server waits for all trainers."""
     greeted = []
 
     def link(self: Any, endpoint: str) -> Any:

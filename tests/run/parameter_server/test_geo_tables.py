@@ -1,6 +1,9 @@
-"""Tables with GEO-SGD: each trainer keeps the rows that it has looked up, and pushes and pulls
-rows. Against one device, against GEO-SGD without tables, and against Paddle's formulas, written out
-here."""
+"""Tables with GEO-SGD: each trainer stores the rows that it has looked up, and pushes and pulls
+rows.
+
+The tests compare with one device, with GEO-SGD without tables, and with Paddle's formulas, written
+in Python.
+"""
 
 from __future__ import annotations
 
@@ -78,8 +81,8 @@ def kept_by(job: TrainerJob, table: str = "params/emb") -> CachedRows:
 
 @dataclasses.dataclass
 class Ended:
-    """What a trainer ends with: of all rows that it keeps `ids`, what they are, and what it knows
-    servers have."""
+    """Final values of a trainer: the ids and values of its stored rows, and the servers' values
+    that it knows."""
 
     state: Any
     losses: list[float]
@@ -111,7 +114,7 @@ def train(
 def run(role_threads: RoleThreads, plan: PServerPlan, given: Sequence[Sequence[Any]],
         turns: StepOrder | None = None,
         *key: Any) -> tuple[dict[str, np.ndarray], list[Ended]]:  # fmt: skip
-    """The parameters that servers end with, and what each trainer does."""
+    """Return the final parameters of the servers, and the result of each trainer."""
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, *(key or (jax.random.key(0),)))
     for k in range(plan.trainers):
@@ -137,9 +140,12 @@ def run(role_threads: RoleThreads, plan: PServerPlan, given: Sequence[Sequence[A
 def test_one_trainer_is_one_device(
     role_threads: RoleThreads, name: str, sparse: Any, every: int, servers: int
 ) -> None:
-    """And what GEO-SGD does without tables. Servers have all of it in the end, pushed or not."""
+    """Results also equal GEO-SGD without tables.
+
+    At the end, servers have all changes, pushed or not.
+    """
     tx, given = OPTIMIZERS[name], batches(5)
-    given[1] = (np.full_like(given[1][0], 7), given[1][1])  # one row, again and again
+    given[1] = (np.full_like(given[1][0], 7), given[1][1])  # one row in each step
     want, losses = one_device(tx, given)
     on_servers, (ended,) = run(
         role_threads, planned(tx, sparse, 1, servers, mode=geo(every)), [given]
@@ -165,8 +171,10 @@ def test_another_batch_shape_goes_on_with_the_same_rows(role_threads: RoleThread
 
 
 def test_two_tables_beside_what_is_a_trainers_own(role_threads: RoleThreads) -> None:
-    """Frozen leaves, statistics, counters, and what only decays; rows that a loop looks up, in one
-    table of two."""
+    """Test frozen leaves, statistics, counters, and leaves that only decay.
+
+    A loop looks up rows in one of two tables.
+    """
     tx = optax.chain(
         optax.clip_by_global_norm(0.3), optax.adagrad(optax.cosine_decay_schedule(0.3, 9))
     )
@@ -250,8 +258,10 @@ def test_ids_that_a_table_does_not_have_are_named_and_negative_ones_counted_from
 
 
 class Formulas:
-    """GEO-SGD of tables as Paddle's formulas have it, with arrays of all rows, of which some are
-    not there."""
+    """GEO-SGD of tables by Paddle's formulas, with arrays of all rows.
+
+    Some rows do not exist yet.
+    """
 
     def __init__(self, tx: Any, trainers: int, *, lazy: bool) -> None:
         self.step, self.lazy, self.n = jax.jit(dtrans.make_train_step(loss, tx)), lazy, trainers
@@ -298,7 +308,10 @@ class Formulas:
 
 
 def half_shared(k: int, steps: int) -> list[Any]:
-    """Batches of one of two trainers: some rows are its own, and some are shared."""
+    """Return batches of one of two trainers.
+
+    Some rows are only in its batches, and some are shared.
+    """
     rng = np.random.default_rng(k)
     own = rng.integers(0, 8, (steps, ROWS, 2)) + 8 * k
     shared = rng.integers(16, 24, (steps, ROWS, 2))
@@ -337,7 +350,7 @@ def test_two_trainers_do_what_the_formulas_say(
         np.testing.assert_allclose(
             ended[k].old, want.old[k]["emb"][ended[k].ids], rtol=1e-12, atol=1e-12
         )
-    for k in range(2):  # what was not pushed before they closed
+    for k in range(2):  # the changes that were not pushed before the trainers closed
         if done[k] % every:
             want.push(k)
     close(on_servers, want.server)
@@ -355,12 +368,12 @@ def planned_for(tx: Any, sparse: Any, trainers: int, batch: Any, mode: Any,
 
 
 def scaled(params: Any, ids: jax.Array, by: jax.Array) -> jax.Array:
-    """A loss whose gradient is `by` in each entry of the rows that are looked up."""
+    """Return a loss whose gradient is `by` in each entry of the looked-up rows."""
     return by * jnp.sum(params["emb"][ids])
 
 
 def only_a_table(trainers: int, mode: Any, size: int, servers: int = 2, rows: int = V) -> Any:
-    """A plan of a step that has nothing but a table, which begins with zeros."""
+    """Return the plan of a step with only a table, which begins with zeros."""
     tx = optax.sgd(1.0)
     start = lambda key: (p := {"emb": jnp.zeros((rows, 2))}, tx.init(p))
     batch = np.zeros(size, int), np.float64(1)
@@ -372,8 +385,10 @@ def only_a_table(trainers: int, mode: Any, size: int, servers: int = 2, rows: in
 def test_rows_that_another_has_changed_come_with_a_pull_or_when_they_are_looked_up(
     role_threads: RoleThreads,
 ) -> None:
-    """Trainer 1 gives servers half of what it has changed, and is divided again when it looks them
-    up again."""
+    """Trainer 1 gives servers half of its changes.
+
+    When it looks up the rows again, it divides the rest again.
+    """
     steps: list[list[tuple[list[int], int]]] = [
         [([1, 2], 0), ([2, 2], 0), ([3, 1], 0)],
         [([2, 3], 4), ([5, 5], 1)],
@@ -413,9 +428,11 @@ def test_rows_that_another_has_changed_come_with_a_pull_or_when_they_are_looked_
 
 @pytest.mark.parametrize("servers", [1, 3])
 def test_no_change_is_lost_where_nobody_waits(role_threads: RoleThreads, servers: int) -> None:
-    """Two trainers push and pull beside their steps. When they have come to rest, each knows of all
-    of its rows what servers have; and what servers have is what trainers have changed, but for what
-    each has yet to push. Numbers are exact."""
+    """Two trainers push and pull in the background.
+
+    At the end, each trainer knows the servers' values of all its rows. The servers have all changes
+    of the trainers, except the changes that are not pushed yet. The numbers are exact.
+    """
     plan, steps, unit = only_a_table(2, geo(waits=False), 6, servers), 12, 2.0**20
     given = [np.random.default_rng(k).integers(0, V // 2, (steps, 6)) for k in range(2)]
     rest = threading.Barrier(2)
@@ -427,7 +444,7 @@ def test_no_change_is_lost_where_nobody_waits(role_threads: RoleThreads, servers
                 state, _ = job.step(state, ids, np.float64(unit))
             for _ in range(
                 4
-            ):  # each waits for the answer to what the one before has pushed, which is nothing
+            ):  # each trainer waits for the answer to the previous push, which is empty
                 rest.wait(roles.HANG)
                 state, _ = job.step(state, np.full(6, V - 1), np.float64(0))
             kept = kept_by(job)
@@ -481,7 +498,7 @@ def test_no_value_of_a_trainer_has_the_rows_of_the_table(name: str, sparse: Any)
 def test_what_is_kept_is_what_was_looked_up(
     role_threads: RoleThreads, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And no array of it grows with the table."""
+    """No array of the trainer grows with the table."""
     rows, rng = 50_000_000, np.random.default_rng(0)
     plan = only_a_table(1, geo(3), 50, rows=rows)
     given = [(rng.integers(0, rows, 50), np.float64(1)) for _ in range(8)]
@@ -497,9 +514,9 @@ def test_what_is_kept_is_what_was_looked_up(
                 kept._is_touched,
                 *kept._stored,
                 kept._slots._ids,
-                kept._slots._places,
             ]
-            return len(kept), kept.nbytes, sum(x.nbytes for x in arrays)
+            there = sum(x.nbytes for x in arrays) + kept._slots._directory.nbytes
+            return len(kept), kept.nbytes, there
 
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, jax.random.key(0))
@@ -534,8 +551,8 @@ def test_the_transpiler_plans_them() -> None:
 def test_bytes_are_those_of_the_rows(
     role_threads: RoleThreads, servers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that were not there, rows that were touched since the last push, and rows that another
-    has changed."""
+    """Test new rows, rows that were looked up since the last push, and rows that another trainer
+    changed."""
     sent: dict[str, int] = {}
     framed, say, send_blocks = wire.framed, TrainerLine._say, TrainerLine.send_blocks
     row = 2 * 8
@@ -560,10 +577,10 @@ def test_bytes_are_those_of_the_rows(
     monkeypatch.setattr(TrainerLine, "send_blocks", only_deltas)
     plan = only_a_table(2, geo(2), 4, servers)
     of = lambda *ids: (np.array(ids), np.float64(1))
-    # each pushes and pulls after its second step: in the order of the turns below
+    # each trainer pushes and pulls after its second step, in the order of the turns below
     given = [[of(1, 1, 2, 30), of(2, 2, 2, 2)], [of(2, 3, 3, 30), of(4, 5, 30, 3)]]
     run(role_threads, plan, given, StepOrder([0, 1, 0, 1]))
-    # of trainer 1's rows trainer 0 has changed 2 and 30
+    # trainer 0 has changed rows 2 and 30, which trainer 1 also stores
     asked, touched, changed = (
         3 + 3 + 2,
         3 + 5,
@@ -595,8 +612,10 @@ def test_a_plan_says_the_most_that_is_sent() -> None:
 
 
 def test_the_state_of_a_row_begins_as_the_init_makes_it(role_threads: RoleThreads) -> None:
-    """Also where that is a row of the parameters, as a single device draws it: here rows are drawn
-    back to these."""
+    """The initial state may be a row of the parameters.
+
+    The optimizer draws rows back to these initial values.
+    """
 
     def back(g: Any, first: Any, params: Any) -> Any:
         return jax.tree.map(lambda g, f, p: -0.1 * g - 0.1 * (p - f), g, first, params), first
@@ -647,7 +666,10 @@ def test_the_optimizers_state_of_rows_is_no_array(role_threads: RoleThreads) -> 
 def test_lookups_export_and_parameters_are_those_of_the_servers(
     role_threads: RoleThreads, tmp_path: Any
 ) -> None:
-    """Whatever is not pushed yet; a lookup does not make a row one that the trainer keeps."""
+    """Changes that are not pushed are not visible.
+
+    A lookup does not add a row to the rows that the trainer stores.
+    """
     tx, given = OPTIMIZERS["sgd"], batches(3)
     plan = planned(tx, DENSE, 1, 2, mode=geo(2))
     half, whole = (jax.tree.map(np.asarray, one_device(tx, given[:n])[0]) for n in (2, 3))
@@ -668,7 +690,7 @@ def test_lookups_export_and_parameters_are_those_of_the_servers(
             job.tables.export("params/emb", tmp_path / "emb.npy")
             np.testing.assert_allclose(np.load(tmp_path / "emb.npy"), half["emb"], rtol=1e-12)
             assert len(kept_by(job)) == before
-            job.step(state, *given[0])  # it goes on
+            job.step(state, *given[0])  # the trainer continues
 
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, jax.random.key(0))
@@ -712,8 +734,10 @@ def test_servers_save_what_was_pushed_and_the_job_goes_on(
 
 
 def test_who_starts_again_keeps_no_rows(role_threads: RoleThreads) -> None:
-    """What was not pushed is; rows come anew, and servers do not tell of those that were there
-    before."""
+    """Changes that were not pushed are lost.
+
+    The trainer looks rows up again, and servers do not report rows that it stored before.
+    """
     plan = only_a_table(1, geo(5), 2, 1)
     one = np.array([1, 2]), np.float64(1)
 
@@ -798,16 +822,16 @@ def test_a_server_tells_each_trainer_of_its_own_rows_once() -> None:
     server = server_of(only_a_table(2, geo(), 4, 1), said)
     ask = lambda k, ids, train=True: [
         server.prefetch(k, wire.parse(frames))
-        for frames in wire.framed("prefetch", [("ids", np.array(ids, np.int32))],
+        for frames in wire.framed("prefetch", [("params/emb", np.array(ids, np.int32))],
                                   step=server._steps.of_trainer(k).number,
-                                  table="params/emb", count=len(ids), train=train)
+                                  counts={"params/emb": len(ids)}, train=train)
     ]  # fmt: skip
 
     def push(k: int, ids: list[int]) -> None:
         step = {"step": server._steps.begun[k].number}
         name = "params/emb.delta"
         (frames,) = wire.framed(
-            "row_ids", [("ids", np.array(ids, np.int32))], gradient=name, count=len(ids), **step
+            "row_ids", [(name, np.array(ids, np.int32))], counts={name: len(ids)}, **step
         )
         server.row_ids(k, wire.parse(frames))
         (frames,) = wire.framed("send", [(name, np.ones((len(ids), 2)))], **step)
@@ -828,7 +852,7 @@ def test_a_server_tells_each_trainer_of_its_own_rows_once() -> None:
 
     ask(0, [1, 2, 3])
     ask(1, [2, 3, 4])
-    ask(1, [9], train=False)  # an evaluation
+    ask(1, [9], train=False)  # a lookup for evaluation
     push(0, [1, 3, 9])
     push(0, [2])
     assert pull(0) == []
@@ -837,7 +861,7 @@ def test_a_server_tells_each_trainer_of_its_own_rows_once() -> None:
     push(1, [2, 4])
     push(0, [4])
     assert pull(0) == [2]
-    pull(1, changed=False)  # it begins anew, and has no rows
+    pull(1, changed=False)  # the trainer starts again without rows
     push(0, [2, 3])
     assert pull(1) == []
     assert pull(0) == []
@@ -857,9 +881,9 @@ def test_who_keeps_rows_where_nobody_may_is_refused() -> None:
     ("other", 2, [0, 1], "sent 2 changed rows of 'other', which were not requested"),
     ("emb", 5, [0, 1, 2, 3, 4], "sent 5 changed rows of 'emb', which were not requested"),
     ("emb", -1, [], "sent -1 changed rows of 'emb'"),
-    ("emb", 2, [1, 1], "do not increase within 0 to 3"),
-    ("emb", 2, [3, 4], "do not increase within 0 to 3"),
-    ("emb", 2, [-1, 0], "do not increase within 0 to 3"),
+    ("emb", 2, [1, 1], "are not increasing numbers from 0 to 3"),
+    ("emb", 2, [3, 4], "are not increasing numbers from 0 to 3"),
+    ("emb", 2, [-1, 0], "are not increasing numbers from 0 to 3"),
     ("emb", 2, [1], "did not send all changed rows of emb"),
 ])  # fmt: skip
 def test_rows_that_a_trainer_did_not_ask_to_be_told_of_are_refused(
@@ -945,7 +969,7 @@ def test_changes_are_told_of_once(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_what_is_pushed_is_rounded_as_it_is_sent(dtype: Any) -> None:
-    """So that old rows are those of the server, bit for bit."""
+    """So the old rows of the trainer equal the rows of the server, bit for bit."""
     kept, rng = CachedRows([np.empty((0, 3), dtype)]), np.random.default_rng(0)
     server = rng.normal(size=(20, 3)).astype(dtype)
     kept.add(np.arange(20), server)
@@ -956,7 +980,7 @@ def test_what_is_pushed_is_rounded_as_it_is_sent(dtype: Any) -> None:
         assert np.array_equal(delta.ids, ids) and delta.rows.dtype == server.dtype
         server = np.asarray(jax.jit(lambda w, i, d: w.at[i].add(d))(server, delta.ids, delta.rows))
         assert np.array_equal(kept.old, server)
-    # a row that is not here is left out
+    # a row that is not stored here is left out
     kept.pulled(RowGradient(np.array([3, 700]), np.ones((2, 3), dtype)))
     assert np.array_equal(kept.old[3], np.ones(3, dtype))
     assert len(kept) == 20

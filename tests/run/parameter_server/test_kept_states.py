@@ -70,7 +70,7 @@ def test_two_states_share_the_memory_of_two_states() -> None:
 
 @pytest.mark.parametrize("left", [{0, 2}, {1, 2}])
 def test_a_replica_has_the_bits_of_its_primary(left: set[int]) -> None:
-    """Also after a trainer has left, trainer 0 for example."""
+    """A replica has the bits of its primary, also after trainers have left."""
     update, first = server_of(3)
     terms: dict[str, Any] = {"keeps_old": True, "merges": True}
     primary, copy = (SyncUpdate(update, copy_state(first), n, **terms) for n in (3, 1))
@@ -123,7 +123,11 @@ def rows_in(array: Any) -> list[bytes]:
 
 @pytest.mark.parametrize("sparse", ["lazy", "dense"])
 def test_the_state_before_has_the_old_rows_of_tables(sparse: str) -> None:
-    """Also after the evictions that follow a step. Only rows that a step changes are copied."""
+    """The state before a step has the old rows of tables, also after evictions that follow the
+    step.
+
+    Only rows that a step changes are copied.
+    """
     update, first, name = table_server(sparse)
     usual = SyncUpdate(update, copied(first), 2)
     keeping = SyncUpdate(update, copied(first), 2, keeps_old=True)
@@ -146,7 +150,8 @@ def test_the_state_before_has_the_old_rows_of_tables(sparse: str) -> None:
 
 @pytest.mark.parametrize("sparse", ["lazy", "dense"])
 def test_a_replica_of_a_table_has_the_rows_of_its_primary(sparse: str) -> None:
-    """The copy begins with the rows that exist. It then applies updates and evictions."""
+    """The copy begins with the existing rows of the primary. It then applies the same updates and
+    evictions."""
     rows_of = {"params/emb": dtrans.Rows(sparse)}  # type: ignore[arg-type]
     plan = table_jobs.planned(optax.adam(0.1), rows_of, 2, 2)
     endpoint, backup = plan.servers

@@ -1,4 +1,4 @@
-"""The life of a job: roles that come late, trainers that leave early, and the next job on the same
+"""The life of a job: roles that start late, trainers that leave early, and the next job on the same
 servers."""
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def one_device(batches: Sequence[Any]) -> tuple[Any, Any]:
 def check(
     plan: PServerPlan, held: Sequence[Any], got: Sequence[Any], batches: Sequence[Any]
 ) -> None:
-    """The servers' states, and the parameters of those who took the last step, are those of one
-    device."""
+    """Check that the servers' states equal one device, and so do the parameters of trainers that
+    took the last step."""
     want, state = one_device(batches)
     names = plan.startup.out_names
     made = dict(zip(names, plan.startup.out.flatten((want, state), "the result"), strict=True))
@@ -69,7 +69,7 @@ def job(pservers: Sequence[str], **more: Any) -> dict[str, Any]:
     } | more
 
 
-# what a role says before it waits for others
+# the output of a role before it waits for other roles
 WAITS = {
     "pserver": "serving 0",
     "trainer": "connecting",
@@ -98,7 +98,7 @@ WAITS = {
     ],
 )
 def test_roles_may_start_in_any_order(tmp_path: Path, order: Sequence[str]) -> None:
-    """The last one is started when all others have said that they are about to wait."""
+    """The last role starts when all other roles have printed that they wait."""
     pservers = free_endpoints(2)
     with roles(tmp_path) as started:
         for name in order[:-1]:
@@ -138,8 +138,10 @@ def trainers(started: Roles, which: str, pservers: Sequence[str], **more: Any) -
 
 
 def test_the_next_job_goes_on_where_the_first_ended(tmp_path: Path) -> None:
-    """Its trainers start when those of the first have ended; one of them already when one of the
-    first has not."""
+    """Trainers of the second job start when trainers of the first have ended.
+
+    One of them starts before the last trainer of the first job has ended.
+    """
     pservers = free_endpoints(2)
     with roles(tmp_path) as started:
         for i in range(2):
@@ -165,7 +167,7 @@ def test_the_next_job_goes_on_where_the_first_ended(tmp_path: Path) -> None:
 
 
 def serves(plan: PServerPlan, ep: str, jobs: int) -> Any:
-    """One pserver through several jobs."""
+    """Run one pserver through several jobs."""
     with dtrans.Executor(deadline=HANG) as exe:
         role = plan.servers[ep]
         state = exe.run(role.startup, params_of())
@@ -177,8 +179,10 @@ def serves(plan: PServerPlan, ep: str, jobs: int) -> Any:
 @pytest.mark.soak
 @pytest.mark.parametrize("count, jobs", [(0, 12), (1, 3)])
 def test_jobs_follow_one_another_at_once(role_threads: RoleThreads, count: int, jobs: int) -> None:
-    """Many, of no or one step: whoever is first, a server, a trainer or the end of the job
-    before."""
+    """Run many jobs of no step or one step.
+
+    A server, a trainer or the end of the previous job may be first.
+    """
     pservers = free_endpoints(2)
     plan = plan_for(pservers, 2)
     for ep in pservers:
@@ -199,7 +203,7 @@ def test_jobs_follow_one_another_at_once(role_threads: RoleThreads, count: int, 
 def test_a_trainer_of_the_next_job_waits_for_the_end_of_the_first(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it says reaches the server of the first job, in which one of its number has been."""
+    """The messages reach the server of the first job, which already had a trainer with this id."""
     told = threading.Event()
     real = ServerLoop.say
 
@@ -218,7 +222,8 @@ def test_a_trainer_of_the_next_job_waits_for_the_end_of_the_first(
     batches = [batch_of(i, 2) for i in range(2)]
     wait = lambda i: told.wait(HANG) if i else None
     role_threads.start("first 0", train, plan, 0, batches[:1], params_of())
-    # it makes its step with the other one, and closes when the next job's has come
+    # the trainer takes its step together with the other one, and closes when the next job's trainer
+    # has arrived
     role_threads.start(
         "first 1", train, plan, 1, [*batches[:1], batch_of(9, 2)], params_of(), before=wait
     )
@@ -244,7 +249,7 @@ def test_a_greeting_that_nobody_answered_is_said_again(role_threads: RoleThreads
 
 
 def test_a_server_whose_greeting_nobody_answered_says_it_again(role_threads: RoleThreads) -> None:
-    """And holds back what it has to say to the other one until it is welcome."""
+    """A server without a welcome sends its greeting again, and holds back other messages."""
     ep, other = pservers = free_endpoints(2)
     plan, batches = plan_for(pservers, 1), [batch_of(0, 1)]
     with FakeServer(other) as fake_server:
@@ -257,7 +262,8 @@ def test_a_server_whose_greeting_nobody_answered_says_it_again(role_threads: Rol
 
 
 def test_a_connection_that_was_welcome_and_breaks_is_an_error(role_threads: RoleThreads) -> None:
-    """Greeting again is for those who were never welcome: the step of the others may be lost."""
+    """Only a role that was never welcomed may send hello again. After a welcome, its step may be
+    lost on the other side."""
     (ep,) = free_endpoints(1)
     plan = plan_for((ep,), 1)
     with FakeServer(ep) as fake_server:
@@ -296,7 +302,7 @@ def test_who_waits_in_vain_for_the_next_job_is_told_for_what(role_threads: RoleT
 
 
 def test_a_server_leaves_its_endpoint_to_the_next_one(role_threads: RoleThreads) -> None:
-    """When `run` returns it can be bound, however often."""
+    """After each return of `run`, the endpoint can be bound again."""
     (ep,) = pservers = free_endpoints(1)
     plan = plan_for(pservers, 1)
     role_threads.start("server", serves, plan, ep, 30)

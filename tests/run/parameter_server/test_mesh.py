@@ -1,5 +1,5 @@
-"""A job on a mesh computes what one device computes, keeps each thing on its device, and refuses
-what it cannot do."""
+"""A job on a mesh computes the results of one device, places each array on its device, and refuses
+impossible calls."""
 
 from __future__ import annotations
 
@@ -56,8 +56,10 @@ def same_as_one_device(
     rtol: float = 1e-12,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Train on a mesh and on one device; parameters, optimizer state and losses must agree. The job
-    and its state."""
+    """Train on a mesh and on one device, and compare parameters, optimizer state and losses.
+
+    Return the job and its state.
+    """
     plan = plan_of(loss, tx, params, *batches[0], servers=servers, trainers=trainers, **options)
     job = plan.on_mesh(jax.devices()[:devices])
     state, losses = run(job, job.init(params), batches)
@@ -293,7 +295,7 @@ def test_a_leaf_that_the_loss_does_not_use_is_trained_as_on_one_device(
     def loss(params: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.mean((x @ params["w"] - y) ** 2)
 
-    with jax.enable_x64(True):  # where a zero of the wrong type would show
+    with jax.enable_x64(True):  # here a zero of the wrong type would show
         params = {"idle": jnp.full(shape, 2, dtype), "w": mlp_params((5, 3), jnp.float64)["w1"]}
         tx = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1))
         job, state = same_as_one_device(loss, tx, params, batches_of(4, sizes=(5, 3)), rtol=1e-12)
@@ -328,7 +330,7 @@ def test_a_leaf_that_nothing_changes_stays_with_the_trainers() -> None:
 
 
 def test_a_loss_of_a_leaf_times_a_0d_batch_array_sends_that_array_as_gradient() -> None:
-    """The gradient is an input of the program: no equation makes it."""
+    """The gradient is an input of the program, and no equation computes it."""
     with jax.enable_x64(True):
         loss = lambda params, c: params["s"] * c
         params = {"s": jnp.float64(3.0)}
@@ -343,8 +345,10 @@ def test_a_loss_of_a_leaf_times_a_0d_batch_array_sends_that_array_as_gradient() 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("trainers, devices", [(1, 8), (2, 8), (2, 1), (4, 3)])
 def test_batch_statistics_are_each_trainers_own(trainers: int, devices: int) -> None:
-    """What a trainer makes of its part of the batch stays with it; `job.params` shows those of
-    trainer 0."""
+    """Leaves that a trainer computes from its part of the batch stay on the trainer.
+
+    `job.params` shows trainer 0's leaves.
+    """
     with jax.enable_x64(True):
         params = {"mean": jnp.zeros(5), "w": mlp_params((5, 3), jnp.float64)["w1"]}
         batches = batches_of(8, sizes=(5, 3))
@@ -395,7 +399,7 @@ def test_a_leaf_that_takes_the_value_of_a_0d_batch_array_is_followed() -> None:
 def aux_job(
     aux: Any, *, trainers: int = 2, devices: int = 8, rows: int = 8, batch: str = "exact"
 ) -> tuple[Any, Any]:
-    """What a job, and what one device, return as `aux(params, x, y)`."""
+    """Return the values of `aux(params, x, y)` from a job and from one device."""
 
     def loss(params: Any, x: jax.Array, y: jax.Array) -> Any:
         return mlp_loss(params, x, y), aux(params, x, y)
@@ -439,7 +443,7 @@ def test_aux_is_averaged_joined_or_stacked_by_what_it_is(trainers: int, devices:
     tree_close(got, want, 1e-6)
     if trainers == 1:
         assert counts.shape == () and counts == total
-    else:  # one row per trainer: nothing says that they are to be added
+    else:  # one row per trainer: no rule says that rows are added
         assert counts.shape == (trainers,) and counts.sum() == total
         x = np.asarray(mlp_batch(8)[0])
         assert counts.tolist() == (x[:, 0] > 0).reshape(trainers, -1).sum(1).tolist()
@@ -491,7 +495,8 @@ def test_a_step_that_returns_a_dict_returns_the_rest_of_it() -> None:
 
 
 def small_job(**options: Any) -> tuple[Any, Any, Any, Any]:
-    """params, tx, plan and job of a small Adam job, two trainers and three servers by default."""
+    """Return params, tx, plan and job of a small Adam job, by default with two trainers and three
+    servers."""
     params, tx = mlp_params(), optax.adam(1e-2)
     options = {"trainers": 2, "servers": 3} | options
     donate = options.pop("donate", True)
@@ -530,7 +535,7 @@ def test_a_batch_that_the_trainers_do_not_divide_is_refused_by_its_name() -> Non
         BatchError, match="^x has 9 rows, which cannot be split evenly over 2 trainers"
     ):
         job.step(state, *mlp_batch(9))
-    job.step(state, x, y)  # the state is as good as before
+    job.step(state, x, y)  # the state is still valid
 
 
 def test_a_batch_that_the_trainers_do_not_divide_is_padded_where_the_job_is_exact() -> None:
@@ -559,7 +564,7 @@ def test_a_batch_argument_of_another_structure_is_refused() -> None:
     params, _, _, job = small_job()
     x, y = mlp_batch(8)
     with pytest.raises(
-        TraceError, match="^batch argument 1 has another structure than it was traced with"
+        TraceError, match="^batch argument 1 does not have the structure with which it was traced"
     ):
         job.step(job.init(params), x, {"y": y})
 
@@ -582,7 +587,8 @@ def test_a_state_that_was_stepped_from_is_refused_and_says_why() -> None:
 
 
 def test_parameters_stay_readable_where_the_optimizer_keeps_them_as_state() -> None:
-    """State that is a parameter as it came in is donated to the next step; the parameter is not."""
+    """State that equals an input parameter is donated to the next step, but the parameter is
+    not."""
 
     def init(params: Any) -> Any:
         return jax.tree.map(jnp.zeros_like, params)
@@ -643,7 +649,7 @@ def test_a_step_leaves_no_arrays_to_the_garbage_collector() -> None:
     try:
         before = len(jax.live_arrays())
         state, _ = job.step(state, *batch)
-        assert len(jax.live_arrays()) <= before + 1  # the loss is in no result before
+        assert len(jax.live_arrays()) <= before + 1  # the loss is no earlier result
     finally:
         gc.enable()
 

@@ -1,5 +1,5 @@
-"""Rows that nobody looked up catch up: a server's update of a table, driven without a protocol,
-beside one device."""
+"""Rows that no step looked up catch up: a server's update of a table, run without a protocol, and
+compared with one device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def init(tx: Any) -> Any:
 def served(
     tx: Any, mode: Any = SYNC, rows: dtrans.Rows = DENSE
 ) -> tuple[ServerUpdate, dict[str, Any]]:
-    """The update of the one server, and what it begins with."""
+    """Return the update of the only server, and its initial state."""
     step = dtrans.make_train_step(lambda p, ids: jnp.mean(p["emb"][ids] ** 2), tx)
     plan = dtrans.pserver(
         dtrans.trace(step, *init(tx), jnp.zeros(3, int)), dtrans.trace(lambda: init(tx)),
@@ -91,7 +91,7 @@ OPTIMIZERS = {
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_rows_catch_up_before_they_are_read(name: str) -> None:
-    """After gaps of one step, of some, and of more than one window."""
+    """Test gaps of one step, of several steps, and of more than one window."""
     tx = OPTIMIZERS[name]
     lookups = [[0, 5], [5], [5, 7], *([[7, 8]] * (missed_steps.WINDOW + 40)), [0, 5, 12], [0]]
     given = steps(lookups)
@@ -109,7 +109,8 @@ def test_rows_catch_up_before_they_are_read(name: str) -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_an_update_is_of_the_rows_that_were_looked_up() -> None:
-    """The others stay behind, in memory: nothing is done to them until somebody reads them."""
+    """A step changes only the rows that were looked up. Other rows do not change until a role reads
+    them."""
     update, state = served(optax.adam(0.1))
     server = SyncUpdate(update, state, 1)
     for at, x in enumerate(steps([[0, 5], [5]])):
@@ -125,7 +126,7 @@ def test_an_update_is_of_the_rows_that_were_looked_up() -> None:
 def test_rows_rest_until_they_are_looked_up_where_they_do_not_move(
     name: str, rests: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not where the state that a job goes on from has moved them before."""
+    """Rows do catch up if the state from which a job continues has changed them before."""
     tx, given = (
         {"adam": optax.adam(0.1), "adamw": optax.adamw(0.1)}[name],
         steps([[0], [5], [5], [7]]),
@@ -135,7 +136,7 @@ def test_rows_rest_until_they_are_looked_up_where_they_do_not_move(
     counted = lambda self, ids, *args: (made.append(len(ids)), make(self, ids, *args))[1]
     monkeypatch.setattr(missed_steps.MissedSteps, "_make", counted)
     for at, x in enumerate(given):
-        server = SyncUpdate(update, state, 1)  # goes on from what the one before has left
+        server = SyncUpdate(update, state, 1)  # continues from the state of the previous server
         server.begin({GRAD: x}, frozenset([0]), at)
         state = finished(server)
     close(state, one_device(tx, given))
@@ -144,7 +145,7 @@ def test_rows_rest_until_they_are_looked_up_where_they_do_not_move(
 
 @pytest.mark.usefixtures("x64")
 def test_what_is_kept_of_steps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is too much all rows catch up, and it is forgotten."""
+    """If the record of steps is too large, all rows catch up, and the record is cleared."""
     monkeypatch.setattr(missed_steps, "MOST_BYTES", 2000)
     monkeypatch.setattr(missed_steps, "WINDOW", 16)
     monkeypatch.setattr(touched_rows, "LEAST", 4)

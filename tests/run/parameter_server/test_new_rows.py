@@ -1,5 +1,5 @@
-"""Rows of tables are made when they are first asked for: the user's own, bit for bit, whoever asks,
-and when."""
+"""Rows of tables are computed at their first lookup, with the bits of the user's init, for any
+trainer and at any time."""
 
 from __future__ import annotations
 
@@ -51,10 +51,58 @@ def planned(
 
 
 def begun(programs: Any) -> tuple[SyncUpdate, dict[str, Any]]:
-    """A server with new rows, and what it began with."""
+    """Return a server with new rows, and its initial state."""
     with dtrans.Executor() as exe:
         state = exe.run(programs.startup, KEY)
     return SyncUpdate(ServerUpdate.from_program(programs.main), state, 1), state
+
+
+def several_tables(key: jax.Array) -> dict[str, jax.Array]:
+    """Three tables of one init, and another one of the same shape."""
+    some, other = jax.random.split(key)
+    tables = {f"t{i}": drawn(k) for i, k in enumerate(jax.random.split(some, 3))}
+    return tables | {"other": jax.random.normal(other, (V, D)) * 0.1 + 1}
+
+
+def begun_with_several() -> SyncUpdate:
+    tx = optax.adagrad(0.1)
+    init = lambda key: (params := several_tables(key), tx.init(params))
+    loss = lambda p, ids: sum(jnp.mean(x[ids] ** 2) for x in p.values())
+    main = dtrans.trace(
+        dtrans.make_train_step(loss, tx), *jax.eval_shape(init, KEY), jnp.zeros(3, int)
+    )
+    plan = dtrans.pserver(main, dtrans.trace(init, KEY), pservers="127.0.0.1:6174", sparse="auto")
+    (programs,) = plan.servers.values()
+    return begun(programs)[0]
+
+
+@pytest.mark.parametrize("counts", [(1, 5, 16, 3), (40, 1, 100, 2), (200, 7, 0, 300)])
+def test_rows_of_several_tables_are_made_in_one_call(counts: tuple[int, ...]) -> None:
+    server, rng = begun_with_several(), np.random.default_rng(0)
+    whole = jax.jit(several_tables)(KEY)
+    for _ in range(2):  # the second time, some rows exist
+        ids = {}
+        for n, count in zip(whole, counts, strict=True):
+            some = rng.choice(V, count, replace=False)
+            ids[f"params/{n}"] = np.sort(some).astype(np.int32)
+        server.create_rows(ids)
+        grouped = [n for n, x in ids.items() if 0 < len(x) <= 16 and "other" not in n]
+        for n in ids:
+            exists = len(server._tables[n].new_ids(ids[n])) == 0
+            assert exists or len(grouped) < 2 or n not in grouped
+            found = server.rows(n, ids[n], train=True)
+            np.testing.assert_array_equal(found, np.asarray(whole[n[len("params/") :]])[ids[n]])
+
+
+def test_a_loop_is_compiled_only_for_rows_of_several_tables() -> None:
+    server = begun_with_several()
+    groups = lambda: len(server._grouped._groups)
+    some = np.arange(5, dtype=np.int32)
+    server.create_rows({"params/t0": some})
+    server.create_rows({"params/t0": some, "params/other": some})
+    assert groups() == 0
+    server.create_rows({"params/t0": some, "params/t1": some})
+    assert groups() == 1
 
 
 @pytest.mark.parametrize("servers", [1, 3])
@@ -65,7 +113,8 @@ def test_rows_are_those_of_the_init_made_whole(servers: int) -> None:
         server, state = begun(plan.servers[b.endpoint])
         assert isinstance(state[b.name], NewRows) and state[b.name].shape == (b.rows, D)
         mine = whole[b.span.start : b.span.stop]
-        for count in (1, 5, 40):  # in any order: a row is the same whenever it is asked for
+        # in any order: the bits of a row do not depend on its first lookup
+        for count in (1, 5, 40):
             ids = np.sort(rng.choice(b.rows, count, replace=False)).astype(np.int32)
             np.testing.assert_array_equal(server.rows(b.name, ids, train=True), mine[ids])
         np.testing.assert_array_equal(np.asarray(state[b.name]), mine)
@@ -76,7 +125,7 @@ def test_rows_are_those_of_the_init_made_whole(servers: int) -> None:
 
 
 def unit(key: jax.Array) -> jax.Array:
-    """Rows of norm one."""
+    """Return rows of norm one."""
     x = jax.random.normal(key, (V, D))
     return x / jnp.linalg.norm(x, axis=1, keepdims=True)
 
@@ -90,7 +139,7 @@ COMPARE = """
 import sys
 sys.path[:0] = {path!r}
 import jax, numpy as np, optax
-from test_new_rows import EMB, KEY, V, begun, centered, drawn, planned, unit
+from test_new_rows import *
 
 whole = np.asarray(jax.jit(drawn)(KEY))
 (programs,) = planned(optax.adagrad(0.1)).servers.values()
@@ -100,6 +149,13 @@ for size in (16, 128, 1024):
     runs = [ids[at : at + size] for at in range(0, V, size)]
     made = np.concatenate([maker._initialize(run, size)[0] for run in runs])
     print((made != whole[ids]).sum())
+server, tables = begun_with_several(), jax.jit(several_tables)(KEY)
+for count in (10, 100):
+    ids = [np.sort(np.random.default_rng(i).choice(V, count, replace=False)) for i in range(4)]
+    server.create_rows({{f"params/{{n}}": x for n, x in zip(tables, ids)}})
+    for n, x in zip(tables, ids):
+        print(0 if n == "other" else len(server._tables[f"params/{{n}}"].new_ids(x)))
+        print((server.rows(f"params/{{n}}", x, train=True) != np.asarray(tables[n])[x]).sum())
 for emb in (unit, centered):
     (programs,) = planned(optax.adagrad(0.1), 1, emb).servers.values()
     maker = begun(programs)[1][EMB].maker
@@ -113,15 +169,17 @@ for emb in (unit, centered):
 
 
 def test_rows_have_the_same_bits_in_programs_of_all_sizes_as_users_compile_them() -> None:
-    """With all of XLA's optimizations, and none of the options of these tests. An init that sums
-    numbers of a row has the same bits in all calls, but one device sums in another order."""
+    """XLA runs all optimizations, without the options of these tests.
+
+    An init that sums numbers of a row is an exception.
+    """
     ours = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_COMPILATION_CACHE_DIR")
     env = {name: value for name, value in os.environ.items() if name not in ours}
     code = COMPARE.format(path=[str(Path(__file__).parent), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=240
     )
-    assert done.stdout.split() == ["0"] * (3 + 2 * 4), done.stdout + done.stderr
+    assert done.stdout.split() == ["0"] * (3 + 2 * 4 * 2 + 2 * 4), done.stdout + done.stderr
 
 
 def test_a_row_that_is_looked_at_is_not_kept() -> None:
@@ -135,10 +193,10 @@ def test_a_row_that_is_looked_at_is_not_kept() -> None:
     assert (
         memory.count == 2
         and str(server.server_tables.report()[0])
-        == "params/emb: 2 of 1,000 rows materialized, 48 bytes"
+        == "params/emb: 2 of 1,000 rows materialized, 1,120 bytes"
     )
     assert isinstance(server.tables()[EMB], ArrayLike)
-    # who reads it as an array gets the rest too
+    # a caller that reads the state as an array gets all other rows, too
     np.testing.assert_array_equal(np.asarray(server.tables()[EMB]), whole)
     assert memory.count == 2
     server.rows(EMB, np.arange(V), train=True)
@@ -148,7 +206,7 @@ def test_a_row_that_is_looked_at_is_not_kept() -> None:
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("tx", [optax.adam(0.1), optax.adamw(0.1)], ids=["adam", "adamw"])
 def test_new_rows_catch_up_too(tx: Any) -> None:
-    """Those of AdamW have decayed before anybody has looked them up."""
+    """Rows of AdamW have decayed before their first lookup."""
     (programs,) = planned(tx, update="dense").servers.values()
     server, _ = begun(programs)
     rng = np.random.default_rng(0)
@@ -184,7 +242,7 @@ def test_a_limit_of_rows_is_kept() -> None:
     server.rows(b.name, np.arange(100), train=False)
     with pytest.raises(
         WireError,
-        match="params/emb.block0 has 5 rows and a limit of 5 rows, but 1 new rows were looked up",
+        match="params/emb.block0 has 5 rows and a limit of 5 rows, but the step needs 1 more",
     ):
         server.rows(b.name, np.array([3, 7]), train=True)
     np.testing.assert_array_equal(
@@ -201,7 +259,7 @@ def test_a_limit_of_rows_is_kept() -> None:
 
 
 def test_rows_of_16_bits_are_those_of_one_device() -> None:
-    """Bit for bit, moments and all."""
+    """Rows and moments equal one device, bit for bit."""
     tx, half = optax.adam(0.1), lambda key: drawn(key).astype(jnp.bfloat16)
     (programs,) = planned(tx, emb=half, update="dense").servers.values()
     server, _ = begun(programs)
@@ -219,7 +277,10 @@ def test_rows_of_16_bits_are_those_of_one_device() -> None:
 
 @given(st.integers(0, 300_000))
 def test_rows_are_made_by_programs_of_few_sizes(count: int) -> None:
-    """Every row once, in order, and no program for four times what is left, or sixteen rows."""
+    """Each row is computed once, in order.
+
+    No program computes more than four times the remaining rows, or more than sixteen.
+    """
     runs = list(touched_rows.rooms(count))
     assert [start for start, _, _ in runs] == [0, *(stop for _, stop, _ in runs)][: len(runs)]
     assert (runs[-1][1] if runs else 0) == count
@@ -230,7 +291,11 @@ def test_rows_are_made_by_programs_of_few_sizes(count: int) -> None:
 
 
 def test_tables_of_one_shape_share_their_program() -> None:
-    """Their keys differ, and are made before it; a table that is scaled otherwise has another."""
+    """Tables of one shape and one scale share a program, because keys are computed outside of the
+    program.
+
+    A table with another scale has another program.
+    """
 
     def init(key: jax.Array) -> Any:
         scales = (0.1, 0.1, 0.3)

@@ -1,5 +1,7 @@
-"""Networks that pass nothing for a while, or break connections and lose messages: the job resumes
-its connections, or ends by name."""
+"""Networks that deliver nothing for some time, or break connections and lose messages.
+
+The job continues, or ends with an error that names the role.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,15 @@ PARAMS, BATCHES, TX = mlp_params(), [mlp_batch(8)] * 3, optax.adam(1e-2)
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[PServerPlan, str, Relay]]:
-    """A plan for two trainers, its server's endpoint, and the only way to it."""
+    """Yield a plan for two trainers, its server's endpoint, and the relay in front of the
+    server."""
     (ep,) = free_endpoints(1)
     step = dtrans.make_train_step(mlp_loss, TX)
     main = dtrans.trace(step, PARAMS, jax.eval_shape(TX.init, PARAMS), *BATCHES[0])
     plan = dtrans.pserver(main, dtrans.trace(init_of(TX), PARAMS), pservers=(ep,), trainers=2)
     relay = Relay(ep)
     monkeypatch.setattr(zmq_transport, "tcp_address", lambda endpoint: relay.address)
-    monkeypatch.setattr(zmq, "IPC_PATH_MAX_LEN", 0)  # no Unix socket goes around it
+    monkeypatch.setattr(zmq, "IPC_PATH_MAX_LEN", 0)  # so no Unix socket bypasses the relay
     yield plan, ep, relay
     relay.close()
 
@@ -47,7 +50,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[PServerPlan, str, Rel
 def run(
     role_threads: RoleThreads, job: tuple[PServerPlan, str, Relay], before: Any, patience: float
 ) -> dict[str, Any]:
-    """What each role returned or raised; `before` is called by trainer 0 before each step."""
+    """Return the result or the error of each role. Trainer 0 calls `before` before each step."""
     plan, ep, _ = job
     options: dict[str, Any] = {"patience": patience, "deadline": NEVER}
     role_threads.start("server", serve, plan, ep, PARAMS, **options)
@@ -58,7 +61,7 @@ def run(
 
 
 def check_numbers(found: dict[str, Any]) -> None:
-    """The job has trained as one device does."""
+    """Check that the job has the results of one device."""
     assert not [x for x in found.values() if isinstance(x, BaseException)], found
     expected, _, _ = plain_run(plain_step(mlp_loss, TX), PARAMS, TX.init(PARAMS), BATCHES)
     for k in range(2):
@@ -68,7 +71,7 @@ def check_numbers(found: dict[str, Any]) -> None:
 def test_an_outage_shorter_than_the_patience_is_waited_for(
     role_threads: RoleThreads, job: Any
 ) -> None:
-    """Longer than connections were let be silent before there was an option."""
+    """The outage is longer than the default limit for silent connections."""
     relay = job[2]
     check_numbers(
         run(role_threads, job, lambda i: relay.hold(5.0) if i == 1 else None, patience=10.0)
@@ -87,14 +90,14 @@ def test_an_outage_longer_than_the_patience_ends_the_job_by_name(
 
 
 def test_a_connection_that_is_made_again_goes_on(role_threads: RoleThreads, job: Any) -> None:
-    """Trainer 0 has nothing on its way, and trainer 1 waits for the server or computes."""
+    """Trainer 0 has sent all its messages. Trainer 1 waits for the server, or computes."""
     relay = job[2]
 
     def cut(i: int) -> None:
         if i == 1:
-            time.sleep(1.0)  # what trainer 1 sends has come, and nobody answers it yet
+            time.sleep(1.0)  # trainer 1's message has arrived, and has no answer yet
             relay.cut()
-            time.sleep(RETRY + 1.5)  # it computes: nobody but ZeroMQ connects again
+            time.sleep(RETRY + 1.5)  # trainer 1 computes, so only ZeroMQ connects again
 
     check_numbers(run(role_threads, job, cut, patience=10.0))
     assert relay.connections == 4
@@ -126,8 +129,10 @@ def test_a_connection_that_is_not_made_again_ends_the_job_by_name(
 def test_a_job_whose_last_words_are_lost_has_ended_well(
     role_threads: RoleThreads, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The `complete` of trainer 0 is lost with its connection, and then the goodbye to the last
-    trainer."""
+    """The `complete` of trainer 0 is lost with its connection.
+
+    Then the goodbye to the last trainer is lost.
+    """
     relay, tells, completes = job[2], TrainerLine.tell, SyncServer.complete
     all_have_trained = threading.Barrier(2)
 
@@ -163,10 +168,10 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 class Breaks:
-    """Breaks of connections, each of which loses the data in transit.
+    """Breaks of connections; each loses the data in transit.
 
     Attributes:
-      count: how many there were.
+      count: number of breaks.
     """
 
     def __init__(self, relays: Sequence[Relay]) -> None:
@@ -175,7 +180,7 @@ class Breaks:
         self._threads: list[threading.Thread] = []
 
     def before(self, step: int) -> None:
-        """Let the connections of one server break with the next data."""
+        """Let the connections of one server break at their next data."""
         for thread in self._threads[-1:]:
             thread.join(HANG)
         if step:
@@ -194,7 +199,7 @@ class Breaks:
 def test_a_network_that_loses_messages_changes_no_bit(
     mode: str, role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one trainer an asynchronous job has the same bits in each run, too."""
+    """With one trainer, an asynchronous job also has the same bits in each run."""
     trainers = 1 if MODES[mode] else 2
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
     if MODES[mode]:
@@ -206,7 +211,7 @@ def test_a_network_that_loses_messages_changes_no_bit(
     startup = dtrans.trace(init_of(tx), params)
 
     def outcome(breaks: bool) -> tuple[list[bytes], int]:
-        """The bytes of all trainers' parameters, and the number of breaks."""
+        """Return the bytes of all trainers' parameters, and the number of breaks."""
         endpoints = free_endpoints(2)
         plan = dtrans.pserver(
             main,
@@ -218,7 +223,7 @@ def test_a_network_that_loses_messages_changes_no_bit(
         )
         relays = {ep: Relay(ep) for ep in endpoints}
         monkeypatch.setattr(zmq_transport, "tcp_address", lambda ep: relays[ep].address)
-        monkeypatch.setattr(zmq, "IPC_PATH_MAX_LEN", 0)  # no Unix socket goes around it
+        monkeypatch.setattr(zmq, "IPC_PATH_MAX_LEN", 0)  # so no Unix socket bypasses the relay
         network = Breaks(tuple(relays.values()))
         before = network.before if breaks else None
         with contextlib.ExitStack() as stack:

@@ -1,5 +1,5 @@
-"""Rows of tables that are asked for before their step: the numbers of a job that waits for them,
-and what moves."""
+"""Rows of tables that are requested before their step: the results of a job without such requests,
+and the sent bytes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ def job_of(plan: Any, k: int) -> TrainerJob:
 
 
 def trained(threads: RoleThreads, plan: Any, train: Train, served: Any = None) -> Any:
-    """What trainer 0 made of its job, which others make too; and what servers hold at the end."""
+    """Run a job.
+
+    Return the parameters of trainer 0, which all trainers have, and the final state of the servers.
+    """
 
     def run(k: int) -> Any:
         with job_of(plan, k) as job:
@@ -69,7 +72,8 @@ def trained(threads: RoleThreads, plan: Any, train: Train, served: Any = None) -
 
 
 def looped(given: Sequence[Any], ahead: int | None) -> Train:
-    """Steps with batches announced `ahead` of them; None: with none announced."""
+    """Return a function that takes steps with batches announced `ahead` steps before; None
+    announces no batch."""
 
     def train(job: TrainerJob) -> Any:
         state, losses = job.init(jax.random.key(0)), []
@@ -93,7 +97,8 @@ def same(a: Any, b: Any) -> None:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any], int]]:
-    """Each message of rows: its kind, its fields, and the bytes of its arrays."""
+    """Return a list that gets each message of rows: its kind, its fields, and the bytes of its
+    arrays."""
     return note_row_messages(monkeypatch)
 
 
@@ -109,7 +114,7 @@ CASES = [
 def test_bits_are_those_of_a_job_that_waits(
     role_threads: RoleThreads, name: str, sparse: Any, trainers: int, said: Any
 ) -> None:
-    """Ten steps in float32, of batches that look up many rows of those before."""
+    """Take ten steps in float32. Batches look up many rows of earlier batches."""
     given, ended = batches(10), []
     for ahead in (None, 3 if name == "adagrad" else 1):
         said.clear()
@@ -125,7 +130,7 @@ def test_bits_are_those_of_a_job_that_waits(
 
 
 def delayed(tx: Any, given: Sequence[Any], k: int) -> Any:
-    """One device, whose gradients are those of the rows of `k` updates before."""
+    """Return the results of one device whose gradients use rows without the last `k` updates."""
 
     @jax.jit
     def step(params: Any, opt_state: Any, rows: jax.Array, *batch: Any) -> Any:
@@ -151,7 +156,10 @@ def delayed(tx: Any, given: Sequence[Any], k: int) -> Any:
 def test_stale_rows_are_those_of_exactly_so_many_updates_before(
     role_threads: RoleThreads, name: str, k: int, ahead: int, trainers: int
 ) -> None:
-    """However far ahead they were announced. What is asked for with the step is as it is."""
+    """Rows may be announced any number of steps before.
+
+    Rows requested during the step are current.
+    """
     given, tx = batches(8), OPTIMIZERS[name]
     plan = planned(tx, {"params/emb": dtrans.Rows("dense", staleness=k)}, trainers, 2)
     found, _ = trained(role_threads, plan, looped(given, ahead))
@@ -161,19 +169,22 @@ def test_stale_rows_are_those_of_exactly_so_many_updates_before(
 
 
 def test_only_rows_that_have_changed_are_sent_again(role_threads: RoleThreads, said: Any) -> None:
-    """Of rows that were announced: the row when it is announced, and again, with its place, where
-    it was looked up."""
+    """A server sends announced rows at the announcement.
+
+    If a step has changed a row since, the server sends this row again, with its position.
+    """
     ids = [np.arange(a, a + 12).reshape(6, 2) for a in (0, 8, 16, 16)]
     given = [(x, np.ones(6)) for x in ids]
     plan = planned(optax.sgd(0.1), DENSE, 2, 2)
     trained(role_threads, plan, looped(given, 1))
     row, number = D * 4, 4
-    # each trainer has a half of the batch, and either's update changes what the other has announced
+    # each trainer has half of the batch, and an update by either changes announced rows of the
+    # other
     again = [np.isin(after, before).sum() for before, after in itertools.pairwise(ids)]
     assert again == [4, 4, 12]
     announced = [n for op, f, n in said if op == "prefetch" and "ahead" in f]
-    first = [n for op, f, n in said if op == "rows" and "ahead" in f and "count" not in f]
-    later = [(f["count"], n) for op, f, n in said if op == "rows" and "count" in f]
+    first = [n for op, f, n in said if op == "rows" and "ahead" in f and "counts" not in f]
+    later = [(sum(f["counts"].values()), n) for op, f, n in said if "counts" in f and op == "rows"]
     assert sum(announced) == 3 * 12 * number and sum(first) == 3 * 12 * row
     assert sum(n for n, _ in later) == sum(again) and all(
         size == n * (row + number) for n, size in later
@@ -187,22 +198,24 @@ def test_rows_that_move_by_themselves_are_sent_once(role_threads: RoleThreads, s
         planned(optax.adam(0.1), DENSE, 1, 2),
         looped([(np.arange(12).reshape(6, 2), np.ones(6))] * 3, 1),
     )
-    sent = [(f["last"], "count" in f) for op, f, _ in said if op == "rows" and "ahead" in f]
+    sent = [(f["last"], "counts" in f) for op, f, _ in said if op == "rows" and "ahead" in f]
     assert sent == [(True, False)] * 2 * 2
     assert sum(n for op, f, n in said if op == "rows" and "ahead" in f) == 2 * 12 * D * 4
 
 
 def test_other_batches_than_were_announced(role_threads: RoleThreads, said: Any) -> None:
-    """A step looks up its own rows, and what was announced for it is forgotten; so is what no step
-    takes."""
+    """A step looks up its own rows, and drops other rows that were announced for the step.
+
+    Rows for a skipped step are dropped, too.
+    """
     given = batches(8)
 
     def train(job: TrainerJob, announces: bool = True) -> Any:
         state = job.init(jax.random.key(0))
         for t, batch in enumerate(given):
             if announces and t in (0, 1, 2, 4, 7):
-                # of steps 1 and 2 as they come, of step 3 another, of step 5 the one after, of one
-                # that there is not
+                # announce batches 1 and 2 in order, another batch for step 3, the batch after it
+                # for step 5, and a batch that no step uses
                 other = {0: 1, 1: 2, 2: 6, 4: 6, 7: 0}[t]
                 assert job.prefetch(*job.shard_batch(*given[other]))
             if t == 5:
@@ -223,7 +236,7 @@ def test_other_batches_than_were_announced(role_threads: RoleThreads, said: Any)
 
 @pytest.mark.parametrize("leaves", ["drop", "paddle"])
 def test_a_trainer_leaves_with_rows_on_their_way(role_threads: RoleThreads, leaves: str) -> None:
-    """The others go on, with the numbers of a job in which it had asked for none."""
+    """The other trainers continue, with the results of a job without announcements."""
     given = batches(5)
 
     def train(job: TrainerJob, announces: bool) -> Any:
@@ -281,7 +294,7 @@ def test_batches_that_are_never_trained(
         for _ in range(3):
             job.prefetch(*batches(1)[0])
         with pytest.raises(
-            StateError, match=r"job.prefetch was called for 3 batches before a step"
+            StateError, match=r"job.prefetch has announced 3 batches that no step has used"
         ):
             job.prefetch(*batches(1)[0])
         job.close()
@@ -392,7 +405,7 @@ def test_stale_rows_are_refused_where_there_are_none() -> None:
 def test_rows_of_all_tables_are_asked_for_at_once(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step waits once, however many tables it looks up; and not for those that were announced."""
+    """A step waits once, for any number of tables, and not for announced rows."""
     tx, key, asked = optax.sgd(0.1), jax.random.key(0), list[int]()
     real = TrainerSteps.prefetch
 
@@ -421,8 +434,8 @@ def test_rows_of_all_tables_are_asked_for_at_once(
 def test_rows_that_are_given_up_are_not_those_that_were_announced(
     role_threads: RoleThreads, said: Any
 ) -> None:
-    """What was announced before is forgotten on both sides; the step asks for its rows, which are
-    new."""
+    """An eviction drops the announcements on both sides. The step requests its rows again, with
+    their new values."""
     given = batches(5)
 
     def train(job: TrainerJob, announces: bool) -> Any:

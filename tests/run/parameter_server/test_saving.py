@@ -1,5 +1,7 @@
-"""Servers save what they hold while they serve: one step's numbers on all of them, in a checkpoint
-like any other."""
+"""Servers save their state while they serve.
+
+All pieces have the state after one step, and form an ordinary checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +53,7 @@ from dtrans.run.parameter_server.checkpoints import ServerCheckpoints
 from dtrans.run.parameter_server.state_writer import StateWriter
 from dtrans.run.role_jobs.server_job import ServerJob
 from dtrans.run.role_jobs.trainer_job import TrainerJob
+from dtrans.slicing import divide_update
 
 
 KEY = jax.random.key(0)
@@ -79,8 +82,11 @@ def train(plan: Any, k: int, given: Any, saves: dict[int, str], start: Any = Non
 
 @pytest.mark.parametrize("sparse", [None, DENSE, LAZY], ids=["dense", "table", "lazy"])
 def test_a_checkpoint_of_a_job_that_goes_on(
-    role_threads: RoleThreads, tmp_path: Path, sparse: Any
+    role_threads: RoleThreads, tmp_path: Path, sparse: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without a table, servers update and store pairs of rows separately."""
+    for name in ("PART_BYTES", "PIECE_BYTES", "ALIGNMENT"):
+        monkeypatch.setattr(divide_update, name, 1)
     tx, given = optax.adam(0.1), batches(5)
     plan = planned(tx, sparse, 2, 3)
     for ep in plan.servers:
@@ -90,7 +96,8 @@ def test_a_checkpoint_of_a_job_that_goes_on(
     ended = role_threads.all()["trainer 0"]
     for steps in (0, 2):
         params, opt_state = dtrans.checkpoint.load(tmp_path / str(steps), plan.main, plan.startup)
-        traced = dtrans.trace(lambda key: init(tx, key), KEY)  # without the names of the state
+        # arrays without the names of the state
+        traced = dtrans.trace(lambda key: init(tx, key), KEY)
         again = dtrans.checkpoint.load(tmp_path / str(steps), plan.main, traced)
         jax.tree.map(np.testing.assert_array_equal, again, (params, opt_state))
         if sparse is not LAZY:
@@ -101,7 +108,7 @@ def test_a_checkpoint_of_a_job_that_goes_on(
 
 
 def test_a_job_goes_on_from_it_bit_for_bit(role_threads: RoleThreads, tmp_path: Path) -> None:
-    """From 3 servers to 2; an asynchronous job of one trainer."""
+    """From three servers to two; or an asynchronous job with one trainer."""
     tx, given = optax.adam(0.1), batches(4)
     ends = []
     plan = planned(tx, DENSE, 1, 3, mode=dtrans.Async())
@@ -127,8 +134,10 @@ def test_a_job_goes_on_from_it_bit_for_bit(role_threads: RoleThreads, tmp_path: 
 def test_what_is_saved_of_a_row_is_of_one_update(
     role_threads: RoleThreads, tmp_path: Path, update: str
 ) -> None:
-    """While another trainer goes on. Gradients are one, so that each moment of a row says how many
-    updates it had."""
+    """Another trainer continues meanwhile.
+
+    All gradients are one, so a row's moments show its number of updates.
+    """
     tx, rows = optax.adam(0.1), 40
     start = start_at_zero(tx, rows)
     plan = dtrans.pserver(
@@ -159,7 +168,7 @@ def test_what_is_saved_of_a_row_is_of_one_update(
     role_threads.all()
     for at in (0, 3, 6, 9):
         with warnings.catch_warnings():
-            # counts, which are not those of rows
+            # counts of the server, not of rows
             warnings.simplefilter("ignore", CheckpointWarning)
             held = [dtrans.checkpoint.restore(tmp_path / str(at), plan, ep) for ep in plan.servers]
         emb, mu, nu = (
@@ -178,7 +187,10 @@ def test_what_is_saved_of_a_row_is_of_one_update(
 
 
 def test_counts_of_asynchronous_servers_may_differ(tmp_path: Path) -> None:
-    """By the steps that were under way: that is said, and the checkpoint can be taken up."""
+    """Counts differ by the steps in progress.
+
+    A warning says so, and the checkpoint can be restored.
+    """
     plan, wrong = (
         planned(optax.adam(0.1), DENSE, 1, 2, mode=mode) for mode in (dtrans.Async(), dtrans.Sync())
     )
@@ -191,17 +203,19 @@ def test_counts_of_asynchronous_servers_may_differ(tmp_path: Path) -> None:
             save_serving(tmp_path / name, of, ep, state, Mark(("run",), 5))
     first, second = plan.servers
     told = (
-        f"opt_state/0/count differs on {first} and {second}: 5 and 4; they were saved "
-        "during asynchronous steps, so the first is used"
+        f"opt_state/0/count differs on {first} and {second}: 5 and 4; the servers saved "
+        "them during asynchronous steps, so the first is used"
     )
     with pytest.warns(CheckpointWarning, match=told):
         assert int(dtrans.checkpoint.load(tmp_path / "async", plan.main)[1][0].count) == 5
-    with pytest.raises(StateError, match="opt_state/0/count differs .*; pass states of one job"):
+    with pytest.raises(
+        StateError, match="opt_state/0/count differs .*; pass states that one job returned"
+    ):
         dtrans.checkpoint.load(tmp_path / "sync", wrong.main)
 
 
 def test_what_cannot_be_saved_is_said(role_threads: RoleThreads, tmp_path: Path) -> None:
-    """And the job goes on."""
+    """The job continues."""
     plan = planned(optax.sgd(0.1), DENSE, 1, 2)
     served, alone = plan.servers
 
@@ -235,7 +249,7 @@ def test_what_cannot_be_saved_is_said(role_threads: RoleThreads, tmp_path: Path)
 
 
 def refused_by_the_disk(monkeypatch: pytest.MonkeyPatch, of: Any, what: str, code: int) -> None:
-    """Let something that is done to write a piece fail."""
+    """Let a call that writes a piece fail."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code))
@@ -263,8 +277,10 @@ def test_a_folder_that_cannot_be_used_ends_no_job(
     what: str,
     code: int,
 ) -> None:
-    """Who asked is told of each server, its folder, and what the system says; training is as it
-    was."""
+    """An error names each server, the folder of its checkpoint, and the system's error.
+
+    Training continues unchanged.
+    """
     tx, given = optax.adam(0.1), batches(3)
     plan = planned(tx, None, 1, 2)
     name = "0" if of else what
@@ -317,8 +333,10 @@ def test_a_save_that_fails_leaves_no_files_that_take_room(
 def test_all_trainers_may_ask_for_one_checkpoint(
     role_threads: RoleThreads, tmp_path: Path, mode: Any
 ) -> None:
-    """After as many steps it is one, whoever is first and however late the others are; another step
-    needs a name."""
+    """Calls after the same number of steps make one checkpoint, in any order of trainers.
+
+    Another step needs another name.
+    """
     tx, given = optax.adam(0.1), batches(3)
     plan = planned(tx, None, 2, 2, mode=mode)
 
@@ -353,14 +371,14 @@ def test_all_trainers_may_ask_for_one_checkpoint(
 def test_a_run_that_follows_a_crash_in_a_save(
     role_threads: RoleThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes on from what is whole, and saves under the same name: other numbers than the first
-    run had."""
+    """The next run continues from the complete checkpoint, and saves other numbers under the same
+    name."""
     tx, given, other = optax.adam(0.1), batches(4), batches(8)[4:]
     plan = planned(tx, None, 2, 2)
     last, real = [*plan.servers][-1], api.write
 
     def write(path: Any, layout: Any, who: str, *rest: Any, **options: Any) -> None:
-        if path.name != "2" or who != last:  # this one ends before its piece has its name
+        if path.name != "2" or who != last:  # this run ends before its piece is renamed
             real(path, layout, who, *rest, **options)
 
     def run(data: Any, saves: dict[int, str], start: Any = None) -> Any:
@@ -389,7 +407,7 @@ def test_a_run_that_follows_a_crash_in_a_save(
 def test_a_server_with_a_place_needs_orbax_from_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first save would import it, and steps would wait."""
+    """Otherwise the first save would import orbax, and steps would wait for the import."""
     plan = planned(optax.sgd(0.1), None, 1, 1)
     (ep,) = plan.servers
     orbax_io._piece_types.cache_clear()
@@ -424,7 +442,10 @@ def test_a_server_without_a_place_says_so(role_threads: RoleThreads) -> None:
 
 
 class HeldWriting:
-    """Writing that waits until the test lets it go on; what it was given is as it was then."""
+    """Save that waits until the test continues it.
+
+    Its arrays keep the values at the time of the call.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.may_go_on, real = (
@@ -445,7 +466,7 @@ class HeldWriting:
 def test_steps_go_on_while_servers_write(
     role_threads: RoleThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sparse: Any
 ) -> None:
-    """And what is written is the state of the step after which it was asked for, bit for bit."""
+    """The checkpoint has the bits of the state after the step at which it was requested."""
     tx, given, writing = optax.adam(0.1), batches(6), HeldWriting(monkeypatch)
     plan = planned(tx, sparse, 2, 2)
 
@@ -528,7 +549,7 @@ def test_an_answer_that_comes_too_late_is_no_answer_to_another_request() -> None
                     {"table": "t", "now": 0, "count": 0, "gone": 0, "error": "", "pieces": []}),
     }  # fmt: skip
     for op, (ask, fields) in late.items():
-        ask().close()  # as where it waited for too long
+        ask().close()  # as after a wait that was too long
         assert heard(op, **fields, request=wire.parse([sent[-1][0]])["request"]) is None, op
         again = ask()
         assert heard(op, **fields, request=wire.parse([sent[-1][0]])["request"]) is not None, op
@@ -537,7 +558,7 @@ def test_an_answer_that_comes_too_late_is_no_answer_to_another_request() -> None
 
 
 def test_a_thread_that_writes_tells_what_it_has_met() -> None:
-    """Whatever it is: the job goes on without."""
+    """The thread may meet any exception. The job continues without the checkpoint."""
     written: list[Any] = []
 
     def keep(name: str, state: Any, mark: Mark) -> None:
@@ -560,7 +581,7 @@ def test_a_thread_that_writes_tells_what_it_has_met() -> None:
 
 
 def test_an_array_that_numpy_has_a_view_of_is_not_donated() -> None:
-    """By which a snapshot is as it was: the next update gives its memory away."""
+    """So a snapshot stays unchanged, although the next update donates its memory."""
     update = jax.jit(lambda x: x * 2, donate_argnums=0)
     x = jax.numpy.arange(1 << 16) + 1
     seen = np.asarray(x)
@@ -572,8 +593,7 @@ def test_an_array_that_numpy_has_a_view_of_is_not_donated() -> None:
 
 
 def test_what_a_snapshot_was_copied_of_is_donated() -> None:
-    """Its memory is written again while the copy, which is what the server held, waits to be
-    written."""
+    """The memory of the server's old array is reused, while its copy waits to be written."""
     update = jax.jit(lambda x: x * 2, donate_argnums=0)
     go_on, written, places = threading.Event(), [], []
 
@@ -605,7 +625,10 @@ def test_what_a_snapshot_was_copied_of_is_donated() -> None:
 
 
 def test_memory_for_a_copy_is_there_before_a_save() -> None:
-    """From the start of the server: a save would wait for the system to give pages."""
+    """The memory is allocated at the start of the server.
+
+    Otherwise a save would wait for pages from the system.
+    """
     spent = {"count": jax.numpy.int32(3), "mu": jax.numpy.ones((300, 5), "bfloat16")}
     writer = StateWriter(lambda *_: None, spent, wake=lambda: None)
     writer._copier.submit(lambda: None).result()
@@ -621,13 +644,12 @@ def test_memory_for_a_copy_is_there_before_a_save() -> None:
 def test_a_save_lets_updates_donate_the_state(
     role_threads: RoleThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any
 ) -> None:
-    """A snapshot that is still being copied delays the next update; the checkpoint is of one
-    step."""
+    """The next update waits until the snapshot is copied, so the checkpoint has one step."""
     tx, given = optax.adam(0.1), batches(4)
     plan = planned(tx, None, 1, 2, mode=mode)
     places, copied = list[set[int]](), state_writer._copy_spent
     begin, wait_copied = StateWriter.begin, StateWriter.wait_copied
-    # the copies of each server wait for its own next update: another server's says nothing of it
+    # each server's copies wait for its own next update, which says nothing about other servers
     updates: dict[StateWriter, list[threading.Event]] = collections.defaultdict(list)
 
     def noted_copied(state: Any, spent: Any, pool: Any) -> Any:
@@ -671,7 +693,7 @@ def test_a_save_lets_updates_donate_the_state(
     if (
         plan.sync_mode
     ):  # in the other mode XLA gives memory of the state to parameters, and the reverse
-        # no update has moved the state
+        # no update has changed the state
         assert len(set.union(*places)) == len(places[0]) + len(places[1])
 
 
@@ -681,7 +703,7 @@ def test_a_save_lets_updates_donate_the_state(
 def serve_to_an_error(
     plan: Any, endpoint: str, start: Any = None, deadline: float = roles.HANG, **options: Any
 ) -> Any:
-    """The error that a server raises, and its notes."""
+    """Return the error that a server raises, and its notes."""
     role = Role("pserver", plan.trainers, tuple(plan.servers), current_endpoint=endpoint)
     with ServerJob(plan, role, {"deadline": deadline}) as job, pytest.raises(PeerError) as ended:
         job.serve(dtrans.checkpoint.restore(start, job) if start else job.init(KEY), **options)
@@ -689,11 +711,11 @@ def serve_to_an_error(
 
 
 class Gone(Exception):
-    """A trainer fails."""
+    """Failure of a trainer."""
 
 
 def train_and_fail(plan: Any, k: int, given: Any, saves: dict[int, str], start: Any = None) -> None:
-    """Make all steps; the last trainer fails before it has closed."""
+    """Take all steps. The last trainer fails before it has closed."""
     role = Role("trainer", plan.trainers, tuple(plan.servers), trainer_id=k)
     with (
         contextlib.suppress(Gone, PeerError),
@@ -729,8 +751,10 @@ def fail(
 def test_what_was_trained_survives_a_trainer(
     role_threads: RoleThreads, tmp_path: Path, sparse: Any
 ) -> None:
-    """Numbers are those of the user: from 0, from the last save, and from what the job was begun
-    from."""
+    """A checkpoint that servers write after a failure is named after the user's step.
+
+    The count starts at 0, at the last save, or at the restored checkpoint.
+    """
     tx, given = optax.adam(0.1), batches(6)
     plan = planned(tx, sparse, 2, 2)
     told = fail(role_threads, plan, given[:2], checkpoints=tmp_path)
@@ -740,7 +764,8 @@ def test_what_was_trained_survives_a_trainer(
     first = dtrans.checkpoint.latest(tmp_path)
     assert first == tmp_path / "2"
     close(dtrans.checkpoint.load(first, plan.main, plan.startup)[0], one_device(tx, given[:2])[0])
-    plan = planned(tx, sparse, 2, 2)  # on other ports: somebody may have taken those of before
+    # use other ports, because another process may use the old ones
+    plan = planned(tx, sparse, 2, 2)
     fail(role_threads, plan, given[2:4], start=first, checkpoints=tmp_path)
     second = dtrans.checkpoint.latest(tmp_path)
     assert second == tmp_path / "4"
@@ -762,7 +787,7 @@ def test_what_was_saved_last_is_not_saved_again(role_threads: RoleThreads, tmp_p
 def test_a_state_may_be_dropped(role_threads: RoleThreads, tmp_path: Path) -> None:
     plan = planned(optax.sgd(0.1), None, 2, 2)
     fail(role_threads, plan, batches(1), checkpoints=tmp_path, on_failure="drop")
-    # nothing was trained
+    # no step was made
     fail(role_threads, planned(optax.sgd(0.1), None, 1, 2), [], checkpoints=tmp_path)
     assert not [*tmp_path.iterdir()]
     role = Role("pserver", 2, tuple(plan.servers), current_endpoint=next(iter(plan.servers)))
@@ -776,7 +801,8 @@ def test_a_state_may_be_dropped(role_threads: RoleThreads, tmp_path: Path) -> No
 def test_servers_do_not_save_a_state_without_leaves_of_trainers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their checkpoint would lack the piece of trainer 0."""
+    """Without the piece of trainer 0, which has the leaves of trainers, a checkpoint of servers is
+    incomplete."""
     plan = planned(optax.sgd(0.1), None, 2, 2)
     role = Role("pserver", 2, tuple(plan.servers), current_endpoint=next(iter(plan.servers)))
     with ServerJob(plan, role, {}) as job:
@@ -791,7 +817,7 @@ def test_servers_do_not_save_a_state_without_leaves_of_trainers(
 def test_asynchronous_servers_keep_what_was_trained_without_one_that_never_came(
     role_threads: RoleThreads, tmp_path: Path
 ) -> None:
-    """Of which nobody else has a word: trainer 0, by whom servers know the run otherwise."""
+    """Trainer 0, by which servers identify the run, has sent no id."""
     tx, given = optax.adam(0.1), batches(3)
     plan = planned(tx, None, 2, 2, mode=dtrans.Async())
     for ep in plan.servers:
@@ -805,8 +831,10 @@ def test_asynchronous_servers_keep_what_was_trained_without_one_that_never_came(
 
 
 def test_servers_save_their_last_under_one_name_or_apart(tmp_path: Path) -> None:
-    """Asynchronous ones that have counted other steps, and synchronous ones, whose pieces are never
-    put together."""
+    """Asynchronous servers have counted different steps.
+
+    Pieces of synchronous servers at different steps are never combined.
+    """
     for name, mode in (("async", dtrans.Async()), ("sync", dtrans.Sync())):
         plan = planned(optax.sgd(0.1), None, 1, 3, mode=mode)
         states = {}

@@ -21,7 +21,7 @@ from dtrans.run.role_jobs.server_job import ServerJob
 
 
 def test_a_cut_contains_no_part_of_an_earlier_launch(tmp_path: Path) -> None:
-    """Only one server has written a cut at a loss, then the launcher and the script change."""
+    """Only one server has written a cut at a failure. Then the launcher and the script change."""
     plan = planned()
     first = first_states(plan)
     before = Servers(tmp_path, plan, first, 1)
@@ -40,7 +40,8 @@ def test_a_cut_contains_no_part_of_an_earlier_launch(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_contains_no_part_of_an_earlier_launch(tmp_path: Path) -> None:
-    """One server has written its piece, then the launcher and the script change."""
+    """One server writes its piece of a checkpoint. A later launch with a changed script must not
+    use this piece."""
     plan, path = planned(), tmp_path / "ckpt" / "25"
     first = first_states(plan)
 
@@ -99,7 +100,8 @@ def test_an_asynchronous_server_removes_cuts_that_it_has_not_reported(tmp_path: 
 
 
 def test_the_folder_of_cuts_has_no_checkpoints(tmp_path: Path) -> None:
-    """Roles would remove them."""
+    """Roles would remove checkpoints from the folder of the cuts, so errors ask for another
+    folder."""
     (tmp_path / "60").mkdir()
     with pytest.raises(ConfigError, match="already has a folder 60, .*; write another folder"):
         JobEpochs(tmp_path, ROLES)
@@ -156,7 +158,8 @@ def test_a_role_removes_its_parts_after_the_cut_of_its_epoch(
 def test_incomplete_cuts_are_removed_when_newer_ones_are_complete(
     roles: list[RoleFolder], tmp_path: Path
 ) -> None:
-    """A role that was lost has not written its part of cut 15."""
+    """A lost role has not written its part of cut 15. The launcher removes this cut when newer cuts
+    are complete."""
     servers = ["pserver 1", "pserver 10"]
     for role in roles[:2]:
         write_parts(tmp_path, role, 10, 20, 30)

@@ -1,10 +1,12 @@
-"""Synchronous training over real processes is that of one device on the whole batch: {1, 2, 3}
-servers, {1, 2, 3} trainers, seven optimizers, on a network with batch norm and a frozen layer.
+"""Synchronous training in real processes equals one device on the full batch.
 
-Batch norm takes the mean and variance of the rows it sees. A trainer sees its own part of the
-batch, so that this is what one device does that normalises each part by itself (the statistics of
-the whole batch give other numbers). The running statistics are leaves of the parameters that the
-step makes: each trainer has those of its part.
+Most jobs have 1 to 3 servers, 1 to 3 trainers, and seven optimizers, for a network with batch norm
+and a frozen layer. The trainers of one job have different speeds.
+
+A trainer's batch norm uses the rows of its part of the batch. So the reference is one device that
+normalizes each part separately; statistics of the full batch give other numbers. The running
+statistics are leaves of the parameters that the step computes, and each trainer has those of its
+part.
 """
 
 from __future__ import annotations
@@ -15,18 +17,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+import speeds_job
 from helpers import assemble, distance
 from role_processes import roles
 from role_threads import free_endpoints
 from sync_matrix_job import OPTIMIZERS, ROWS, STEPS, batch_of, init_of, loss_fn, plan_for, step_of
 
 from dtrans.parameter_server.plan import PServerPlan
+from dtrans.run.distributed.role import roles_of
 
 
 def one_device(name: str, trainers: int) -> tuple[Any, Any, list[Any]]:
-    """Parameters, whose statistics have a row for each part; the optimizer's state; and the
-    losses."""
+    """Return the parameters, the optimizer state and the losses of one device.
+
+    Statistics have a row for each part.
+    """
 
     def loss(net: Any, frozen: Any, stats: Any, *batch: Any) -> Any:
         parts = [x.reshape(trainers, ROWS, -1) for x in batch]
@@ -44,7 +51,8 @@ def one_device(name: str, trainers: int) -> tuple[Any, Any, list[Any]]:
 
 
 def own_only(plan: PServerPlan) -> None:
-    """What is frozen, and what each trainer makes of its own rows, is neither sent nor received."""
+    """Check that frozen leaves, and leaves that each trainer computes from its rows, are neither
+    sent nor received."""
     assert sorted(plan.frozen) == ["params/frozen/w0", "params/stats/mean", "params/stats/var"]
     wire = [op for op in plan.trainer.ops if op.type in ("send", "recv")]
     names = {n.split("@GRAD")[0].split(".block")[0] for op in wire for n in op.attrs["names"]}
@@ -84,7 +92,7 @@ DEFAULT = [(2, 2, False)]
 def test_processes_equal_one_device_with_every_optimizer(
     tmp_path: Path, servers: int, trainers: int, x64: bool
 ) -> None:
-    """One after the other, in the same processes: each is a job of its own on the same servers."""
+    """Run one job after the other in the same processes and on the same servers."""
     pservers = free_endpoints(servers)
     job = {"pservers": pservers, "trainers": trainers, "x64": x64}
     with roles(tmp_path) as started, jax.enable_x64(x64):
@@ -126,5 +134,36 @@ def compare(plan: PServerPlan, found: Any, name: str, want: Any, rtol: float) ->
         )
         assert np.array_equal(mine["frozen/w0"], made["params/frozen/w0"])
         losses = [value - x / plan.trainers for value, x in zip(losses, values, strict=True)]
-    # the loss of one device is the mean of theirs
+    # the loss of one device is the mean of the trainers' losses
     assert max(abs(float(x)) for x in losses) <= rtol * max(abs(float(x)) for x in want[2]), name
+
+
+@pytest.mark.usefixtures("x64")
+def test_processes_with_different_speeds_equal_one_device(tmp_path: Path) -> None:
+    """The batches differ in their number of rows. The step also returns the error of each row."""
+    endpoints = free_endpoints(1)
+    with roles(tmp_path) as started:
+        for role in roles_of(len(speeds_job.SPEEDS), endpoints):
+            started.start(role.name, "different_speeds", role=role.environment())
+        params = speeds_job.params_of()
+        opt_state, wanted = speeds_job.TX.init(params), dict[str, Any]()
+        step = jax.jit(step_with_errors)
+        for i in range(len(speeds_job.ROWS)):
+            params, opt_state, *results = step(params, opt_state, *speeds_job.batch_of(i))
+            wanted |= {f"results/{i}/{n}": x for n, x in enumerate(results)}
+        wanted |= {f"params/{n}": x for n, x in params.items()}
+        found = started.end()
+    shares = {"trainer 0": [4, 4, 1, 2, 4], "trainer 1": [8, 9, 1, 5, 8]}
+    for name, rows in shares.items():
+        trainer = found[name]
+        assert [int(trainer.pop(f"rows/{i}")) for i in range(len(rows))] == rows
+        assert sorted(trainer) == sorted(wanted)
+        for n, x in trainer.items():
+            assert distance(x, wanted[n]) <= 1e-12, (name, n)
+
+
+def step_with_errors(params: Any, opt_state: Any, *batch: Any) -> tuple[Any, ...]:
+    """Take a step of `speeds_job` on one device, with JAX and optax alone."""
+    (value, errors), grads = jax.value_and_grad(speeds_job.loss, has_aux=True)(params, *batch)
+    updates, opt_state = speeds_job.TX.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, value, errors

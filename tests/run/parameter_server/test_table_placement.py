@@ -1,5 +1,5 @@
-"""Where rows of tables live: bits do not depend on it, and a job goes on from any placement on any
-other."""
+"""Placement of table rows: bits do not depend on it, and a job with any placement can continue from
+any other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dtrans.run.distributed.role import Role
 from dtrans.run.role_jobs.trainer_job import TrainerJob
 
 
-V, D, ROWS = 41, 3, 8  # V divides by no number of servers or buckets here
+V, D, ROWS = 41, 3, 8  # no number of servers or buckets divides V
 SIZES = (1, 2, 3, 4)
 
 
@@ -73,7 +73,7 @@ def outcome(
     given: Sequence[Any],
     before: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Parameters and losses of trainer 0; and what servers hold at the end."""
+    """Return the parameters and losses of trainer 0, and the final state of the servers."""
     for ep in plan.servers:
         if before is None:
             role_threads.start(ep, serve, plan, ep, jax.random.key(0))
@@ -121,7 +121,7 @@ OPTIMIZERS = {
 def check_bits(
     role_threads: RoleThreads, name: str, update: str, trainers: int, steps: int, servers: Any
 ) -> None:
-    """In float32, whatever has which rows."""
+    """Check that bits in float32 are equal for any placement."""
     rows = {
         place: dtrans.Rows(update, place, **more)
         for place, more in (("range", {}), ("bucket", {"buckets": 7}))
@@ -140,7 +140,7 @@ def check_bits(
     [("adam", "dense"), ("adagrad", "dense"), ("adam", "lazy"), ("rowwise_adam", "dense")],
 )
 def test_bits_do_not_depend_on_placement(role_threads: RoleThreads, name: str, update: str) -> None:
-    """The last of four servers has rows of the table and nothing else."""
+    """The last of four servers has only rows of the table."""
     check_bits(role_threads, name, update, 2, 6, [("range", 2), ("bucket", 1), ("bucket", 4)])
 
 
@@ -164,8 +164,7 @@ def test_bits_do_not_depend_on_placement_in_fifty_steps(
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ["adagrad", "adam", "clip", "noisy"])
 def test_buckets_are_one_device(role_threads: RoleThreads, name: str) -> None:
-    """Noise is drawn for the rows that they are of the leaf, not for those that they are of the
-    server."""
+    """Noise is drawn for the row's position in the leaf, not for its position on the server."""
     clip = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.3))
     tx = {**OPTIMIZERS, "clip": clip, "noisy": optax.noisy_sgd(0.1, key=jax.random.key(1))}[name]
     given = batches(4)
@@ -245,8 +244,10 @@ def test_a_lookup_finds_rows_in_buckets(role_threads: RoleThreads) -> None:
 def test_a_table_goes_on_in_another_placement(
     role_threads: RoleThreads, update: Any, tmp_path: Any
 ) -> None:
-    """Saved in between: the bits of a job that was never saved, with counts of steps and all of the
-    state."""
+    """Save and restore in between.
+
+    The bits equal a job that was never saved, with step counts and all state.
+    """
     given, tx = batches(8), optax.adam(0.1)
     first, few = dtrans.Rows(update), dtrans.Rows(update, "bucket", buckets=7)
     (wanted, _), last = outcome(role_threads, planned(tx, first, 2), given)

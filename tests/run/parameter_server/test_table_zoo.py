@@ -1,10 +1,11 @@
-"""A table under every optimizer of the zoo: `dense` is what one device makes of all rows, to 1e-12.
+"""A table with every optimizer of the zoo: `dense` updates equal one device with all rows, within
+1e-12.
 
-The servers' updates are driven without a protocol: two servers have parts of a table and of another
-leaf, gradients are of rows that two trainers have looked up, and what an update reduces goes from
-one server to the other. Some rows are looked up by both trainers, some after a gap, and some never.
-`CLASSES` says of each case what becomes of a row that nobody looks up; a case that is new in the
-zoo has to be put there.
+The updates of two servers run without a protocol. Each server has a part of a table and of another
+leaf. Gradients belong to rows that two trainers have looked up, and the servers exchange
+reductions. Both trainers look up some rows, other rows are looked up after a gap, and others never.
+`CLASSES` states, for each case, what happens to a row that no trainer looks up. A new case of the
+zoo needs an entry there.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from dtrans.run.base.platforms import stable_bits_options
 V, D, SERVERS, TRAINERS = 13, 2, 2, 2
 LIMIT = 1e-12
 
-# for each step the rows that each trainer looks up: 2 and 11 never, 0 and 9 after a gap of six, 1
+# for each step, the rows that each trainer looks up: 2 and 11 never, 0 and 9 after a gap of six, 1
 # by both
 LOOKUPS = [
     [[0, 1, 5], [1, 9]],
@@ -44,9 +45,9 @@ LOOKUPS = [
     [[0, 1], [0, 9]],
 ]
 
-# What becomes of a row whose gradient is zero. A: nothing. B: its part of the state moves. C: it
-# moves itself. In B and C it catches up before it is read. D: updates are of all rows, for they
-# reduce over rows or draw noise for each.
+# Classes of the effect on a row whose gradient is zero. A: no change. B: the row's part of the
+# state changes. C: the row itself changes. Rows of B and C catch up before they are read. D:
+# updates change all rows, because they reduce over rows or draw noise for each row.
 CLASSES: Mapping[str, tuple[str, ...]] = {
     "A": (
         "adagrad",
@@ -174,7 +175,7 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
-# what no update of some rows is possible of, and what is said of it
+# optimizers that cannot update single rows, and the text of their error
 REFUSED: Mapping[str, str] = {
     "lbfgs, linesearch=None": r"scatter mixes rows of f64\[13,2\] \(optax.scale_by_lbfgs\)",
     "galore": r"svd mixes rows of f32\[13,2\] \(optax.contrib.scale_by_galore\)",
@@ -183,22 +184,22 @@ REFUSED: Mapping[str, str] = {
     "lookahead": r"sub mixes leaves of f64\[13,2\] \(optax.lookahead\)",
     "flatten": r"concatenate mixes leaves of f64\[26\] \(optax.flatten\)",
 }
-# Those of B and C in which gradients wait for a step that must reach every row, or in which one
-# step sets state anew: they have no lazy form. Of class D none has.
+# Cases of B and C without a lazy form: gradients wait for a step that must reach every row, or one
+# step sets the state anew. No case of D has a lazy form.
 WAITS = (
     "MultiSteps",
     "MultiSteps, skip_large_updates",
     "lookahead, slow parameters in the state",
     "lookahead, resetting the state",
     "sam",
-    # their first step is another one
+    # their first step differs from later steps
     "adan",
     "adopt",
     "novograd",
     "optimistic_gradient_descent",
 )
 CLASS = {name: kind for kind, names in CLASSES.items() for name in names}
-# some of each class; the others are soak
+# some cases of each class; all others run at night
 BY_DAY = (
     *("sgd", "adagrad", "clip_by_global_norm", "inject_hyperparams, join_schedules"),
     *("rmsprop", "paddle.adadelta"),
@@ -231,7 +232,10 @@ def init(case: Case, key: jax.Array) -> tuple[Any, Any]:
 
 
 def loss(params: Any, ids: jax.Array) -> jax.Array:
-    """Something that has a gradient by every leaf; gradients are given (`gradients`)."""
+    """Return a loss that has a gradient for every leaf.
+
+    Tests replace the gradients (`gradients`).
+    """
     return sum(jnp.mean(jnp.abs(p[ids] if n == "emb" else p) ** 2) for n, p in params.items())
 
 
@@ -252,8 +256,10 @@ def planned(case: Case, update: str = "dense", **rows: Any) -> Any:
 
 
 def gradients(params: Any, step: int, trainer: int) -> dict[str, np.ndarray]:
-    """By each leaf; of a table, by the rows that are looked up. No mean is near zero: see
-    `optimizer_zoo.gradients`."""
+    """Return a gradient for each leaf; for a table, for the looked-up rows.
+
+    No mean is near zero (see `optimizer_zoo.gradients`).
+    """
     signs, rng = np.random.default_rng(130 + step), np.random.default_rng((step, trainer))
 
     def one(p: Any) -> np.ndarray:
@@ -266,8 +272,10 @@ def gradients(params: Any, step: int, trainer: int) -> dict[str, np.ndarray]:
 
 
 def one_device(case: Case) -> Any:
-    """The update of whole arrays. Rates that are float32 whatever rows are have its bits only as
-    they are written."""
+    """Return the update of full arrays.
+
+    Rates in float32 have the servers' bits only if they are written in the same way.
+    """
     tx = case.make()
 
     @partial(quick, **(stable_bits_options() or {}))
@@ -280,7 +288,7 @@ def one_device(case: Case) -> Any:
 
 
 def check(case: Case, plan: Any) -> None:
-    """Rows that are looked up, in each step; and parameters and state, at the end."""
+    """Compare looked-up rows in each step, and parameters and state at the end."""
     servers, step = TableServers(plan, LOOKUPS), one_device(case)
     params, state = init(case, jax.random.key(0))
     for at, lookups in enumerate(LOOKUPS):
@@ -301,7 +309,7 @@ def check(case: Case, plan: Any) -> None:
 
 
 def cases() -> list[Any]:
-    """All of them, in both placements; those of the day take turns."""
+    """Return all cases in both placements. Each day runs a part of them."""
     found = []
     for name, place in itertools.product(CLASS, ("range", "bucket")):
         by_day = name in BY_DAY and BY_DAY.index(name) % 2 == (place == "bucket")

@@ -1,4 +1,4 @@
-"""Tables among roles in threads: the numbers of one device, and what moves."""
+"""Tables in jobs whose roles are threads: the results of one device, and the sent bytes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_dense_is_one_device(
 
 
 def recurrent(params: Any, ids: jax.Array, y: jax.Array, again: Any = lambda f: f) -> jax.Array:
-    """Each turn looks up a row of each sample."""
+    """Return a loss in which each iteration looks up one row for each example."""
     turn = lambda h, i: (jnp.tanh(h * params["w"][:D] + params["emb"][i] * params["w"][D:]), None)
     return jnp.mean(
         jax.vmap(lambda i, y: (jax.lax.scan(again(turn), jnp.ones(D), i)[0].sum() - y) ** 2)(ids, y)
@@ -85,7 +85,8 @@ def recurrent(params: Any, ids: jax.Array, y: jax.Array, again: Any = lambda f: 
 
 
 def noisy(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
-    """Each turn draws the rows that it looks up, from a key that the loop carries."""
+    """Return a loss in which each iteration draws the rows that it looks up, from a key that the
+    loop carries."""
 
     def turn(key: jax.Array, x: jax.Array) -> Any:
         key, mine = jax.random.split(key)
@@ -122,7 +123,7 @@ def test_rows_that_loops_look_up(role_threads: RoleThreads, name: str) -> None:
 def steps_of(role_threads: RoleThreads, tx: Any, sparse: Any, ids: Sequence[Any], trainers: int = 1,
              servers: int = 1,
              rows: int = 2, fn: Callable[..., Any] = only) -> Any:  # fmt: skip
-    """The table after steps on these ids; and what servers hold."""
+    """Return the table after steps on these ids, and the final state of the servers."""
     start = start_at_zero(tx, rows)
     part = np.asarray(ids[0])[: max(1, len(ids[0]) // trainers)]
     plan = dtrans.pserver(
@@ -167,8 +168,10 @@ def test_gradients_of_a_row_that_is_looked_up_twice_are_added_up(
 def test_adam_of_rows_that_are_looked_up_now_and_then(
     role_threads: RoleThreads, sparse: Any, wanted: tuple[float, float]
 ) -> None:
-    """Numbers worked out by hand: the count of steps is optax's own, and no row has one of its
-    own."""
+    """The expected numbers are computed by hand.
+
+    The step count is optax's, and rows have no counts.
+    """
     table, _ = steps_of(
         role_threads, optax.adam(0.1, 0.9, 0.999, eps=1e-30), sparse, [[0], [1], [0]]
     )
@@ -179,7 +182,7 @@ def test_adam_of_rows_that_are_looked_up_now_and_then(
 def test_a_row_that_is_looked_up_without_a_gradient_is_not_left_alone(
     role_threads: RoleThreads,
 ) -> None:
-    """Its moments decay; those of a row that nobody looks up do not."""
+    """The moments of a looked-up row decay, and the moments of other rows do not."""
     weighted = lambda params, ids: jnp.sum(params["emb"][ids[:, 0], 0] * ids[:, 1])
     ids = [[[0, 1], [1, 1]], [[0, 0], [0, 0]]]
     table, held = steps_of(role_threads, optax.sgd(0.1, 0.9), LAZY, ids, fn=weighted)
@@ -201,7 +204,7 @@ def test_adamw_leaves_rows_alone_or_decays_them(role_threads: RoleThreads) -> No
 @pytest.mark.parametrize("sparse", [DENSE, LAZY], ids=["dense", "lazy"])
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adagrad", "adam"])
 def test_bits_do_not_depend_on_servers(role_threads: RoleThreads, name: str, sparse: Any) -> None:
-    """In float32, on one to four servers."""
+    """Bits in float32 are equal on one to four servers."""
     found = []
     for servers in (1, 2, 3, 4):
         plan = planned(OPTIMIZERS[name], sparse, 2, servers)
@@ -221,7 +224,7 @@ def test_a_row_of_the_first_micro_step_is_updated_with_the_second(
 
 
 def test_few_programs_are_made_of_many_tables() -> None:
-    """The numbers of rows of a step lie about a power of two, and those of each table beside it."""
+    """The numbers of looked-up rows vary around a power of two, for each table."""
     tables = {
         f"t{i}": TableBlock("t", f"t{i}", RowRange(0, 4096), (f"t{i}",), {0: f"g{i}"}, False)
         for i in range(20)
@@ -271,7 +274,7 @@ def test_no_value_of_a_trainer_has_the_rows_of_the_table() -> None:
 def test_bytes_are_those_of_the_rows(
     role_threads: RoleThreads, servers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one row that all look up: its number and the row, and the gradient of the row."""
+    """All trainers look up one row. Count its id, the row, and the gradient of the row."""
     sent = note_row_messages(monkeypatch)
     ids = np.full((4096, 2), 7)
     plan = planned(optax.sgd(0.1), DENSE, 1, servers)
@@ -314,14 +317,15 @@ def test_a_lookup_reads_and_trains_nothing(role_threads: RoleThreads) -> None:
     role_threads.start("trainer 0", read)
     found, table, nothing = role_threads.all()["trainer 0"]
     np.testing.assert_array_equal(found, first[np.array([[39, 0], [0, 21]])])
-    np.testing.assert_array_equal(table[V // 2 :], first[V // 2 :])  # batches have none of these
+    np.testing.assert_array_equal(table[V // 2 :], first[V // 2 :])  # no batch has these ids
     assert nothing.shape == (0, 2, D)
 
 
 def test_a_table_is_written_to_a_file(
     role_threads: RoleThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some rows at a time; and where it does not fit, that is what is said."""
+    """The export of a table sends rows in parts. If all rows do not fit in memory, the error of
+    `job.params` names the export."""
     plan = planned(optax.adam(0.1), DENSE, 1, 2)
     monkeypatch.setattr(job_tables, "CHUNK", 7)
 
@@ -375,7 +379,7 @@ def test_an_id_that_the_table_does_not_have_is_named(role_threads: RoleThreads) 
                 state = job.init(jax.random.key(0))
                 with pytest.raises(BatchError, match=said):
                     job.step(state, ids, y)
-                job.step(state, *batches(1)[0])  # nothing is lost
+                job.step(state, *batches(1)[0])  # all changes are there
 
         for ep in plan.servers:
             role_threads.start(ep, serve, plan, ep, jax.random.key(0))
@@ -385,7 +389,7 @@ def test_an_id_that_the_table_does_not_have_is_named(role_threads: RoleThreads) 
 
 
 def by_number(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
-    """Rows by one number each, and with a number of an entry beside."""
+    """Return a loss that reads rows by one id each, and by an id with the number of an entry."""
     one = jax.vmap(lambda i: params["emb"][i])(ids[:, 0])
     return jnp.mean(
         (one @ params["w"][:D] + params["emb"][ids[:, 1], 0] + params["emb"][ids[0, 0], 1] - y) ** 2
@@ -404,7 +408,7 @@ WRONG = {
 @pytest.mark.parametrize("fn", [loss, by_number], ids=["in arrays", "one by one"])
 @pytest.mark.parametrize("x64, dtype", WRONG)
 def test_ids_are_looked_at_before_they_are_cut(fn: Any, x64: bool, dtype: Any) -> None:
-    """JAX takes the low half of an index of 64 bits, and that may be a row."""
+    """JAX uses the lower half of a 64-bit index, which may be a valid row."""
     ids, y = batches(1)[0]
     with jax.enable_x64(x64):
         tx, key = optax.sgd(0.3), jax.random.key(0)
@@ -456,11 +460,15 @@ OUTSIDE = {
     "fill": outside_of(filled),
     "fill in a loop": outside_of(lambda emb, ids: jax.lax.map(lambda i: filled(emb, i), ids)),
     "both": outside_of(lambda emb, ids: filled(emb, ids) + jnp.take(emb, ids, axis=0, mode="clip")),
+    "set, drop": outside_of(lambda emb, ids: filled(emb.at[ids[:, 0]].set(2, mode="drop"), ids)),
+    "set, clip": outside_of(lambda emb, ids: filled(emb.at[ids[:, 0]].set(2, mode="clip"), ids)),
+    "add, drop": outside_of(lambda emb, ids: filled(emb.at[ids[:, 0]].add(2, mode="drop"), ids)),
+    "add, clip": outside_of(lambda emb, ids: filled(emb.at[ids[:, 0]].add(2, mode="clip"), ids)),
 }
 
 
 def padded_batches() -> list[tuple[np.ndarray, np.ndarray]]:
-    """Batches with ids outside the table; the second one has no others."""
+    """Return batches with ids outside the table. The second batch has only such ids."""
     found = []
     for step, (ids, y) in enumerate(batches()):
         padding = np.where(ids % 2, V + ids, -V - 1 - ids)
@@ -485,17 +493,51 @@ def test_ids_outside_the_table_are_those_of_one_device(
             job.step(job.init(jax.random.key(0)), wide, np.ones(ROWS))
 
 
-@pytest.mark.parametrize("name", ["clip", "fill", "both"])
+@jax.custom_vjp
+def first_rows(emb: jax.Array, ids: jax.Array) -> jax.Array:
+    return emb[ids[:1]]
+
+
+def first_rows_fwd(emb: jax.Array, ids: jax.Array) -> Any:
+    return first_rows(emb, ids), (jnp.zeros_like(emb), ids)
+
+
+def first_rows_bwd(residuals: Any, g: jax.Array) -> Any:
+    zeros, ids = residuals
+    return zeros.at[ids].add(jnp.broadcast_to(g, (len(ids), *g.shape[1:]))), None
+
+
+first_rows.defvjp(first_rows_fwd, first_rows_bwd)
+
+
+def test_a_gradient_of_more_rows_than_a_step_reads_is_an_error() -> None:
+    plan = planned(
+        optax.sgd(0.1), DENSE, 1, 1, lambda p, ids, y: first_rows(p["emb"], ids[:, 0]).sum()
+    )
+    job, ids = plan.simulate(), np.arange(2 * ROWS).reshape(ROWS, 2)
+    state = job.init(jax.random.key(0))
+    job.step(state, 0 * ids, np.ones(ROWS))
+    with pytest.raises(
+        BatchError, match="gradients of 6 rows of params/emb, but reads at most 1 row"
+    ):
+        job.step(job.init(jax.random.key(0)), ids, np.ones(ROWS))
+
+
+@pytest.mark.parametrize("name", ["clip", "fill", "both", "set, drop", "set, clip"])
 def test_the_replay_of_a_lazy_update_changes_the_same_rows(name: str) -> None:
-    """Also if all ids of a batch are outside the table, and some are negative."""
+    """A lazy update and its replay change the same rows, also if ids are negative or outside the
+    table."""
     plan = planned(optax.adam(0.1), LAZY, 1, 2, OUTSIDE[name], ASYNC)
     for batch in padded_batches():
         assert (report := plan.verify(*batch)), str(report)
 
 
 def test_padding_among_ids_of_few_bits() -> None:
-    """The number of lookups is no number of 8 bits. One device takes the same ids with 32 bits,
-    because XLA without fusion emitters adds to wrong rows for ids of 8 bits."""
+    """The number of lookups exceeds 8 bits.
+
+    One device takes the same ids with 32 bits, because XLA without fusion emitters adds to wrong
+    rows for 8-bit ids.
+    """
     how = jax.lax.GatherDimensionNumbers((1,), (0,), (0,))
 
     def gathered(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
@@ -522,7 +564,7 @@ def test_padding_among_ids_of_few_bits() -> None:
 
 @pytest.mark.parametrize("mode", [SYNC, dtrans.Geo(1)], ids=["sync", "geo"])
 def test_padding_touches_no_row(role_threads: RoleThreads, mode: Any) -> None:
-    """Nothing is looked up, and an update for rows of the batch changes none."""
+    """Nothing is looked up, and an update of the batch's rows changes no row."""
     plan = planned(optax.adam(0.1), LAZY, 1, 2, OUTSIDE["fill"], mode)
     ids, y = np.full((ROWS, 2), V), np.ones(ROWS)
     (found, _), _ = outcome(role_threads, plan, [(ids, y), (ids, y)])
@@ -533,7 +575,7 @@ def test_padding_touches_no_row(role_threads: RoleThreads, mode: Any) -> None:
 
 @pytest.mark.parametrize("sparse", [DENSE, LAZY], ids=["dense", "lazy"])
 def test_a_row_of_padding_stays(role_threads: RoleThreads, sparse: Any) -> None:
-    """Bit for bit, however often it is looked up."""
+    """The row keeps its bits, however often it is looked up."""
 
     def bags(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
         of = jnp.repeat(jnp.arange(len(y)), 2)
@@ -567,8 +609,10 @@ def normed(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
 
 @pytest.mark.usefixtures("x64")
 def test_uneven_parts_and_batch_norm(role_threads: RoleThreads) -> None:
-    """What crosses the batch goes through the servers beside rows of a table; trainers need not
-    divide the batch."""
+    """Values of the full batch go through the servers in addition to rows of a table.
+
+    Trainers need not divide the batch.
+    """
 
     given = [*batches(2), *batches(2, rows=5)]
     plan = planned(optax.adagrad(0.1), {"params/emb": dtrans.Rows()}, 2, 2, normed)
@@ -584,8 +628,10 @@ def test_uneven_parts_and_batch_norm(role_threads: RoleThreads) -> None:
 def test_a_table_goes_on_on_other_servers(
     role_threads: RoleThreads, sparse: Any, tmp_path: Any
 ) -> None:
-    """Two servers, then three, then two again, saved in between: the bits of a job that was never
-    saved."""
+    """Use two servers, then three, then two again, with a save in between.
+
+    The bits equal a job that was never saved.
+    """
     given, tx = batches(6), optax.adam(0.1)
     (wanted, _), _ = outcome(role_threads, planned(tx, sparse, 2, 2), given)
     role_threads.forget()
@@ -620,7 +666,7 @@ def served_from(plan: Any, endpoint: str, before: Any) -> Any:
 
 
 def on_mesh(plan: Any, given: Sequence[Any], **options: Any) -> Any:
-    """The job, its last state, and the losses."""
+    """Return the job, its last state, and the losses."""
     job, losses = plan.on_mesh(**options), []
     state = job.init(jax.random.key(0))
     for batch in given:
@@ -676,14 +722,14 @@ def test_a_mesh_of_one_device_keeps_states() -> None:
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ["rows that turns draw", "branches"])
 def test_rows_that_loops_look_up_on_a_mesh(name: str) -> None:
-    """The rows that turns draw are the same for all trainers, and what is sent of them is not."""
+    """All trainers draw the same rows in an iteration, but send different gradients."""
     plan = planned(optax.adam(0.1), DENSE, 2, 2, LOOPS[name])
     job, state, losses = on_mesh(plan, batches())
     close((job.params(state), losses), one_device(optax.adam(0.1), batches(), LOOPS[name]))
 
 
 def alike(params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
-    """All samples look up the same rows."""
+    """Return a loss in which all examples look up the same rows."""
     return jnp.mean((params["emb"][jnp.array([3, V - 1, 3])].sum(0) @ params["w"][:D] - y) ** 2)
 
 
@@ -732,7 +778,7 @@ def test_rows_that_a_table_on_a_mesh_does_not_have(tmp_path: Path) -> None:
     ):
         job.tables.lookup("params/w", [0])
     assert job.tables.lookup("params/emb", np.zeros((0, 2), int)).shape == (0, 2, D)
-    state, _ = job.step(state, ids, y)  # nothing is lost
+    state, _ = job.step(state, ids, y)  # all changes are there
     emb = job.params(state)["emb"]
     np.testing.assert_array_equal(job.tables.lookup("params/emb", np.arange(V)), emb)
     job.tables.export("params/emb", tmp_path / "emb.npy")
@@ -801,8 +847,7 @@ def test_one_asynchronous_trainer_is_one_in_step(
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("servers", [1, 3])
 def test_no_row_of_an_asynchronous_trainer_is_lost(role_threads: RoleThreads, servers: int) -> None:
-    """Gradients are whole numbers, so the order in which they come does not matter; there is
-    nothing but the table."""
+    """Gradients are integers, so their order does not matter. The step has only the table."""
     start = start_at_zero(optax.sgd(1.0), V)
     given = [np.random.default_rng(k).integers(0, V, (20, 6)) for k in range(2)]
     step = dtrans.trace(dtrans.make_train_step(only, optax.sgd(1.0)), *start(), given[0][0])
@@ -839,10 +884,11 @@ def test_no_row_of_an_asynchronous_trainer_is_lost(role_threads: RoleThreads, se
         ({"table": "params/w", "ids": [1]}, "which is not a table"),
         ({"count": V + 1, "ids": [1]}, "requests 41 rows of params/emb, which has 40"),
         ({"count": -1, "ids": []}, "requests -1 rows"),
-        ({"ids": [3, 2]}, "do not increase within 0 to 39"),
-        ({"ids": [2, 2]}, "do not increase"),
-        ({"ids": [-1]}, "do not increase"),
-        ({"ids": [V]}, "do not increase"),
+        ({"count": "1", "ids": [1]}, "requests '1' rows"),
+        ({"ids": [3, 2]}, "are not increasing numbers from 0 to 39"),
+        ({"ids": [2, 2]}, "not increasing numbers"),
+        ({"ids": [-1]}, "not increasing numbers"),
+        ({"ids": [V]}, "not increasing numbers"),
         ({"step": 3, "ids": [1]}, "of step 3.* pserver"),
         ({"name": "rows", "ids": [1]}, "a `prefetch` message with the block 'rows'"),
     ],
@@ -856,21 +902,31 @@ def test_a_request_that_cannot_be_is_refused_and_changes_nothing(
     progress = server._steps.of_trainer(0) if is_async else server._turns.by_trainer[0]
     grads = progress.grads
     rows = lambda: grads.memory["params/emb@GRAD"].shape
-    step = {"step": 0, "table": "params/emb", "train": True, **fields}
-    ids, name = np.array(step.pop("ids"), np.int32), step.pop("name", "ids")
-    step.setdefault("count", len(ids))
-    (frames,) = wire.framed("prefetch", [(name, ids)], **step)
+    ids, table = np.array(fields["ids"], np.int32), fields.get("table", "params/emb")
+    step = {"step": fields.get("step", 0), "train": True}
+    step["counts"] = {table: fields.get("count", len(ids))}
+    (frames,) = wire.framed("prefetch", [(fields.get("name", table), ids)], **step)
     with pytest.raises(WireError, match=said):
         server.prefetch(0, wire.parse(frames))
     assert not trainer.said and rows() == (0, D)
-    (frames,) = wire.framed("prefetch", [("ids", np.array([3, 7], np.int32))],
-                            step=0, table="params/emb", train=True, count=2)  # fmt: skip
+    (frames,) = wire.framed("prefetch", [("params/emb", np.array([3, 7], np.int32))],
+                            step=0, counts={"params/emb": 2}, train=True)  # fmt: skip
     server.prefetch(0, wire.parse(frames))
     assert [op for op, _ in trainer.said] == ["rows"] and rows() == (2, D)
 
 
+def test_an_announcement_of_a_distant_step_leaves_no_memory() -> None:
+    server, _ = served_alone(SYNC)
+    assert isinstance(server, SyncServer)
+    fields = {"step": 0, "counts": {"params/emb": 3}, "train": True, "ahead": 65}
+    (frames,) = wire.framed("prefetch", [("params/emb", np.array([3], np.int32))], **fields)
+    with pytest.raises(WireError, match="65 steps ahead, expected 1 to 64 steps"):
+        server.prefetch(0, wire.parse(frames))
+    assert not server._rows.requests._begun
+
+
 class _Said:
-    """What a server says."""
+    """Server, and the messages that it sends."""
 
     def __init__(self) -> None:
         self.said: list[tuple[str, Any]] = []
@@ -894,8 +950,10 @@ def served_alone(mode: Any) -> tuple[SyncServer | AsyncServer, _Said]:
 
 
 def test_a_gradient_of_rows_is_zero_until_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer may leave before it has sent one, and with on_trainer_exit="paddle" what is there
-    counts."""
+    """A trainer may leave before it sends a gradient.
+
+    With on_trainer_exit="paddle", the zero then counts.
+    """
     requests = RowRequests(
         "here", {"emb": TableSpec(10, (2,), np.dtype(np.float32), {0: "emb@GRAD"})}
     )
@@ -904,8 +962,8 @@ def test_a_gradient_of_rows_is_zero_until_it_comes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         np, "empty", lambda shape, dtype: (found := empty(shape, dtype), found.fill(7))[0]
     )
-    blocks = [("ids", np.array([1, 4], np.int32))]
-    (frames,) = wire.framed("prefetch", blocks, step=0, table="emb", count=2, train=True)
+    blocks = [("emb", np.array([1, 4], np.int32))]
+    (frames,) = wire.framed("prefetch", blocks, step=0, counts={"emb": 2}, train=True)
     requests.take(0, wire.parse([frames[0], *map(bytes, frames[1:])]), grads)
     found = requests.gradients(0, grads)["emb@GRAD"]
     assert found.ids.tolist() == [1, 4] and found.rows.tolist() == [[0, 0], [0, 0]]

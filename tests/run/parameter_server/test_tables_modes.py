@@ -1,4 +1,4 @@
-"""Tables in modes in which something waits, or is kept: communicators, and delay compensation."""
+"""Tables in modes with queues or stored rows: communicators and delay compensation."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_leaves_that_are_cut_as_programs_run(role_threads: RoleThreads, servers:
 
 
 def tables_only(trainers: int, servers: int, mode: Any, ids: Any) -> Any:
-    """A plan of a step that has nothing but a table, each gradient of which is a whole number."""
+    """Return the plan of a step with only a table. Each gradient is an integer."""
     start = start_at_zero(optax.sgd(1.0), V)
     step = dtrans.trace(dtrans.make_train_step(only, optax.sgd(1.0)), *start(), ids)
     return dtrans.pserver(step, dtrans.trace(start), pservers=free_endpoints(servers),
@@ -97,7 +97,8 @@ def tables_only(trainers: int, servers: int, mode: Any, ids: Any) -> Any:
                          ids=["half", "merged", "one at a time", "sync"])  # fmt: skip
 @pytest.mark.parametrize("servers", [1, 3])
 def test_every_row_is_used_once(role_threads: RoleThreads, servers: int, mode: Any) -> None:
-    """However gradients were merged, and in whatever order they came: they are whole numbers."""
+    """Gradients are integers, so their sums do not depend on the order in which servers add
+    them."""
     given = [np.random.default_rng(k).integers(0, V, (15, 6)) for k in range(2)]
     plan = tables_only(2, servers, mode, given[0][0])
 
@@ -116,26 +117,26 @@ def test_every_row_is_used_once(role_threads: RoleThreads, servers: int, mode: A
     table = np.concatenate(
         [ended[ep][n] for ep in plan.servers for n in ended[ep] if n.startswith("params/emb")]
     )
-    share = 2 if isinstance(mode, dtrans.Sync) else 1  # an update is by the mean
+    share = 2 if isinstance(mode, dtrans.Sync) else 1  # an update uses the mean
     assert np.array_equal(table[:, 0] * share, -np.bincount(np.ravel(given), minlength=V))
 
 
 class Held:
-    """A server that answers a trainer with rows, but not with parameters made of its gradients
-    until it is opened."""
+    """Server that sends rows to a trainer, but answers requests for parameters only after it is
+    opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.asked = threading.Event(), threading.Event()
-        self.sent: list[int] = []  # of how many steps each message of gradients was
+        self.sent: list[int] = []  # number of steps in each message of gradients
         held: list[Any] = []
         answer, look, send = async_server.answer, AsyncServer.look, AsyncServer.send
 
-        def answered(say: Any, t: Any, step: int, values: Any) -> None:
+        def answered(say: Any, t: Any, names: Any, step: int, values: Any) -> None:
             if step and not self.opened.is_set():
-                held.append((say, t, step, {n: np.array(x) for n, x in values.items()}))
+                held.append((say, t, names, step, {n: np.array(x) for n, x in values.items()}))
                 self.asked.set()
             else:
-                answer(say, t, step, values)
+                answer(say, t, names, step, values)
 
         def looked(server: Any, now: float) -> None:
             look(server, now)
@@ -157,8 +158,10 @@ class Held:
 def test_what_waits_is_merged(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch, name: str, sparse: Any, merge: str
 ) -> None:
-    """The first two steps go by themselves, and others wait: rows of these are what the first two
-    have made."""
+    """The first two steps are sent alone, and later steps wait.
+
+    Rows of later steps include only the first two updates.
+    """
     gate, tx, given = Held(monkeypatch), OPTIMIZERS[name], batches(10)
     plan = planned(tx, sparse, 1, 1, mode=beside(max_merge_var_num=5))
     (ep,) = plan.servers
@@ -184,14 +187,14 @@ def test_what_waits_is_merged(
     grad, (want, state), grads = jax.jit(jax.grad(loss)), init(tx, jax.random.key(0)), []
     first = want
     for group, count in enumerate(gate.sent):
-        if group < 3:  # of the others all waited when they were made
+        if group < 3:  # the others were computed while all of them waited
             made = given[group : group + 1] if group < 2 else given[2:]
             grads += [grad({**first, "emb": want["emb"]}, *batch) for batch in made]
         parts, grads = grads[:count], grads[count:]
         g = jax.tree.map(
             lambda *xs, count=count: sum(xs) / (count if merge == "mean" else 1), *parts
         )
-        for _ in range(count - 1):  # counts are of steps
+        for _ in range(count - 1):  # counts are counts of steps
             if name == "adam":
                 state = (state[0]._replace(count=state[0].count + 1), *state[1:])
         updates, state = tx.update(g, state, want)
@@ -202,8 +205,8 @@ def test_what_waits_is_merged(
 def test_servers_that_have_nothing_but_rows_are_waited_for(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are asked for parameters of which they have none, so that gradients under way are
-    bounded."""
+    """Trainers also send requests for parameters to servers that store only rows. So queued
+    gradients are bounded."""
     gate, ids = Held(monkeypatch), np.array([3, 30, 8])
     plan = tables_only(1, 1, beside(max_merge_var_num=4), ids)
     (ep,) = plan.servers
@@ -232,7 +235,7 @@ def test_servers_that_have_nothing_but_rows_are_waited_for(
 def test_numbers_of_rows_are_sent_with_gradients_too(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bytes that the plan counts, of a step that has nothing but a table."""
+    """Count the bytes of a step with only a table, and compare with the plan."""
     sent: dict[str, int] = {}
     framed, say = wire.framed, TrainerLine._say
 
@@ -272,7 +275,10 @@ def test_numbers_of_rows_are_sent_with_gradients_too(
 def test_lookups_do_not_stop_what_sends(
     role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are of what servers have, and no step is made of them; the communicator goes on."""
+    """A lookup between steps reads the servers' rows, and does not count as a step.
+
+    The communicator continues.
+    """
     stops: list[bool] = []
     stop = Communicator.stop
     monkeypatch.setattr(
@@ -322,7 +328,7 @@ def test_rows_of_one_trainer_have_no_delay(
 
 
 class AloneServer:
-    """A server that is given messages of three trainers."""
+    """Server that gets messages of three trainers."""
 
     def __init__(self, tx: Any, sparse: Any, mode: Any) -> None:
         plan = planned(tx, sparse, 3, 1, mode=mode)
@@ -349,8 +355,8 @@ class AloneServer:
         getattr(self.server, op)(k, wire.parse(frames))
 
     def ask(self, k: int, ids: np.ndarray, train: bool = True) -> None:
-        numbers = [("ids", ids.astype(np.int32))]
-        self.take(k, "prefetch", numbers, table="params/emb", count=len(ids), train=train)
+        numbers = [("params/emb", ids.astype(np.int32))]
+        self.take(k, "prefetch", numbers, counts={"params/emb": len(ids)}, train=train)
         if train:
             asked = [["params/w", [2 * D], "float64"]]
             self.server.recv(k, wire.Message("recv", {"step": self.steps[k], "blocks": asked}))
@@ -364,8 +370,8 @@ class AloneServer:
 @pytest.mark.parametrize("sparse", [DENSE, LAZY], ids=["dense", "lazy"])
 @pytest.mark.parametrize("beta", [0.0, 0.9])
 def test_delayed_gradients_of_rows_are_compensated(sparse: Any, how: str, beta: float) -> None:
-    """By what their trainer has received of these rows, whatever others have made of them, or
-    looked up, since."""
+    """Compensation compares with the rows that the trainer has received, whatever other trainers
+    have changed or looked up since."""
     delay, rng, rate = DELAYS[how], np.random.default_rng(0), 0.1
     alone = AloneServer(optax.sgd(rate, beta or None), sparse, dtrans.Async(delay))
     emb, w = (alone.first[n] for n in ("params/emb", "params/w"))
@@ -387,7 +393,7 @@ def test_delayed_gradients_of_rows_are_compensated(sparse: Any, how: str, beta: 
         if k not in asked:
             ids = np.unique(rng.integers(0, V // 4, 4))
             alone.ask(k, ids)
-            alone.ask(k, np.arange(V), train=False)  # an evaluation, which is no part of the step
+            alone.ask(k, np.arange(V), train=False)  # a lookup for evaluation, not part of a step
             asked[k] = ids, emb[ids].copy(), w.copy()
             continue
         ids, old, old_w = asked.pop(k)
@@ -425,22 +431,19 @@ def test_a_server_keeps_rows_that_are_under_way_alone() -> None:
     alone.server.abort(2, wire.Message("abort", {"reason": "why"}))
     assert kept() == 3
     with pytest.raises(
-        WireError, match="trainer 1 sends a gradient of rows of params/emb that it did not request"
+        WireError, match="trainer 1 sends a gradient for rows of params/emb, but has not"
     ):
-        alone.take(
-            1, "row_ids", [("ids", np.array([5], np.int32))], gradient="params/emb@GRAD", count=1
-        )
-    with pytest.raises(
-        WireError, match="params/emb@GRAD"
-    ):  # of which there are none, before they are asked for
+        sent = "params/emb@GRAD"
+        alone.take(1, "row_ids", [(sent, np.array([5], np.int32))], counts={sent: 1})
+    with pytest.raises(WireError, match="params/emb@GRAD"):  # no rows exist before the first lookup
         alone.give(0, np.ones((2, D)), np.ones(2 * D))
     alone.give(1, np.ones((3, D)), np.ones(2 * D))
     assert kept() == 0
 
 
 def test_a_mean_square_moves_where_nobody_looks() -> None:
-    """So it has to be said whether rows that nobody looks up are updated, also of an optimizer that
-    leaves them."""
+    """A gradient of zero changes the servers' mean square, so the user must choose `update=` for
+    any optimizer."""
     mode = dtrans.Async(DELAYS["adaptive"])
     with pytest.raises(
         ConfigError, match="since params/emb@GRAD.mean_square changes even if the gradient is zero"

@@ -126,7 +126,7 @@ def test_a_trainer_writes_its_leaves_at_the_cuts_of_servers(
     assert written(tmp_path) == {"7/trainer-1.npz", "10/trainer-1.npz"}
     assert folder.marks()["trainer 1"].cuts == (7, 10)
 
-    # the cut with which an epoch begins is written already
+    # the cut of the epoch's beginning is already written
     LauncherFolder(tmp_path).grant(Epoch(1, 20), "a run", trainers=2)
     folder.enter(Epoch(1, 20))
     cuts.before_step(executor(Epoch(1, 20), step=20), 20, (params,))
@@ -148,7 +148,8 @@ def test_without_cuts_of_servers_a_trainer_writes_nothing(
 
 
 def test_a_trainer_goes_back_to_its_leaves_of_the_cut(plan: PServerPlan, tmp_path: Path) -> None:
-    """All types keep their bits. A process that starts again has constants of the init."""
+    """Arrays of all types keep their bits. A process that starts again computes constants with the
+    init."""
     folder = folder_of(tmp_path)
     start, state = init()[0], init()
     for _ in range(3):
@@ -293,7 +294,7 @@ def test_servers_alone_write_and_restore_the_rest_of_a_cut(
 def test_a_server_without_cuts_is_reported(
     plan: PServerPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless another role takes part in epochs."""
+    """This does not hold if another role takes part in epochs."""
     folder = LauncherFolder(tmp_path)
     folder.grant(Epoch(), "a run")
     monkeypatch.setenv(VARIABLE, str(tmp_path))

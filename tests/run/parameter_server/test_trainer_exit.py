@@ -1,4 +1,4 @@
-"""Trainers that leave a synchronous job before the others: what updates are made of then."""
+"""Trainers that leave a synchronous job before the others, and the updates after that."""
 
 from __future__ import annotations
 
@@ -66,8 +66,10 @@ def rows_of(present: Sequence[int], batch: Any) -> list[Any]:
 
 
 def with_those_present(tx: Any, steps: Sequence[int]) -> tuple[list[Any], Any]:
-    """One device, which sees in each step the rows of the trainers that take it: parameters before
-    each step and at the end, and the last state."""
+    """Run one device on the rows of the trainers that take each step.
+
+    Return the parameters before each step and at the end, and the last state.
+    """
     step, count = plain_step(mlp_loss, tx), len(steps)
     params = [mlp_params(dtype=jnp.float64)]
     state = tx.init(params[0])
@@ -81,8 +83,10 @@ def with_those_present(tx: Any, steps: Sequence[int]) -> tuple[list[Any], Any]:
 def run(
     role_threads: RoleThreads, plan: PServerPlan, steps: Sequence[int]
 ) -> tuple[dict[str, Any], list[Any]]:
-    """A job whose trainers make so many steps. What servers end with, and each trainer's last
-    parameters."""
+    """Run a job in which each trainer makes a given number of steps.
+
+    Return the final state of the servers, and each trainer's last parameters.
+    """
     params, data = mlp_params(dtype=jnp.float64), batches(plan.trainers, max(steps))
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, params)
@@ -134,7 +138,7 @@ def test_as_paddle_the_last_gradient_counts_once_more_and_the_divisor_stays(
     state, grad = tx.init(params), jax.jit(jax.grad(mlp_loss))
     last = [
         jax.tree.map(jnp.zeros_like, params)
-    ] * 3  # of the trainer that never sent one it is zero
+    ] * 3  # zero for the trainer that never sent a gradient
     for i, batch in enumerate(batches(3, 5)):
         for k, count in enumerate(steps):
             if i < count:
@@ -153,7 +157,7 @@ NAME = "params/w@GRAD"
 
 
 class Seat(Peer):
-    """One trainer of a server of one leaf, `params/w`; sgd with rate 0.5."""
+    """Trainer of a server of one leaf `params/w` with SGD at rate 0.5."""
 
     def __init__(self, endpoint: str, k: int, trainers: int) -> None:
         super().__init__(endpoint)
@@ -166,7 +170,8 @@ class Seat(Peer):
         self.tell("send", frame, step=step, pieces=[[[name or f"{NAME}.trainer_{self.k}", 0, 64]]])
 
     def was_heard(self) -> None:
-        """Everything that was said has been taken: what is wrong is answered in turn."""
+        """Wait until the server has handled all messages, because it answers wrong messages in
+        order."""
         self.tell("recv", step=99)
         until(lambda: self.hear().op == "refuse", "the refusal")
 
@@ -179,13 +184,13 @@ class Seat(Peer):
         self.barrier(step)
 
     def waits_for(self) -> str:
-        """Whom it is told that it waits for."""
+        """Return the roles for which the trainer waits, from the server's message."""
         message = self.hear()
         assert message.op == "waiting", message
         return message["reason"].partition(" s for ")[2]
 
     def moved(self) -> float:
-        """How far the parameters are from their start."""
+        """Return the change of the parameters since the start."""
         while (message := self.hear()).op == "waiting":
             pass
         assert message.op == "blocks", message
@@ -202,7 +207,7 @@ class Seat(Peer):
 
 @contextlib.contextmanager
 def table(role_threads: RoleThreads, trainers: int, **options: Any) -> Iterator[list[Seat]]:
-    """The trainers of a server, which ends well when they have left."""
+    """Yield the trainers of a server, which ends without an error after they have left."""
     (ep,) = pservers = free_endpoints(1)
     params, tx = {"w": jnp.asarray(START)}, optax.sgd(0.5)
     loss = lambda params, x: jnp.mean(x @ params["w"])
@@ -343,11 +348,12 @@ def test_who_closes_in_the_middle_of_a_step_ends_the_job(
 def test_an_executor_that_closes_in_the_middle_of_a_step_ends_the_job_on_every_server(
     role_threads: RoleThreads,
 ) -> None:
-    """Also where a server has not heard of that step, and would go on without the trainer."""
+    """Every server ends, also a server that has not learned of the step and would continue without
+    the trainer."""
     pservers = free_endpoints(2)
     params, plan = mlp_params(dtype=jnp.float64), plan_for(pservers, 2, optax.sgd(0.1))
 
-    begun = threading.Event()  # trainer 0 is known to all servers
+    begun = threading.Event()  # all servers know trainer 0
 
     def leaves_half_way() -> None:
         exe = dtrans.Executor(deadline=HANG)
@@ -423,7 +429,7 @@ def test_an_update_is_compiled_once_for_each_set_of_trainers(
 
 @pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_blocks_of_some_trainers_are_those_of_a_job_of_as_many(tx: Any) -> None:
-    """Equation by equation; the names of what is sent are still those of the trainers."""
+    """Compare equation by equation. The sent values still have the trainers' names."""
     pservers = ("127.0.0.1:1", "127.0.0.1:2")
     four, two = (plan_for(pservers, n, tx) for n in (4, 2))
     one = plan_for(pservers, 1, tx)
@@ -502,6 +508,6 @@ def test_the_config_has_it_too() -> None:
 def test_a_job_without_servers_has_no_say() -> None:
     transpiled("drop", mode="nccl2")
     with pytest.raises(
-        ConfigError, match=r"^on_trainer_exit='paddle' needs mode='pserver', it is 'nccl2'$"
+        ConfigError, match=r"^on_trainer_exit='paddle' needs mode='pserver', but mode is 'nccl2'$"
     ):
         transpiled("paddle", mode="nccl2")

@@ -1,8 +1,9 @@
-"""What trainers exchange through servers in the middle of a step: by messages, among roles in
-threads, and by hand."""
+"""Values that trainers exchange through servers within a step: as messages, in threads, and by
+hand."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 import role_threads as roles
+import step_cases
 import step_zoo
 from role_threads import RoleThreads, free_endpoints, serve
 
@@ -20,14 +22,35 @@ from dtrans.errors import BatchError, DtransError, PeerError, WireError
 from dtrans.protocol import wire
 from dtrans.protocol.server.trainer_rounds import LARGEST, TrainerRounds, values_of
 from dtrans.run.distributed.role import Role
+from dtrans.run.parameter_server.trainer_calls import TrainerCalls
 from dtrans.run.role_jobs.trainer_job import TrainerJob
 
 
 TRAINERS, ROWS = 3, 12
 
 
+SPEEDS = dtrans.Batch(speeds=[3, 1, 2])
+
+
+def flat_case() -> step_zoo.StepCase:
+    """Return a step whose result joins the rows of the batch with another dimension."""
+
+    def loss(p: Any, x: Any, y: Any) -> Any:
+        out = step_cases.mlp_logits(p, x)
+        return jnp.mean(out**2), {"flat": out.reshape(-1), "turned": out.T}
+
+    case = step_zoo.by_name("mean_loss")
+    step = dtrans.make_train_step(loss, optax.sgd(0.1), has_aux=True)
+    init = lambda key: (p := step_cases.mlp(key), optax.sgd(0.1).init(p))
+    return dataclasses.replace(case, name="flat", init=init, step=step, batch=step_cases.labelled)
+
+
+def case_of(name: str) -> step_zoo.StepCase:
+    return flat_case() if name == "flat" else step_zoo.by_name(name)
+
+
 def planned(name: str, **options: Any) -> Any:
-    case, key = step_zoo.by_name(name), jax.random.key(0)
+    case, key = case_of(name), jax.random.key(0)
     main = dtrans.trace(case.step, *case.init(key), *case.batch(ROWS // TRAINERS))
     return dtrans.pserver(
         main,
@@ -60,10 +83,12 @@ def close(found: Any, wanted: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
 
 
-def check_one_device(role_threads: RoleThreads, name: str, rows: Sequence[int]) -> None:
-    """Check parameters and results, those of all rows too, on each of three trainers, after a step
+def check_one_device(
+    role_threads: RoleThreads, name: str, rows: Sequence[int], **options: Any
+) -> None:
+    """Check the parameters and results (also results of all rows) of three trainers after a step
     for each batch."""
-    case, plan, key = step_zoo.by_name(name), planned(name), jax.random.key(0)
+    case, plan, key = case_of(name), planned(name, **options), jax.random.key(0)
     for ep in plan.servers:
         role_threads.start(ep, serve, plan, ep, key)
     for k in range(TRAINERS):
@@ -92,10 +117,52 @@ def test_trainers_in_processes_have_the_numbers_of_one_device(
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", ["mean_loss", "flax_batch_norm", "metrics_per_row"])
+@pytest.mark.parametrize("name", ["mean_loss", "flax_batch_norm", "metrics_per_row", "flat"])
 def test_parts_of_a_batch_that_trainers_do_not_divide(role_threads: RoleThreads, name: str) -> None:
-    """Of 11 rows the last trainer has 3, of 4 none."""
+    """With 11 rows, the last trainer has 3. With 4 rows, it has none."""
     check_one_device(role_threads, name, [12, 11, 4, 12])
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", ["mean_loss", "flax_batch_norm", "metrics_per_row", "flat"])
+def test_trainers_of_different_speeds(role_threads: RoleThreads, name: str) -> None:
+    """With 3 rows, each trainer has one."""
+    check_one_device(role_threads, name, [12, 13, 3], batch=SPEEDS)
+
+
+@pytest.mark.usefixtures("x64")
+def test_parts_that_are_not_the_share_of_a_trainer() -> None:
+    plan, case = planned("mean_loss", batch=SPEEDS), step_zoo.by_name("mean_loss")
+    with job_of(plan, 2) as job:
+        parts = job.shard_batch(*case.batch(13))
+        params = case.init(jax.random.key(0))[0]
+        assert [(p.rows, len(p.x)) for p in parts] == [(13, 4)] * len(parts)
+        np.testing.assert_array_equal(parts[0].x, case.batch(13)[0][9:])
+        with pytest.raises(
+            BatchError, match="no dtrans.UnevenParts, but dtrans.Batch.*shard_batch"
+        ):
+            job.step((params,), *(p.x for p in parts))
+        with pytest.raises(
+            BatchError, match="has 4 rows, expected 8 rows in part 2 of a batch of 24 rows; split"
+        ):
+            job.step((params,), *(dtrans.UnevenPart(p.x, 24) for p in parts))
+
+
+def test_uneven_batches_of_other_sizes_have_other_programs() -> None:
+    """Both batches have 3 rows. An array that trainers do not divide has 4 and then 2 entries."""
+    tx, key = optax.sgd(0.1), jax.random.key(0)
+    params = {"w": jnp.ones((3, 2))}
+    loss = lambda p, x, scale: jnp.mean((x @ p["w"]) ** 2) * jnp.mean(scale)
+    step = dtrans.make_train_step(loss, tx)
+    x, scale = jnp.ones((2, 3)), jnp.ones(4)
+    main = dtrans.trace(step, params, tx.init(params), x, scale)
+    startup = dtrans.trace(lambda key: (params, tx.init(params)), key)
+    batch = dtrans.Batch(unsplit_inputs=["scale"])
+    plan = dtrans.pserver(main, startup, pservers="127.0.0.1:1", trainers=2, batch=batch)
+    calls = TrainerCalls(plan, 0)
+    for entries in (4, 2):
+        call = calls((dtrans.UnevenPart(x, 3), scale[:entries]))
+        assert call.program.inputs["scale"].shape == (entries,)
 
 
 @pytest.mark.usefixtures("x64")
@@ -108,13 +175,13 @@ def test_parts_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
         assert isinstance(x, dtrans.UnevenPart) and (x.rows, len(x.x)) == (13, 3)
         with pytest.raises(
             BatchError,
-            match=r"has 3 rows, expected 4 rows in part 2 of a batch of 14 rows; cut .*job.shard_b",
+            match=r"has 3 rows, expected 4 rows in part 2 of a batch of 14 rows; split .*job.shard_b",
         ):
             job.step((params,), *(dtrans.UnevenPart(p.x, 14) for p in parts))
         with pytest.raises(BatchError, match="parts of batches with 13 and 14 rows"):
             job.step((params,), x, *(dtrans.UnevenPart(p.x, 14) for p in others))
         with pytest.raises(
-            BatchError, match="UnevenPart of 12 rows, which can be split evenly over 3 trainers"
+            BatchError, match="UnevenPart of 12 rows, but 3 trainers can divide these rows"
         ):
             job.step((params,), *(dtrans.UnevenPart(p.x, 12) for p in parts))
     local = planned("mean_loss", batch="local")
@@ -129,7 +196,7 @@ def test_parts_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_parts_of_different_sizes_are_refused_by_all_trainers(role_threads: RoleThreads) -> None:
-    """The mean of their parts would not be that of the batch."""
+    """The mean over parts of different sizes would not be the mean over the batch."""
     case, plan, key = step_zoo.by_name("mean_loss"), planned("mean_loss"), jax.random.key(0)
 
     def uneven(k: int) -> None:
@@ -143,9 +210,9 @@ def test_parts_of_different_sizes_are_refused_by_all_trainers(role_threads: Role
     role_threads.join()
     for k in range(TRAINERS):
         error = role_threads.end(f"trainer {k}")
-        assert isinstance(error, BatchError) and "parts of one size; they gave 4, 4, 3 rows" in str(
-            error
-        ), error
+        assert isinstance(
+            error, BatchError
+        ) and "parts of equal size; they passed 4, 4, 3 rows" in str(error), error
 
 
 @pytest.mark.usefixtures("x64")
@@ -167,7 +234,7 @@ def test_a_trainer_that_leaves_a_step_of_all_ends_the_job_by_name(
 def test_trainers_of_another_step_are_refused_in_their_first_round(
     role_threads: RoleThreads,
 ) -> None:
-    """Trainer 2 exchanges what belongs to another loss of the same parameters."""
+    """Trainer 2 exchanges values of another loss with the same parameters."""
     plan, other = planned("masked_mean"), planned("batch_norm_by_hand")
     case, key = step_zoo.by_name("masked_mean"), jax.random.key(0)
     (endpoint,) = {e.params["endpoint"] for e in plan.traffic.exchanges}
@@ -239,7 +306,7 @@ WAYS = [
 
 @pytest.mark.parametrize("dtype", ["float32", "int32", "bfloat16", "float16"])
 def test_each_way_is_what_a_collective_makes(dtype: str) -> None:
-    """As `jax.lax` has them among three of one axis."""
+    """The reference is the collective of `jax.lax` over three members of an axis."""
     rng = np.random.default_rng(0)
     whole = rng.integers(-9, 9, (3, 6, 2)).astype(np.dtype(jnp.dtype(dtype)))
 
@@ -254,7 +321,7 @@ def test_each_way_is_what_a_collective_makes(dtype: str) -> None:
         )
 
     rounds = TrainerRounds(3)
-    for k in (2, 0, 1):  # in whatever order they come
+    for k in (2, 0, 1):  # in any order of arrival
         rounds.take(k, message(4, [whole[k]] * 5, WAYS))
     assert rounds.number == 4 and sorted(rounds.waiting()) == [0, 1, 2]
     found = rounds.answers([0, 1, 2])
@@ -319,7 +386,8 @@ def test_a_part_that_is_not_due_changes_nothing() -> None:
 def test_results_of_a_mean_step_are_those_of_the_trainers_that_are_there(
     role_threads: RoleThreads,
 ) -> None:
-    """One leaves after its first step: the others' loss is that of their rows."""
+    """One trainer leaves after its first step. Then the loss is the mean over the rows of the other
+    trainers."""
     with jax.enable_x64(True):
         w, tx = jnp.ones(2), optax.sgd(0.0)
         step = dtrans.make_train_step(lambda w, x: jnp.mean(x * w), tx)

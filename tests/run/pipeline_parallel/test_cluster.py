@@ -1,4 +1,4 @@
-"""Pipelines as real processes, each with some of the stages: the numbers of one device."""
+"""Pipelines in real processes, each with some of the stages: the results of one device."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import pytest
 from cluster_trainer import flat
 from paths import SUPPORT
 from pipeline_models import MODELS
-from pipeline_trainer import ROWS, STEPS, masked, noisy, planned_masked, planned_noisy
+from pipeline_trainer import ROWS, STEPS, masked, noisy, planned_masked, planned_noisy, squares
 from role_threads import free_endpoints
+from split_models import tower
 from trainer_processes import outcome, slurm_environment
 
 
@@ -29,8 +30,11 @@ from trainer_processes import outcome, slurm_environment
         {"model": "mlp", "num_stages": 4, "num_micro_batch": 2, "replicas": 2, "sharding_stage": 1,
          "devices": 4,
          "min_slice_size": 0, "schedule": "PreferForward"},
+        {"model": "transformer", "num_stages": 2, "num_micro_batch": 2, "replicas": 2,
+         "sharding_stage": 3, "devices": 2, "min_slice_size": 0},
     ],
-    ids=["a stage each, tied embedding", "two stages each, replicas and slices"],
+    ids=["a stage each, tied embedding", "two stages each, replicas and slices",
+         "slices of a tied embedding"],
 )  # fmt: skip
 @pytest.mark.usefixtures("x64")
 def test_two_processes_make_the_numbers_of_one_device(
@@ -46,19 +50,44 @@ def test_two_processes_make_the_numbers_of_one_device(
     for process in found:
         for n, x in want.items():
             np.testing.assert_allclose(process[n], x, rtol=1e-12, atol=1e-12, err_msg=n)
+        np.testing.assert_allclose(process["applied"], squares(params, 2.0), rtol=1e-12)
         said = dict(process["said"])
         assert "expected a multiple of 2, the number of processes" in said["odd"]
-        assert said["rows"].startswith("BatchError: trainers must give parts of one size; rows of ")
+        assert said["rows"].startswith(
+            "BatchError: trainers must pass parts of equal size; rows of "
+        )
         assert "trainer 0 gives 1, trainer 1 gives 2; split the batch" in str(said["rows"])
         assert "has 1 rows in each of 2 processes, together 2; expected a multi" in said["few"]
-    # each holds its own part: beside the count of steps, nothing is held by both
+    # each process stores its part; only the count of steps is in both
     first, second = (set(process["held"]) for process in found)
     assert first & second <= {"opt_state/1/0/count"} and len(first | second) == len(want) - 1
 
 
+@pytest.mark.usefixtures("x64")
+def test_two_processes_have_the_devices_of_split_stages(tmp_path: Path) -> None:
+    """Each process has two stages. Replicas slice the pieces that shards have of parameters."""
+    split = [2, 1, 1, 3]
+    options = {"split": split, "devices": 8, "num_stages": 4, "replicas": 2, "sharding_stage": 3}
+    script = str(SUPPORT / "pipeline_trainer.py")
+    found = outcome(
+        2, tmp_path, 200, [sys.executable, script, "split", str(tmp_path), json.dumps(options)]
+    )
+    params, opt_state, loss = tower(split).on_one_device(STEPS)
+    want = flat(last=(params, opt_state)) | flat(**{f"loss {STEPS - 1}": loss})
+    for process in found:
+        for n, x in want.items():
+            np.testing.assert_allclose(process[n], x, rtol=1e-11, atol=1e-12, err_msg=n)
+    # kernels have shape [6, 13]: 2 shards have 7 columns each, and 3 shards have 5 columns each
+    first, second = (dict(process["pieces"]) for process in found)
+    assert first == {"params/0/up": "(3, 7)", "params/1/up": "(3, 13)"}
+    assert second == {"params/2/up": "(3, 13)", "params/3/up": "(3, 5)"}
+
+
 def test_stages_that_slurm_put_on_several_hosts_find_each_other(tmp_path: Path) -> None:
-    """Told by Slurm's variables alone; hosts are addresses of loopback, and the lines are not at
-    127.0.0.1."""
+    """Slurm's variables are the only source of the roles.
+
+    Hosts are loopback addresses other than 127.0.0.1.
+    """
     port = int(free_endpoints(1)[0].rpartition(":")[2])
     with contextlib.ExitStack() as stack:
         processes = []
@@ -74,7 +103,7 @@ def test_stages_that_slurm_put_on_several_hosts_find_each_other(tmp_path: Path) 
     for k in range(2):
         found = json.loads((tmp_path / f"{k}.json").read_text())
         assert found["trainers"] == 2 and found["endpoints"] == []
-        # 127.0.0.1, and no other
+        # only 127.0.0.1
         assert [bytes.fromhex(host)[-4:] for host in found["listens"]] == [b"\x01\0\0\x7f"]
         assert (
             "the 2 trainers are on 2 hosts" in found["remote"]
@@ -89,8 +118,10 @@ def test_stages_that_slurm_put_on_several_hosts_find_each_other(tmp_path: Path) 
 
 @pytest.mark.usefixtures("x64")
 def test_the_batch_is_the_parts_in_the_order_of_processes(tmp_path: Path) -> None:
-    """Noise by micro-batch and results by row are those of the global batch; keys and unsplit
-    inputs go as they are."""
+    """Noise by micro-batch and results by row are those of the global batch.
+
+    Keys and unsplit inputs are passed unchanged.
+    """
     found = outcome(
         2,
         tmp_path,
@@ -110,17 +141,19 @@ def test_the_batch_is_the_parts_in_the_order_of_processes(tmp_path: Path) -> Non
         for n, v in want.items():
             np.testing.assert_allclose(process[n], v, rtol=1e-12, atol=1e-12, err_msg=n)
         said = dict(process["said"])["sizes"]
-        assert said.startswith("BatchError: trainers must give parts of one size; "), said
+        assert said.startswith("BatchError: trainers must pass parts of equal size; "), said
         assert f" has shape [{[4, 8][k]}, 4] on trainer {1 - k}, " in said
-        assert f"but [{[8, 4][k]}, 4] on trainer {k}; cut batches" in said
+        assert f"but [{[8, 4][k]}, 4] on trainer {k}; split batches" in said
 
 
 @pytest.mark.usefixtures("x64")
 def test_processes_have_what_is_of_the_whole_batch_and_what_the_update_reads(
     tmp_path: Path,
 ) -> None:
-    """Masks of the whole batch, made by the first process of a key that the last one has; a rate, a
-    count of steps."""
+    """The first process computes masks of the full batch from a key that the last process has.
+
+    The state has a rate and a count of steps.
+    """
     one = masked()
     plan = planned_masked(one)
     assert (

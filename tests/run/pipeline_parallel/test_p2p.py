@@ -1,4 +1,4 @@
-"""Links between processes: two of them in one process, and strangers who know their addresses."""
+"""Links between two processes, both in this process, and strangers that know their addresses."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def forged(**fields: Any) -> list[bytes]:
 
 @contextlib.contextmanager
 def stranger(address: str, password: str | None = None) -> Iterator[zmq.Socket[Any]]:
-    """A socket that is connected to a link."""
+    """Yield a socket that is connected to a link."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as line:
         line.linger, line.sndhwm = 0, 0
         if password is not None:
@@ -64,20 +64,20 @@ def stranger(address: str, password: str | None = None) -> Iterator[zmq.Socket[A
 def test_what_strangers_forge_has_no_effect(
     channels: list[P2PChannels], password: str | None
 ) -> None:
-    """Before, the first frame of a name counted, whoever sent it, and a malformed one ended the
-    process."""
+    """Otherwise the first frame with a name would count, from any sender, and a malformed frame
+    would end the process."""
     first, second = channels
     events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
     with stranger(second._peers[1], password) as line, line.get_monitor_socket(events) as monitor:
         line.sndtimeo = 1000
-        with contextlib.suppress(zmq.Again):  # it was sent away meanwhile
+        with contextlib.suppress(zmq.Again):  # its connection was closed meanwhile
             for parts in (forged(), forged(shape=[0, 2**63]), [b"noise"]):
                 line.send_multipart(parts)
-        assert monitor.poll(HANG * 1000)  # it was heard, or has been sent away
+        assert monitor.poll(HANG * 1000)  # the message was read, or its connection was closed
         first.send(1, 1, 0, jnp.arange(4.0))
         np.testing.assert_array_equal(second.receive(0, 1, 0, FOUR, "a value"), np.arange(4.0))
         line.disable_monitor()
-    assert second.refusals.count == 0  # nothing of it was let in
+    assert second.refusals.count == 0  # no frame was accepted
 
 
 MALFORMED = [
@@ -111,15 +111,15 @@ MALFORMED = [
 def test_malformed_messages_of_a_process_are_dropped_and_counted(
     channels: list[P2PChannels], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They come by the link of process 0, and the value that follows them is right."""
+    """The frames arrive over the link of process 0, and the value after them is right."""
     first, second = channels
     first.send(1, 1, 5, jnp.zeros(3))
     second.receive(0, 1, 5, THREE, "a value")
     with stranger(second._peers[1], token.shown(first._keys.secret, "process 0 to 1")) as line:
         for parts in MALFORMED * 10:
             line.send_multipart(parts)
-        line.send_multipart(forged(key=5))  # it was received already
-        for key in (6, 0):  # of value 0 all that was malformed has come before it is expected
+        line.send_multipart(forged(key=5))  # the value was already received
+        for key in (6, 0):  # all malformed frames of value 0 arrive before it is expected
             head = wire.header("value", **RIGHT | {"key": key}, pieces=PIECES)
             line.send_multipart([head, np.arange(4.0, dtype="f4")])
             np.testing.assert_array_equal(
@@ -142,8 +142,10 @@ def test_values_of_steps_that_are_over_are_not_kept(channels: list[P2PChannels])
 
 
 def test_a_message_that_never_ends_is_not_kept(channels: list[P2PChannels]) -> None:
-    """ZeroMQ holds all frames of a message until the last one has come: of a stranger it takes
-    none."""
+    """ZeroMQ stores all frames of a message until the last arrives.
+
+    From a stranger, it accepts none.
+    """
     first, second = channels
     with (
         stranger(second._peers[1]) as line,
@@ -161,7 +163,7 @@ def test_a_message_that_never_ends_is_not_kept(channels: list[P2PChannels]) -> N
 
 @pytest.fixture
 def relays(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Relay]]:
-    """The network in front of each endpoint."""
+    """Yield the relay in front of each endpoint."""
     made: dict[str, Relay] = {}
 
     def through_relay(endpoint: str) -> str:
@@ -217,7 +219,8 @@ def test_what_a_broken_connection_has_lost_is_sent_before_the_links_close(
 def test_links_do_not_wait_for_a_process_that_has_closed_its_own(
     channels: list[P2PChannels], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has said how much it received, though it reports only every few messages."""
+    """The process has reported the number of received messages, although it reports only every few
+    messages."""
     monkeypatch.setattr(p2p, "LINGER", NEVER)
     first, second = channels
     first.send(1, 1, 0, jnp.arange(4.0))

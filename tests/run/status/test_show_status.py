@@ -1,4 +1,4 @@
-"""`dtrans status` of running jobs, and that these go on as if nobody asked."""
+"""`dtrans status` of running jobs, which continue undisturbed."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def planned(pservers: tuple[str, ...], **options: Any) -> PServerPlan:
 
 
 def asked(observer: JobObserver) -> list[Answer]:
-    """Return what servers answer, which is not more often than they do."""
+    """Return the answers of the servers. The observer does not exceed their rate limit."""
     time.sleep(1 / RATE)
     return observer.ask()
 
 
 class Job:
-    """Two servers, and two trainers that stop in the middle until they are let go."""
+    """Two servers, and two trainers that stop in the middle until the test continues them."""
 
     def __init__(self, threads: RoleThreads, **options: Any) -> None:
         self.endpoints = free_endpoints(2)
@@ -77,12 +77,12 @@ class Job:
             )
 
     def _holds(self, k: int) -> Callable[[int], object]:
-        """Return what trainer k does before each step."""
+        """Return the function that trainer k calls before each step."""
         waits = {HELD: self.go[k], **({HELD + 1: self.go_on} if k else {})}
         return lambda step: step not in waits or waits[step].wait(HANG)
 
     def held(self, observer: JobObserver) -> list[Answer]:
-        """The answers once both trainers wait."""
+        """Return the answers when both trainers wait."""
 
         def look() -> list[Answer]:
             answers = asked(observer)
@@ -92,7 +92,7 @@ class Job:
         return until(look, "two steps")
 
     def end(self) -> list[Any]:
-        """Let the trainers go; what they end with."""
+        """Continue the trainers. Return their results."""
         for event in (*self.go, self.go_on):
             event.set()
         ended = self.threads.all()
@@ -179,8 +179,8 @@ def test_the_staleness_of_an_asynchronous_job(role_threads: RoleThreads) -> None
         job.end()
     first, second = merge_trainers(answers)
     assert (first.step, first.state) == (len(BATCHES), "left")
-    # it lacked the last two steps of trainer 0, and those before that came behind its request for
-    # parameters
+    # its parameters lacked the last two steps of trainer 0, and earlier steps arrived after its
+    # request for parameters
     assert second.staleness in (2, 3, 4)
     assert "staleness" in printed(answers)
     assert {x.server.step for x in answers if x.server} == {len(BATCHES)}
@@ -202,7 +202,7 @@ def test_one_that_does_not_answer_is_a_row_of_its_own(
 
 
 def run(*arguments: str) -> int:
-    """`dtrans status` in this process; its exit code."""
+    """Run `dtrans status` in this process. Return its exit code."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["dtrans", "status", *arguments])
         with pytest.raises(SystemExit) as e:
@@ -279,7 +279,7 @@ def test_another_token_is_named(
 
 
 def test_an_observer_is_no_role(job: Job) -> None:
-    """It has the token, and may say nothing of what roles say; what it says is counted."""
+    """The observer has the token, but may not send messages of roles. Such messages are counted."""
     ep = job.endpoints[0]
     with JobObserver(job.endpoints, HANG) as observer, Peer(ep, OBSERVER) as peer:
         job.held(observer)
@@ -289,7 +289,7 @@ def test_an_observer_is_no_role(job: Job) -> None:
         assert peer.refused().startswith("a `abort` message of an observer")
         peer.say(b"\xff" * 100)
         assert "not msgpack" in peer.refused()
-        with Peer(ep) as stranger:  # comes as a role, and may not ask
+        with Peer(ep) as stranger:  # connects as a role, and may send no requests
             stranger.tell("status")
             assert "a `status` message from a peer that has not said hello" in stranger.refused()
         server = asked(observer)[0].server
@@ -305,7 +305,7 @@ def test_a_flood_of_requests_is_refused_and_the_job_goes_on(role_threads: RoleTh
             peer.tell("status", request=i)
         ops = [peer.hear().op for _ in range(200)]
         assert ops.count("status_report") < 200 and "refuse" in ops
-        params = job.end()  # though the observer does not read what it was sent
+        params = job.end()  # although the observer does not read its answers
     want, *_ = plain_run(plain_step(mlp_loss, TX), mlp_params(), TX.init(mlp_params()), BATCHES)
     tree_close(params[0], want, 1e-6)
 
@@ -314,7 +314,7 @@ def test_a_flood_of_requests_is_refused_and_the_job_goes_on(role_threads: RoleTh
 
 
 def scraped(address: str) -> dict[str, float]:
-    """The samples at an address, by name and labels."""
+    """Return the samples at an address, by name and labels."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=HANG) as answer:
         lines = answer.read().decode().splitlines()
     rows = (line.rpartition(" ") for line in lines if not line.startswith("#"))
@@ -322,7 +322,7 @@ def scraped(address: str) -> dict[str, float]:
 
 
 def scraped_of(endpoints: Sequence[str], timeout: float) -> dict[str, float]:
-    """The samples of one scrape of a job."""
+    """Return the samples of one scrape of a job."""
     with JobObserver(endpoints, timeout) as observer:
         server, address = serve_metrics(observer, "0")
         try:

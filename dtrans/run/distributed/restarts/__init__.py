@@ -3,23 +3,23 @@
 A role is lost if a signal ended it, or if its host was lost. There are two kinds of restarts:
 
     all roles    the launcher ends the other roles and starts all again, with the same endpoints
-    in place     the launcher starts only the lost role; the others continue from a cut.
+    in place     the launcher starts only the lost role; other roles continue from a cut.
                  If there is a spare, it becomes the lost role.
 
 With `on_trainer_loss="drop"`, a lost trainer does not start again while enough trainers are left.
 The other roles go back to a cut, and continue without the trainer. This uses no restart. With
-`on_trainer_loss="replace"`, the trainer starts again meanwhile, which uses a restart. When it is
-ready, it joins the job in a new epoch.
+`on_trainer_loss="replace"`, the job also continues, and the trainer starts again, which uses a
+restart. When it is ready, it joins the job in a new epoch.
 
 A restart in place has two conditions: every other role takes part in the current epoch and has not
-left, and all servers have a cut of the same step. Asynchronous servers have separate cuts, and only
-a lost server goes back to its newest cut. After the failure of a host, all roles start again,
-because all roles of this host are lost. After a restart of all roles, the script continues from the
-newest cuts, or from its newest checkpoint. Each start of all roles has another run name, so pieces
-of checkpoints from different starts never mix.
+left, and all servers have a cut of the same step. Asynchronous servers have separate cuts: only the
+lost server goes back to its newest cut. After the failure of a host, all roles start again, because
+all roles of this host are lost. After a restart of all roles, the script continues from the newest
+cuts, or from its newest checkpoint. Each start of all roles has a new run name, so pieces of
+checkpoints from different starts never mix.
 
-A role that raised an exception ends the job, since it would raise the exception again. For the same
-reason, a role of a job with cuts that is lost twice without a newer cut ends the job.
+A role that raised an exception ends the job, since it would raise the exception again. In a job
+with cuts, a role that is lost twice between two cuts also ends the job, for it would be lost again.
 
 In `dtrans.run.distributed`, only the launcher imports these modules:
 

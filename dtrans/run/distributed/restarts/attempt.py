@@ -21,7 +21,8 @@ from dtrans.run.distributed.watch import is_by_peer
 from dtrans.run.net.ended_roles import EndedRoles
 
 
-BLAME = 3.0  # seconds to wait, after a role's PeerError, for the role that caused it
+# seconds to wait, after a role has ended with PeerError, for the end of the role that caused it
+BLAME = 3.0
 LOOK = 0.2  # seconds between two looks at the reports of roles, in a job with cuts
 # A role is lost if it exits with 128 + one of these signals: it was killed, or it crashed.
 FATAL = {signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS}
@@ -42,7 +43,8 @@ class Attempt:
       site: the hosts of the roles.
       guard: kills the roles if this process is killed.
       ended_roles: the folder from which roles learn that other roles have ended.
-      look: called every LOOK seconds while roles run, and after each end of a role, or None.
+      look: function to call every LOOK seconds while roles run, and after each end of a role; or
+        None.
       quorum: the smallest number of trainers with which the job continues.
 
     Attributes:
@@ -52,7 +54,7 @@ class Attempt:
       note: a remark about the failure of the role, for the error message.
       error: the job's error, if it ends without a failed role.
       superseded: the reason why all roles start again although none has failed, or "".
-      epoch: number of the job's epoch; 0 in a job without cuts.
+      epoch: number of the job's epoch; 0 in a job without cuts (snapshots).
       timed_out: names of the roles that still ran at the time limit; empty before the limit.
       signum: the first signal that this process received, or None.
     """
@@ -104,7 +106,7 @@ class Attempt:
         child.begin()
 
     def add(self, child: Child, *, joins: bool = False) -> None:
-        """Add the process of a role. The arguments are those of `begin`."""
+        """Add a process to `running` or `joining`. The arguments are those of `begin`."""
         (self.joining if joins else self.running).append(child)
 
     def join(self, names: Collection[str], epoch: int) -> None:
@@ -119,11 +121,11 @@ class Attempt:
         self.joining = [x for x in self.joining if x.role.name not in names]
 
     def find_running(self, name: str) -> Child | None:
-        """Return the role with a name if it runs, else None."""
+        """Return the running role with this name, or None."""
         return next((child for child in self.running if child.role.name == name), None)
 
     def find_alive(self) -> set[str]:
-        """Return the names of the running roles, without those whose end waits in the queue."""
+        """Return the names of the running roles, without roles whose end the queue reports."""
         events = self._queued()
         return {child.role.name for child in self.running if child not in events}
 
@@ -145,7 +147,7 @@ class Attempt:
         return self.signum is not None
 
     def _queued(self) -> list[Event]:
-        """Return the events in the queue, which stay there."""
+        """Return the events in the queue without removing them."""
         events = []
         while not self.events.empty():
             events.append(self.events.get())
@@ -158,13 +160,13 @@ class Attempt:
         self.epoch, self.failed = number, None
 
     def kill(self, child: Child) -> None:
-        """Kill a role. Its end is a failure like any other."""
+        """Kill a role. The job reacts to its end as to any failure."""
         child.signal(signal.SIGKILL)
 
     def wait(self, limit: float | None) -> None:
         """Wait until all roles have ended, one has failed, a signal came, or the limit passed.
 
-        It also returns when `look` has set `failed`, `error` or `superseded`.
+        The wait also ends when `look` has set `failed`, `error` or `superseded`.
         """
         while self.running:
             event = self._next(limit if self._look is None else _earlier(limit, LOOK))
@@ -204,19 +206,19 @@ class Attempt:
             limit = None
 
     def lost(self, *, was_reached: bool, has_cuts: bool) -> Child | None:
-        """Return the lost role that made the job fail, or None if no failure made the job fail.
+        """Return the lost role that made the job fail; None if no lost role made the job fail.
 
         Args:
           was_reached: True if every host ran its roles in an earlier attempt.
           has_cuts: True if roles of the job take part in epochs. Then a role also counts as lost if
-            it ended because it lost another role, or because its cut is damaged.
+            it ended because it lost another role, or because its cut (snapshot) is damaged.
         """
         if self.failed is None or is_lost(self.failed, was_reached):
             return self.failed
         if has_cuts and _last_error(self.failed).startswith((LOST_PEER, DAMAGED_CUT)):
             return self.failed
         if by_peer(self.failed):
-            # the peer may be a trainer that the job has dropped before
+            # the role that a PeerError names may be a trainer that the job dropped earlier
             for child in self.dropped.values():
                 if is_lost(child, was_reached):
                     return child
@@ -294,7 +296,7 @@ def lacks_quorum(trainers: int, quorum: int) -> str:
 
 
 def _earlier(limit: float | None, seconds: float) -> float:
-    """Return the earlier of a limit and the time after some seconds."""
+    """Return the earlier of two times: a limit, and `seconds` from now."""
     then = time.monotonic() + seconds
     return then if limit is None else min(limit, then)
 

@@ -1,6 +1,7 @@
 """Cuts that servers write after the failure of a role, before the epoch ends.
 
-Servers do so in jobs with `Cuts(at_loss=True)`. The job then goes back to the newest states.
+Servers write these cuts (snapshots) in jobs with `Cuts(at_loss=True)`. The job then goes back to
+the newest states.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class CutsAtLoss:
     """Cuts that the servers of a job write after the failure of a role, from their newest states.
 
     Args:
-      folder: folder of the job's epochs and cuts.
+      folder: folder of the job's epochs and cuts (snapshots).
       servers: names of all servers.
     """
 
@@ -38,12 +39,12 @@ class CutsAtLoss:
         running: Callable[[], Collection[str]],
         is_stopped: Callable[[], bool],
     ) -> None:
-        """Let the servers write their newest states as cuts, after the failure of a role.
+        """Make servers write their newest states as cuts (snapshots), after the failure of a role.
 
         The method waits for all live servers, up to WRITE_PATIENCE seconds. If another server is
-        lost meanwhile, its backup writes its states. The method returns at once if the servers
-        cannot write a complete cut: a server has left, takes part in another epoch, or is lost
-        without a replica.
+        lost meanwhile, the server with its replica writes its states. The method returns at once if
+        the servers cannot write a complete cut: a server has left, takes part in another epoch, or
+        is lost without a replica.
 
         Args:
           epoch: number of the current epoch, which ends.
@@ -71,7 +72,7 @@ class CutsAtLoss:
             say(f"{', '.join(sorted(late))} did not write a cut within {WRITE_PATIENCE:.0f} s")
 
     def _announce(self, writers: Collection[str]) -> bool:
-        """Announce the end of the epoch, and the lost servers. Return False if no cut is possible.
+        """Announce the epoch's end and lost servers; return False if no cut (snapshot) is possible.
 
         Args:
           writers: names of the live servers.

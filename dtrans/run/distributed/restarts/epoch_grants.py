@@ -1,4 +1,4 @@
-"""Grants of a job's epochs, which the launcher writes to the log and to the folder of the cuts."""
+"""Grants of epochs, which the launcher writes to the log and to the folder of cuts (snapshots)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dtrans.run.net.launcher_folder import LauncherFolder
 
 
 class EpochGrants:
-    """Writer of the epochs of one job.
+    """Writer of the epochs of one job (its parts between failures).
 
     Args:
-      folder: folder of the job's epochs and cuts.
+      folder: folder of the job's epochs and cuts (snapshots).
       run: identifier of the job.
       role: any role of the job.
       launch: number of the launcher's first epoch.
@@ -30,12 +30,12 @@ class EpochGrants:
         self._launch, self._on_trainer_loss = launch, on_trainer_loss
 
     def write(self, epoch: Epoch, started: Mapping[str, int], lost: str, reason: str) -> None:
-        """Grant an epoch. On a full disk, first remove cuts that the epoch does not need.
+        """Grant an epoch. If the disk is full, remove all cuts (snapshots) except the epoch's cut.
 
         Args:
           epoch: the epoch.
           started: for each role, the number of the epoch in which its process was started.
-          lost: name of the lost role; empty without one.
+          lost: name of the lost role; empty if no role was lost.
           reason: cause of the epoch, for the log.
 
         Raises:

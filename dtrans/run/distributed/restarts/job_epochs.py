@@ -1,8 +1,8 @@
-"""Launcher's side of the epochs of a job with cuts: decides when roles can go back to a cut.
+"""Launcher's side of a job's epochs: decides when roles can go back to a cut (snapshot).
 
     epoch folder    roles report their epochs and cuts there, the launcher grants epochs
-    in place        a restart of the lost role alone; the other roles live. Synchronous servers and
-                    their trainers go back to a cut
+    in place        a restart of the lost role alone; the other processes continue to run.
+                    Synchronous servers and their trainers go back to a cut
     dropped         the job continues without a lost trainer. With `on_trainer_loss="replace"`, the
                     trainer starts again meanwhile, and joins the job when it is ready
     pending         True from the grant of an epoch until all roles have entered it
@@ -29,11 +29,11 @@ from dtrans.run.net.role_marks import LostReport, RoleMark, can_go_back, have_en
 
 
 class JobEpochs:
-    """Epochs of one job: the parts between failures. A new object grants this launcher's first
-    epoch.
+    """Epochs of one job: the parts between failures.
 
-    A folder with an epoch belongs to a job whose launcher has ended. The job is continued: its next
-    epoch begins at the newest complete cut, or at the newest cut of each asynchronous server.
+    A new object grants this launcher's first epoch. If the folder already has an epoch, it belongs
+    to a job whose launcher has ended. This launcher continues that job: the next epoch begins at
+    the newest complete cut (snapshot), or at the newest cut of each asynchronous server.
 
     Args:
       path: the folder.
@@ -81,14 +81,14 @@ class JobEpochs:
             if steps := self._folder.steps():
                 raise ConfigError(
                     f"cuts={str(path)!r} already has a folder {steps[0]}, which may be a "
-                    "checkpoint; write another folder, whose files this job may remove"
+                    "checkpoint, and this job would remove its files; write another folder"
                 )
             self._folder.forget_marks()
             self._started = dict.fromkeys(self._names, 0)
             self._grants.write(self.epoch, self._started, "", "the job starts")
 
     def _continue(self, path: Path, quorum: int) -> None:
-        """Continue the job of a folder, after its launcher has ended."""
+        """Continue the job of a folder whose launcher has ended."""
         trainers, servers = self._folder.trainers, len(self._folder.endpoints)
         if (trainers, servers) != (self._trainers, len(self._servers)):
             raise ConfigError(
@@ -125,18 +125,18 @@ class JobEpochs:
 
     @property
     def lacks_cuts(self) -> bool:
-        """True if a server writes no cuts, and no role takes part in epochs."""
+        """True if roles do not take part in epochs, because a server writes no cuts (snapshots)."""
         return self._folder.lacks_cuts
 
     def end(self) -> None:
-        """Remove the cuts of a job that has ended without an error."""
+        """Remove the cuts (snapshots) of a job that has ended without an error."""
         self._folder.clear()
 
     # -- members ---------------------------------------------------------------------------------
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Ids of the trainers of the current epoch, increasing."""
+        """Ids of the trainers that take part now, without dropped trainers, increasing."""
         return self.epoch.members(self._trainers)
 
     @property
@@ -157,12 +157,15 @@ class JobEpochs:
         running: Callable[[], Collection[str]],
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Let the servers write their newest states. `CutsAtLoss.request` has the arguments."""
+        """Make the servers write their newest states as cuts (snapshots), before the epoch ends.
+
+        The arguments are those of `CutsAtLoss.request`.
+        """
         marks = self._current_marks()
         self._cuts_at_loss.request(self.epoch.number, marks, lost, running, is_stopped)
 
     def note_loss(self, name: str) -> bool:
-        """Record a failure of a role; return True if no cut was written since its last failure."""
+        """Record a role's failure; return True if no cut was written since its previous failure."""
         if not self.has_marks:
             return False
         newest = self._newest()
@@ -171,7 +174,7 @@ class JobEpochs:
         return is_crash_loop
 
     def _newest(self, dropped: Collection[int] | None = None) -> int | tuple[int, ...] | None:
-        """Return the step of the newest common cut, the steps of asynchronous cuts, or None.
+        """Return the step of the newest cut (snapshot), or a step for each asynchronous server.
 
         Args:
           dropped: as for `EpochFolder.newest_cut`.
@@ -182,7 +185,7 @@ class JobEpochs:
     def can_go_back(
         self, lost: str, running: Collection[str], *, without_lost: bool = False
     ) -> bool:
-        """Return True if all roles except a lost role can go back to a cut, and there is a cut.
+        """Return True if there is a cut (snapshot) to which all roles except a lost one can return.
 
         Args:
           lost: name of the lost role.
@@ -197,7 +200,7 @@ class JobEpochs:
         return self._newest(dropped) is not None
 
     def go_back(self, lost: str, reason: str = "") -> None:
-        """Grant the next epoch, before a lost role starts again in place.
+        """Grant the next epoch, before a lost role starts again while other roles continue.
 
         Args:
           lost: name of the lost role.
@@ -209,7 +212,7 @@ class JobEpochs:
 
     def drop(self, lost: str, reason: str = "") -> None:
         """Grant the next epoch, without a lost trainer. For the arguments, see `go_back`."""
-        # a process of the trainer that still lives, on a lost host, ends when it reads the epoch
+        # on a lost host, the trainer's old process may still run; it ends when it reads this epoch
         self._started[lost] = self.epoch.number + 1
         self._grant_next(lost, reason, self.epoch.dropped_with(lost))
         self._is_pending = True
@@ -235,7 +238,7 @@ class JobEpochs:
 
     @property
     def other_roles(self) -> str:
-        """Log text about the roles that live, after `go_back`."""
+        """Text for the log after `go_back`: the running roles continue, or go back to a cut."""
         if self.epoch.cut is None:
             return "the other roles continue"
         return f"all roles go back to step {self.epoch.cut}"
@@ -243,21 +246,22 @@ class JobEpochs:
     def start_again(self, lost: str = "", reason: str = "") -> None:
         """Grant the next epoch, before all roles start again.
 
-        Dropped trainers start again, too, with `on_trainer_loss="replace"` only.
+        Dropped trainers also start again, but only with `on_trainer_loss="replace"`.
 
         Args:
-          lost: name of the lost role; empty without one.
+          lost: name of the lost role; empty if no role was lost.
           reason: cause of the restart, for the log.
         """
         self._started = dict.fromkeys(self._names, self.epoch.number + 1)
         self._is_pending = False
         if self._newest() is None:
-            self._folder.forget_marks()  # no server begins with a cut if another one has none
+            # without a cut of every server, no server may begin with its cut
+            self._folder.forget_marks()
         dropped = () if self._replaces else self.epoch.dropped
         self._grant_next(lost, reason, dropped)
 
     def find_unable(self, running: Collection[str]) -> str | None:
-        """Return a role that left or ended before it entered the pending epoch, or None.
+        """Return a role that has left or ended, so that it cannot enter the next epoch; or None.
 
         Args:
           running: names of the running roles.
@@ -286,7 +290,7 @@ class JobEpochs:
         return self._reports.current(self.epoch.number, self._current_marks(), running)
 
     def reported_role(self, report: LostReport) -> str:
-        """Return the name of the lost role in a report, which names servers by their endpoints."""
+        """Return the role's name in a report of a lost role, which may contain an endpoint."""
         return self._reports.name_of(report)
 
     # -- parts -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Folder of a job's cuts, which one launcher at a time uses."""
+"""Folder of a job's cuts (snapshots), which one launcher at a time uses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOCK_PAUSE = 0.05  # seconds between two tries to lock a file
 
 
 def endpoints_of(cuts: str | os.PathLike[str] | None) -> tuple[str, ...]:
-    """Return the server endpoints of the job that wrote the cuts in a folder.
+    """Return the server endpoints of the job that wrote the cuts (snapshots) in a folder.
 
     The result is empty if the folder has no cuts, or `cuts` is None.
     """
@@ -51,8 +51,8 @@ def open_epochs(
 
     Args:
       roles: every role of the job.
-      cuts: the folder of the epochs and cuts; None for a temporary one.
-      record: the command line of the launcher, for `dtrans launch --resume`; None without one.
+      cuts: the folder of the epochs and cuts (snapshots); None for a temporary one.
+      record: the command line of the launcher, for `dtrans launch --resume`, or None.
       on_trainer_loss, quorum: as for `JobEpochs`.
 
     Raises:

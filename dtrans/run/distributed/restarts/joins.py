@@ -2,7 +2,7 @@
 
 A trainer that is ready has planned the step, and waits in `plan.on_cluster` for an epoch in which
 it takes part. The launcher then ends the current epoch, and grants such an epoch. The other roles
-go back to its cut, as after a failure.
+go back to its cut (snapshot), as after a failure.
 """
 
 from __future__ import annotations

@@ -43,13 +43,13 @@ class LaunchRecord:
     directory: str
 
     def write(self, folder: str | os.PathLike[str]) -> None:
-        """Write the record to the folder of a job's cuts."""
+        """Write the record to the folder of a job's cuts (snapshots)."""
         text = json.dumps(dataclasses.asdict(self), default=os.fspath)
         write_file(Path(folder, LAUNCH), lambda file: file.write(text.encode()))
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> LaunchRecord:
-        """Return the record in the folder of a job's cuts.
+        """Return the record in the folder of a job's cuts (snapshots).
 
         Raises:
           ConfigError: the folder has no job, the job has no record, or the working directory does

@@ -16,7 +16,7 @@ class LossRules:
     Args:
       options: the restarts that the launcher may make.
       on_trainer_loss: as for `launch`.
-      epochs: epochs of the job, or None if the job has no cuts.
+      epochs: epochs of the job, or None if the job has no cuts (snapshots).
 
     Attributes:
       most: the largest number of restarts.
@@ -47,7 +47,7 @@ class LossRules:
         return len(self._epochs.members) > self._quorum
 
     def drops(self, role: Role) -> bool:
-        """Return True if a role is a trainer, and the job may continue without it."""
+        """Return True if a role is a trainer without which the job may continue."""
         return self._on_trainer_loss in DROPS and role.is_trainer
 
     def continues_after(self, role: Role) -> bool:
@@ -64,19 +64,19 @@ class LossRules:
         if dropped.is_host_lost(was_reached=True):
             return f"the connection to its host{dropped.where.removeprefix(' on')} was lost"
         if self.count >= self.most:
-            return f"no restart is left, of {self.most} restarts"
+            return f"restarts={self.most} allows no further restart"
         return ""
 
     def why_not_dropped(self, lost: Child) -> str:
         """Return the reason why a lost trainer is not dropped, so that the job ends."""
         assert self._epochs is not None
-        others, restarts = len(self._epochs.members) - 1, f"{self.most} restarts"
+        others, restarts = len(self._epochs.members) - 1, f"restarts={self.most}"
         if self.leaves_quorum(lost.role):
             return (
-                "the other roles could not go back to a cut in place, and no restart of all roles "
-                f"is left, of {restarts}"
+                "the other roles could not go back to a cut in place, and "
+                f"{restarts} allows no restart of all roles"
             )
         return (
-            f"without it, {lacks_quorum(others, self._quorum)}, and no restart is left, of "
-            f"{restarts}"
+            f"without it, {lacks_quorum(others, self._quorum)}, and {restarts} allows no further "
+            "restart"
         )

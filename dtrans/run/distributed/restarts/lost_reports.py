@@ -20,7 +20,7 @@ class LostReports:
     """Reports of the lost roles of a job.
 
     Args:
-      folder: folder of the job's epochs and cuts.
+      folder: folder of the job's epochs and cuts (snapshots).
       roles: every role of the job.
     """
 
@@ -34,7 +34,7 @@ class LostReports:
     def current(
         self, epoch: int, marks: Mapping[str, RoleMark], running: Collection[str]
     ) -> list[LostReport]:
-        """Return the reports of lost roles that waiting roles wrote in an epoch.
+        """Return an epoch's reports of lost roles, from roles that now wait for a new epoch.
 
         Args:
           epoch: number of the epoch.
@@ -44,7 +44,7 @@ class LostReports:
         return [x for x in self._folder.lost(epoch) if is_waiting(x.reporter, marks, running)]
 
     def name_of(self, report: LostReport) -> str:
-        """Return the name of the lost role in a report, which names servers by their endpoints."""
+        """Return the role's name in a report of a lost role, which may contain an endpoint."""
         return self._by_endpoint.get(report.role, report.role)
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from dtrans.errors import LaunchError
@@ -27,6 +27,8 @@ from dtrans.run.net.role_marks import LostReport
 
 
 BACK_OFF = 1.0  # seconds before the second restart of all roles; each further wait is twice as long
+LONGEST_BACK_OFF = 30.0  # seconds
+STEADY = 60.0  # seconds that roles run until the next restart of all roles is immediate again
 # Seconds before a restart after the connection to a host was lost. The agent on that host ends its
 # role within 5 seconds, and the role's port is in use until then.
 HOST_PAUSE = 8.0
@@ -56,7 +58,7 @@ class Restarts:
       limit: end of the job's deadline, in seconds of the monotonic clock, or None.
       options: the restarts that the launcher may make.
       on_trainer_loss: as for `launch`.
-      epochs: epochs of the job, or None if the job has no cuts.
+      epochs: epochs of the job, or None if the job has no cuts (snapshots).
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Restarts:
         self._limit, self._rules = limit, LossRules(options, on_trainer_loss, epochs)
         self._epochs, self._spares = epochs, spares
         self._joins = Joins(self._rules, spares, self._start, self._is_late)
-        self._of_all = 0  # restarts of all roles so far, which determine the pauses
+        self._of_all = 0  # restarts of all roles in quick succession, which determine the pauses
         self._reports = FirstReport()
 
     def run(self) -> Attempt:
@@ -88,8 +90,8 @@ class Restarts:
                 return attempt
             name, reason = "", attempt.superseded
             if attempt.superseded:
-                # The count already includes this restart: it replaces the last restart in place.
-                # Or the last failure was that of a dropped trainer, after which nothing starts.
+                # The restart of the lost role turns into a restart of all roles. It is already
+                # counted. After a trainer was dropped, no restart is counted.
                 number = f" ({self._rules.number})" if self._rules.count else ""
                 say(f"{attempt.superseded}; all roles start again{number}")
             elif lost is None or not self._restarts_all(attempt, lost):
@@ -100,11 +102,12 @@ class Restarts:
                 self._epochs.start_again(name, reason)
 
     def _run_once(self) -> tuple[Attempt, Child | None]:
-        """Start all roles, restart lost roles in place, and wait until all roles have ended.
+        """Start all roles, restart lost roles while others run, and wait until all have ended.
 
         Returns:
           The attempt, and the lost role if all roles may start again.
         """
+        begun = time.monotonic()
         with EndedRoles() as ended_roles:
             look = None if self._epochs is None else self._look
             attempt = self._new_attempt(ended_roles, look)
@@ -122,6 +125,8 @@ class Restarts:
                     loss = self._find_loss(attempt)
             finally:
                 attempt.end()
+        if time.monotonic() - begun >= STEADY:
+            self._of_all = 0
         return attempt, None if loss is None else loss.child
 
     def _start(
@@ -133,7 +138,7 @@ class Restarts:
         *,
         joins: bool = False,
     ) -> None:
-        """Start a role's process, or give the role to a spare.
+        """Start a role's process, or give the role to a spare process.
 
         Args:
           attempt: the attempt.
@@ -165,7 +170,9 @@ class Restarts:
         if not has_cuts and not self._rules.may_restart(lost.role):
             return None
         if self._epochs is not None:
-            if not is_lost(lost, was_reached=True) and self._supersede(self._epochs, attempt):
+            # the failed role does not run any more, but it has not left the job either
+            running = {*_names(attempt), lost.role.name}
+            if not is_lost(lost, was_reached=True) and self._supersede(attempt, running):
                 return None
             self._end_epoch(self._epochs, attempt, lost)
             if attempt.take_signal():
@@ -177,14 +184,15 @@ class Restarts:
                 attempt.failed, attempt.note = lost, self._rules.why_not_dropped(lost)
             return None
         if self._epochs is None or lost.is_host_lost(was_reached=True):
-            return RoleLoss(lost)  # a host that stays lost is no fault of the role
+            # do not count this loss: if the host stays lost, a second loss is not the role's fault
+            return RoleLoss(lost)
         if self._epochs.note_loss(lost.role.name):
             attempt.failed, attempt.note = lost, "it was lost again before a new cut"
             return None
         return RoleLoss(lost)
 
     def _can_drop(self, attempt: Attempt, lost: Child) -> bool:
-        """Return True if a job with cuts can continue in place without a lost trainer."""
+        """Return True if a job with cuts (snapshots) can continue without a lost trainer."""
         if self._is_late() or not self._rules.leaves_quorum(lost.role):
             return False
         assert self._epochs is not None
@@ -193,7 +201,7 @@ class Restarts:
         return self._epochs.can_go_back(lost.role.name, _names(attempt), without_lost=True)
 
     def _goes_back(self, attempt: Attempt, loss: RoleLoss, shared: Mapping[str, str]) -> bool:
-        """Continue without a restart of all roles. Return False if that is impossible."""
+        """Continue after a loss without a restart of all roles; return False if impossible."""
         if loss.is_dropped:
             self._drop(attempt, loss.child, shared)
         elif self._can_go_back(attempt, loss.child):
@@ -203,7 +211,7 @@ class Restarts:
         return True
 
     def _drop(self, attempt: Attempt, lost: Child, shared: Mapping[str, str]) -> None:
-        """Continue without a lost trainer, while the others go back to a cut."""
+        """Continue without a lost trainer, while the other roles go back to a cut (snapshot)."""
         assert self._epochs is not None
         self._epochs.drop(lost.role.name, lost.how())
         attempt.begin_epoch(self._epochs.epoch.number)
@@ -214,7 +222,7 @@ class Restarts:
         self._joins.replace(attempt, lost, shared)
 
     def _end_epoch(self, epochs: JobEpochs, attempt: Attempt, lost: Child) -> None:
-        """Let servers write their newest states, unless a signal or the time limit ends the job."""
+        """Make servers write their newest states, unless a signal or the deadline ends the job."""
         unreachable = set[str]()
         if lost.is_host_lost(was_reached=True):
             unreachable = {x.role.name for x in attempt.running if x.where == lost.where}
@@ -225,11 +233,11 @@ class Restarts:
         )
 
     def _can_go_back(self, attempt: Attempt, lost: Child) -> bool:
-        """Return True if a lost role can start again in place."""
+        """Return True if a lost role can start again while the other roles keep their processes."""
         if self._epochs is None or self._is_late():
             return False
-        # A process that raised LostPeerError has not failed itself: the connection to its peer has.
-        # So the peer may have failed as well, and all roles start again.
+        # If a process raised LostPeerError, its connection to a peer has failed, not the process
+        # itself. The peer may have failed as well, so all roles start again.
         is_process_lost = attempt.failed is lost and is_lost(lost, was_reached=True)
         # the agents of a lost host end its other roles, too
         if not is_process_lost or lost.is_host_lost(was_reached=True):
@@ -237,7 +245,7 @@ class Restarts:
         return self._epochs.can_go_back(lost.role.name, _names(attempt))
 
     def _restart_in_place(self, attempt: Attempt, lost: Child, shared: Mapping[str, str]) -> None:
-        """Start a lost role again, or give it to a spare, while the others go back to a cut."""
+        """Start a lost role again, or give it to a spare; others go back to a cut (snapshot)."""
         assert self._epochs is not None
         self._epochs.go_back(lost.role.name, lost.how())
         attempt.begin_epoch(self._epochs.epoch.number)
@@ -270,10 +278,10 @@ class Restarts:
     # -- reports of roles ------------------------------------------------------------------------
 
     def _look(self, attempt: Attempt) -> None:
-        """Act on reports of lost roles; start all roles again if one can no longer go back."""
+        """Act on reports of lost roles. If a role cannot go back to a cut, restart all roles."""
         assert self._epochs is not None
         self._spares.renew(self._epochs)
-        if self._supersede(self._epochs, attempt):
+        if self._supersede(attempt, _names(attempt)):
             return
         report = self._reports.choose(self._epochs.reports(_names(attempt)))
         if report is not None:
@@ -281,16 +289,25 @@ class Restarts:
         else:
             self._joins.look(self._epochs, attempt)
 
-    def _supersede(self, epochs: JobEpochs, attempt: Attempt) -> bool:
-        """Return True if all roles start again, because a role can no longer go back."""
-        unable = epochs.find_unable(_names(attempt))
+    def _supersede(self, attempt: Attempt, running: Collection[str]) -> bool:
+        """Return True if all roles start again, because a role cannot go back to a cut (snapshot).
+
+        Args:
+          attempt: the attempt.
+          running: names of the roles that have not ended.
+        """
+        assert self._epochs is not None
+        unable = self._epochs.find_unable(running)
         if unable is None:
             return False
-        attempt.superseded = f"{unable} had left the job, and cannot go back"
+        attempt.superseded = f"{unable} has left the job, so it cannot go back to a cut"
         return True
 
     def _act_on(self, attempt: Attempt, report: LostReport) -> None:
-        """End the role that another role has lost, or the job if the role cannot start again."""
+        """End the role to which another role has lost its connection.
+
+        End the job if the role cannot start again.
+        """
         assert self._epochs is not None
         name = self._epochs.reported_role(report)
         reason = " ".join(report.reason.split())
@@ -306,7 +323,7 @@ class Restarts:
         elif name in attempt.dropped:
             attempt.failed = attempt.dropped[name]
         else:
-            # The reporter waits for a new epoch, and none will begin.
+            # The reporter waits for a new epoch, but no epoch will begin, so the job ends.
             attempt.error = LaunchError(
                 f"{report.reporter} has lost {name}, and all roles were ended; the reason was:\n"
                 f"{report.reason}",
@@ -323,12 +340,13 @@ def _pause_before(restarts: int, lost: Child) -> float:
     """Return the seconds to wait before a restart of all roles.
 
     Args:
-      restarts: the number of restarts of all roles before this one.
+      restarts: the number of restarts of all roles in quick succession before this one.
       lost: the lost role.
     """
     pause = 0.0
     if restarts:
-        pause = BACK_OFF * 2 ** (restarts - 1)
+        doublings = min(restarts - 1, 10)  # a float overflows after 1,000 doublings
+        pause = min(BACK_OFF * 2**doublings, LONGEST_BACK_OFF)
     if lost.is_host_lost(was_reached=True):
         pause = max(pause, HOST_PAUSE)
     return pause

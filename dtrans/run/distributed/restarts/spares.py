@@ -3,8 +3,8 @@
     spare       a process that waits in `Role.from_env`; its output has the prefix [spare]
     identity    the variables of a role, with which a spare becomes the role
 
-When a role is lost and can start again in place, a spare becomes that role. The next spare starts
-when all roles have entered the new epoch, so that its imports do not delay them.
+When a role is lost and the other roles can keep their processes, a spare becomes that role. The
+next spare starts when all roles have entered the new epoch, so that its imports do not delay them.
 
 The launcher's main thread calls all methods except `Spares.put`.
 """
@@ -78,7 +78,7 @@ class SpareChild(Child):
 
 
 class Spares:
-    """The spares of a job, which end when this context manager exits.
+    """The spares (waiting processes) of a job, which end when this context manager exits.
 
     The object is also the queue (`Events`) to which a spare is added when it ends. If the spare
     has become a role, `put` adds it to the launcher's queue instead.
@@ -105,7 +105,8 @@ class Spares:
         self._open_log, self._guard, self._events = open_log, guard, events
         self._waiting: list[SpareChild] = []
         self._ended: SimpleQueue[SpareChild] = SimpleQueue()
-        self._lock = threading.Lock()  # a process either becomes a role or ends as a spare
+        # `take` and `put` run in different threads, but only one of them decides about a process
+        self._lock = threading.Lock()
         self._lost_in = -1  # number of the last epoch in which a signal ended a spare
 
     def put(self, child: SpareChild) -> None:
@@ -126,7 +127,7 @@ class Spares:
         return None
 
     def warn_without_cuts(self, epochs: JobEpochs) -> None:
-        """Print a warning if no spare has started, because servers write no cuts.
+        """Print a warning if no spare has started, because servers write no cuts (snapshots).
 
         Args:
           epochs: the epochs of the job.
@@ -138,7 +139,7 @@ class Spares:
             )
 
     def renew(self, epochs: JobEpochs) -> None:
-        """Remove spares that have ended, and start missing ones if all roles are in the epoch.
+        """Remove spares that have ended; start missing spares if all roles take part in the job.
 
         Args:
           epochs: the epochs of the job.
@@ -165,7 +166,7 @@ class Spares:
             self._lost_in = epoch
             say(f"a spare failed with {child.how()}; the next one starts after the next restart")
             return
-        # Another spare would end in the same way.
+        # Start no other spare, because it would end in the same way.
         self._count = 0
         say(
             f"a spare ended with {child.how()} before it had a role, and the job has no more "
@@ -185,7 +186,7 @@ class Spares:
         return self
 
     def __exit__(self, *failed: object) -> None:
-        # a spare has no state to save, so it gets no time to end
+        # a spare has no state to save, so kill it without a grace period
         for child in self._waiting:
             child.signal(signal.SIGKILL)
         while self._waiting:

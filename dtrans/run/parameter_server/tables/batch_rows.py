@@ -32,7 +32,8 @@ class BatchRows:
     """
 
     def __init__(self, program: Program, rules: Rules) -> None:
-        self._lookups: list[tuple[JaxprEqn, JaxprEqn]] = []  # (`split_ids`, `prefetch`)
+        # pairs (`split_ids` equation, `prefetch` equation)
+        self._lookups: list[tuple[JaxprEqn, JaxprEqn]] = []
         operands: list[Any] = []
         for split in program.eqns:
             if split.primitive is split_ids_p:

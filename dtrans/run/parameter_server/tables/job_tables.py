@@ -69,9 +69,9 @@ class ChangedRows:
 
     Attributes:
       step: the step after which the rows were read. Pass it as `since` to the next call.
-      ids: the increasing ids of the changed rows.
+      ids: the sorted ids of the changed rows.
       rows: the new values of these rows, of shape (len(ids), *row).
-      gone: the increasing ids of the rows that were evicted since. Evicted rows have their initial
+      gone: the sorted ids of the rows that were evicted since. Evicted rows have their initial
         values again.
 
     Example:
@@ -178,8 +178,8 @@ class JobTables(abc.ABC):
             job count, too.
 
         Returns:
-          The number of evicted rows, over all servers. In a synchronous job with cuts, 0 if a
-          process was lost during the call.
+          The number of evicted rows, over all servers. In a synchronous job with cuts (snapshots),
+          0 if a process was lost during the call.
 
         Raises:
           ConfigError: the plan has no table `name`, or `init` was not called. Also raised with
@@ -201,7 +201,7 @@ class JobTables(abc.ABC):
         Raises:
           ConfigError: the plan has no table `name`, or the file cannot be written.
         """
-        # If a lookup is impossible, it raises an error here, before the file is replaced.
+        # an impossible lookup raises an error here, before the file is replaced
         self.lookup(name, np.empty(0, int))
         t = self.plan.main.inputs[name]
         try:
@@ -233,7 +233,7 @@ class JobTables(abc.ABC):
         Args:
           name: name of the table.
           ids: row ids.
-          read: function from increasing ids to their rows. It is called with one id or more.
+          read: function from sorted ids to their rows. It is called with one id or more.
         """
         rows, wanted = self._table(name).lookups.rows, np.asarray(ids)
         if not wanted.size:
@@ -258,8 +258,9 @@ class AskServers(Protocol):
         Args:
           what: name of the request, for errors.
           ask: function that starts the request.
-          skipped: for an eviction: returns the result if a process is lost during the request. Then
-            the eviction is in the cut to which the job goes back, or a repeated step evicts.
+          skipped: for an eviction: returns the result if a process is lost during the request. The
+            job then goes back to a cut (snapshot). Either the cut contains the eviction, or a
+            repeated step requests it again.
         """
 
 
@@ -268,7 +269,7 @@ class TrainerTables(JobTables):
 
     Args:
       plan: the job's plan.
-      look_up: function that returns the servers' current rows of a table for increasing ids.
+      look_up: function that returns the servers' current rows of a table for sorted ids.
       ask: function that sends servers a request between two steps.
     """
 
@@ -331,7 +332,7 @@ class TrainerTables(JobTables):
         return [(b.endpoint, b.name) for b in self.plan.placement.blocks[name]]
 
     def _ids_in_table(self, name: str, places: Sequence[np.ndarray]) -> np.ndarray:
-        """Convert ids in each block of a table to increasing ids in the table."""
+        """Convert ids in each block of a table to sorted ids in the table."""
         found = []
         for b, there in zip(self.plan.placement.blocks[name], places, strict=True):
             assert b.span is not None

@@ -22,12 +22,11 @@ class LazyArray:
       array: the NumPy array.
 
     Example:
-      >>> import numpy as np
       >>> from dtrans.run.parameter_server.tables.lazy_memory import LazyArray
       >>> memory = LazyArray((4096, 4), "float32")
       >>> memory.array[:] = 1
-      >>> memory.give_back(np.arange(4096) < 4000, np.array([7]))
-      >>> float(memory.array[4000:].min())
+      >>> memory.give_back(1000)
+      >>> float(memory.array[:1000].min())
       1.0
     """
 
@@ -41,19 +40,8 @@ class LazyArray:
                 self._area.madvise(mmap.MADV_NOHUGEPAGE)
         self.array = np.frombuffer(self._area, np.uint8)[:size].view(dtype).reshape(shape)
 
-    def give_back(self, unused: np.ndarray, new: np.ndarray) -> None:
-        """Free the pages that contain only unused rows.
-
-        Args:
-          unused: mask of the unused rows. The values of these rows are undefined afterwards.
-          new: increasing ids of the rows that became unused after the last call.
-        """
-        row, page = self.array[:1].nbytes, mmap.PAGESIZE
-        # A page is freed if it lies completely in a run of unused rows. An earlier call has freed
-        # the pages of runs without a row in `new`.
-        edges = np.flatnonzero(np.diff(unused, prepend=False, append=False))
-        starts, stops = edges[::2], edges[1::2]
-        begins, ends = -(-starts * row // page) * page, stops * row // page * page
-        is_due = (ends > begins) & (np.searchsorted(new, stops) > np.searchsorted(new, starts))
-        for begin, end in zip(begins[is_due].tolist(), ends[is_due].tolist(), strict=True):
-            self._area.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+    def give_back(self, start: int) -> None:
+        """Free the pages that contain only rows from `start` on."""
+        begin = -(-start * self.array[:1].nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if begin < len(self._area):
+            self._area.madvise(mmap.MADV_DONTNEED, begin, len(self._area) - begin)

@@ -140,7 +140,7 @@ def prefetched(
     Args:
       plan: the job's plan.
       eqn: the `prefetch` equation.
-      ids: increasing ids of each trainer's rows.
+      ids: sorted ids of each trainer's rows.
       servers: maps the endpoint of each server to its state.
     """
     (t,), table = eqn.params["types"], eqn.params["table"]
@@ -172,7 +172,7 @@ def rows_from(
     Args:
       plan: the job's plan.
       table: name of the table.
-      ids: increasing ids of the rows.
+      ids: sorted ids of the rows.
       rows: an array with at least len(ids) rows.
       servers: maps the endpoint of each server to its state.
     """

@@ -30,11 +30,11 @@ from dtrans.run.base.platforms import stable_bits_options
 from dtrans.run.parameter_server.update import ServerUpdate
 
 
-WINDOW = 256  # missed steps that one call of the compiled program runs, at most
+WINDOW = 256  # maximum number of missed steps that one call of the compiled program runs
 # Number of applied steps of a *resting* row: no update changes the row before its next lookup, so
 # the row misses no steps.
 RESTS = np.iinfo(np.int64).max
-# Bytes of the records, at most. When they are larger, all rows catch up, and the records are
+# Maximum bytes of the records. If the records are larger, all rows catch up, and the records are
 # dropped.
 MOST_BYTES = 1 << 26
 
@@ -94,27 +94,26 @@ class StepRecords:
 class MissedSteps:
     """Missed steps of the rows of one block.
 
-    A row *rests* until its first update: it has its initial values, and misses no steps.
+    A row *rests* until its first update: it has its initial values, and misses no steps. The *slot*
+    of a row is its index in the block's memory (`dtrans.run.parameter_server.tables.stored_rows`).
 
     Args:
       update: the server's update.
       table: the block of the table.
-      state: the initial values by name; None if all rows have the values of the init.
+      seen: memory for the attribute `seen`; None if only `catching_up` is called.
 
     Attributes:
       reads: shape and dtype of each value that an update reads in addition to rows, by name.
     """
 
-    def __init__(self, update: ServerUpdate, table: TableBlock, state: Arrays | None) -> None:
+    def __init__(
+        self, update: ServerUpdate, table: TableBlock, seen: np.ndarray | None = None
+    ) -> None:
         self._update, self._table = update, table
         self._names = table.arrays
         self.reads = _read_beside_rows(update, table)
         self._records = StepRecords(self.reads)
-        # The number of steps that each row includes, or RESTS
-        self._seen = np.zeros(table.rows, np.int64)
-        if table.rests is not None:
-            is_resting = True if state is None else _find_resting(table, state)
-            self._seen[is_resting] = RESTS
+        self._seen = np.zeros(0, np.int64) if seen is None else seen
         self._compiled: dict[int, Callable[..., Any]] = {}  # compiled functions, by number of rows
 
     @property
@@ -124,8 +123,22 @@ class MissedSteps:
 
     @property
     def seen(self) -> np.ndarray:
-        """Number of steps that each row includes, or RESTS for a resting row."""
+        """For each slot, the number of steps that its row includes, or RESTS for a resting row."""
         return self._seen
+
+    def start(self, slots: np.ndarray) -> None:
+        """Record that rows have the values of the init."""
+        self._seen[slots] = RESTS if self.rests else 0
+
+    def start_from(self, state: Arrays, count: int) -> None:
+        """Record that the rows of the first `count` slots have the values in `state`, by name."""
+        self._seen[:count] = 0
+        if self.rests:
+            is_resting = np.ones(count, bool)
+            for n, number in (self._table.rests or {}).items():
+                rows = state[n][:count]
+                is_resting &= (rows == number).all(tuple(range(1, rows.ndim)))
+            self._seen[:count][is_resting] = RESTS
 
     def until_now(self) -> MissedSteps:
         """Return a copy for a thread that reads rows. Later steps do not change its records."""
@@ -143,42 +156,33 @@ class MissedSteps:
         found._seen = seen
         return found
 
-    def behind(self, ids: np.ndarray) -> np.ndarray:
-        """Return the ids whose rows have missed steps."""
-        return ids[self._seen[ids] < self._records.now]
+    def behind(self, slots: np.ndarray) -> np.ndarray:
+        """Return those of some slots (indices in memory) whose rows have missed steps."""
+        return slots[self._seen[slots] < self._records.now]
 
-    @property
-    def moving(self) -> np.ndarray:
-        """Mask of the rows that do not rest: every step changes them."""
-        return self._seen < RESTS
-
-    def rest(self, ids: np.ndarray) -> None:
-        """Mark evicted rows as resting, because they have their initial values again."""
-        self._seen[ids] = RESTS
-
-    def add(self, ids: np.ndarray, values: Arrays) -> bool:
+    def add(self, slots: np.ndarray, values: Arrays) -> bool:
         """Record a step. Return True if the records are too large, and all rows must catch up.
 
         Args:
-          ids: ids of the rows that the step has updated.
+          slots: slots of the rows that the step has updated.
           values: the values that the step has read in addition to rows, by name.
         """
         self._records.add(values)
-        self._seen[ids] = self._records.now
+        self._seen[slots] = self._records.now
         return self._records.nbytes > MOST_BYTES
 
     def forget(self) -> None:
         """Drop the records. Before this call, all rows must have caught up."""
         self._records.forget()
 
-    def make_up(self, ids: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
+    def make_up(self, slots: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
         """Run the missed steps of some rows; write the new rows into `arrays`.
 
         Args:
-          ids: ids of the rows.
+          slots: slots of the rows.
           arrays: the block and its optimizer state, by name.
         """
-        now, behind = self._records.now, self.behind(ids)
+        now, behind = self._records.now, self.behind(slots)
         if not len(behind):
             return
         behind = behind[np.argsort(self._seen[behind], kind="stable")]
@@ -195,27 +199,27 @@ class MissedSteps:
                 self._seen[some] = stop
 
     def _make(
-        self, ids: np.ndarray, size: int, begin: int, stop: int, arrays: dict[str, np.ndarray]
+        self, slots: np.ndarray, size: int, begin: int, stop: int, arrays: dict[str, np.ndarray]
     ) -> None:
         """Run the missed steps of one window with the compiled program for `size` rows.
 
         Args:
-          ids: ids of at most `size` rows.
+          slots: slots of at most `size` rows.
           size: the number of rows of the program.
           begin: the first step of the window.
           stop: the step after the window's last step.
           arrays: the block and its optimizer state, by name.
         """
         # The padding of `seen` marks rows without missed steps.
-        seen = pad(np.maximum(self._seen[ids] - begin, 0).astype(np.int32), size, WINDOW)
-        rows = {n: pad(arrays[n][ids], size) for n in self._names}
+        seen = pad(np.maximum(self._seen[slots] - begin, 0).astype(np.int32), size, WINDOW)
+        rows = {n: pad(arrays[n][slots], size) for n in self._names}
         operands = rows, seen, self._records.window(begin), int(seen.min()), stop - begin
         if size not in self._compiled:
             fn = self.catching_up(size)
             self._compiled[size] = jitted_once(fn, *operands, **stable_bits_options() or {})
         new = self._compiled[size](*operands)
         for n in self._names:
-            arrays[n][ids] = np.asarray(new[n])[: len(ids)]
+            arrays[n][slots] = np.asarray(new[n])[: len(slots)]
 
     def catching_up(self, size: int) -> Callable[..., Any]:
         """Return a pure function that runs the missed steps of `size` rows in one window.
@@ -267,8 +271,8 @@ def at_zero_gradient(
         outs = dict(zip(block.out_names, evaluate(block.jaxpr, *operands), strict=True))
         new |= retain(outs, rows)
         # Entries of `read` take precedence over `outs`. Some are the old state, which later blocks
-        # must read. The others are values that the step has reduced over all rows, so they cannot
-        # be computed again from these rows alone.
+        # must read. Other entries are values that the step has reduced over all rows, so they
+        # cannot be computed again from these rows alone.
         read = {**outs, **read}
     return {**rows, **new}
 
@@ -282,7 +286,8 @@ def _read_beside_rows(update: ServerUpdate, table: TableBlock) -> dict[str, Any]
     """Return the types of the values that a block's update reads in addition to rows, by name.
 
     These values include outputs of earlier optimize blocks if they are reduced over rows. Such an
-    output has the same shape for every number of rows. So the function compares two sizes.
+    output has the same shape for every number of rows. So the function compares the output's shapes
+    for two numbers of rows.
     """
     some, more = (blocks_of(update, table, size) for size in (LEAST, 2 * LEAST))
     found: dict[str, Any] = {}
@@ -295,14 +300,6 @@ def _read_beside_rows(update: ServerUpdate, table: TableBlock) -> dict[str, Any]
             if n not in rows and (n not in outputs or is_reduced):
                 found[n] = types[n].aval
         outputs.update(block.out_names)
-    return found
-
-
-def _find_resting(table: TableBlock, state: Arrays) -> np.ndarray:
-    """Return a mask of the rows whose optimizer state shows that no step has updated the row."""
-    found = np.ones(table.rows, bool)
-    for n, number in (table.rests or {}).items():
-        found &= (state[n] == number).reshape(table.rows, -1).all(1)
     return found
 
 

@@ -2,15 +2,15 @@
 
 A server starts without table rows. `NewRows` is a placeholder for a block, or for an array of
 optimizer state that has a row for each row of the block. The placeholder has the array's shape and
-dtype. If it is converted to an array, it initializes all rows. `table_memory` initializes only the
-rows that are used.
+dtype. Its conversion to an array initializes all rows. `table_memory` initializes only the rows
+that are used.
 
 PRNG keys are computed separately. So tables of equal shapes share the compiled program that
 initializes rows.
 
-XLA chooses the order of a sum by the shape of an array. If the init sums numbers of a row, as a
-norm does, all calls initialize the same number of rows. So the bits of a row do not depend on the
-number of rows that are initialized together.
+XLA chooses the order of a sum by the shape of an array. If the init adds up the numbers within a
+row, as a norm does, all calls initialize the same number of rows. So the bits of a row do not
+depend on the number of rows that are initialized together.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dtrans.parameter_server.tables.touched_rows import rooms
 from dtrans.run.base.lowered import jitted_once
 
 
-TOGETHER = 64  # rows of each call of an init that sums numbers of a row
+TOGETHER = 64  # number of rows of each call of an initializer that adds up the numbers within a row
 
 
 class RowMaker:
@@ -51,6 +51,7 @@ class RowMaker:
 
     Attributes:
       types: shape and dtype of the block, and of each array of its optimizer state.
+      is_summed: True if the init sums numbers of a row.
     """
 
     def __init__(self, eqn: JaxprEqn, args: Sequence[Any]) -> None:
@@ -58,14 +59,14 @@ class RowMaker:
         self.types, self._write = eqn.params["types"], eqn.params["write"]
         # number of rows -> (compiled function, its arguments after the ids)
         self._fns: dict[int, tuple[Callable[..., Sequence[Any]], list[Any]]] = {}
-        self._sums = any(map(_sums, equations(self._write(TOGETHER).jaxpr)))
+        self.is_summed = any(map(_sums, equations(self._write(TOGETHER).jaxpr)))
 
     def __call__(self, ids: np.ndarray) -> list[np.ndarray]:
-        """Return initial rows of the block, followed by those of each array of its state."""
+        """Return initial rows of the block, and then of each array of its state."""
         if not len(ids):
             return [np.empty((0, *t.shape[1:]), t.dtype) for t in self.types]
         calls = rooms(len(ids))
-        if self._sums:
+        if self.is_summed:
             calls = _equal_calls(len(ids))
         parts = [self._initialize(ids[start:stop], size) for start, stop, size in calls]
         return list(map(np.concatenate, zip(*parts, strict=True)))
@@ -73,12 +74,20 @@ class RowMaker:
     def _initialize(self, ids: np.ndarray, size: int) -> list[np.ndarray]:
         """Initialize at most `size` rows with the function for `size` rows."""
         padded = np.concatenate([ids, np.zeros(size - len(ids), ids.dtype)]).astype(np.int32)
+        fn, operands = self.program(size)
+        return [np.asarray(x)[: len(ids)] for x in fn(padded, *operands)]
+
+    def program(self, size: int) -> tuple[Callable[..., Sequence[Any]], list[Any]]:
+        """Return a compiled function that initializes `size` rows, and its operands after the ids.
+
+        Tables of one shape and one init have the same function.
+        """
         if size not in self._fns:
             keys, rows = split_keys(self._write(size))
             operands = evaluate(keys, *self.args)
-            self._fns[size] = jitted_once(jaxpr_as_fun(rows), padded, *operands), operands
-        fn, operands = self._fns[size]
-        return [np.asarray(x)[: len(ids)] for x in fn(padded, *operands)]
+            ids = np.zeros(size, np.int32)
+            self._fns[size] = jitted_once(jaxpr_as_fun(rows), ids, *operands), operands
+        return self._fns[size]
 
 
 def _sums(eqn: JaxprEqn) -> bool:
@@ -89,7 +98,7 @@ def _sums(eqn: JaxprEqn) -> bool:
 
 
 def _equal_calls(count: int) -> Iterator[tuple[int, int, int]]:
-    """Yield calls as `rooms` does, all for `TOGETHER` rows."""
+    """Yield (start, stop, size) of each call that initializes rows; every size is `TOGETHER`."""
     for start in range(0, count, TOGETHER):
         yield start, min(start + TOGETHER, count), TOGETHER
 
@@ -129,7 +138,7 @@ def split_keys(jaxpr: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
 
 
 class NewRows(ArrayLike):
-    """Placeholder for a table's block, or for an array of its state, without initialized rows.
+    """Placeholder for a table's block, or an array of its state, whose rows are not initialized.
 
     Args:
       maker: initializes rows.

@@ -83,12 +83,12 @@ class RowLookups:
     def look_up(
         self, eqn: JaxprEqn, ids: np.ndarray, ask: Callable[[Sequence[WantedRows]], bool]
     ) -> np.ndarray:
-        """Return rows for evaluation, without a later gradient.
+        """Return rows for evaluation. No gradient of these rows follows.
 
         Args:
           eqn: a `prefetch` equation of the table.
           ids: increasing row ids.
-          ask: function that receives the rows by the communicator. It returns False if no
+          ask: function that receives the rows through the communicator, or returns False if no
             communicator runs.
         """
         t = eqn.params["types"][0]

@@ -5,8 +5,8 @@ reader has not read, the server saves a copy of the row. The memory for saved ro
 it is full, the server waits for the reader. If the reader makes no progress for some time, the
 server continues, and the reader gets an error.
 
-A server with cuts at failures takes a snapshot before each update. Nobody reads most of them, so
-such a snapshot is a record of the old values of the rows that the update changes.
+A server with cuts at failures takes a snapshot before each update. Most of these snapshots are
+never read, so they only record the old values of the rows that the update changes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ import numpy as np
 from dtrans.checkpoint.saved_rows import InitRows, RowSegment, TableRows
 from dtrans.errors import StateError
 from dtrans.parameter_server.tables.touched_rows import TableBlock
+from dtrans.protocol.tables.row_directory import MISSING, RowDirectory
 from dtrans.run.parameter_server.tables.missed_steps import MissedSteps
 from dtrans.run.parameter_server.tables.new_rows import RowMaker
+from dtrans.run.parameter_server.tables.stored_rows import StoredRows
 
 
 SEGMENT = 8 << 20  # bytes of the rows in a segment
 # Saved rows are indexed by groups of consecutive rows.
-GROUPS = 256  # number of groups, at most
-LEAST = 4096  # number of rows of a group, at least
-# Bytes of saved rows, at most. For a block of more than 12 times this size, the limit is a twelfth
+GROUPS = 256  # maximum number of groups
+LEAST = 4096  # minimum number of rows of a group
+# Maximum bytes of saved rows. For a block of more than 12 times this size, the limit is a twelfth
 # of the block.
 ROOM = 16 << 20
-WINDOW = 1 << 16  # number of rows that are copied while the lock is held, at most
+WINDOW = 1 << 16  # maximum number of rows that are copied while the lock is held
 
 
 class SharedRows(Protocol):
@@ -41,7 +43,7 @@ class SharedRows(Protocol):
 
     table: TableBlock
     arrays: dict[str, np.ndarray]
-    changed_at: np.ndarray
+    stored: StoredRows
     missed: MissedSteps | None
     maker: RowMaker | None
     step: int
@@ -49,7 +51,7 @@ class SharedRows(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows that exist, and of their optimizer state."""
+        """Bytes of memory for the rows that exist, their optimizer state and their hash table."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,9 +59,10 @@ class _SavedRows:
     """Copies of rows before a change.
 
     Attributes:
-      ids: the increasing ids of the rows.
-      changed: `changed_at` of each row.
-      seen: number of steps that each row includes; None if rows miss no steps.
+      ids: the sorted ids of the rows.
+      changed: `StoredRows.changed` of each row.
+      seen: number of steps that each row includes, undefined for rows that do not exist; None if
+        rows miss no steps.
       rows: maps the name of each array to copies of the rows. Rows that do not exist are left out.
     """
 
@@ -117,7 +120,10 @@ class RowSnapshot(TableRows):
             # Groups make reads during many updates fast, but each group costs time in an update.
             self._room, self._group = math.inf, max(1, self.rows)
         self._at = 0  # id of the first row that the reader has not read
-        self._is_saved = np.zeros(self.rows, bool)
+        self._saved_ids = RowDirectory()
+        # The sorted ids of all rows to read, or None to read all rows of the block. The reader
+        # sets `_known` before it reads the first row.
+        self._known: np.ndarray | None = None
         self._saved: dict[int, list[_SavedRows]] = {}  # index of a group -> its saved rows
         self._nbytes = self.most = 0
         self._over = ""  # the reason for the end of the snapshot; empty before the end
@@ -134,7 +140,7 @@ class RowSnapshot(TableRows):
         """Save copies of rows before an update changes them; wait while the memory is full."""
         with self._progress:
             while not self._over:
-                due = ids[(ids >= self._at) & ~self._is_saved[ids]]
+                due = ids[(ids >= self._at) & (self._saved_ids.find(ids) == MISSING)]
                 if self._nbytes + len(due) * self._row_bytes <= self._room or not len(due):
                     break
                 assert self._patience is not None
@@ -156,15 +162,16 @@ class RowSnapshot(TableRows):
                 saved = self._copy(part)
                 self._saved.setdefault(int(part[0]) // self._group, []).append(saved)
                 self._nbytes += saved.nbytes
-        self._is_saved[ids] = True
+        self._saved_ids.put(ids, np.zeros(len(ids), np.int64))
         self.most = max(self.most, self._nbytes)
 
     def _copy(self, ids: np.ndarray) -> _SavedRows:
-        changed = self._memory.changed_at[ids]
-        exists = ids[changed > 0]
-        seen = None if self._memory.missed is None else self._memory.missed.seen[ids]
+        stored = self._memory.stored
+        slots = stored.slots(ids)
+        seen = None if self._memory.missed is None else stored.seen[np.maximum(slots, 0)]
+        exists = slots[slots >= 0]
         rows = {n: x[exists] for n, x in self._memory.arrays.items()}
-        return _SavedRows(ids, changed, seen, rows)
+        return _SavedRows(ids, stored.changed(slots), seen, rows)
 
     def close(self) -> None:
         """End the snapshot. The reader calls `close` when it has read all rows, or has failed."""
@@ -174,7 +181,7 @@ class RowSnapshot(TableRows):
     def _end(self, reason: str) -> None:
         self._over = reason
         self._saved.clear()
-        self._is_saved = np.zeros(0, bool)
+        self._saved_ids = RowDirectory()
         self._nbytes = 0
         self._progress.notify_all()
 
@@ -186,13 +193,16 @@ class RowSnapshot(TableRows):
         return maker(ids)
 
     def segments(self) -> Iterator[RowSegment]:
-        """Yield the rows of the snapshot in segments, with increasing ids.
+        """Yield the rows of the snapshot in segments, with sorted ids.
 
         Raises:
           StateError: the reader was too slow, and the server has ended the snapshot.
         """
         if not self._is_live:
             self._at, self._over = 0, ""
+        if self._missed is None or self._missed.rests:
+            # Rows that have never existed do not belong to the snapshot.
+            self._known = self._memory.stored.known_ids()
         most = max(1, SEGMENT // max(1, self._row_bytes))
         waiting, size = list[RowSegment](), 0
         while self._at < self.rows:
@@ -218,23 +228,25 @@ class RowSnapshot(TableRows):
         with self._progress:
             if self._over:
                 raise StateError(self._over)
-            start = self._at
-            group = start // self._group
-            stop = min(start + min(most, WINDOW), (group + 1) * self._group, self.rows)
-            ids = np.arange(start, stop)
-            saved = [x.between(start, stop) for x in self._saved.get(group, ())]
+            group = self._at // self._group
+            ids, stop = self._window(min(most, WINDOW))
+            saved = [x.between(self._at, stop) for x in self._saved.get(group, ())]
 
-            changed = self._memory.changed_at[start:stop].copy()
-            seen = None
-            if self._memory.missed is not None:
-                seen = self._memory.missed.seen[start:stop].copy()
+            stored = self._memory.stored
+            slots = stored.slots(ids)
+            changed = stored.changed(slots)
+            seen = None if self._memory.missed is None else stored.seen[np.maximum(slots, 0)]
             for x in saved:
-                changed[x.ids - start] = x.changed
+                at, is_known = _places(x.ids, ids)
+                changed[at] = x.changed[is_known]
                 if seen is not None and x.seen is not None:
-                    seen[x.ids - start] = x.seen
+                    seen[at] = x.seen[is_known]
 
             exists = ids[changed > 0]
-            rows = {n: x[exists] for n, x in self._memory.arrays.items()}
+            # A row that was evicted meanwhile has no slot. Here the row of slot 0 takes its place,
+            # until the saved copy replaces it below.
+            slots = np.maximum(slots[changed > 0], 0)
+            rows = {n: x[slots] for n, x in self._memory.arrays.items()}
             for x in saved:
                 at = np.searchsorted(exists, x.ids[x.changed > 0])
                 for n, old in x.rows.items():
@@ -248,6 +260,18 @@ class RowSnapshot(TableRows):
         is_listed = changed != 0
         seen = None if seen is None else seen[is_listed]
         return _SavedRows(ids[is_listed], changed[is_listed], seen, rows), ids[changed <= 0]
+
+    def _window(self, most: int) -> tuple[np.ndarray, int]:
+        """Return the ids of at most `most` further rows of a group, and the id after them."""
+        stop = min((self._at // self._group + 1) * self._group, self.rows)
+        if self._known is None:
+            stop = min(self._at + most, stop)
+            return np.arange(self._at, stop), stop
+        first, last = np.searchsorted(self._known, (self._at, stop))
+        if last - first > most:
+            last = first + most
+            stop = int(self._known[last])
+        return self._known[first:last], stop
 
     def _catch_up(self, old: _SavedRows, new: np.ndarray) -> RowSegment:
         """Run the missed steps of rows; return the rows as a segment.
@@ -273,6 +297,14 @@ class RowSnapshot(TableRows):
         changed = np.concatenate([old.changed[exists], np.ones(len(new), np.int64)])
         arrays = [np.concatenate([rows[n], added[n]])[order] for n in self.names]
         return RowSegment(ids[order].astype(np.int32), changed[order], arrays)
+
+
+def _places(some: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the index in `ids` of each entry of `some`, and a mask of the entries in `ids`."""
+    at = np.searchsorted(ids, some)
+    is_known = at < len(ids)
+    is_known[is_known] = ids[at[is_known]] == some[is_known]
+    return at[is_known], is_known
 
 
 def _concatenate(segments: list[RowSegment]) -> RowSegment:

@@ -11,18 +11,19 @@ devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dtrans.ir.selection import retain
+from dtrans.ir.selection import retain, subset
 from dtrans.parameter_server.tables.touched_rows import TableBlock, room_for
 from dtrans.protocol.server.exchange import Exchange
 from dtrans.protocol.server_blocks import RowGradient, Vectors
 from dtrans.protocol.tables.table_rows import sorted_once
+from dtrans.run.parameter_server.tables.table_groups import TableGroup, single_tables
 from dtrans.run.parameter_server.tables.table_memory import scatter_rows
 from dtrans.run.parameter_server.update import CompiledUpdate
 
@@ -38,6 +39,10 @@ class RowUpdates:
       take: function that returns rows of a block and of its optimizer state, padded with zeros.
       put: function that stores new rows of a block and of its optimizer state. It returns these
         arrays, by name.
+      groups: groups of the tables whose updates touch only some rows, if `run` gets an update with
+        one optimize block for each group. By default, each table is a group.
+      admit: function that drops gradients of rows that a row filter does not admit. By default, all
+        rows are admitted.
     """
 
     def __init__(
@@ -45,14 +50,19 @@ class RowUpdates:
         tables: Mapping[str, TableBlock],
         take: Callable[[TableBlock, np.ndarray, int, Rows], Rows],
         put: Callable[[TableBlock, np.ndarray, Rows, Rows], Rows],
+        groups: Sequence[TableGroup] | None = None,
+        admit: Callable[[TableBlock, Mapping[str, RowGradient]], Rows] | None = None,
     ) -> None:
-        self._tables, self._take, self._put = tables, take, put
+        self._tables, self._take, self._put, self._admit = tables, take, put, admit
         self._by_rows = {n: t for n, t in tables.items() if not t.updates_all}
         self._block_of: dict[str, str] = {}  # name of a gradient -> name of its block
         for n, t in tables.items():
             self._block_of |= dict.fromkeys(t.gradients.values(), n)
-        # name of a block -> number of its rows in the compiled update
+        self._groups = single_tables(self._by_rows) if groups is None else groups
+        # name of a group -> number of its rows in the compiled update
         self._room: dict[str, int] = {}
+        # name of a block -> number of its rows in the compiled function that merges gradients
+        self._room_of_merge: dict[str, int] = {}
 
     def run(
         self,
@@ -66,27 +76,62 @@ class RowUpdates:
         """Run a step like `CompiledUpdate.run`, with gradients of table rows.
 
         Args:
-          compiled: function that returns the compiled update for a number of rows of each block.
+          compiled: function that returns the compiled update for a number of rows of each group.
           grads: gradients by name; a gradient of a table is a `RowGradient`.
           present: ids of the trainers whose gradients the update uses.
           state: the state before the step.
-          watched: a dict to which the values that the update watches are added.
+          watched: a dict to which the method adds the values that `ServerUpdate.watched` names.
           unused: as for `CompiledUpdate.run`.
         """
-        ids, sizes = self._sizes(grads, present)
+        if self._admit is not None:
+            for t in self._by_rows.values():
+                if t.row_filter is not None:
+                    sent = [t.gradients[k] for k in sorted(present)]
+                    grads = {**grads, **self._admit(t, subset(grads, sent))}
+        ids = self._ids(grads, present)
+        counts = {group.name: group.count(ids) for group in self._groups}
+        sizes = _grow(self._room, counts)
         update = compiled(sizes)
         places, rooms = dict(ids), dict(sizes)
         for n, t in self._tables.items():
             if t.updates_all:
                 places[n], rooms[n] = np.arange(t.rows), t.rows
-        gradients = self._scattered(retain(grads, update.update.grad_types), places, rooms)
+        names = update.update.grad_types
+        gradients: dict[str, Any] = retain(grads, names)
+        for group in self._groups:
+            if len(group.tables) > 1:
+                gradients |= group.gradients(grads, names, ids, sizes[group.name])
+        gradients = self._scattered(gradients, places, rooms)
+
         inputs = dict(state)
-        for n, t in self._by_rows.items():
-            inputs |= self._take(t, ids[n], sizes[n], state)
+        for group in self._groups:
+            inputs |= self._take_group(group, ids, sizes[group.name], state)
         new = yield from update.run(gradients, inputs, watched, unused)
-        for n, t in self._by_rows.items():
-            new |= self._put(t, ids[n], new, state)
+        for group in self._groups:
+            new |= self._put_group(group, ids, new, state)
         return new
+
+    def _take_group(
+        self, group: TableGroup, ids: Mapping[str, np.ndarray], size: int, state: Rows
+    ) -> Rows:
+        """Return rows of the tables of a group, padded to `size` with zeros."""
+        if len(group.tables) == 1:
+            return self._take(group.tables[0], ids[group.name], size, state)
+        parts = []
+        for t in group.tables:
+            parts.append(self._take(t, ids[t.name], len(ids[t.name]), state))
+        return group.join(parts, size)
+
+    def _put_group(
+        self, group: TableGroup, ids: Mapping[str, np.ndarray], new: Rows, state: Rows
+    ) -> Rows:
+        """Store new rows of the tables of a group; return the arrays of these tables."""
+        if len(group.tables) == 1:
+            return self._put(group.tables[0], ids[group.name], new, state)
+        found: dict[str, Any] = {}
+        for t, rows in group.split(new, ids):
+            found |= self._put(t, ids[t.name], rows, state)
+        return found
 
     def merge(
         self,
@@ -95,7 +140,7 @@ class RowUpdates:
         grads: Rows,
         present: Collection[int],
     ) -> dict[str, Any]:
-        """Return gradients that are reduced over trainers; those of tables are `RowGradient`s.
+        """Return gradients that are reduced over trainers; gradients of tables are `RowGradient`s.
 
         Args:
           merge: compiled function that reduces arrays.
@@ -103,7 +148,8 @@ class RowUpdates:
           grads: gradients by name.
           present: ids of the trainers whose gradients are reduced.
         """
-        ids, sizes = self._sizes(grads, present)
+        ids = self._ids(grads, present)
+        sizes = _grow(self._room_of_merge, {n: len(x) for n, x in ids.items()})
         for n, t in self._tables.items():
             if t.updates_all:
                 ids[n] = all_ids(t, grads, present)
@@ -124,45 +170,44 @@ class RowUpdates:
         Args:
           grads: gradients by name.
           ids: ids of rows, by block.
-          sizes: number of rows of the arrays, by block.
+          sizes: number of rows of the arrays, by block. Gradients that are arrays stay the same.
         """
         arrays = dict(grads)
         for name, x in grads.items():
             block = self._block_of.get(name)
-            if block is not None:
+            if block is not None and isinstance(x, RowGradient):
                 arrays[name] = scatter_rows(ids[block], sizes[block], x)
         return arrays
 
-    def _sizes(
-        self, grads: Rows, present: Collection[int]
-    ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-        """Return the ids of the rows to update, and the result of `_room_for`, by block."""
-        ids = {n: all_ids(t, grads, present) for n, t in self._by_rows.items()}
-        return ids, self._room_for(ids)
+    def _ids(self, grads: Rows, present: Collection[int]) -> dict[str, np.ndarray]:
+        """Return the ids of the rows to update, by block."""
+        return {n: all_ids(t, grads, present) for n, t in self._by_rows.items()}
 
-    def _room_for(self, ids: Mapping[str, np.ndarray]) -> dict[str, int]:
-        """Return the number of rows of each block in the compiled update.
 
-        One compiled function updates all blocks, so each new combination of numbers is compiled.
-        To have few combinations, no number changes while all numbers suffice. When one block needs
-        more rows, the numbers of all blocks grow to a fourth more than they need. A number may be
-        larger than the block's number of rows.
+def _grow(sizes: dict[str, int], counts: Mapping[str, int]) -> dict[str, int]:
+    """Return the numbers of rows of a compiled function; increase `sizes` if they do not suffice.
 
-        Args:
-          ids: ids of the rows to update, by name of the block.
-        """
-        if not self._room:
-            self._room = {n: room_for(len(x)) for n, x in ids.items()}
-        elif any(len(x) > self._room[n] for n, x in ids.items()):
-            for n, x in ids.items():
-                self._room[n] = max(self._room[n], room_for(len(x) * 5 // 4))
-        return dict(self._room)
+    One compiled function has the rows of all blocks, so each new combination of numbers is
+    compiled. To have few combinations, all numbers stay the same while they suffice. When one block
+    needs more rows, the numbers of all blocks grow to a quarter more than needed. A number may be
+    larger than the block's number of rows.
+
+    Args:
+      sizes: number of rows of each block or group, by name; updated in place. Empty at first.
+      counts: number of rows that are needed, by name.
+    """
+    if not sizes:
+        sizes |= {n: room_for(count) for n, count in counts.items()}
+    elif any(count > sizes[n] for n, count in counts.items()):
+        for n, count in counts.items():
+            sizes[n] = max(sizes[n], room_for(count * 5 // 4))
+    return dict(sizes)
 
 
 def all_ids(
     table: TableBlock, grads: Mapping[str, RowGradient], present: Collection[int]
 ) -> np.ndarray:
-    """Return the increasing ids of the rows in the gradients of the trainers in `present`."""
+    """Return the sorted ids of the rows in the gradients of the trainers in `present`."""
     ids = [grads[table.gradients[k]].ids for k in sorted(present)]
     return ids[0] if len(ids) == 1 else sorted_once(np.concatenate(ids))
 
@@ -210,7 +255,7 @@ def read_rows(block: jax.Array, ids: np.ndarray) -> np.ndarray:
 
 
 def pad_ids(ids: np.ndarray, size: int, rows: int) -> np.ndarray:
-    """Pad ids to length `size` with the number `rows`, which is no id of a row."""
+    """Pad ids to length `size` with the number `rows`, which is not a row id."""
     return np.concatenate([ids, np.full(size - len(ids), rows)]).astype(np.int32)
 
 

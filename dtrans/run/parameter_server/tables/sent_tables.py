@@ -1,12 +1,12 @@
 """Tables in the messages with which a server sends its state to its backup.
 
-A primary sends the rows of a block that exist, and the ids of evicted rows. The backup initializes
-all other rows on first use, with the arguments of the init that the primary sends:
+A primary sends the rows of a block that exist. The backup initializes all other rows on first use,
+with the arguments of the init that the primary sends:
 
     NAME            the existing rows of the block, and of each array of its optimizer state
-    ids NAME        the ids of existing and of evicted rows
+    ids NAME        the ids of existing rows, of evicted rows, and of rows that a row filter counted
     changed NAME    the attribute `changed` of a `dtrans.checkpoint.saved_rows.RowSegment`
-    counts NAME     the number of updates, the number of evicted rows, and 1 for an init
+    counts NAME     the numbers of updates and of evicted rows, and 1 if `init` arrays follow
     init I NAME     bytes of argument I of the init, if the primary can initialize rows
 """
 
@@ -65,7 +65,7 @@ class _SentTable(TableRows):
 def sent_arrays(
     memory: Mapping[str, TableMemory],
 ) -> tuple[list[tuple[str, np.ndarray]], dict[str, int]]:
-    """Return the name and the values of each array to send, and numbers of rows by name."""
+    """Return the name and the values of each array to send, and each block's number of rows."""
     blocks, rows = list[tuple[str, np.ndarray]](), dict[str, int]()
     for name, table in memory.items():
         snapshot = RowSnapshot(table)
@@ -116,7 +116,7 @@ def sent_types(update: ServerUpdate, startup: Program) -> tuple[dict[str, Any], 
 def received_tables(
     update: ServerUpdate, startup: Program, arrays: Mapping[str, np.ndarray]
 ) -> dict[str, TableArray]:
-    """Return the blocks of tables in the state of a primary, and their optimizer state, by name.
+    """Return blocks of tables, and their state, as a primary (a copied server) has sent them.
 
     Args:
       update, startup: as for `sent_types`.

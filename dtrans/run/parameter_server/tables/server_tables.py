@@ -20,12 +20,13 @@ class ServerTables:
     Args:
       endpoint: the server's endpoint.
       blocks: all blocks of tables, by name.
-      memory: maps the name of each block whose updates touch only some rows to its memory.
+      memory: memory of each block whose updates touch only some rows, by name.
       state: function that returns the server's state, with the blocks that are not in `memory`.
       steps: function that returns the number of updates of a block that is not in `memory`.
 
     Attributes:
-      went_back: True if the server has gone back to a cut, and repeats steps with the same bits.
+      went_back: True if the server has gone back to a cut (snapshot), and repeats steps with the
+        same bits.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class ServerTables:
         memory = self._memory.get(name)
         step = self._steps(name) if memory is None else memory.step
         if since > step and self.went_back:
-            # The caller has read these changes before the failure.
+            # Return no changes: the caller has read all of them before the failure.
             return since, np.arange(0), np.arange(0)
         if not 0 <= since <= step:
             raise StateError(

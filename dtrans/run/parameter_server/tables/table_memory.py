@@ -8,8 +8,12 @@ A row *exists* if it is stored. It is initialized and stored on its first use in
 (`dtrans.run.parameter_server.tables.new_rows`). If updates also change rows without gradients,
 these rows catch up before they are read (`dtrans.run.parameter_server.tables.missed_steps`).
 
-`changed_at` records whether each row exists, and which step has last changed the row. Rows without
-a recent update can be evicted. An evicted row has its initial value when it is used again.
+With a row filter, lookups create no rows. Before each update, the filter counts the update for each
+row with a gradient. It drops the gradients of rows that it does not admit.
+
+`dtrans.run.parameter_server.tables.stored_rows` stores the rows, and the step that has last changed
+each row. Rows without a recent update can be evicted. An evicted row has its initial value when it
+is used again.
 """
 
 from __future__ import annotations
@@ -20,15 +24,23 @@ from typing import Any
 import numpy as np
 
 from dtrans.checkpoint.orbax_io import check_first
-from dtrans.checkpoint.saved_rows import ArrayLike, SavedTable, TableArray, TableRows
+from dtrans.checkpoint.saved_rows import (
+    ArrayLike,
+    SavedTable,
+    TableArray,
+    TableRows,
+    split_counts,
+)
 from dtrans.errors import StateError, WireError
 from dtrans.ir.selection import values_at
 from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.protocol.server_blocks import RowGradient
-from dtrans.run.parameter_server.tables.lazy_memory import LazyArray
-from dtrans.run.parameter_server.tables.missed_steps import MissedSteps
+from dtrans.protocol.tables.table_rows import are_among, sorted_once
+from dtrans.run.parameter_server.tables.missed_steps import RESTS, MissedSteps
 from dtrans.run.parameter_server.tables.new_rows import KnownRows, NewRows, RowMaker
+from dtrans.run.parameter_server.tables.row_draws import RowDraws
 from dtrans.run.parameter_server.tables.row_snapshot import RowSnapshot
+from dtrans.run.parameter_server.tables.stored_rows import StoredRows
 from dtrans.run.parameter_server.update import ServerUpdate
 
 
@@ -45,17 +57,14 @@ class TableMemory:
 
     Attributes:
       table: the block of the table.
+      stored: the rows that exist.
       arrays: maps names to NumPy arrays: the block, and each array of optimizer state that has a
-        row for each row of the block.
+        row for each row of the block. The index of a row is its slot in `stored`.
       reads: names of the values that `put` needs from each update.
-      count: the number of rows that exist.
       evicted: the number of evicted rows so far.
-      step: the number of updates, including those before a checkpoint.
+      step: the number of updates, including updates before the restored checkpoint.
       maker: initializes rows; None if rows cannot be initialized again.
       missed: missed steps of rows; None if updates change only rows with a gradient.
-      changed_at: one number for each row: positive if the row exists, negative if it was evicted,
-        and 0 before its first use. The absolute value tells when the row last changed (see
-        `dtrans.checkpoint.saved_rows.RowSegment`).
     """
 
     def __init__(self, update: ServerUpdate, table: TableBlock, state: Mapping[str, Any]) -> None:
@@ -63,29 +72,32 @@ class TableMemory:
         initial = values_at(state, table.arrays)
         saved = _saved_rows(table, initial)
         self.maker = _maker_of(saved, initial)
-        self._lazy: list[LazyArray] = []
         self._snapshots: list[RowSnapshot] = []
-        if saved is not None or self.maker is not None:
-            self._lazy = [LazyArray(x.shape, x.dtype) for x in initial]
-            arrays = [x.array for x in self._lazy]
-        else:
+        # Cache: the ids of the last search, and their slots. A step reads rows and writes the same
+        # rows.
+        self._found: tuple[np.ndarray | None, np.ndarray] = None, np.empty(0, np.int64)
+        types = dict(zip(table.arrays, initial, strict=True))
+        arrays: list[np.ndarray] = []
+        if saved is None and self.maker is None:
             arrays = [np.array(x) for x in initial]
-        self.arrays = dict(zip(table.arrays, arrays, strict=True))
-        self.count = 0 if self._lazy else table.rows
+        self.stored = StoredRows(types, has_gaps=self.maker is not None, arrays=arrays)
+        self.arrays = self.stored.arrays
         self.evicted = self.step = 0
-        self.changed_at = np.full(table.rows, 0 if self._lazy else 1, np.int64)
         if saved is not None:
             self._load(saved)
         elif self.maker and not isinstance(initial[0], NewRows):
             self._store_changed([np.asarray(x) for x in initial], self.maker)
         self.missed: MissedSteps | None = None
         if table.moves:
-            self.missed = MissedSteps(
-                update, table, None if self.maker and not self.count else self.arrays
-            )
-            if 0 < self.count < table.rows and self.missed.rests:
-                self.missed.rest(np.flatnonzero(self.changed_at <= 0))
+            self.missed = MissedSteps(update, table, self.stored.seen)
+            self.missed.start_from(self.arrays, self.stored.count)
         self.reads = () if self.missed is None else tuple(self.missed.reads)
+        self._draws: RowDraws | None = None
+
+    @property
+    def count(self) -> int:
+        """The number of rows that exist."""
+        return self.stored.count
 
     def _load(self, saved: TableRows) -> None:
         """Store the rows of a checkpoint.
@@ -99,10 +111,9 @@ class TableMemory:
                 check_first(n, old, new)
         self.step, self.evicted = saved.step, saved.evicted
         for segment in saved.segments():
-            for x, rows in zip(self.arrays.values(), segment.rows, strict=True):
-                x[segment.present] = rows
-            self.changed_at[segment.ids] = segment.changed
-            self.count += len(segment.present)
+            exists = segment.changed > 0
+            self.stored.add(segment.ids[exists], segment.rows, segment.changed[exists])
+            self.stored.mark_missing(segment.ids[~exists], segment.changed[~exists])
 
     def _store_changed(self, initial: Sequence[np.ndarray], maker: RowMaker) -> None:
         """Store only the rows that differ from the initial rows of `maker`."""
@@ -112,38 +123,103 @@ class TableMemory:
             is_new = np.ones(len(ids), bool)
             for x, new in zip(chunks, maker(ids), strict=True):
                 is_new &= _equal_bits(x, new)
-            for x, rows in zip(self.arrays.values(), chunks, strict=True):
-                x[ids[~is_new]] = rows[~is_new]
-            self.changed_at[ids[~is_new]] = 1
-            self.count += len(ids) - int(is_new.sum())
+            self.stored.add(ids[~is_new], [x[~is_new] for x in chunks], 1)
 
     def rows(self, ids: np.ndarray, *, train: bool) -> np.ndarray:
         """Return current rows of the block.
 
         Args:
-          ids: increasing ids.
-          train: True if a gradient of these rows will follow; new rows are then initialized and
-            stored. If False, new rows are initialized and not stored.
+          ids: sorted ids.
+          train: True if a gradient of these rows will follow; new rows are then initialized, and
+            stored unless the table has a row filter. If False, new rows are initialized and not
+            stored.
         """
-        rows = self.arrays[self.table.name]
-        exists = self.changed_at[ids] > 0
-        new = ids[~exists]
-        if not train and len(new) and (self.missed is None or self.missed.rests):
+        rows, slots = self.arrays[self.table.name], self._slots(ids)
+        exists, creates = slots >= 0, train and self.table.row_filter is None
+        if not creates and not exists.all() and (self.missed is None or self.missed.rests):
             assert self.maker is not None
-            self._catch_up(ids[exists])
+            self._catch_up(slots[exists])
             found = np.empty((len(ids), *rows.shape[1:]), rows.dtype)
-            found[exists] = rows[ids[exists]]
-            found[~exists] = self.maker(new)[0]
+            found[exists] = rows[slots[exists]]
+            found[~exists] = self.maker(ids[~exists])[0]
             return found
-        self._make(new)
-        self._catch_up(ids)
-        return rows.take(ids, 0, mode="clip")
+        return rows.take(self._current(ids, slots), 0, mode="clip")
+
+    def admit(self, gradients: Mapping[str, RowGradient]) -> Mapping[str, RowGradient]:
+        """Return the gradients of an update without the rows that the row filter does not admit.
+
+        Args:
+          gradients: the gradients of this block, by name. With delay compensation, the values also
+            include the rows that the trainer has received.
+
+        Raises:
+          StateError: the number of rows would exceed the table's limit.
+        """
+        if self.table.row_filter is None:
+            return gradients
+        ids = sorted_once(np.concatenate([x.ids for x in gradients.values()]))
+        admitted = ids[self._filter(ids)]
+        found = {}
+        for n, x in gradients.items():
+            at = are_among(x.ids, admitted)
+            found[n] = RowGradient(x.ids[at], x.rows[at])
+        return found
+
+    def _filter(self, ids: np.ndarray) -> np.ndarray:
+        """Count an update for rows; return a mask of the rows that the update may change."""
+        how, exists = self.table.row_filter, self.stored.slots(ids) >= 0
+        assert how is not None
+        new = ids[~exists]
+        if not len(new):
+            return exists
+        counts = self.stored.counts(new) + 1
+        is_admitted = counts >= how.count
+        if how.count == 1:
+            is_admitted = self._draw(new) < how.probability
+        # The error ends the server, unlike the WireError of `store`, which ends only one trainer.
+        # Without this trainer, the server would repeat the update, and count it twice.
+        if why := self._limit_error(int(is_admitted.sum())):
+            raise StateError(why)
+        if how.count > 1:
+            waiting = new[~is_admitted]
+            self._before(waiting)
+            self.stored.set_counts(waiting, counts[~is_admitted])
+            self._found = None, waiting
+        is_changed = exists.copy()
+        is_changed[~exists] = is_admitted
+        return is_changed
+
+    def _draw(self, ids: np.ndarray) -> np.ndarray:
+        """Draw a number in [0, 1) for each row, for the next update."""
+        if self._draws is None:
+            assert self.maker is not None
+            self._draws = RowDraws(self.table.leaf, self.maker.args)
+        return self._draws(self.table.span.in_leaf(ids), self.step)
 
     def take(self, ids: np.ndarray, size: int) -> dict[str, np.ndarray]:
         """Return rows of the block and of its state, padded to `size` with zeros."""
-        self._make(ids[self.changed_at[ids] <= 0])
-        self._catch_up(ids)
-        return {n: _pad_rows(x, ids, size) for n, x in self.arrays.items()}
+        slots = self._current(ids, self._slots(ids))
+        return {n: _pad_rows(x, slots, size) for n, x in self.arrays.items()}
+
+    def _slots(self, ids: np.ndarray) -> np.ndarray:
+        """Return the slot of each row, negative for rows that do not exist."""
+        if ids is not self._found[0]:
+            self._found = ids, self.stored.slots(ids)
+        return self._found[1]
+
+    def _current(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """Initialize rows that do not exist; run the missed steps of all rows; return slots.
+
+        Args:
+          ids: the ids of the rows.
+          slots: the slot of each row; negative for rows that do not exist.
+        """
+        is_new = slots < 0
+        if is_new.any():
+            slots[is_new] = self._make(ids[is_new])
+            self._found = ids, slots
+        self._catch_up(slots)
+        return slots
 
     def put(
         self, ids: np.ndarray, new: Mapping[str, Any], values: Mapping[str, Any]
@@ -151,22 +227,25 @@ class TableMemory:
         """Store the rows that an update has computed; return `arrays`.
 
         Args:
-          ids: increasing ids of the rows.
+          ids: sorted ids of the rows.
           new: the new rows of each array, by name. Rows after the first len(ids) are padding.
           values: the update's values with the names `reads`.
         """
         self._before(ids)
+        slots = self._slots(ids)
         for n, x in self.arrays.items():
-            x[ids] = np.asarray(new[n])[: len(ids)]
+            x[slots] = np.asarray(new[n])[: len(ids)]
         self.step += 1
-        self.changed_at[ids] = self.step + 1
-        if self.missed is not None and self.missed.add(ids, values):
+        self.stored.changed_at[slots] = self.step + 1
+        if self.missed is not None and self.missed.add(slots, values):
             # The records of missed steps use too much memory. All rows catch up, so that the
-            # records can be dropped. If updates change even rows before their first use, these
-            # rows are initialized now.
+            # records can be dropped. If updates also change rows that were never used, these rows
+            # are initialized now.
             if not self.missed.rests:
-                self._make(np.flatnonzero(self.changed_at <= 0))
-            self._catch_up(np.flatnonzero(self.changed_at > 0))
+                missing = self.stored.missing_ids()
+                if len(missing):
+                    self._make(missing)
+            self._catch_up(np.arange(self.count))
             self.missed.forget()
         return self.arrays
 
@@ -194,32 +273,34 @@ class TableMemory:
                 f"rows of {self.table.name} cannot be evicted, because its update also changes "
                 "rows that no step has looked up; use dtrans.Rows(update='lazy')"
             )
-        is_old = (self.changed_at > 0) & (self.changed_at <= max(0, self.step + 1 - unused_for))
-        is_old[under_way] = False
+        is_old = self.stored.changed_at[: self.count] <= max(0, self.step + 1 - unused_for)
+        slots = self.stored.slots(under_way)
+        is_old[slots[slots >= 0]] = False
         gone = np.flatnonzero(is_old)
-        self._before(gone)
+        # A snapshot finds a row by its slot, so rows that move to other slots are saved, too.
+        self._before(self.stored.ids(np.concatenate([gone, self.stored.to_move(gone)])))
         # Evicted rows are marked with the next step, because a call of `changed` may have
         # reported the current step already.
-        self.changed_at[gone] = -(self.step + 2)
-        if self.missed is not None:
-            self.missed.rest(gone)
-        self.count -= len(gone)
+        self.stored.remove(gone, -(self.step + 2))
+        self._found = None, gone
         self.evicted += len(gone)
-        for x in self._lazy:
-            x.give_back(self.changed_at <= 0, gone)
         return len(gone)
 
     def changed(self, since: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of the changed and of the evicted rows after the step `since`."""
-        is_changed = self.changed_at > since + 1
+        evicted, at = self.stored.evicted()
+        gone = evicted[at < -(since + 1)]
+        is_changed = self.stored.changed_at[: self.count] > since + 1
         if self.missed is not None and since < self.step and self.table.leaf_moves:
-            is_changed |= self.missed.moving
-        return np.flatnonzero(is_changed), np.flatnonzero(self.changed_at < -(since + 1))
+            if not self.missed.rests:
+                return np.arange(self.table.rows), gone
+            is_changed |= self.stored.seen[: self.count] < RESTS
+        return np.sort(self.stored.ids(np.flatnonzero(is_changed))), gone
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows that exist, and of their optimizer state."""
-        return self.count * sum(x[:1].nbytes for x in self.arrays.values())
+        """Bytes of memory for the rows that exist, their optimizer state and their hash table."""
+        return self.stored.nbytes
 
     def final(self) -> dict[str, ArrayLike]:
         """Return placeholders for the final arrays of the block and of its state, by name."""
@@ -237,7 +318,7 @@ class TableMemory:
         return {n: TableArray(x, table, i) for i, (n, x) in enumerate(self.arrays.items())}
 
     def _before(self, ids: np.ndarray) -> None:
-        """Copy rows into snapshots that a thread still reads, before an update changes them."""
+        """Copy rows that an update will change into the snapshots that a thread still reads."""
         if self._snapshots:
             self._snapshots = [x for x in self._snapshots if not x.is_over]
             for x in self._snapshots:
@@ -245,50 +326,74 @@ class TableMemory:
 
     def materialize(self, name: str) -> np.ndarray:
         """Return the array of this name with all rows. Rows that do not exist are initialized."""
-        self._catch_up(np.flatnonzero(self.changed_at > 0))
-        new = np.flatnonzero(self.changed_at <= 0)
-        if not len(new):
-            return self.arrays[name]
-        if self.missed is not None and not self.missed.rests:
-            self._make(new)
-            self._catch_up(new)
-            return self.arrays[name]
-        assert self.maker is not None
-        found = self.arrays[name].copy()
-        found[new] = self.maker(new)[list(self.arrays).index(name)]
+        slots = np.arange(self.count)
+        self._catch_up(slots)
+        if self.count < self.table.rows and self.missed is not None and not self.missed.rests:
+            new = self.stored.missing_ids()
+            slots = np.arange(self.table.rows)
+            self._current(new, self.stored.slots(new))
+        array, ids = self.arrays[name], self.stored.ids(slots)
+        if ids is slots:
+            return array  # Each slot is the id of its row.
+        found = np.empty_like(array)
+        found[ids] = array[: len(slots)]
+        new = self.stored.missing_ids()
+        if len(new):
+            assert self.maker is not None
+            found[new] = self.maker(new)[list(self.arrays).index(name)]
         return found
 
-    def _make(self, ids: np.ndarray) -> None:
-        """Initialize and store rows that do not exist.
+    def new_ids(self, ids: np.ndarray) -> np.ndarray:
+        """Return the ids of rows that do not exist."""
+        return ids[self._slots(ids) < 0]
+
+    def _make(self, ids: np.ndarray) -> np.ndarray:
+        """Initialize and store rows that do not exist; return their slots."""
+        assert self.maker is not None
+        return self.store(ids, self.maker(ids))
+
+    def store(self, ids: np.ndarray, rows: Sequence[np.ndarray]) -> np.ndarray:
+        """Store rows that do not exist, with their initial values; return their slots.
+
+        Args:
+          ids: the ids of the rows.
+          rows: the initial rows of each array.
 
         Raises:
           WireError: the number of rows would exceed the table's limit.
         """
-        if not len(ids):
-            return
-        assert self.maker is not None
-        limit = self.table.limit
-        if limit is not None and self.count + len(ids) > limit:
-            raise WireError(
-                f"{self.table.name} has {self.count} rows and a limit of {limit} rows, but "
-                f"{len(ids)} new rows were looked up; raise dtrans.Rows(limit=...), evict unused "
-                "rows (job.tables.evict), or use more pservers"
-            )
+        if why := self._limit_error(len(ids)):
+            raise WireError(why)
         self._before(ids)
-        for x, rows in zip(self.arrays.values(), self.maker(ids), strict=True):
-            x[ids] = rows
-        self.changed_at[ids] = np.maximum(1, -self.changed_at[ids])
-        self.count += len(ids)
-
-    def _catch_up(self, ids: np.ndarray) -> None:
+        # The next call of `changed` must return rows that were evicted before.
+        _, evicted = split_counts(self.stored.slots(ids))
+        changed = np.maximum(1, -evicted)
+        slots = self.stored.add(ids, rows, changed)
+        self._found = None, slots
         if self.missed is not None:
-            behind = self.missed.behind(ids)
-            self._before(behind)
+            self.missed.start(slots)
+        return slots
+
+    def _limit_error(self, count: int) -> str:
+        """Return an error message if `count` new rows exceed the table's limit, else ""."""
+        limit = self.table.limit
+        if limit is None or self.count + count <= limit:
+            return ""
+        return (
+            f"{self.table.name} has {self.count} rows and a limit of {limit} rows, but the step "
+            f"needs {count} more; raise dtrans.Rows(limit=...), evict unused rows "
+            "(job.tables.evict), or use more pservers"
+        )
+
+    def _catch_up(self, slots: np.ndarray) -> None:
+        if self.missed is not None:
+            behind = self.missed.behind(slots)
+            self._before(self.stored.ids(behind))
             self.missed.make_up(behind, self.arrays)
 
 
 class _FinalArray(ArrayLike):
-    """Placeholder for a block, or for an array of its state. It converts to all rows."""
+    """Placeholder for one array of a table; conversion to an array returns all rows."""
 
     def __init__(self, memory: TableMemory, name: str, table: TableRows) -> None:
         super().__init__(memory.arrays[name], table)
@@ -309,7 +414,7 @@ def _maker_of(saved: TableRows | None, initial: Sequence[Any]) -> RowMaker | Non
 
 
 def _saved_rows(table: TableBlock, initial: Sequence[Any]) -> TableRows | None:
-    """Return the rows from a checkpoint that contain a block and its state; None without them."""
+    """Return the rows of a block and of its state if all come from one checkpoint, else None."""
     found = {x.table if isinstance(x, ArrayLike) else None for x in initial}
     saved = found.pop()
     if found or saved is None or saved.names != table.arrays:
@@ -317,12 +422,12 @@ def _saved_rows(table: TableBlock, initial: Sequence[Any]) -> TableRows | None:
     return saved
 
 
-def _pad_rows(x: np.ndarray, ids: np.ndarray, size: int) -> np.ndarray:
+def _pad_rows(x: np.ndarray, slots: np.ndarray, size: int) -> np.ndarray:
     """Return rows of an array, padded to `size` with zeros."""
     found = np.empty((size, *x.shape[1:]), x.dtype)
-    # The default mode copies twice. With valid ids, "clip" returns the same rows.
-    np.take(x, ids, 0, out=found[: len(ids)], mode="clip")
-    found[len(ids) :] = 0
+    # The default mode copies twice. With valid slots, "clip" returns the same rows.
+    np.take(x, slots, 0, out=found[: len(slots)], mode="clip")
+    found[len(slots) :] = 0
     return found
 
 
@@ -372,15 +477,26 @@ def scatter_rows(ids: np.ndarray, size: int, gradient: RowGradient) -> np.ndarra
     """Scatter a gradient of rows into an array of `size` rows.
 
     Args:
-      ids: increasing ids of the first len(ids) rows of the array. Later rows are zero.
+      ids: sorted ids of the first len(ids) rows of the array. Later rows are zero.
       size: the number of rows of the array; at least len(ids).
       gradient: gradients of rows whose ids are a subset of `ids`.
     """
-    count = len(gradient.ids)
-    if count == len(ids):  # Every row has a gradient, so no search is needed.
-        found = np.empty((size, *gradient.rows.shape[1:]), gradient.rows.dtype)
-        found[:count], found[count:] = gradient.rows, 0
-        return found
-    found = np.zeros((size, *gradient.rows.shape[1:]), gradient.rows.dtype)
-    found[np.searchsorted(ids, gradient.ids)] = gradient.rows
+    found = np.empty((size, *gradient.rows.shape[1:]), gradient.rows.dtype)
+    fill_rows(found[: len(ids)], ids, gradient)
+    found[len(ids) :] = 0
     return found
+
+
+def fill_rows(array: np.ndarray, ids: np.ndarray, gradient: RowGradient) -> None:
+    """Write a gradient of rows into an array that has one row for each id.
+
+    Args:
+      array: the array. Rows without a gradient become zero.
+      ids: increasing ids of the array's rows.
+      gradient: gradients of rows whose ids are a subset of `ids`.
+    """
+    if len(gradient.ids) == len(ids):  # Every row has a gradient, so no search is needed.
+        array[...] = gradient.rows
+        return
+    array[...] = 0
+    array[np.searchsorted(ids, gradient.ids)] = gradient.rows

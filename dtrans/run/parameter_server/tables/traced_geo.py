@@ -34,7 +34,7 @@ class TracedCachedRows(CachedRows):
     row.
 
     Args:
-      ids: the increasing ids of the local rows at the start.
+      ids: the sorted ids of the local rows at the start.
       rows: the table with all rows, followed by each array of its row state.
     """
 
@@ -67,7 +67,7 @@ class TracedCachedRows(CachedRows):
         self._move(add, [ids], [rows, *(state or ())], [], [])
 
     def take(self, ids: Any, size: int) -> list[Any]:
-        """Return local rows, and their rows of each array of row state, padded to `size` rows."""
+        """Return local rows, and these rows of each array of row state, padded to `size` rows."""
         types = [((size, *shape[1:]), dtype) for shape, dtype in self._types]
         return self._move(lambda local, ids: local.take(ids, size), [ids], [], [], types)
 

@@ -2,7 +2,7 @@
 
 Functions that compute ids on the host are traced as equations. These equations call the functions
 when the step is evaluated (`dtrans.ops.moved_rows`). An array of ids has a static length, and its
-entries increase. It is padded with the table's number of rows, which is no id of a row.
+entries increase. It is padded with the table's number of rows, which is not a row id.
 
 Two jobs use these functions: the job on a mesh (`dtrans.run.parameter_server.mesh`), and the
 asynchronous job in a fixed order (`dtrans.run.parameter_server.ordered_job`).
@@ -53,6 +53,10 @@ class TracedMemory:
         self._table, self._missed = table, missed
         self.arrays: Rows = subset(state, table.arrays)
         self.reads = () if missed is None else tuple(missed.reads)
+
+    def admit(self, gradients: Mapping[str, RowGradient]) -> Mapping[str, RowGradient]:
+        """Return all gradients: in a traced step, the row filter admits all rows."""
+        return gradients
 
     def take(self, ids: Any, size: int) -> dict[str, Any]:
         """Return rows of the block and of its state, padded to `size` with zeros."""

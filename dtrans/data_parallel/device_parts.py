@@ -1,0 +1,101 @@
+"""Parts of a plan that depend on the axes of a trainer's devices.
+
+A strategy first plans trainers with one device. Then `DeviceParts.on_model_axis` rewrites the
+trainer's programs for one device of the model axis (`dtrans.tensor_parallel.model_axis`), and
+`on_sequence_axis` for one device of the sequence axis (`dtrans.data_parallel.sequence_axis`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dtrans.data_parallel.plan import Bucket
+from dtrans.data_parallel.sequence_axis import SequenceAxis
+from dtrans.engine.layout import Gathered
+from dtrans.errors import GradientError
+from dtrans.ir.program import Program
+from dtrans.step.halves import DividedStep
+from dtrans.step.observers import RETURN_IT
+from dtrans.tensor_parallel.model_axis import ModelState, ShardedProgram, shard_program
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceParts:
+    """Fields of `CollectivePlan` that a model axis changes.
+
+    Attributes:
+      program: the program of a trainer or device.
+      buckets: the buckets of gradients.
+      for_uneven_batch: see `CollectivePlan`.
+      device_gathers: pairs (axis, value that the devices of this axis gather).
+    """
+
+    program: Program
+    buckets: tuple[Bucket, ...]
+    for_uneven_batch: Callable[[Sequence[Any]], Program] | None
+    device_gathers: tuple[tuple[str, Gathered], ...] = ()
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Arguments for the constructor of a plan."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def on_model_axis(self, state: ModelState, types: Mapping[str, Any]) -> DeviceParts:
+        """Return the parts for one device of the model axis.
+
+        Args:
+          state: the state that the devices of a trainer divide.
+          types: the single-device types of the leaves, by name.
+        """
+        buckets = tuple(_bucket_of_device(b, types, state) for b in self.buckets)
+        parts = dataclasses.replace(self, buckets=buckets)
+        return parts._rewritten(state.axis, lambda program: shard_program(program, state))
+
+    def on_sequence_axis(self, axis: SequenceAxis) -> DeviceParts:
+        """Return the parts for one device of the sequence axis."""
+        return self._rewritten(axis.name, axis.shard, axis.full_types)
+
+    def _rewritten(
+        self,
+        axis: str,
+        shard: Callable[[Program], ShardedProgram],
+        full_types: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    ) -> DeviceParts:
+        """Return the parts with programs for one device of an axis.
+
+        Args:
+          axis: name of the axis.
+          shard: rewrites a program for one device.
+          full_types: as `types` of `Program.rewritten`.
+        """
+        write_uneven = self.for_uneven_batch
+        rewrite = lambda program: shard(program).program
+        uneven = None
+        if write_uneven is not None:
+            uneven = lambda batch_types: rewrite(write_uneven(batch_types))
+        first = shard(self.program)
+        return dataclasses.replace(
+            self,
+            program=self.program.rewritten(rewrite, full_types, result=first.program),
+            for_uneven_batch=uneven,
+            device_gathers=(*self.device_gathers, *((axis, x) for x in first.gathers)),
+        )
+
+
+def _bucket_of_device(bucket: Bucket, types: Mapping[str, Any], state: ModelState) -> Bucket:
+    """Return a bucket with the bytes that a device sends to its reduction."""
+    full = piece = 0
+    for leaf in bucket.leaves:
+        t, sliced = types[leaf], state.sliced.get(leaf)
+        full += t.size
+        piece += t.size if sliced is None else sliced.rank_type(t).size
+    return dataclasses.replace(bucket, nbytes=bucket.nbytes * piece // max(full, 1))
+
+
+def refuse_calls(step: DividedStep) -> None:
+    """Raise GradientError if a step has host callbacks, which each device would call."""
+    for x in step.observers:
+        if x.calls:
+            raise GradientError(f"every device of a trainer would call {x}; {RETURN_IT}")

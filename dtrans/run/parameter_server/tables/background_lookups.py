@@ -1,0 +1,133 @@
+"""Lookups of table rows through a communicator.
+
+Equations record lookups. One request to each server then receives the rows of all recorded lookups.
+`dtrans.run.parameter_server.tables.row_lookups` does the same without a communicator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dtrans._jax import JaxprEqn
+from dtrans.protocol.buffers import BufferPool
+from dtrans.protocol.tables.cached_rows import CachedRows
+from dtrans.protocol.tables.table_rows import WantedRows, put_in_place, wanted_of
+from dtrans.protocol.trainer.traffic import Leaf
+from dtrans.run.parameter_server.equation_leaves import drop_padding, leaf_of, rows_wanted
+
+
+# function that receives current rows of tables
+Receive = Callable[[Sequence[WantedRows]], object]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Lookup:
+    """Recorded lookup of rows of one table.
+
+    Attributes:
+      eqn: the equation that looks the rows up.
+      ids: sorted ids of the rows.
+      rows: memory for the rows.
+      wanted: the rows of each block (`wanted_of`).
+      finish: function to call when the rows have arrived.
+    """
+
+    eqn: JaxprEqn
+    ids: np.ndarray
+    rows: np.ndarray
+    wanted: Sequence[WantedRows]
+    finish: Callable[[], object]
+
+
+class BackgroundLookups:
+    """Recorded lookups of one trainer."""
+
+    def __init__(self) -> None:
+        self._pending: list[_Lookup] = []
+        self._pool = BufferPool()
+
+    def record(self, eqn: JaxprEqn, uniq: np.ndarray) -> np.ndarray:
+        """Return an array for the rows of a `prefetch`. `receive` writes the rows into it."""
+        p, (t,) = eqn.params, eqn.params["types"]
+        rows = self._pool.take(f"{p['table']} rows", t.shape, t.dtype)
+        self._add(eqn, uniq, rows, lambda: None)
+        return rows
+
+    def record_local(
+        self, eqn: JaxprEqn, uniq: np.ndarray, local: CachedRows
+    ) -> Sequence[np.ndarray]:
+        """Return arrays for local rows and their state; `receive` fills the arrays.
+
+        Rows that the trainer does not store yet are requested from servers.
+
+        Args:
+          eqn: a `geo_prefetch` equation.
+          uniq: sorted ids of the rows, with padding.
+          local: the trainer's rows of the table.
+        """
+        types = eqn.params["types"]
+        ids = drop_padding(uniq, leaf_of(eqn, types[0]))
+        new = local.missing(ids)
+        rows = np.empty((len(new), *types[0].shape[1:]), types[0].dtype)
+        arrays = [np.zeros(t.shape, t.dtype) for t in types]
+
+        def finish() -> None:
+            local.add(new, rows)
+            for array, x in zip(arrays, local.take(ids, len(uniq)), strict=True):
+                array[...] = x
+
+        self._add(eqn, new, rows, finish)
+        return arrays
+
+    def _add(
+        self, eqn: JaxprEqn, ids: np.ndarray, rows: np.ndarray, finish: Callable[[], object]
+    ) -> None:
+        wanted = rows_wanted(eqn, ids, rows) if len(ids) else []
+        self._pending.append(_Lookup(eqn, ids, rows, wanted, finish))
+
+    def receive(self, receive: Callable[[str, Sequence[WantedRows]], object]) -> None:
+        """Receive the rows of all recorded lookups.
+
+        Args:
+          receive: function that receives rows. Its arguments are the trainer's name, and the rows
+            of each block. It is not called if no rows are missing.
+        """
+        pending, self._pending = self._pending, []
+        wanted: list[WantedRows] = []
+        for x in pending:
+            wanted += x.wanted
+        if wanted:
+            receive(f"trainer {pending[0].eqn.params['trainer_id']}", wanted)
+        for x in pending:
+            if x.wanted:
+                put_in_place(x.ids, x.rows, x.wanted, x.eqn.params["spans"])
+            x.finish()
+
+
+def receive_local_rows(
+    ids: Mapping[str, np.ndarray], leaves: Mapping[str, Leaf], receive: Receive
+) -> dict[str, np.ndarray]:
+    """Return the servers' values of rows of several tables, by name of the table.
+
+    Args:
+      ids: sorted ids of the rows, by name of the table.
+      leaves: the tables, by name.
+      receive: function that receives rows.
+    """
+    found: dict[str, np.ndarray] = {}
+    parts: dict[str, Sequence[WantedRows]] = {}
+    wanted: list[WantedRows] = []
+    for table, numbers in ids.items():
+        leaf = leaves[table]
+        found[table] = np.empty((len(numbers), *leaf.shape[1:]), leaf.dtype)
+        at: dict[str, Any] = {"epmap": leaf.endpoints, "names": leaf.names, "spans": leaf.spans}
+        parts[table] = wanted_of(numbers, found[table], **at)
+        wanted += parts[table]
+    receive(wanted)
+    for table, part in parts.items():
+        put_in_place(ids[table], found[table], part, leaves[table].spans)
+    return found

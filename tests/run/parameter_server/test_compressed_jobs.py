@@ -1,0 +1,269 @@
+"""Jobs of processes with compressed messages: bits, bytes on the wire, cuts, and training."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import mlp_batch, mlp_loss, mlp_params, tree_equal
+from role_threads import HANG, RoleThreads, free_endpoints
+
+import dtrans
+from dtrans.errors import ConfigError
+from dtrans.ops import WireType
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.protocol.epochs import Epoch
+from dtrans.protocol.trainer.trainer_steps import TrainerSteps
+from dtrans.run.distributed.role import Role
+from dtrans.run.net.epoch_log import EpochLog, EpochRecord
+from dtrans.run.net.launcher_folder import LauncherFolder
+from dtrans.run.net.role_folder import RoleFolder
+from dtrans.run.parameter_server.cuts import check_cuts, check_drops, computed_leaves
+from dtrans.run.role_jobs.leaf_cuts import LeafCuts
+from dtrans.run.role_jobs.server_job import ServerJob
+from dtrans.run.role_jobs.trainer_job import TrainerJob
+from dtrans.slicing import divide_update
+
+
+SIZES, STEPS, TRAINERS = (40, 31, 3), 4, 2
+TX = optax.adamw(1e-2)
+
+
+def plan_for(mode: Any, endpoints: tuple[str, ...]) -> PServerPlan:
+    params, init = mlp_params(SIZES), lambda params: (params, TX.init(params))
+    step = dtrans.make_train_step(mlp_loss, TX)
+    main = dtrans.trace(step, *jax.eval_shape(init, params), *mlp_batch(4, SIZES))
+    placement = dtrans.BlockPlacement(min_block_size=1)
+    return dtrans.pserver(
+        main,
+        dtrans.trace(init, params),
+        pservers=endpoints,
+        trainers=TRAINERS,
+        mode=mode,
+        placement=placement,
+    )
+
+
+def batches() -> list[Any]:
+    return [mlp_batch(8, SIZES, seed=s) for s in range(STEPS)]
+
+
+def run_processes(plan: PServerPlan, threads: RoleThreads) -> dict[str, Any]:
+    """Run the roles in threads. Servers return their arrays, and trainers (parameters, state)."""
+    endpoints, options = tuple(plan.servers), {"deadline": HANG}
+
+    def server(ep: str) -> Any:
+        role = Role("pserver", TRAINERS, endpoints, current_endpoint=ep)
+        with ServerJob(plan, role, options) as job:
+            return job.serve(job.init(mlp_params(SIZES)))
+
+    def trainer(k: int) -> Any:
+        with TrainerJob(plan, Role("trainer", TRAINERS, endpoints, trainer_id=k), options) as job:
+            state = job.init(mlp_params(SIZES))
+            for batch in batches():
+                state, _ = job.step(state, *(x[4 * k : 4 * k + 4] for x in batch))
+            return job.params(state), state
+
+    for ep in endpoints:
+        threads.start(ep, server, ep)
+    for k in range(TRAINERS):
+        threads.start(f"trainer {k}", trainer, k)
+    return threads.all()
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Count the bytes of blocks that trainers send, and the bytes that they request."""
+    found: dict[str, int] = defaultdict(int)
+    send, request = TrainerSteps.send, TrainerSteps.request
+
+    def counting_send(self: Any, endpoint: str, name: str, block: np.ndarray) -> None:
+        found["send"] += block.nbytes
+        send(self, endpoint, name, block)
+
+    def counting_request(self: Any, landings: Any, *args: Any) -> Any:
+        found["recv"] += sum(memory.nbytes for _, _, memory in landings)
+        return request(self, landings, *args)
+
+    monkeypatch.setattr(TrainerSteps, "send", counting_send)
+    monkeypatch.setattr(TrainerSteps, "request", counting_request)
+    return found
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("parts", [False, True], ids=["at once", "in parts"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        dtrans.Sync(compress="bf16", compress_params="bf16"),
+        dtrans.Sync(compress="fp16", compress_scale=8.0),
+        dtrans.Sync(compress="int8"),
+        dtrans.Sync(compress="e3m0", compress_params="fp16"),
+    ],
+    ids=str,
+)
+def test_processes_have_the_bits_and_bytes_of_the_simulated_job(
+    role_threads: RoleThreads,
+    counted: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+    mode: Any,
+    parts: bool,
+) -> None:
+    if parts:  # servers answer before the end of the step
+        for name in ("PART_BYTES", "PIECE_BYTES", "ALIGNMENT"):
+            monkeypatch.setattr(divide_update, name, 1)
+    plan = plan_for(mode, free_endpoints(2))
+    ended = run_processes(plan, role_threads)
+
+    job = plan.simulate()
+    state = job.init(mlp_params(SIZES))
+    for batch in batches():
+        state, _ = job.step(state, *batch)
+    for ep, arrays in state.servers.items():
+        tree_equal(ended[ep], arrays)
+    for k in range(TRAINERS):
+        params, (first,) = ended[f"trainer {k}"]
+        tree_equal(params, job.params(state))
+        if plan.compression.rounding_errors:
+            for leaf, rounding_error in first[1].items():
+                tree_equal(rounding_error, state.params[f"rounding_error/{leaf}"][k])
+
+    sizes = plan.bytes_per_step
+    # trainers also receive all parameters before the first step
+    assert counted == {
+        "send": TRAINERS * STEPS * sizes["send"],
+        "recv": TRAINERS * (STEPS + 1) * sizes["recv"],
+    }
+
+
+def test_a_trainer_begins_with_rounded_parameters_and_no_rounding_errors() -> None:
+    endpoints = ("127.0.0.1:6174",)
+    plan = plan_for(dtrans.Sync(compress="int8", compress_params="bf16"), endpoints)
+    params, wire = mlp_params(SIZES), WireType("bf16")
+    with TrainerJob(plan, Role("trainer", TRAINERS, endpoints), {}) as job:
+        ((found, rounding_errors),) = state = job.state_of(params, None)
+        tree_equal(job.params(state), found)
+    tree_equal(found, jax.tree.map(lambda x: wire.decode(wire.encode(x), x), params))
+    assert not np.array_equal(found["w1"], params["w1"])
+    assert {n: x.shape for n, x in rounding_errors.items()} == {
+        f"params/{n}": x.shape for n, x in params.items()
+    }
+    assert not any(map(np.any, rounding_errors.values()))
+
+
+def test_a_replay_of_the_log_has_the_bits_of_the_simulated_job(tmp_path: Path) -> None:
+    plan = plan_for(dtrans.Sync(compress="bf16", compress_params="fp16"), ("127.0.0.1:6174",))
+    log = EpochLog(tmp_path)
+    log.add(EpochRecord(0, None, (0, 1)))
+    found = dtrans.replay(
+        plan, log.path, lambda step: batches()[step], init=(mlp_params(SIZES),), stop=STEPS
+    )
+    job = plan.simulate()
+    state = job.init(mlp_params(SIZES))
+    for batch in batches():
+        state, _ = job.step(state, *batch)
+    tree_equal(found, dtrans.checkpoint.gather(plan, state.servers))
+
+
+# -- cuts ------------------------------------------------------------------------------------------
+
+
+def executor(epoch: Epoch, step: int) -> Any:
+    connections = types.SimpleNamespace(epoch=epoch, step_count=step, steps_between_cuts=10)
+    return types.SimpleNamespace(connections=connections)
+
+
+def test_cuts_contain_rounding_errors(tmp_path: Path) -> None:
+    plan = plan_for(dtrans.Sync(compress="int8"), ("127.0.0.1:6174",))
+    names = [f"rounding_error/params/{n}" for n in ("b1", "b2", "w1", "w2")]
+    assert computed_leaves(plan) == names
+    check_cuts(plan, dtrans.Cuts(10))
+    LauncherFolder(tmp_path).grant(Epoch(), "a run", trainers=2)
+    folder = RoleFolder(tmp_path, "trainer 1")
+    folder.enter(Epoch())
+    params, rounding_errors = mlp_params(SIZES), {}
+    for leaf, t in plan.compression.rounding_errors.items():
+        rounding_errors[leaf] = jnp.full(t.shape, 0.5, t.dtype)
+    LeafCuts(folder, plan, "trainer 1").before_step(
+        executor(Epoch(), 0), 10, ((params, rounding_errors),)
+    )
+    zeros = jax.tree.map(jnp.zeros_like, rounding_errors)
+    new = mlp_params(SIZES, seed=3)
+    again = LeafCuts(RoleFolder(tmp_path, "trainer 1"), plan, "trainer 1")
+    (found,), step = again.begin(executor(Epoch(1, 10), 10), (new, zeros))
+    assert step == 10
+    tree_equal(found, (new, rounding_errors))
+
+
+def test_a_trainer_that_joins_lacks_rounding_errors() -> None:
+    plan = plan_for(dtrans.Sync(compress="e3m0"), ("127.0.0.1:6174",))
+    says = "^cuts: rounding_error/params/b1 is computed by each trainer, so at_loss=True cannot restore"
+    with pytest.raises(ConfigError, match=says):
+        check_cuts(plan, dtrans.Cuts(10, at_loss=True))
+    says = "^on_trainer_loss='replace': rounding_error/params/b1 is computed by each trainer"
+    with pytest.raises(ConfigError, match=says):
+        check_drops(plan, "replace")
+    with pytest.raises(ConfigError, match="^replay: with compress='e3m0', gradients depend on"):
+        dtrans.replay(plan, "epochs.jsonl", lambda step: (), init=(), stop=1)
+    check_cuts(plan_for(dtrans.Sync(compress="bf16"), ("a:1",)), dtrans.Cuts(10, at_loss=True))
+
+
+def test_an_executor_does_not_check_packed_gradients() -> None:
+    plan = plan_for(dtrans.Sync(compress="int8"), ("127.0.0.1:6174",))
+    says = re.escape("on_nonfinite='warn' cannot be combined with compress='int8'")
+    with dtrans.Executor(on_nonfinite="warn") as exe, pytest.raises(ConfigError, match=says):
+        exe.run(plan.trainer_startup, mlp_params(SIZES))
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+def test_digits_are_learned_as_well_as_by_exact_jobs() -> None:
+    """The mean accuracy over five seeds changes less than between seeds."""
+    from examples import digits
+    from examples.digits_training import DigitsSettings, training
+
+    def accuracies(mode: Any) -> tuple[list[float], Any]:
+        """Return the accuracy of each seed, and a parameter of the last."""
+        settings = DigitsSettings(optimizer="momentum")
+        step, init = training(settings)
+        data = digits.load(0)
+        batch = next(digits.batches(data, 0, 0, settings.batch_size // TRAINERS))
+        main = dtrans.trace(step, *jax.eval_shape(init, settings.key), *batch)
+        plan = dtrans.pserver(
+            main,
+            dtrans.trace(init, settings.key),
+            pservers="127.0.0.1:6174,127.0.0.1:6175",
+            trainers=TRAINERS,
+            mode=mode,
+        )
+        job, found = plan.simulate(), []
+        for seed in range(5):
+            state, data = job.init(jax.random.key(seed)), digits.load(seed)
+            for epoch in range(3):
+                for x, y in digits.batches(data, seed, epoch, settings.batch_size):
+                    state, _ = job.step(state, x, y)
+            params = job.params(state)
+            found.append(digits.accuracy(params, data.test_x, data.test_y))
+        return found, params["output"]["w"]
+
+    exact, weights = accuracies(dtrans.Sync())
+    spread = max(exact) - min(exact)
+    assert np.mean(exact) > 0.9 and spread > 0
+    for mode in (
+        dtrans.Sync(compress="bf16", compress_params="bf16"),
+        dtrans.Sync(compress="int8"),
+        dtrans.Sync(compress="e3m0"),
+    ):
+        found, rounded = accuracies(mode)
+        assert not np.array_equal(rounded, weights)
+        assert abs(np.mean(found) - np.mean(exact)) < spread, (mode, found, exact)
