@@ -28,6 +28,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
+import math
 import os
 import random
 import re
@@ -313,32 +315,40 @@ class Round:
 
     Attributes:
       pause: seconds between SIGSTOP and SIGCONT; 0 for SIGKILL.
-      at: seconds from the start of the job.
+      after: trainer 0 has completed this number of steps; 0 while the job starts.
+      at: seconds from the start of the job, if `after` is 0.
+      was_struck: False if the job ended before this moment.
     """
 
     number: int
     victim: str
     pause: float
+    after: int
     at: float
+    was_struck: bool = False
     seconds: float = 0.0
     restarts: int = 0
     wrong: str = ""
 
     def __str__(self) -> str:
         what = f"SIGSTOP for {self.pause:.1f} s" if self.pause else "SIGKILL"
-        head = f"{self.number:4d}  {self.victim:9s}  {what:18s} at {self.at:5.1f} s"
-        return f"{head}  {self.restarts} restarts, {self.seconds:5.1f} s  {self.wrong or 'equal'}"
+        moment = f"after step {self.after}" if self.after else f"at {self.at:.1f} s"
+        head = f"{self.number:4d}  {self.victim:9s}  {what:18s} {moment:14s}"
+        outcome = self.wrong or ("equal" if self.was_struck else "ended before, not counted")
+        return f"{head}  {self.restarts} restarts, {self.seconds:5.1f} s  {outcome}"
 
 
 def strike(job: Job, found: Round) -> None:
     """Wait for the moment of a round, then kill or stop the victim."""
-    while job.seconds < found.at or job.pid(found.victim) is None:
+    is_due = lambda: job.step >= found.after if found.after else job.seconds >= found.at
+    while not is_due() or job.pid(found.victim) is None:
         if job.launcher.poll() is not None:
             return
         time.sleep(0.01)
     pid = job.pid(found.victim)
     with contextlib.suppress(ProcessLookupError, TypeError):
         os.kill(pid, signal.SIGSTOP if found.pause else signal.SIGKILL)
+        found.was_struck = True
         if found.pause:
             time.sleep(found.pause)
             os.kill(pid, signal.SIGCONT)
@@ -386,31 +396,49 @@ def seconds_of_step(kind: Kind) -> float:
             job.close()
 
 
-def undisturbed(kind: Kind, steps: int) -> tuple[list[bytes], float]:
-    """Run an undisturbed job; return the arrays of its last checkpoint, and its seconds."""
+def undisturbed(kind: Kind, steps: int) -> tuple[list[bytes], float, float]:
+    """Run an undisturbed job.
+
+    Returns:
+      The arrays of its last checkpoint, its seconds, and its seconds until the first step.
+    """
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         job = Job(dataclasses.replace(kind, spares=0), steps, Path(folder), restarts=1)
         try:
+            while not job.step and job.launcher.poll() is None:
+                time.sleep(0.01)
+            until_first = job.seconds
             assert job.wait() == 0, job.text
-            return job.state(steps), job.seconds
+            expected, seconds = job.state(steps), job.seconds
+            assert expected, "the undisturbed job has no checkpoint of its last step"
+            return expected, seconds, until_first
         finally:
             job.close()
 
 
 def rounds(kind: Kind, count: int, seed: int, steps: int, pause: float) -> bool:
-    """Run rounds; return True if all end with the result of an undisturbed job."""
-    expected, seconds = undisturbed(kind, steps)
+    """Run rounds; return True if all end with the result of an undisturbed job.
+
+    A kill or stop is due after a number of steps, because jobs differ in speed. While a job starts,
+    it is due after a time. A round whose job has ended by then does not count.
+    """
+    expected, seconds, until_first = undisturbed(kind, steps)
     print(f"undisturbed: {seconds:.1f} s (load {os.getloadavg()[0]:.1f})", flush=True)
-    wrong = 0
-    for number in range(seed, seed + count):
+    wrong = struck = 0
+    for number in itertools.count(seed):
+        if struck == count:
+            break
         draw = random.Random(number)
         roles = ["trainer 0", "trainer 1"]
         roles += ["pserver 0", "pserver 1"] if kind.mode != "nccl2" else []
         victim, is_killed = draw.choice([*roles, LAUNCHER]), draw.random() < 0.6
         stopped = 0.0 if is_killed else draw.uniform(0.1, pause)
-        found = Round(number, victim, stopped, draw.uniform(0.0, seconds))
-        run_round(kind, steps, found, expected)
+        at = draw.uniform(0.0, seconds)
+        share = (at - until_first) / (seconds - until_first)
+        after = math.ceil(share * steps) if share > 0 else 0
+        found = run_round(kind, steps, Round(number, victim, stopped, after, at), expected)
         wrong += bool(found.wrong)
+        struck += found.was_struck or bool(found.wrong)
         print(found, flush=True)
     print(f"{count - wrong} of {count} rounds ended with the bits of the undisturbed job")
     return not wrong
