@@ -24,7 +24,7 @@ from role_threads import until
 from dtrans.errors import ConfigError, LaunchError
 from dtrans.run.distributed import identity
 from dtrans.run.distributed.launcher import launch
-from dtrans.run.distributed.restarts import attempt, cuts_at_loss, lost_reports
+from dtrans.run.distributed.restarts import attempt, cuts_at_loss, lost_reports, run_attempts
 from dtrans.run.distributed.restarts.restart_options import RestartOptions
 from dtrans.run.distributed.site import Site
 from dtrans.run.net.epoch_log import read_log
@@ -155,6 +155,50 @@ def test_all_start_again_if_a_role_leaves_before_it_goes_back(
     ]
     assert {x[-1] for x in seen.entered.values()} == {(2, 20)}
     assert min(len(set(pids)) for pids in seen.pids.values()) == 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, [0.0, 1.0, 2.0]),
+        ({"LONGEST_BACK_OFF": 1.5}, [0.0, 1.0, 1.5]),
+        ({"STEADY": 0.0}, [0.0, 0.0, 0.0]),
+    ],
+)
+def test_pauses_precede_restarts_after_roles_that_leave(
+    changed: dict[str, float],
+    expected: list[float],
+    script: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without the pauses, roles that leave again and again would keep the launcher busy."""
+    pauses: list[float] = []
+
+    def pause(self: attempt.Attempt, seconds: float) -> bool:
+        pauses.append(seconds)
+        return False
+
+    monkeypatch.setattr(attempt.Attempt, "pause", pause)
+    for name, seconds in changed.items():
+        monkeypatch.setattr(run_attempts, name, seconds)
+    command = script("""
+        number = enter()
+        if number < 6 and number % 2 == 0:
+            cut(10 * number + 10)
+            if name == "trainer 1":
+                wait(lambda: all_in(number))
+                die()
+            wait(lambda: epochs.current().number > number)
+            if name == "trainer 0":
+                epochs.leave()
+        if number < 6:
+            forever()
+        finish(6)
+    """)
+    launch(command, restarts=3, **JOB)
+    said = [x for x in Output(capsys).said if x.startswith("trainer 0 has left the job")]
+    assert len(said) == 3 and pauses == expected
 
 
 def test_a_role_that_cannot_read_its_cut_has_failed(

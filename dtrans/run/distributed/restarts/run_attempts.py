@@ -94,6 +94,8 @@ class Restarts:
                 # counted. After a trainer was dropped, no restart is counted.
                 number = f" ({self._rules.number})" if self._rules.count else ""
                 say(f"{attempt.superseded}; all roles start again{number}")
+                if self._pauses(attempt, _pause_before(self._of_all)):
+                    return attempt
             elif lost is None or not self._restarts_all(attempt, lost):
                 return attempt
             else:
@@ -264,12 +266,19 @@ class Restarts:
         if self._is_late(pause):
             return False
         self._rules.count += 1
-        self._of_all += 1
         say(
             f"{lost.role.name}{lost.where} failed with {lost.how()}; all roles start again "
             f"({self._rules.number})"
         )
-        return not attempt.pause(pause)
+        return not self._pauses(attempt, pause)
+
+    def _pauses(self, attempt: Attempt, pause: float) -> bool:
+        """Count a restart of all roles, and wait before it; return True if a signal came."""
+        self._of_all += 1
+        if self._limit is not None:
+            # the next attempt reports the deadline, with the names of the roles
+            pause = min(pause, self._limit - time.monotonic())
+        return attempt.pause(pause)
 
     def _is_late(self, pause: float = 0.0) -> bool:
         """Return True if no restart may begin after a pause, because of the deadline."""
@@ -336,17 +345,17 @@ def _names(attempt: Attempt) -> set[str]:
     return {child.role.name for child in attempt.running}
 
 
-def _pause_before(restarts: int, lost: Child) -> float:
+def _pause_before(restarts: int, lost: Child | None = None) -> float:
     """Return the seconds to wait before a restart of all roles.
 
     Args:
       restarts: the number of restarts of all roles in quick succession before this one.
-      lost: the lost role.
+      lost: the lost role; None if another role could not go back to a cut (snapshot).
     """
     pause = 0.0
     if restarts:
         doublings = min(restarts - 1, 10)  # a float overflows after 1,000 doublings
         pause = min(BACK_OFF * 2**doublings, LONGEST_BACK_OFF)
-    if lost.is_host_lost(was_reached=True):
+    if lost is not None and lost.is_host_lost(was_reached=True):
         pause = max(pause, HOST_PAUSE)
     return pause
