@@ -179,12 +179,13 @@ def group_options(options: Mapping[str, Any], records: Mapping[str, Any]) -> dic
 
     Args:
       options: the options. An option with the name of a field replaces this field in the record,
-        even if the record is also among the options.
+        even if the record is also among the options. If several records have the field, the first
+        record gets the option.
       records: default of each argument that is a record, by the argument's name.
     """
     found = dict(options)
     for argument, default in records.items():
-        names = [name for name in _field_names(default) if name in options]
+        names = [name for name in _field_names(default) if name in found]
         if not names:
             continue
         base = found.get(argument)

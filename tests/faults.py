@@ -300,6 +300,28 @@ FAULTS = (
         "data_parallel/test_transform.py::"
         "test_batch_statistics_are_the_mean_of_all_trainers[2-simulate]",
     ),
+    Fault(  # a loop over layers gathers complete sequences first
+        "data_parallel/sequence_axis.py",
+        "gathers_in_loops=True",
+        "gathers_in_loops=False",
+        ("data_parallel/test_sequence_axis.py",),
+        "data_parallel/test_sequence_axis.py::test_loops_over_layers_stay_divided",
+    ),
+    Fault(
+        "data_parallel/sequence_axis.py",
+        "if length % self.size:",
+        "if False:",
+        ("data_parallel/test_sequence_axis.py",),
+        "data_parallel/test_sequence_axis.py::test_sequences_that_the_devices_do_not_divide",
+    ),
+    Fault(  # the axis "sequence" divides only state that "data" does not divide
+        "zero/choose_slices.py",
+        "free = tuple(0 if is_taken(n, dim) else length for",
+        "free = tuple(length for",
+        ("data_parallel/test_sequence_axis.py",),
+        "data_parallel/test_sequence_axis.py::"
+        "test_a_device_stores_a_slice_of_state_for_each_pair_of_axes[1]",
+    ),
     Fault(
         "engine/layout.py",
         "part = -(-shape[axis] // width // degree) * width",

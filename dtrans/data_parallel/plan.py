@@ -122,6 +122,9 @@ class CollectivePlan(Plan):
         if self.model_state is not None:
             for name, sliced in self.model_state.sliced.items():
                 cuts.setdefault(name, {})[self.model_state.axis] = sliced
+        if self.sequence is not None:
+            for name, sliced in self.sequence.state.items():
+                cuts.setdefault(name, {})[self.sequence.name] = sliced
         return cuts
 
     @property

@@ -6,7 +6,9 @@ Attention gathers keys and values, and the gradient of a kernel is a sum over th
 this follows from the rules of the engine (`dtrans.engine.split`).
 
 Source: Li et al., Sequence Parallelism (arXiv 2105.13120). Difference: keys and values are
-all-gathered; they do not travel in a ring.
+all-gathered; they do not travel in a ring. In a ring, each device starts a loop over blocks of keys
+with another block. The result is the same only if it does not depend on the order of iterations. No
+rule of the engine can derive this from the body of a loop.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any, ClassVar
 
 from dtrans.batch.exact_step import batch_axes, full_type
 from dtrans.data_parallel.options import SEQUENCE, Options
+from dtrans.engine.layout import Sliced
 from dtrans.errors import BatchError, ConfigError
 from dtrans.ir.display import short_type
 from dtrans.ir.program import Program
@@ -33,10 +36,12 @@ class SequenceAxis:
     Attributes:
       size: number of devices that divide each sequence.
       dims: maps each divided array of the batch to the dimension of its sequences.
+      state: arrays of optimizer state that the devices also divide, by name.
     """
 
     size: int
     dims: Mapping[str, int]
+    state: Mapping[str, Sliced] = dataclasses.field(default_factory=dict)
     name: ClassVar = SEQUENCE
 
     @property
@@ -48,12 +53,14 @@ class SequenceAxis:
         notes = []
         for dim, names in sorted(by_dim.items()):
             notes.append(f"divided over {self.name} along dimension {dim}: {', '.join(names)}")
+        if self.state:
+            notes.append(f"divided over {self.name}: {len(self.state)} arrays of optimizer state")
         return notes
 
     def shard(self, program: Program) -> ShardedProgram:
         """Rewrite the program of one trainer for one device. Its results are replicated."""
-        nothing = ModelState(self.name, self.size, {}, (), ())
-        return shard_program(program, nothing, self.dims, gathers_in_loops=True)
+        state = ModelState(self.name, self.size, self.state, (), ())
+        return shard_program(program, state, self.dims, gathers_in_loops=True)
 
     def full_types(self, types: Mapping[str, Any]) -> dict[str, Any]:
         """Return the types of a trainer's arrays from those of a device."""

@@ -34,7 +34,8 @@ def auto_stages(forward: ForwardPass, o: PipelineOptions) -> tuple[PipelineOptio
 
     Raises:
       ConfigError: the number of scopes is not a multiple of `chunks`. Or the policy is
-        REPEATED_LAYERS, which needs a number of stages from the user.
+        REPEATED_LAYERS, which needs a number of stages from the user. Or `Cluster.slices` lists
+        devices for another number of stages.
     """
     if loops_of(forward):
         forward, _ = split_scans(forward, split_iterations(forward))
@@ -58,6 +59,15 @@ def auto_stages(forward: ForwardPass, o: PipelineOptions) -> tuple[PipelineOptio
         spans = {n: _makespan(forward, o, timetable(n)) for n in counts}
         limit = SLACK * min(spans.values())
         best = min(n for n, span in spans.items() if span <= limit)
+    listed = o.stages.cluster.slices
+    if listed is not None and len(listed) != best:
+        remedy = f"list devices for {best} stages"
+        if by_scope is None:
+            remedy += f", or pass num_stages={len(listed)}"
+        raise ConfigError(
+            f"num_stages='auto' chose {best} stages, but slices of dtrans.Cluster lists devices "
+            f"for {len(listed)}; {remedy}"
+        )
     return dataclasses.replace(o, num_stages=best), timetable(best)
 
 

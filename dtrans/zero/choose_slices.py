@@ -45,6 +45,7 @@ from dtrans.rows.layout import SHARED, RowAxis, leaves_of
 from dtrans.rows.normalize import inline_inside
 from dtrans.step.halves import DividedStep, Gradient, Name
 from dtrans.step.marks import mark_p
+from dtrans.tensor_parallel.model_axis import state_axes
 from dtrans.zero.forward_values import leaves_that_meet_the_batch
 from dtrans.zero.rank_values import local_values
 from dtrans.zero.slice_analysis import GatherOptions, SliceAnalysis, SliceInputs
@@ -291,6 +292,37 @@ def reason_by_shape(
         other = "other " if is_divided else ""
         return f"no {other}dimension of {t.str_short()} has rows for {degree} ranks"
     return ""
+
+
+def slice_state_again(
+    step: DividedStep, size: int, earlier: Sequence[Mapping[Any, Sliced]], least: int
+) -> dict[str, Sliced]:
+    """Return slices of optimizer state over one more mesh axis, by name.
+
+    An array is sliced along a dimension that no earlier axis slices, like its parameter.
+
+    Args:
+      step: the step, divided at its gradients.
+      size: the size of the axis.
+      earlier: the slices of each earlier axis, by name.
+      least: the minimum number of elements of a parameter whose state is sliced.
+    """
+
+    def is_taken(name: str, dim: int) -> bool:
+        return any(name in slices and slices[name].axis == dim for slices in earlier)
+
+    dims: dict[str, int] = {}
+    for n in step.params:
+        t = step.program.inputs[n]
+        free = tuple(0 if is_taken(n, dim) else length for dim, length in enumerate(t.shape))
+        axis = choose_axis(free, size)
+        if axis is not None and t.size >= least:
+            dims[n] = axis
+    found = {}
+    for n, dim in state_axes(step, dims).items():
+        if n not in step.state_read and not is_taken(n, dim):
+            found[n] = Sliced.from_shape(step.program.inputs[n].shape, dim, size)
+    return found
 
 
 def _find_replicated_gradients(step: DividedStep) -> set[str]:

@@ -18,7 +18,7 @@ from dtrans.checks import (
     check_type,
     is_number,
 )
-from dtrans.data_parallel.options import Options
+from dtrans.data_parallel.options import DATA, SEQUENCE, Options
 from dtrans.errors import ConfigError
 from dtrans.zero.by_leaf.assign import RULES
 
@@ -138,6 +138,8 @@ class Slicing:
         with computation (`dtrans.run.base.platforms`).
       overlap: True to let collectives overlap with computation. False starts each collective when
         the previous one has ended.
+      axes: with `mesh`, the axes that divide the optimizer state: ("data",), or ("data",
+        "sequence"). The axis "model" always divides the state of `dtrans.split` layers.
       axis_name: the mesh axis over the ranks of a group.
       replica_axis_name: the mesh axis over the groups.
 
@@ -155,6 +157,7 @@ class Slicing:
     gather_bucket_MB: float = 0
     prefetch: int | None = None
     overlap: bool = True
+    axes: tuple[str, ...] = (DATA,)
     axis_name: str = "shard"
     replica_axis_name: str = "dp"
 
@@ -170,6 +173,12 @@ class Slicing:
             raise ConfigError(
                 f"overlap=False and prefetch={self.prefetch}: a prefetch overlaps with "
                 "computation; leave one of the two out"
+            )
+        check_one_of("axes", self.axes, ((DATA,), (DATA, SEQUENCE)))
+        if SEQUENCE in self.axes and self.partition != "rows":
+            raise ConfigError(
+                f"axes={self.axes} and partition={self.partition!r}: a rank stores the complete "
+                "state of its parameters; pass partition='rows', or leave axes out"
             )
         check_name("axis_name", self.axis_name, "the name of an axis")
         check_name("replica_axis_name", self.replica_axis_name, "the name of an axis")

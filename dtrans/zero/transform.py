@@ -34,7 +34,7 @@ from dtrans.batch.exact_step import ExactStep
 from dtrans.checks import check_int, check_together, check_type
 from dtrans.data_parallel.device_parts import DeviceParts, refuse_calls
 from dtrans.data_parallel.merge_rules import infer_merges
-from dtrans.data_parallel.options import DATA, MODEL, Reduce, sizes_of_mesh
+from dtrans.data_parallel.options import DATA, MODEL, SEQUENCE, Reduce, sizes_of_mesh
 from dtrans.data_parallel.sequence_axis import find_sequence_axis
 from dtrans.data_parallel.transform import (
     callers,
@@ -61,6 +61,7 @@ from dtrans.step.observers import (
 )
 from dtrans.step.startup import match_startup, normalize_step
 from dtrans.tensor_parallel.model_axis import shard_state
+from dtrans.zero.choose_slices import slice_state_again
 from dtrans.zero.forward_values import with_forward_values
 from dtrans.zero.mixed_precision import low_precision
 from dtrans.zero.options import Precision, ShardingOptions, Slicing
@@ -96,7 +97,7 @@ def sharding(
         {"data": 4, "model": 2}. The batch and the state are divided over "data". The parameters of
         `dtrans.split` scopes, and their optimizer state, are also divided over "model", along
         another dimension. The sequences of the batch are divided over "sequence"
-        (`Batch.sequence`).
+        (`Batch.sequence`). `slices.axes` also divides optimizer state over "sequence".
       stage: 1 shards optimizer state; 2 also shards gradients; 3 also shards parameters.
       replicas: the number of groups of `degree` ranks, or of copies of the mesh. All degree *
         replicas ranks split the batch.
@@ -145,6 +146,11 @@ def sharding(
     if mesh is not None:
         degree, model, sequence = _from_mesh(mesh, degree, slices)
         slices = dataclasses.replace(slices, axis_name=DATA)
+    if SEQUENCE in slices.axes and not sequence:
+        raise ConfigError(
+            f"axes={slices.axes} divides state over {SEQUENCE!r}, but there is no mesh with this "
+            f"axis; pass mesh={{..., {SEQUENCE!r}: n}}, or leave axes out"
+        )
     check_int("degree", degree, "a positive number of ranks")
     assert degree is not None
     options = ShardingOptions(
@@ -219,6 +225,11 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
         parts = parts.on_model_axis(model, plain.program.inputs)
     sequence = find_sequence_axis(plain, options)
     if sequence is not None:
+        if SEQUENCE in options.slices.axes:
+            earlier = [layout.slices.sliced, model.sliced if model else {}]
+            least = options.slices.min_slice_size
+            state = slice_state_again(plain, sequence.size, earlier, least)
+            sequence = dataclasses.replace(sequence, state=state)
         parts = parts.on_sequence_axis(sequence)
     return ShardingPlan(
         main=plain.program,

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import tree_close
-from mesh_models import WIDTH, array, block, block_params, job_of, normed, planners
+from mesh_models import INNER, WIDTH, array, block, block_params, job_of, normed, planners
 from pipeline_models import compiled_quickly
 
 import dtrans
@@ -119,6 +119,35 @@ def recurrent(tx=None):
     return job_of(loss, params, (array(*shape), array(*shape, seed=1)), tx)
 
 
+def blockwise(tx=None, blocks=4):
+    """Causal attention by a loop over blocks of keys, which stores no scores of all tokens."""
+    params = {n: array(WIDTH, WIDTH, seed=i) for i, n in enumerate("qkvo")}
+
+    def loss(params, x):
+        q, k, v = (x @ params[n] for n in "qkv")
+        size = x.shape[1] // blocks
+        cut = lambda x: x.reshape(len(x), blocks, size, WIDTH).swapaxes(0, 1)
+
+        @jax.checkpoint
+        def body(carry, block):
+            highest, total, read = carry
+            start, k, v = block
+            scores = q @ k.swapaxes(1, 2)
+            is_past = jnp.arange(x.shape[1])[:, None] >= start + jnp.arange(size)
+            scores = jnp.where(is_past, scores, -1e9)
+            top = jnp.maximum(highest, scores.max(-1))
+            weights, old = jnp.exp(scores - top[..., None]), jnp.exp(highest - top)
+            read = read * old[..., None] + weights @ v
+            return (top, total * old + weights.sum(-1), read), None
+
+        zero = jnp.zeros(x.shape[:2])
+        blocks_of_keys = size * jnp.arange(blocks), cut(k), cut(v)
+        (_, total, read), _ = jax.lax.scan(body, (zero - 1e9, zero, 0 * x), blocks_of_keys)
+        return jnp.mean((x + read / total[..., None] @ params["o"]) ** 2)
+
+    return job_of(loss, params, (array(ROWS, TOKENS, WIDTH) * 3,), tx)
+
+
 STEPS = {
     "transformer": transformer,
     "scanned": lambda tx=None: transformer(tx, scanned=True),
@@ -126,6 +155,7 @@ STEPS = {
     "rotary": rotary,
     "convolution": convolution,
     "recurrent": recurrent,
+    "blockwise": blockwise,
 }
 
 
@@ -231,6 +261,15 @@ def test_bytes_over_the_sequence_axis():
     assert traffic["all_reduce", "sequence"] == weights - positions + 8
 
 
+@pytest.mark.parametrize("blocks", [2, 4, 8])
+def test_bytes_of_a_loop_over_blocks_of_keys(blocks):
+    """A loop moves the same bytes as a softmax of all scores: keys, values, and cotangents."""
+    traffic = planned(blockwise(blocks=blocks)).traffic()
+    activations = ROWS * TOKENS * WIDTH * 8
+    assert traffic["all_gather", "sequence"] == 2 * activations
+    assert traffic["reduce_scatter", "sequence"] == 2 * activations
+
+
 def test_loops_over_layers_stay_divided():
     notes = [x for x in planned(transformer(scanned=True)).notes if x.startswith("gathered")]
     assert not [x for x in notes if "scan of" in x], notes
@@ -255,6 +294,95 @@ def test_activations_of_a_device():
     job = plan.on_mesh()
     divided = job.lower(job.init(jax.random.key(0)), *of.batch).compile().memory_analysis()
     assert divided.temp_size_in_bytes <= (1 / 4 + 0.1) * one.temp_size_in_bytes
+
+
+# -- optimizer state -------------------------------------------------------------------------------
+
+
+def over_both(of, mesh=MESH, stage=1):
+    """Return the plan of a job whose optimizer state is divided over "data" and "sequence"."""
+    slices = dtrans.Slicing(min_slice_size=0, axes=("data", "sequence"))
+    return dtrans.sharding(*of.traced(), mesh=mesh, stage=stage, slices=slices)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "mesh, stage",
+    [
+        (MESH, 1),
+        (MESH, 2),
+        (MESH, 3),
+        ({"sequence": 4}, 1),
+        ({"data": 2, "sequence": 2, "model": 2}, 3),
+    ],
+    ids=str,
+)
+def test_optimizer_state_divided_over_both_axes(mesh, stage):
+    of = transformer(CLIPPED, layers=1)
+    plan = over_both(of, mesh, stage)
+    tree_close(of.of(plan.on_mesh()), of.on_one_device(), 1e-12)
+    report = plan.verify()
+    assert report.equal and report.complete, report
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    "tx", [optax.lamb(0.05), optax.adafactor(0.05, min_dim_size_to_factor=4)], ids=["lamb", "ada"]
+)
+def test_optimizers_divided_over_both_axes(tx):
+    of = transformer(tx, layers=1)
+    tree_close(of.of(over_both(of).simulate()), of.on_one_device(), 1e-11)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_device_stores_a_slice_of_state_for_each_pair_of_axes(stage):
+    """After the update, kernels are gathered over "sequence": in stage 3, only a trainer's slices.
+
+    In stages 1 and 2, the gather over "data" moves pieces, and the one over "sequence" full kernels.
+    Arrays of one dimension are divided over "data" only.
+    """
+    of = transformer(layers=1)
+    plan, without = over_both(of, stage=stage), sharded(of, MESH, stage=stage)
+    shapes = {n: t.shape for n, t in plan.program.inputs.items()}
+    assert shapes["opt_state/0/mu/blocks/0/up"] == (WIDTH // 2, INNER // 4)
+    assert shapes["opt_state/0/nu/blocks/0/up_b"] == (INNER // 2,)
+    kernel = (WIDTH // 2, INNER) if stage == 3 else (WIDTH, INNER)
+    assert shapes["params/blocks/0/up"] == kernel
+    kernels = 4 * WIDTH**2 + 2 * WIDTH * INNER + (WORDS + TOKENS) * WIDTH
+    others = INNER + 3 * WIDTH
+    assert plan.memory()["opt_state"] == 2 * 8 * (kernels / 8 + others / 2) + 4
+    more = plan.traffic()["all_gather", "sequence"] - without.traffic()["all_gather", "sequence"]
+    assert more == 8 * (kernels / 2 if stage == 3 else kernels)
+    if stage == 1:
+        assert plan.traffic()["all_gather", "data"] == 8 * (kernels / 4 + others)
+    job = plan.on_mesh()
+    nu = job.init(jax.random.key(0)).opt_state["opt_state/0/nu/blocks/0/up"]
+    assert {s.data.shape for s in nu.addressable_shards} == {(WIDTH // 2, INNER // 4)}
+
+
+def test_checkpoints_of_state_divided_over_both_axes(tmp_path):
+    of = transformer(layers=1)
+    one, other = over_both(of).on_mesh(), planned(of).on_mesh()
+    state, _ = one.step(one.init(jax.random.key(0)), *of.batch)
+    dtrans.checkpoint.save(tmp_path / "saved", one, state)
+    restored = dtrans.checkpoint.restore(tmp_path / "saved", other)
+    tree_close(other.opt_state(restored), one.opt_state(state), 0.0)
+    dtrans.checkpoint.save(tmp_path / "again", other, restored)
+    again = dtrans.checkpoint.restore(tmp_path / "again", one)
+    tree_close(one.opt_state(again), one.opt_state(state), 0.0)
+
+
+def test_other_axes_of_the_state_are_refused():
+    traced = transformer(layers=1).traced()
+    for axes in (("sequence",), ("data", "model"), "data"):
+        with pytest.raises(ConfigError, match=r"axes must be \('data',\) or"):
+            dtrans.Slicing(axes=axes)
+    with pytest.raises(ConfigError, match="pass partition='rows', or leave axes out"):
+        dtrans.Slicing("greedy_even", axes=("data", "sequence"))
+    slices = dtrans.Slicing(axes=("data", "sequence"))
+    for where in ({"mesh": {"data": 2}}, {"degree": 2}):
+        with pytest.raises(ConfigError, match="there is no mesh with this axis; pass mesh="):
+            dtrans.sharding(*traced, slices=slices, **where)
 
 
 # -- texts and errors ------------------------------------------------------------------------------

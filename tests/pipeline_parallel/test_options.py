@@ -937,6 +937,22 @@ def test_auto_chooses_among_the_first_listed_stages():
     assert sizes_of(plan) == [1, 1, 4]
 
 
+@pytest.mark.parametrize(
+    "of, remedy",
+    [
+        (lambda: job_of(square, LAYERS, rows(32, 8, 8)), ", or pass num_stages=3$"),
+        (lambda: scoped("a", "b"), "$"),
+    ],
+    ids=["layers", "scopes"],
+)
+def test_auto_names_the_number_of_stages_that_slices_do_not_list(of, remedy):
+    grids = [[[d]] for d in jax.devices()[:3]]
+    message = "num_stages='auto' chose 2 stages, but slices of dtrans.Cluster lists devices for 3; "
+    with pytest.raises(ConfigError, match=f"{message}list devices for 2 stages{remedy}"):
+        speeds = Cluster("specific", jax.devices()[:3], slices=grids, speeds=[4, 4, 0.01])
+        planned(of(), cluster=speeds, flops_per_byte=0, **AUTO)
+
+
 def test_scopes_determine_stages_in_spite_of_speeds():
     plan = planned(scoped("a", "b"), cluster=Cluster(speeds=[1, 9]))
     assert sizes_of(plan) == [1, 1] and plan.speeds == (1, 9)

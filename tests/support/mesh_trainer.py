@@ -6,7 +6,9 @@ write checkpoints to the folder, too.
 
 from __future__ import annotations
 
+import socket
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,44 +19,50 @@ import numpy as np
 import optax
 from cluster_trainer import flat, refused
 from jax.experimental import multihost_utils
+from mesh_models import WIDTH, array, attention, block_params, expert_params, experts, normed
 
 import dtrans
 
 
-MESHES = {
-    "slices": ("sharding", {"mesh": {"data": 4, "model": 2}, "stage": 3, "min_slice_size": 0}),
-    "wide": ("nccl2", {"mesh": {"data": 4, "model": 2}}),
+SLICES = {"stage": 3, "min_slice_size": 0}
+MESHES: dict[str, tuple[str, dict[str, Any]]] = {
+    "slices": ("sharding", {"mesh": {"data": 4, "model": 2}, **SLICES}),
     "deep": ("nccl2", {"mesh": {"data": 2, "model": 4}}),
     "sequence": ("nccl2", {"mesh": {"data": 4, "sequence": 2}}),
-    "three": (
-        "sharding",
-        {"mesh": {"data": 2, "sequence": 2, "model": 2}, "stage": 3, "min_slice_size": 0},
-    ),
+    "three": ("sharding", {"mesh": {"data": 2, "sequence": 2, "model": 2}, **SLICES}),
     "colocated": ("nccl2", {"mesh": {"data": 8, "model": "data"}}),
+    "stages": ("pipeline", {"num_stages": 2, "num_micro_batch": 2, "replicas": 2}),
 }
-STEPS, ROWS = 3, 8
+STEPS, ROWS, TOKENS = 3, 8, 4
 SAVED = ("slices", "three", "colocated")  # jobs that write checkpoints
 
 
-def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return a loss, and the output of each row."""
-    h = x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * params["scale"]
-    with dtrans.split(name="mlp"):
+def loss_fn(params: Any, x: jax.Array, y: jax.Array, count: int | None = None) -> Any:
+    """Return the loss of a transformer block with experts, and the output of each row.
+
+    `count` is the number of devices of each split scope.
+    """
+    scope = lambda name: dtrans.split(device_count=count, name=name)
+    h = normed(x, params["norm1"])
+    with scope("attention"):
+        h = attention(params, h)
+    x = x + h
+    h = normed(x, params["norm2"])
+    with scope("mlp"):
         h = jnp.tanh(h @ params["up"] + params["up_b"]) @ params["down"]
-    out = x + h + params["down_b"]
+    x = x + h + params["down_b"]
+    out = x + experts(params, x, scope)
     return jnp.mean((out - y) ** 2), out
 
 
 def init(key: jax.Array) -> Any:
-    """Return an MLP with seven inner columns, so that the pieces of devices have padding."""
-    k1, k2 = jax.random.split(key)
-    params = {
-        "scale": jnp.ones(6),
-        "up": jax.random.normal(k1, (6, 7)),
-        "up_b": jnp.zeros(7),
-        "down": jax.random.normal(k2, (7, 6)),
-        "down_b": jnp.zeros(6),
-    }
+    """Return parameters with seven columns in the MLP, so that the pieces of devices have padding.
+
+    There are eight experts, one for each device of a job.
+    """
+    given = {**block_params(), **expert_params(8)}
+    given |= {"up": array(WIDTH, 7), "up_b": array(7), "down": array(7, WIDTH)}
+    params = jax.tree.map(jnp.asarray, given)
     return params, optimizer().init(params)
 
 
@@ -64,13 +72,15 @@ def optimizer() -> Any:
 
 def batches() -> list[tuple[np.ndarray, np.ndarray]]:
     rng = np.random.default_rng(0)
-    return [(rng.normal(size=(ROWS, 6)), rng.normal(size=(ROWS, 6))) for _ in range(STEPS)]
+    shape = (ROWS, TOKENS, WIDTH)
+    return [(rng.normal(size=shape), rng.normal(size=shape)) for _ in range(STEPS)]
 
 
 def planned(name: str) -> Any:
     """Return the plan of one of the jobs."""
     strategy, options = MESHES[name]
-    step = dtrans.make_train_step(loss_fn, optimizer(), has_aux=True)
+    loss = partial(loss_fn, count=2) if strategy == "pipeline" else loss_fn
+    step = dtrans.make_train_step(loss, optimizer(), has_aux=True)
     key = jax.random.key(0)
     main = dtrans.trace(step, *jax.eval_shape(init, key), *batches()[0])
     return getattr(flat_options, strategy)(main, dtrans.trace(init, key), **options)
@@ -78,8 +88,8 @@ def planned(name: str) -> Any:
 
 def main(folder: str) -> None:
     """Train each of the jobs, and restore checkpoints of two jobs on another mesh."""
-    cluster = dtrans.connect(deadline=20)
-    found: dict[str, Any] = {}
+    cluster = dtrans.connect(deadline=60)
+    found: dict[str, Any] = {"host": socket.gethostname()}
     for name in MESHES:
         job = planned(name).on_cluster()
         state = job.init(jax.random.key(0))
