@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +147,23 @@ def test_a_leaf_is_dropped_after_its_last_reader(monkeypatch: pytest.MonkeyPatch
     found = job.apply(tied, job.init(), X)
     assert [len(names) for names in fetched] == [1] * LAYERS
     np.testing.assert_allclose(found, tied(layers(), X), rtol=1e-12)
+
+
+def test_a_group_is_dropped_before_the_next_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(applied, "GATHERED_BYTES", 1)
+    job = planned("deep", "stage 3").on_mesh()
+    gathered: list[weakref.ref[jax.Array]] = []
+    fetch = job._leaves
+
+    def copy(state: Any, names: Any) -> Any:
+        assert not any(ref() is not None for ref in gathered)
+        copies = jax.tree.map(jnp.copy, fetch(state, names))
+        gathered.extend(map(weakref.ref, copies.values()))
+        return copies
+
+    job._leaves = copy
+    job.apply(deep, job.init(), X)
+    assert len(gathered) == LAYERS
 
 
 @pytest.mark.parametrize("model", MODELS)
