@@ -246,7 +246,8 @@ class StateFunctions(abc.ABC):
           The result of `fn`.
 
         Raises:
-          ConfigError: `fn` reads state of another process, such as a server's optimizer state.
+          ConfigError: `fn` is no function, or it reads state of another process, such as a server's
+            optimizer state.
 
         Example:
           >>> import jax, jax.numpy as jnp, optax, dtrans
@@ -259,6 +260,8 @@ class StateFunctions(abc.ABC):
           >>> job.apply(predict, job.init(), 3 * x).tolist()
           [3.0, 3.0]
         """
+        if not callable(fn):
+            raise ConfigError(f"job.apply takes a function as its first argument, not {fn!r}")
         applied = _applied(self, fn)
         return applied(lambda names: self._leaves(state, names), *args)
 

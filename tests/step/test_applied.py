@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import dtrans
-from dtrans.errors import StateError
+from dtrans.errors import ConfigError, StateError
 from dtrans.step import applied
 
 
@@ -184,3 +184,12 @@ def test_functions_of_the_state_of_other_jobs_are_refused() -> None:
     job = planned("deep", "pipeline").simulate()
     with pytest.raises(StateError, match="CollectiveState"):
         job.apply(deep, state, X)
+
+
+@pytest.mark.parametrize("mode", ["nccl2", "stage 3", "servers", "pipeline"])
+def test_parameters_in_place_of_the_state_are_refused(mode: str) -> None:
+    job = planned("deep", mode).simulate()
+    with pytest.raises(StateError, match="dict"):
+        job.apply(deep, layers(), X)
+    with pytest.raises(ConfigError, match="takes a function as its first argument, not 3"):
+        job.apply(3, layers(), X)

@@ -296,6 +296,7 @@ class CollectiveJob(Job):
         return self.trainers.state_sharding(self._state.sharding(name))
 
     def _leaves(self, state: CollectiveState, names: Collection[str]) -> dict[str, Any]:
+        check_kind(state, CollectiveState, "apply")
         self.watch.check(wait=True)
         if self.plan.owned is not None:
             return super()._leaves(state, names)

@@ -251,6 +251,7 @@ class MeshJob(Job):
         return name in self.plan.tables.of or name not in self.plan.main.args[0].names
 
     def _leaves(self, state: MeshState, names: Collection[str]) -> dict[str, Any]:
+        check_kind(state, MeshState, "apply")
         return on_first_device(self._arrays(state, names))
 
     def _gathered_bytes(self, name: str) -> int:
