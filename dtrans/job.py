@@ -23,8 +23,9 @@ from dtrans._jax import ClosedJaxpr, without_mesh
 from dtrans.checks import check_int
 from dtrans.errors import ConfigError, Rewound, StateError
 from dtrans.ir.program import Program
+from dtrans.ir.selection import subset
 from dtrans.step import one_state
-from dtrans.step.applied import Applied
+from dtrans.step.applied import Applied, groups_by_bytes
 from dtrans.step.batch_sharing import part_of_batch
 from dtrans.step.hyperparameters import replace_hyperparameters
 from dtrans.step_meter import JobReport, StepMeter
@@ -229,8 +230,8 @@ class StateFunctions(abc.ABC):
         Each function object is compiled once for each shape of `args`. The job gathers only arrays
         that `fn` reads, and never all of them at once:
 
-        - Sharded parameters are gathered in groups of at most 64 MiB, or one larger parameter. A
-          group is dropped when the following group is gathered.
+        - Sharded parameters, and tables of parameter servers, are gathered in groups of at most
+          64 MiB, or one larger parameter. A group is dropped before the next group is gathered.
         - Each stage of a pipeline computes the equations that read its parameters. Activations
           move to the next stage, but parameters stay on their devices. In a job of several
           processes, the parameters of one stage at a time are sent to all processes.
@@ -245,7 +246,8 @@ class StateFunctions(abc.ABC):
           The result of `fn`.
 
         Raises:
-          ConfigError: `fn` reads state of another process, such as a server's optimizer state.
+          ConfigError: `fn` is no function, or it reads state of another process, such as a server's
+            optimizer state.
 
         Example:
           >>> import jax, jax.numpy as jnp, optax, dtrans
@@ -258,6 +260,8 @@ class StateFunctions(abc.ABC):
           >>> job.apply(predict, job.init(), 3 * x).tolist()
           [3.0, 3.0]
         """
+        if not callable(fn):
+            raise ConfigError(f"job.apply takes a function as its first argument, not {fn!r}")
         applied = _applied(self, fn)
         return applied(lambda names: self._leaves(state, names), *args)
 
@@ -286,7 +290,11 @@ class StateFunctions(abc.ABC):
         Args:
           names: leaves, in the order in which a function reads them.
         """
-        return dict.fromkeys(names, 0)
+        return groups_by_bytes({n: self._gathered_bytes(n) for n in names})
+
+    def _gathered_bytes(self, name: str) -> int:
+        """Return the bytes that the job gathers for a leaf; 0 if it is stored in full here."""
+        return 0
 
 
 class Job(StateFunctions):
@@ -522,9 +530,16 @@ def _on_one_device(job: StateFunctions, state: Any, names: Collection[str]) -> d
     for spec, tree_of in zip(job.plan.main.args, (job.params, job.opt_state), strict=False):
         if not set(names).isdisjoint(spec.names):
             found |= zip(spec.names, spec.flatten(tree_of(state)), strict=True)
-    # Stages and servers store leaves on different devices, but a function runs on one device.
+    return on_first_device(subset(found, names))
+
+
+def on_first_device(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy leaves to the first device of this process.
+
+    Servers store leaves on different devices, but a function runs on one device.
+    """
     device = jax.local_devices()[0]
-    return {n: jax.device_put(found[n], device) for n in names}
+    return {n: jax.device_put(x, device) for n, x in leaves.items()}
 
 
 def _applied(job: StateFunctions, fn: Callable[..., Any]) -> Applied:

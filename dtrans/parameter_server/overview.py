@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from dtrans.ir import display
 from dtrans.rows.row_buckets import RowBuckets
 from dtrans.rows.writer import RowRange, RowSet
 from dtrans.slicing.server_update import ServerVariable
@@ -136,6 +137,20 @@ class VarsDistributed(tuple[VarDistributed, ...]):
 
     def __str__(self) -> str:
         return "\n".join(map(str, self))
+
+    def __repr__(self) -> str:
+        servers = len({row.endpoint for row in self})
+        return f"<VarsDistributed: {len(self)} arrays on {servers} servers>"
+
+    def _repr_html_(self) -> str:
+        header = ("server", "array", "shape", "kind", "slice of", "from row", "bytes")
+        rows = []
+        for row in self:
+            first = "" if not row.is_slice else str(row.buckets or row.offset)
+            shape = str(list(row.slice_shape))
+            names = (row.endpoint, row.slice_name, shape, row.vtype, row.origin_name)
+            rows.append((*names, first, f"{row.nbytes:,}"))
+        return display.plan_html(repr(self).strip("<>"), header, rows, (), code=1)
 
 
 def overview_of(

@@ -115,14 +115,15 @@ class _Division:
         env: dict[Atom, Any] = dict(zip(self.arguments, flat, strict=True))
         env.update(self.constants.items())
         fetched: dict[str, Any] = {}
-        anchors: list[Any] = []
+        home = None  # not the array itself, which would stay until the next part has its leaves
         for part in self.parts:
             if new := exclude(part.leaves, fetched):
                 fetched |= fetch(new)
-            anchors = values_at(fetched, part.anchors) or anchors
+            if part.anchors:
+                home = fetched[part.anchors[0]].sharding
             others = exclude(part.leaves, part.anchors)
-            fetched |= zip(others, _moved(anchors, values_at(fetched, others)), strict=True)
-            values = _moved(anchors, values_at(env, part.reads))
+            fetched |= zip(others, _moved(home, values_at(fetched, others)), strict=True)
+            values = _moved(home, values_at(env, part.reads))
             outputs = part.run(subset(fetched, part.leaves), values)
             env.update(zip(part.makes, outputs, strict=True))
             for name in part.last:
@@ -132,7 +133,7 @@ class _Division:
         results = []
         for a in self.results:
             results.append(jnp.asarray(a.val) if isinstance(a, Literal) else env[a])
-        return jax.tree.unflatten(self.tree, _moved(anchors, results))
+        return jax.tree.unflatten(self.tree, _moved(home, results))
 
 
 class Applied:
@@ -276,17 +277,16 @@ class Applied:
         return jax.jit(of_leaves)
 
 
-def _moved(anchors: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    """Copy each array onto the devices of `anchors` if it is committed to other devices."""
-    if not anchors:
+def _moved(home: jax.sharding.Sharding | None, arrays: Sequence[Any]) -> list[Any]:
+    """Copy each array onto the devices of `home` if it is committed to other devices."""
+    if home is None:
         return list(arrays)
-    sharding = anchors[0].sharding
-    target = sharding
-    if isinstance(sharding, NamedSharding):
-        target = NamedSharding(sharding.mesh, PartitionSpec())
+    target = home
+    if isinstance(home, NamedSharding):
+        target = NamedSharding(home.mesh, PartitionSpec())
     moved = list(arrays)
     for i, x in enumerate(arrays):
         is_committed = isinstance(x, jax.Array) and x.committed
-        if is_committed and x.sharding.device_set != sharding.device_set:
+        if is_committed and x.sharding.device_set != home.device_set:
             moved[i] = jax.device_put(x, target)
     return moved

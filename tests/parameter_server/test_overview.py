@@ -155,6 +155,8 @@ def test_rows_by_endpoint_by_origin_and_by_slice() -> None:
         == overview.by_slice("nothing")
         == ()
     )
+    assert repr(overview.by_origin("params/w")) == "<VarsDistributed: 3 arrays on 3 servers>"
+    assert "<code>params/w.block1</code>" in overview._repr_html_()
     (row,) = overview.by_slice("params/w.block1")
     assert row == VarDistributed(
         "params/w",

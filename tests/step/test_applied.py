@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import optax
 import pytest
 
 import dtrans
-from dtrans.errors import StateError
+from dtrans.errors import ConfigError, StateError
 from dtrans.step import applied
 
 
@@ -148,6 +149,23 @@ def test_a_leaf_is_dropped_after_its_last_reader(monkeypatch: pytest.MonkeyPatch
     np.testing.assert_allclose(found, tied(layers(), X), rtol=1e-12)
 
 
+def test_a_group_is_dropped_before_the_next_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(applied, "GATHERED_BYTES", 1)
+    job = planned("deep", "stage 3").on_mesh()
+    gathered: list[weakref.ref[jax.Array]] = []
+    fetch = job._leaves
+
+    def copy(state: Any, names: Any) -> Any:
+        assert not any(ref() is not None for ref in gathered)
+        copies = jax.tree.map(jnp.copy, fetch(state, names))
+        gathered.extend(map(weakref.ref, copies.values()))
+        return copies
+
+    job._leaves = copy
+    job.apply(deep, job.init(), X)
+    assert len(gathered) == LAYERS
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_parameters_stay_on_the_devices_of_their_stage(model: str) -> None:
     """A part runs on the devices of its stage, and reads the parameters of the stage only."""
@@ -166,3 +184,12 @@ def test_functions_of_the_state_of_other_jobs_are_refused() -> None:
     job = planned("deep", "pipeline").simulate()
     with pytest.raises(StateError, match="CollectiveState"):
         job.apply(deep, state, X)
+
+
+@pytest.mark.parametrize("mode", ["nccl2", "stage 3", "servers", "pipeline"])
+def test_parameters_in_place_of_the_state_are_refused(mode: str) -> None:
+    job = planned("deep", mode).simulate()
+    with pytest.raises(StateError, match="dict"):
+        job.apply(deep, layers(), X)
+    with pytest.raises(ConfigError, match="takes a function as its first argument, not 3"):
+        job.apply(3, layers(), X)

@@ -179,12 +179,15 @@ def test_servers_are_not_asked_for_what_a_function_does_not_read() -> None:
     job = plan.simulate()
     state = job.init(jax.random.key(0))
     calls: list[str] = []
-    asked = job.opt_state
-    job.opt_state = lambda state: calls.append("opt_state") or asked(state)
+    fetch, on_servers = job._leaves, {*plan.main.args[1].names}
+    job._leaves = lambda state, names: calls.extend(names) or fetch(state, names)
     x, _ = case.batch(4)
     logits = lambda state, x: state.apply_fn({"params": state.params}, x)
-    assert job.apply(logits, state, x).shape == (4, 3) and not calls
-    assert int(job.apply(lambda state: state.step, state)) == 0 and calls == ["opt_state"]
+    assert job.apply(logits, state, x).shape == (4, 3)
+    assert calls and on_servers.isdisjoint(calls)
+    calls.clear()
+    assert int(job.apply(lambda state: state.step, state)) == 0
+    assert len(calls) == 1 and calls[0] in on_servers
 
 
 @pytest.mark.parametrize("mode", ["nccl2", "stage 3", "pserver", "pipeline"])

@@ -28,11 +28,11 @@ def missing_array(name: str) -> StateError:
     )
 
 
-def check_kind(state: Any, kind: type) -> None:
+def check_kind(state: Any, kind: type, method: str = "step") -> None:
     """Raise StateError if a state does not have the class that `init` and `step` return."""
     if not isinstance(state, kind):
         raise StateError(
-            f"step takes the state that init or step returned, not {type(state).__name__}"
+            f"{method} takes the state that init or step returned, not {type(state).__name__}"
         )
 
 

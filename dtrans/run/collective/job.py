@@ -41,7 +41,6 @@ from dtrans.run.collective.batches import TrainerBatches
 from dtrans.run.collective.first_state import FirstState
 from dtrans.run.collective.state_arrays import StateArrays
 from dtrans.run.collective.trainers import StepLayout, Trainers
-from dtrans.step.applied import groups_by_bytes
 from dtrans.step.batch_sharing import without_parts
 from dtrans.step_meter import metered
 
@@ -297,6 +296,7 @@ class CollectiveJob(Job):
         return self.trainers.state_sharding(self._state.sharding(name))
 
     def _leaves(self, state: CollectiveState, names: Collection[str]) -> dict[str, Any]:
+        check_kind(state, CollectiveState, "apply")
         self.watch.check(wait=True)
         if self.plan.owned is not None:
             return super()._leaves(state, names)
@@ -308,14 +308,9 @@ class CollectiveJob(Job):
     def _opened(self, leaves: Mapping[str, Any]) -> Mapping[str, Any]:
         return {n: self._state.unpad(n, x) for n, x in leaves.items()}
 
-    def _groups(self, names: Sequence[str]) -> Mapping[str, int]:
-        if self.plan.owned is not None:
-            return super()._groups(names)
-        sizes = {}
-        for n in names:
-            is_sliced = self._state.shape(n) is not None
-            sizes[n] = nbytes(self._state.types[n]) if is_sliced else 0
-        return groups_by_bytes(sizes)
+    def _gathered_bytes(self, name: str) -> int:
+        is_stored = self.plan.owned is not None or self._state.shape(name) is None
+        return 0 if is_stored else nbytes(self._state.types[name])
 
     def _single_device(self, spec: TreeSpec, arrays: Mapping[str, Any]) -> Any:
         """Return a pytree of single-device arrays of the state."""

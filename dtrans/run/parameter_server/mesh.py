@@ -32,9 +32,10 @@ from dtrans.checkpoint.assemble import group_by_origin
 from dtrans.checkpoint.pserver_state import TRAINER, arrays_of, scatter
 from dtrans.checkpoint.runs import THIS_PROCESS
 from dtrans.errors import ConfigError
+from dtrans.ir.cost import nbytes
 from dtrans.ir.pytree import all_names, is_under
 from dtrans.ir.selection import subset, values_at
-from dtrans.job import Job
+from dtrans.job import Job, on_first_device
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.state import MeshState
@@ -226,18 +227,35 @@ class MeshJob(Job):
 
     def params(self, state: MeshState) -> Any:
         """Return the parameters, including tables, in the pytree structure of `init`."""
-        spec, rows = self.plan.main.args[0], group_by_origin(self.plan.overview)
-        arrays = dict(state.params)
-        for n in self._local:
-            arrays[n] = arrays[n][0]
-        for n in self.plan.tables.of:
-            arrays[n] = _assemble(rows[n], state.servers)
-        return spec.unflatten_named(arrays)
+        spec = self.plan.main.args[0]
+        return spec.unflatten_named(self._arrays(state, spec.names))
 
     def opt_state(self, state: MeshState) -> Any:
         """Gather the optimizer state from the servers; return it in the structure of `init`."""
-        spec, rows = self.plan.main.args[1], group_by_origin(self.plan.overview)
-        return spec.unflatten([_assemble(rows[n], state.servers) for n in spec.names])
+        spec = self.plan.main.args[1]
+        return spec.unflatten_named(self._arrays(state, spec.names))
+
+    def _arrays(self, state: MeshState, names: Collection[str]) -> dict[str, Any]:
+        """Return leaves: parameters of trainers, and tables and optimizer state of servers."""
+        rows = group_by_origin(self.plan.overview)
+        found: dict[str, Any] = {}
+        for n in names:
+            if self._is_on_servers(n):
+                found[n] = _assemble(rows[n], state.servers)
+            else:
+                found[n] = state.params[n][0] if n in self._local else state.params[n]
+        return found
+
+    def _is_on_servers(self, name: str) -> bool:
+        """Return True if only servers store the leaf."""
+        return name in self.plan.tables.of or name not in self.plan.main.args[0].names
+
+    def _leaves(self, state: MeshState, names: Collection[str]) -> dict[str, Any]:
+        check_kind(state, MeshState, "apply")
+        return on_first_device(self._arrays(state, names))
+
+    def _gathered_bytes(self, name: str) -> int:
+        return nbytes(self.plan.main.inputs[name]) if self._is_on_servers(name) else 0
 
     def check(self, state: Any) -> None:
         self._check_open()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,8 @@ from dtrans.checkpoint.pserver_state import (
 from dtrans.checkpoint.runs import run_of
 from dtrans.errors import ConfigError, StateError
 from dtrans.ir.cost import nbytes
+from dtrans.ir.selection import exclude, retain, select, subset
+from dtrans.job import on_first_device
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.epochs import NewEpoch
 from dtrans.run.base.lowered import LoweredStep, recording
@@ -280,9 +282,12 @@ class TrainerJob(RoleJob):
         Raises:
           StateError: the tables do not fit into memory.
         """
-        tables = self.plan.tables.of
-        if not tables:
-            return state[0][0] if self.plan.compression.rounding_errors else state[0]
+        spec = self.plan.main.args[0]
+        return spec.unflatten_named(self._params(state, spec.names))
+
+    def _params(self, state: tuple[Any, ...], names: Collection[str]) -> dict[str, Any]:
+        """Return parameters; the servers send all rows of the tables among them."""
+        spec, tables = self.plan.main.args[0], retain(self.plan.tables.of, names)
         size, available = sum(nbytes(self.plan.main.inputs[n]) for n in tables), _memory_bytes()
         if size > available:
             raise StateError(
@@ -290,11 +295,21 @@ class TrainerJob(RoleJob):
                 f"{available:,} bytes that this process may use; write a table to a file by "
                 "job.tables.export(name, path), or read some rows by job.tables.lookup(name, ids)"
             )
-        spec = self.plan.main.args[0]
-        leaves = dict(zip(spec.names, spec.flatten(state[0]), strict=True))
+        stored = state[0][0] if self.plan.compression.rounding_errors else state[0]
+        leaves = subset(dict(zip(spec.names, spec.flatten(stored), strict=True)), names)
         for n, t in tables.items():
             leaves[n] = jax.numpy.asarray(self.tables.lookup(n, np.arange(t.lookups.rows)))
-        return spec.unflatten_named(leaves)
+        return leaves
+
+    def _leaves(self, state: tuple[Any, ...], names: Collection[str]) -> dict[str, Any]:
+        params = self.plan.main.args[0].names
+        found = self._params(state, select(names, params))
+        if others := exclude(names, params):
+            found |= super()._leaves(state, others)
+        return on_first_device(found)
+
+    def _gathered_bytes(self, name: str) -> int:
+        return nbytes(self.plan.main.inputs[name]) if name in self.plan.tables.of else 0
 
     def state_of(self, params: Any, opt_state: Any) -> tuple[Any, ...]:
         """Return a trainer's state with these parameters; `opt_state` is ignored."""

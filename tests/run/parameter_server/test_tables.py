@@ -321,6 +321,27 @@ def test_a_lookup_reads_and_trains_nothing(role_threads: RoleThreads) -> None:
     assert nothing.shape == (0, 2, D)
 
 
+def test_a_function_of_other_parameters_asks_for_no_rows(
+    role_threads: RoleThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(optax.adam(0.1), LAZY, 1, 2)
+    params = init(optax.adam(0.1), jax.random.key(0))[0]
+    monkeypatch.setattr(trainer_job, "_memory_bytes", lambda: 8)  # the table does not fit
+
+    def evaluate() -> Any:
+        role = Role("trainer", 1, tuple(plan.servers), trainer_id=0)
+        with TrainerJob(plan, role, {"deadline": roles.HANG}) as job:
+            state = job.init(jax.random.key(0))
+            with pytest.raises(StateError, match="the tables params/emb have .* bytes"):
+                job.apply(lambda p: p["emb"].sum() * p["w"], state)
+            return job.apply(lambda p: p["w"], state)
+
+    for ep in plan.servers:
+        role_threads.start(ep, serve, plan, ep, jax.random.key(0))
+    role_threads.start("trainer 0", evaluate)
+    np.testing.assert_array_equal(role_threads.all()["trainer 0"], params["w"])
+
+
 def test_a_table_is_written_to_a_file(
     role_threads: RoleThreads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -695,6 +716,8 @@ def test_a_mesh_is_one_device(name: str, trainers: int, servers: int) -> None:
         job.tables.lookup("params/emb", [[3, 39]], state),
         job.params(state)["emb"][np.array([[3, 39]])],
     )
+    rows = lambda params: params["emb"].sum(1, keepdims=True) * params["w"]
+    close(job.apply(rows, state), rows(params))
 
 
 @pytest.mark.usefixtures("x64")
