@@ -177,6 +177,20 @@ def runs_of(sections: Sequence[int]) -> list[RowRun]:
     return runs
 
 
+# For each block of a table, the positions of its rows in sorted row ids of the table.
+Positions = Sequence[slice | np.ndarray]
+
+
+def positions_of(uniq: np.ndarray, spans: Sequence[BlockRowSet]) -> Positions:
+    """Return the positions of each block's rows in increasing table row ids.
+
+    Args:
+      uniq: increasing row ids in the table.
+      spans: set of the table's rows that each block contains.
+    """
+    return [span.among(uniq) for span in spans]
+
+
 def wanted_of(
     uniq: np.ndarray,
     rows: np.ndarray,
@@ -184,6 +198,7 @@ def wanted_of(
     epmap: Sequence[str],
     names: Sequence[str],
     spans: Sequence[BlockRowSet],
+    positions: Positions | None = None,
 ) -> list[WantedRows]:
     """Split a lookup of a table into one lookup for each block.
 
@@ -196,6 +211,7 @@ def wanted_of(
       epmap: endpoint of each block's server.
       names: name of each block.
       spans: set of the table's rows that each block contains.
+      positions: result of `positions_of`, if the caller has it.
 
     Example:
       >>> import numpy as np
@@ -208,9 +224,10 @@ def wanted_of(
       [('here', 'emb.block0', [0], 1), ('there', 'emb.block1', [1], 1)]
     """
     rows[np.searchsorted(uniq, sum(x.rows for x in spans)) :] = 0
+    if positions is None:
+        positions = positions_of(uniq, spans)
     wanted = []
-    for endpoint, name, span in zip(epmap, names, spans, strict=True):
-        at = span.among(uniq)
+    for endpoint, name, span, at in zip(epmap, names, spans, positions, strict=True):
         wanted.append((endpoint, name, span.local(uniq[at]), rows[at]))
     return wanted
 
@@ -224,19 +241,15 @@ def by_server(wanted: Sequence[WantedRows]) -> dict[str, tuple[Arrays, Arrays]]:
     return found
 
 
-def put_in_place(
-    uniq: np.ndarray, rows: np.ndarray, wanted: Sequence[WantedRows], spans: Sequence[BlockRowSet]
-) -> None:
+def put_in_place(rows: np.ndarray, wanted: Sequence[WantedRows], positions: Positions) -> None:
     """Copy rows that were received into separate memory to `rows` (see `wanted_of`).
 
     Args:
-      uniq: argument `uniq` of `wanted_of`.
       rows: argument `rows` of `wanted_of`.
       wanted: result of `wanted_of`.
-      spans: argument `spans` of `wanted_of`.
+      positions: result of `positions_of` for the lookup.
     """
-    for (*_, came), x in zip(wanted, spans, strict=True):
-        at = x.among(uniq)
+    for (*_, came), at in zip(wanted, positions, strict=True):
         if not isinstance(at, slice):
             rows[at] = came
 

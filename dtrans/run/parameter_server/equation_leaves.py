@@ -10,7 +10,7 @@ import numpy as np
 
 from dtrans._jax import JaxprEqn
 from dtrans.ops import DELTA
-from dtrans.protocol.tables.table_rows import WantedRows, wanted_of
+from dtrans.protocol.tables.table_rows import Positions, WantedRows, positions_of, wanted_of
 from dtrans.protocol.trainer.traffic import Leaf
 
 
@@ -49,16 +49,25 @@ def sent_blocks(eqn: JaxprEqn, values: Sequence[Any]) -> list[tuple[str, str, An
     return list(zip(p["epmap"], p["names"], values, strict=True))
 
 
-def rows_wanted(eqn: JaxprEqn, uniq: np.ndarray, rows: np.ndarray) -> list[WantedRows]:
+def positions_in(eqn: JaxprEqn, uniq: np.ndarray) -> Positions:
+    """Return the positions of each block's rows in the ids of a `prefetch` or `send_rows`."""
+    return positions_of(uniq, eqn.params["spans"])
+
+
+def rows_wanted(
+    eqn: JaxprEqn, uniq: np.ndarray, rows: np.ndarray, positions: Positions
+) -> list[WantedRows]:
     """Return the lookup of a `prefetch` in each block of its table.
 
     Args:
       eqn: the equation.
       uniq: sorted ids of the rows.
       rows: memory for the rows.
+      positions: the positions of each block's rows in `uniq`.
     """
     p = eqn.params
-    return wanted_of(uniq, rows, epmap=p["epmap"], names=p["names"], spans=p["spans"])
+    where = {"epmap": p["epmap"], "names": p["names"], "spans": p["spans"]}
+    return wanted_of(uniq, rows, positions=positions, **where)
 
 
 def drop_padding(uniq: np.ndarray, table: Leaf) -> np.ndarray:

@@ -42,7 +42,12 @@ from dtrans.protocol.tables.table_rows import put_in_place
 from dtrans.run.base.batch import on_one_device
 from dtrans.run.executor import Executor, cut_for_role, put_on_device
 from dtrans.run.net.epoch_log import EpochRecord, members_of_steps, read_log
-from dtrans.run.parameter_server.equation_leaves import received_leaf, rows_wanted, sent_blocks
+from dtrans.run.parameter_server.equation_leaves import (
+    positions_in,
+    received_leaf,
+    rows_wanted,
+    sent_blocks,
+)
 from dtrans.run.parameter_server.local_equations import LOCAL_RULES, EquationRule
 from dtrans.run.parameter_server.ordered_job import part_axes
 from dtrans.run.parameter_server.sync_update import SyncUpdate
@@ -364,10 +369,11 @@ class _ReplayedTrainer:
     def _prefetch(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         (uniq,), (t,) = values, eqn.params["types"]
         rows = np.empty(t.shape, t.dtype)
-        wanted = rows_wanted(eqn, uniq, rows)
+        positions = positions_in(eqn, uniq)
+        wanted = rows_wanted(eqn, uniq, rows, positions)
         for ep, name, ids, memory in wanted:
             memory[...] = self._servers[ep].update.rows(name, ids, train=True)
-        put_in_place(uniq, rows, wanted, eqn.params["spans"])
+        put_in_place(rows, wanted, positions)
         return [rows]
 
     def _send_rows(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:

@@ -15,9 +15,20 @@ import numpy as np
 from dtrans._jax import JaxprEqn
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.tables.cached_rows import CachedRows
-from dtrans.protocol.tables.table_rows import WantedRows, put_in_place, wanted_of
+from dtrans.protocol.tables.table_rows import (
+    Positions,
+    WantedRows,
+    positions_of,
+    put_in_place,
+    wanted_of,
+)
 from dtrans.protocol.trainer.traffic import Leaf
-from dtrans.run.parameter_server.equation_leaves import drop_padding, leaf_of, rows_wanted
+from dtrans.run.parameter_server.equation_leaves import (
+    drop_padding,
+    leaf_of,
+    positions_in,
+    rows_wanted,
+)
 
 
 # function that receives current rows of tables
@@ -30,15 +41,15 @@ class _Lookup:
 
     Attributes:
       eqn: the equation that looks the rows up.
-      ids: sorted ids of the rows.
       rows: memory for the rows.
+      positions: the positions of each block's rows in the sorted ids of the lookup.
       wanted: the rows of each block (`wanted_of`).
       finish: function to call when the rows have arrived.
     """
 
     eqn: JaxprEqn
-    ids: np.ndarray
     rows: np.ndarray
+    positions: Positions
     wanted: Sequence[WantedRows]
     finish: Callable[[], object]
 
@@ -86,8 +97,9 @@ class BackgroundLookups:
     def _add(
         self, eqn: JaxprEqn, ids: np.ndarray, rows: np.ndarray, finish: Callable[[], object]
     ) -> None:
-        wanted = rows_wanted(eqn, ids, rows) if len(ids) else []
-        self._pending.append(_Lookup(eqn, ids, rows, wanted, finish))
+        positions = positions_in(eqn, ids)
+        wanted = rows_wanted(eqn, ids, rows, positions) if len(ids) else []
+        self._pending.append(_Lookup(eqn, rows, positions, wanted, finish))
 
     def receive(self, receive: Callable[[str, Sequence[WantedRows]], object]) -> None:
         """Receive the rows of all recorded lookups.
@@ -104,7 +116,7 @@ class BackgroundLookups:
             receive(f"trainer {pending[0].eqn.params['trainer_id']}", wanted)
         for x in pending:
             if x.wanted:
-                put_in_place(x.ids, x.rows, x.wanted, x.eqn.params["spans"])
+                put_in_place(x.rows, x.wanted, x.positions)
             x.finish()
 
 
@@ -119,15 +131,17 @@ def receive_local_rows(
       receive: function that receives rows.
     """
     found: dict[str, np.ndarray] = {}
-    parts: dict[str, Sequence[WantedRows]] = {}
+    parts: dict[str, tuple[Sequence[WantedRows], Positions]] = {}
     wanted: list[WantedRows] = []
     for table, numbers in ids.items():
         leaf = leaves[table]
         found[table] = np.empty((len(numbers), *leaf.shape[1:]), leaf.dtype)
         at: dict[str, Any] = {"epmap": leaf.endpoints, "names": leaf.names, "spans": leaf.spans}
-        parts[table] = wanted_of(numbers, found[table], **at)
-        wanted += parts[table]
+        positions = positions_of(numbers, leaf.spans)
+        part = wanted_of(numbers, found[table], positions=positions, **at)
+        parts[table] = part, positions
+        wanted += part
     receive(wanted)
-    for table, part in parts.items():
-        put_in_place(ids[table], found[table], part, leaves[table].spans)
+    for table, (part, positions) in parts.items():
+        put_in_place(found[table], part, positions)
     return found

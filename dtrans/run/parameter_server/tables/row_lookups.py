@@ -16,9 +16,9 @@ import numpy as np
 
 from dtrans._jax import JaxprEqn
 from dtrans.protocol.buffers import BufferPool
-from dtrans.protocol.tables.table_rows import WantedRows, put_in_place
+from dtrans.protocol.tables.table_rows import Positions, WantedRows, put_in_place
 from dtrans.protocol.trainer.announced_lookups import LookedUp
-from dtrans.run.parameter_server.equation_leaves import rows_wanted
+from dtrans.run.parameter_server.equation_leaves import positions_in, rows_wanted
 from dtrans.run.parameter_server.server_connections import ServerConnections
 
 
@@ -34,6 +34,8 @@ class RowLookups:
         self._steps = connections.steps
         self._pending: list[tuple[JaxprEqn, LookedUp]] = []
         self._pool = BufferPool()
+        # name of a table -> the last row ids, and the positions of each block's rows in them
+        self._positions: dict[str, tuple[np.ndarray, Positions]] = {}
 
     def prefetch(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         """Return an array for the rows of a `prefetch`.
@@ -49,14 +51,27 @@ class RowLookups:
             found = self._allocate(eqn, uniq)
             self._pending.append((eqn, found))
         else:
-            put_in_place(uniq, found.rows, found.wanted, eqn.params["spans"])
+            put_in_place(found.rows, found.wanted, self._positions_in(eqn, uniq))
         return [found.rows]
+
+    def _positions_in(self, eqn: JaxprEqn, uniq: np.ndarray) -> Positions:
+        """Return the positions of each block's rows in a step's row ids of a table.
+
+        A step needs them to request rows, to receive them, and to send their gradients. They are
+        computed once, because many small tables would pay for each computation.
+        """
+        table = eqn.params["table"]
+        known = self._positions.get(table)
+        if known is None or known[0] is not uniq:
+            known = self._positions[table] = uniq, positions_in(eqn, uniq)
+        return known[1]
 
     def _allocate(self, eqn: JaxprEqn, uniq: np.ndarray) -> LookedUp:
         """Allocate an array for the rows that a `prefetch` looks up."""
         table, (t,) = eqn.params["table"], eqn.params["types"]
         rows = self._pool.take(f"{table} rows", t.shape, t.dtype)
-        return LookedUp(table, uniq, rows, rows_wanted(eqn, uniq, rows))
+        wanted = rows_wanted(eqn, uniq, rows, self._positions_in(eqn, uniq))
+        return LookedUp(table, uniq, rows, wanted)
 
     def receive(self) -> None:
         """Request and receive the rows of all recorded lookups."""
@@ -68,7 +83,7 @@ class RowLookups:
             wanted += lookup.wanted
         self._connections.run(self._steps.prefetch(wanted, train=True))
         for eqn, x in pending:
-            put_in_place(x.uniq, x.rows, x.wanted, eqn.params["spans"])
+            put_in_place(x.rows, x.wanted, self._positions_in(eqn, x.uniq))
 
     def announce(self, lookups: Sequence[tuple[JaxprEqn, np.ndarray]]) -> None:
         """Request the rows of a later step without waiting for them.
@@ -93,10 +108,11 @@ class RowLookups:
         """
         t = eqn.params["types"][0]
         rows = np.empty((len(ids), *t.shape[1:]), t.dtype)
-        wanted = rows_wanted(eqn, ids, rows)
+        positions = positions_in(eqn, ids)
+        wanted = rows_wanted(eqn, ids, rows, positions)
         if not ask(wanted):
             self._connections.run(self._steps.prefetch(wanted, train=False))
-        put_in_place(ids, rows, wanted, eqn.params["spans"])
+        put_in_place(rows, wanted, positions)
         return rows
 
     def send_rows(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
@@ -108,6 +124,7 @@ class RowLookups:
         """
         self._connections.identify(eqn)
         p, (uniq, grad) = eqn.params, values
-        for ep, name, span in zip(p["epmap"], p["names"], p["spans"], strict=True):
-            self._steps.send(ep, name, np.asarray(grad)[span.among(uniq)])
+        gradient, positions = np.asarray(grad), self._positions_in(eqn, uniq)
+        for ep, name, at in zip(p["epmap"], p["names"], positions, strict=True):
+            self._steps.send(ep, name, gradient[at])
         return [None]

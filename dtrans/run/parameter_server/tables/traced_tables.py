@@ -21,7 +21,7 @@ from dtrans.ir.selection import subset
 from dtrans.ops.moved_rows import trace_move
 from dtrans.parameter_server.tables.touched_rows import TableBlock, room_for
 from dtrans.protocol.server_blocks import RowGradient
-from dtrans.protocol.tables.table_rows import BlockRowSet, put_in_place, wanted_of
+from dtrans.protocol.tables.table_rows import BlockRowSet, positions_of, put_in_place, wanted_of
 from dtrans.run.parameter_server.tables.missed_steps import MissedSteps, pad
 from dtrans.run.parameter_server.tables.row_updates import (
     all_ids,
@@ -108,10 +108,11 @@ def fetch_rows(eqn: JaxprEqn, uniq: Any, give: Callable[[str, str, Any], Any]) -
 
     def land(numbers: Sequence[Any], parts: Sequence[Any]) -> list[np.ndarray]:
         rows = np.zeros(t.shape, np.int64)
-        wanted = wanted_of(numbers[0], rows, **where)
+        positions = positions_of(numbers[0], p["spans"])
+        wanted = wanted_of(numbers[0], rows, positions=positions, **where)
         for (_, _, ids, memory), part in zip(wanted, parts, strict=True):
             memory[...] = part[: len(ids)]
-        put_in_place(numbers[0], rows, wanted, p["spans"])
+        put_in_place(rows, wanted, positions)
         return [rows]
 
     asked = trace_move(ask, [uniq], [], [(uniq.shape, np.int32)] * len(p["names"]))
