@@ -106,14 +106,18 @@ def _split_scans(jaxpr: ClosedJaxpr, stacks: Stacks) -> ClosedJaxpr:
 def _bounds(eqn: JaxprEqn, stacks: Stacks) -> list[int] | None:
     """Return the first iteration of each stage, then the number of iterations.
 
-    Return None if the equation is no scan over stacks, or if the rows of its stacks differ.
+    Return None if the equation is no scan over stacks, if the rows of its stacks differ, or if
+    stages have parts of another dimension than the rows.
     """
     if eqn.primitive.name != SCAN or is_reversed(eqn):
         return None
     found = set()
     for v in variables(values_at(eqn.invars, wiring(eqn).slices)):
-        if v in stacks:
-            found.add(tuple(r.part.first for r in stacks[v]))
+        if v not in stacks:
+            continue
+        if any(r.part.axis != 0 for r in stacks[v]):
+            return None  # an array of the optimizer, whose rows lie along another dimension
+        found.add(tuple(r.part.first for r in stacks[v]))
     if len(found) != 1:
         return None
     return [*found.pop(), scan_length(eqn)]

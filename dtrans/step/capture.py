@@ -9,6 +9,7 @@ of the step the loss is already differentiated. So the step is traced again in a
 Stages compute the loss, so the update of a pipeline can read only the gradients among the results
 of this equation. There is one exception. If the update reads a result that depends on no batch
 array (a counter, a split key), equations before `value_and_grad` compute this result, too.
+If a step has several losses, and no loss reads results of another, their sum becomes the loss.
 `dtrans.step.halves` divides this trace like any other. The mode is part of JAX's cache key, so
 that JAX traces a jitted step again.
 """
@@ -17,7 +18,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -59,7 +62,7 @@ value_and_grad_p = new_primitive("value_and_grad", types=_types, multiple_result
 
 ONE_LOSS = (
     "A pipeline splits the batch into micro-batches itself (num_micro_batch): call "
-    "dtrans.value_and_grad once, at the top level of the step, on the loss of the full batch, and "
+    "dtrans.value_and_grad at the top level of the step, on the loss of the full batch, and "
     "divide by counts of the batch inside the loss function"
 )
 
@@ -108,8 +111,8 @@ def captured(program: Program) -> Program:
     """Trace a step again, in the mode in which its loss is one equation.
 
     Raises:
-      GradientError: the program was not traced from a function, or does not call
-        `dtrans.value_and_grad` exactly once outside of loops and branches.
+      GradientError: the program was not traced from a function; or calls `dtrans.value_and_grad`
+        nowhere, in a loop or a branch, or for a loss that reads results of another loss.
     """
     if program.specializer is None:
         raise GradientError(
@@ -130,7 +133,8 @@ def captured_if_marked(program: Program) -> Program | None:
 
 
 def _captured(program: Program) -> Program:
-    return rewrite_root(program, _with_loss).rewritten(_with_counters_first)
+    traced = rewrite_root(program, _with_loss)
+    return traced.rewritten(_with_one_loss).rewritten(_with_counters_first)
 
 
 def _with_loss(traced: Program) -> Program:
@@ -138,6 +142,85 @@ def _with_loss(traced: Program) -> Program:
     function: Any = dataclasses.replace(traced.specializer, captures=True)  # type: ignore[type-var]
     result: Program = function(list(map(array_type, traced.inputs.values())))
     return result
+
+
+def _with_one_loss(program: Program) -> Program:
+    """Combine the losses of a step into one equation, whose loss is their sum.
+
+    Each loss function gets separate inputs for the values to differentiate, so the gradients are
+    those of the separate losses, although one loss may read a parameter of another loss. A step in
+    which a loss reads results of another loss is returned unchanged.
+    """
+    flat = inline_calls(program.jaxpr, keep=("loss", "loss_seed", COLLECT))
+    inner = opened(flat)
+    losses = [e for e in inner.eqns if e.primitive is value_and_grad_p]
+    after = propagate(
+        inner.eqns, dict.fromkeys(itertools.chain.from_iterable(e.outvars for e in losses), 1), {}
+    )
+    if len(losses) < 2 or any(bits_of(after, *e.invars) for e in losses):
+        return program
+
+    # Equations that read no loss come first: another loss may read their results.
+    b = Builder(flat)
+    b.invars += inner.invars
+    for e in inner.eqns:
+        if e.primitive is not value_and_grad_p and not bits_of(after, *e.invars):
+            b.keep(e)
+    loss, operands, count = _sum_of_losses(flat, losses)
+    outs = b.bind(value_and_grad_p, *operands, loss=loss, count=count)
+    values, gradients = iter(outs[1:-count]), iter(outs[-count:])
+    env: dict[Var, Atom] = {}
+    for e in losses:
+        at = len(e.outvars) - e.params["count"]
+        env |= zip(e.outvars[:at], values, strict=False)
+        env |= zip(e.outvars[at:], gradients, strict=False)
+    for e in inner.eqns:
+        if e.primitive is not value_and_grad_p and bits_of(after, *e.invars):
+            b.keep(e, read_from(env, e.invars))
+    jaxpr = b.build(read_from(env, inner.outvars))
+    return dataclasses.replace(program, jaxpr=jaxpr, roles=("",) * len(b.eqns), labels={})
+
+
+def _sum_of_losses(
+    flat: ClosedJaxpr, losses: Sequence[JaxprEqn]
+) -> tuple[ClosedJaxpr, list[Atom], int]:
+    """Write one loss function that returns the sum of several losses, then all their results.
+
+    Args:
+      flat: the step.
+      losses: the equations `value_and_grad` of the step.
+
+    Returns:
+      The loss function, its operands in the step, and the number of operands to differentiate,
+        which come first.
+    """
+    b = Builder(flat)
+    operands: list[Atom] = []
+    inputs_of: list[list[Atom]] = []
+    for e in losses:
+        differentiated = e.invars[: e.params["count"]]
+        operands += differentiated
+        inputs_of.append([*b.inputs(a.aval for a in differentiated)])
+    count = len(operands)
+
+    # The losses share inputs that are not differentiated, so that stages store such values once.
+    shared: dict[Var | int, Atom] = {}
+    for e, inputs in zip(losses, inputs_of, strict=True):
+        for a in e.invars[e.params["count"] :]:
+            key = a if isinstance(a, Var) else id(a)  # literals cannot be hashed
+            if key not in shared:
+                shared[key] = b.input(a.aval)
+                operands.append(a)
+            inputs.append(shared[key])
+    results: list[list[Atom]] = []
+    for e, inputs in zip(losses, inputs_of, strict=True):
+        results.append(b.inline(e.params["loss"], *inputs))
+    total = b.call(_sum, *(values[0] for values in results))
+    return b.build([*total, *itertools.chain.from_iterable(results)]), operands, count
+
+
+def _sum(*losses: Any) -> Any:
+    return functools.reduce(operator.add, losses)
 
 
 def _with_counters_first(program: Program) -> Program:
@@ -268,8 +351,8 @@ def loss_of(program: Program) -> JaxprEqn:
     """Return the equation `value_and_grad` of a captured step: its loss and the loss's derivative.
 
     Raises:
-      GradientError: the step does not call `dtrans.value_and_grad` exactly once outside of loops
-        and branches.
+      GradientError: the step does not have exactly one such equation, or has it in a loop or a
+        branch. `captured` has combined losses that do not read results of each other.
     """
     found = [e for e in equations(program.jaxpr) if e.primitive is value_and_grad_p]
     if not found:
@@ -281,10 +364,12 @@ def loss_of(program: Program) -> JaxprEqn:
             "step with dtrans.make_train_step"
         )
     if len(found) > 1:
+        lines = " and ".join(filter(None, map(line_of, found)))
         raise GradientError(
-            f"{program.name} calls dtrans.value_and_grad {len(found)} times; a pipeline needs one "
-            f"loss. {ONE_LOSS}. If the losses share no parameters, differentiate their sum; "
-            "otherwise use dtrans.nccl2 or dtrans.sharding, which support several losses"
+            f"{program.name} calls dtrans.value_and_grad {len(found)} times"
+            f"{f' ({lines})' if lines else ''}, and one of the losses reads results of another or "
+            "is in a loop or a branch; a pipeline computes all losses together. Compute each loss "
+            "from parameters, state and batch only, or use dtrans.nccl2 or dtrans.sharding"
         )
     if not any(e.primitive is value_and_grad_p for e in opened(inline_calls(program.jaxpr)).eqns):
         raise GradientError(

@@ -50,6 +50,7 @@ JOBS = [  # one case for each form of a state, and for each strategy
     ("lora", "stage 3"),
     ("gan", "pserver"),
     ("mean_teacher", "pipeline"),
+    ("gan", "pipeline"),
 ]
 
 
@@ -76,6 +77,44 @@ def test_the_librarys_own_step_gives_one_devices_numbers(name: str, mode: str) -
     compare(job.gather(state), alone)
     again = job.scatter(job.gather(state))
     compare(job.gather(again), alone)
+
+
+def of_micro_batches(case: library_zoo.LibraryCase, count: int) -> library_zoo.Step:
+    """Return a step that averages loss, statistics and gradients over parts of the batch."""
+
+    def step(state: Any, *batch: jax.Array) -> Any:
+        found = []
+
+        def recorded(fun: Any, **options: Any) -> Any:
+            def wrapped(params: Any) -> Any:
+                found.append(jax.value_and_grad(fun, **options)(params))
+                return found[-1]
+
+            return wrapped
+
+        for i in range(count):
+            rows = slice(i * len(batch[0]) // count, (i + 1) * len(batch[0]) // count)
+            case.step(recorded)(state, *(array[rows] for array in batch))
+        mean = jax.tree.map(lambda *parts: sum(parts) / count, *found)
+        return case.step(lambda fun, **options: lambda params: mean)(state, *batch)
+
+    return step
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", library_table.PER_MICRO_BATCH)
+def test_a_pipeline_averages_over_micro_batches(name: str) -> None:
+    case, key = library_zoo.by_name(name), jax.random.key(0)
+    plan = planned(case, "pipeline", batch="micro")
+    assert (report := plan.verify()), str(report)
+    job, step = plan.simulate(), of_micro_batches(case, library_table.TRAINERS)
+    state, alone = job.init(key), case.init(key)
+    for i in range(2):
+        batch = case.batch(12, seed=i)
+        state, *results = job.step(state, *batch)
+        alone, *wanted = step(alone, *batch)
+        compare(results, wanted)
+    compare(job.gather(state), alone)
 
 
 @pytest.mark.usefixtures("x64")

@@ -24,7 +24,6 @@ STRATEGIES = (
 )
 REFUSED = {
     "nnx_mlp": "needs values of the full batch",
-    "gan": "calls dtrans.value_and_grad 2 times; a pipeline needs one loss",
 }
 CHEAP = {"nnx_mlp": ("pserver", 3), "lora": ("pipeline", 3)}
 
