@@ -29,7 +29,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import math
 import os
 import random
 import re
@@ -419,11 +418,15 @@ def undisturbed(kind: Kind, steps: int) -> tuple[list[bytes], float, float]:
 def rounds(kind: Kind, count: int, seed: int, steps: int, pause: float) -> bool:
     """Run rounds; return True if all end with the result of an undisturbed job.
 
-    A kill or stop is due after a number of steps, because jobs differ in speed. While a job starts,
-    it is due after a time. A round whose job has ended by then does not count.
+    In half of the rounds, the kill or stop is due after a number of steps. In the others it is due
+    while the job starts, after a time. A round whose job ends earlier does not count.
     """
     expected, seconds, until_first = undisturbed(kind, steps)
-    print(f"undisturbed: {seconds:.1f} s (load {os.getloadavg()[0]:.1f})", flush=True)
+    load = os.getloadavg()[0]
+    print(
+        f"undisturbed: {seconds:.1f} s, {until_first:.1f} s until the first step (load {load:.1f})",
+        flush=True,
+    )
     wrong = struck = 0
     for number in itertools.count(seed):
         if struck == count:
@@ -433,9 +436,7 @@ def rounds(kind: Kind, count: int, seed: int, steps: int, pause: float) -> bool:
         roles += ["pserver 0", "pserver 1"] if kind.mode != "nccl2" else []
         victim, is_killed = draw.choice([*roles, LAUNCHER]), draw.random() < 0.6
         stopped = 0.0 if is_killed else draw.uniform(0.1, pause)
-        at = draw.uniform(0.0, seconds)
-        share = (at - until_first) / (seconds - until_first)
-        after = math.ceil(share * steps) if share > 0 else 0
+        at, after = draw.uniform(0.0, until_first), draw.choice([0, draw.randint(1, steps)])
         found = run_round(kind, steps, Round(number, victim, stopped, after, at), expected)
         wrong += bool(found.wrong)
         struck += found.was_struck or bool(found.wrong)

@@ -106,8 +106,8 @@ def _split_scans(jaxpr: ClosedJaxpr, stacks: Stacks) -> ClosedJaxpr:
 def _bounds(eqn: JaxprEqn, stacks: Stacks) -> list[int] | None:
     """Return the first iteration of each stage, then the number of iterations.
 
-    Return None if the equation is no scan over stacks, if the rows of its stacks differ, or if
-    stages have parts of another dimension than the rows.
+    Return None if the equation is no scan over stacks, or if the rows of its stacks differ. Return
+    None, too, if stages have parts of a dimension other than the rows.
     """
     if eqn.primitive.name != SCAN or is_reversed(eqn):
         return None

@@ -111,8 +111,9 @@ def captured(program: Program) -> Program:
     """Trace a step again, in the mode in which its loss is one equation.
 
     Raises:
-      GradientError: the program was not traced from a function; or calls `dtrans.value_and_grad`
-        nowhere, in a loop or a branch, or for a loss that reads results of another loss.
+      GradientError: the program was not traced from a function; it does not call
+        `dtrans.value_and_grad`, or calls it in a loop or a branch; or a loss reads results of
+        another loss.
     """
     if program.specializer is None:
         raise GradientError(
@@ -147,9 +148,9 @@ def _with_loss(traced: Program) -> Program:
 def _with_one_loss(program: Program) -> Program:
     """Combine the losses of a step into one equation, whose loss is their sum.
 
-    Each loss function gets separate inputs for the values to differentiate, so the gradients are
-    those of the separate losses, although one loss may read a parameter of another loss. A step in
-    which a loss reads results of another loss is returned unchanged.
+    Each loss function gets separate inputs for the values to differentiate. So the gradients are
+    those of the separate losses, also if two losses read the same parameter. Return the step
+    unchanged if a loss reads results of another loss.
     """
     flat = inline_calls(program.jaxpr, keep=("loss", "loss_seed", COLLECT))
     inner = opened(flat)

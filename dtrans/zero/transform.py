@@ -226,9 +226,13 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
     sequence = find_sequence_axis(plain, options)
     if sequence is not None:
         if SEQUENCE in options.slices.axes:
-            earlier = [layout.slices.sliced, model.sliced if model else {}]
-            least = options.slices.min_slice_size
-            state = slice_state_again(plain, sequence.size, earlier, least)
+            of_model = model.sliced if model else {}
+            state = slice_state_again(
+                plain,
+                sequence.size,
+                [layout.slices.sliced, of_model],
+                options.slices.min_slice_size,
+            )
             sequence = dataclasses.replace(sequence, state=state)
         parts = parts.on_sequence_axis(sequence)
     return ShardingPlan(

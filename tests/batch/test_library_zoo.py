@@ -106,7 +106,6 @@ def of_micro_batches(case: library_zoo.LibraryCase, count: int) -> library_zoo.S
 def test_a_pipeline_averages_over_micro_batches(name: str) -> None:
     case, key = library_zoo.by_name(name), jax.random.key(0)
     plan = planned(case, "pipeline", batch="micro")
-    assert (report := plan.verify()), str(report)
     job, step = plan.simulate(), of_micro_batches(case, library_table.TRAINERS)
     state, alone = job.init(key), case.init(key)
     for i in range(2):

@@ -627,7 +627,7 @@ def test_two_losses_with_separate_parameters():
     plan = plan_of(step=two_losses, num_micro_batch=2)
     assert (report := plan.verify()), str(report)
     job = plan.simulate()
-    x = np.linspace(-1, 1, X.size, dtype=np.float32).reshape(X.shape)
+    x = np.linspace(0.1, 2, X.size, dtype=np.float32).reshape(X.shape)
     state, value = job.step(job.init(), x)
     params, _, wanted = two_losses(PARAMS, (), x)
     tree_close(job.params(state), params, 1e-5)

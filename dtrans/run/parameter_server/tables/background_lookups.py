@@ -131,7 +131,7 @@ def receive_local_rows(
       receive: function that receives rows.
     """
     found: dict[str, np.ndarray] = {}
-    parts: dict[str, tuple[Sequence[WantedRows], Positions]] = {}
+    parts: dict[str, tuple[list[WantedRows], Positions]] = {}
     wanted: list[WantedRows] = []
     for table, numbers in ids.items():
         leaf = leaves[table]
@@ -142,6 +142,6 @@ def receive_local_rows(
         parts[table] = part, positions
         wanted += part
     receive(wanted)
-    for table, (part, positions) in parts.items():
-        put_in_place(found[table], part, positions)
+    for table, (rows, positions) in parts.items():
+        put_in_place(found[table], rows, positions)
     return found
