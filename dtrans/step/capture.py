@@ -111,9 +111,9 @@ def captured(program: Program) -> Program:
     """Trace a step again, in the mode in which its loss is one equation.
 
     Raises:
-      GradientError: the program was not traced from a function; it does not call
-        `dtrans.value_and_grad`, or calls it in a loop or a branch; or a loss reads results of
-        another loss.
+      GradientError: the program was not traced from a function, or it does not call
+        `dtrans.value_and_grad` outside of loops and branches.
+      GradientError: a loss reads results of another loss.
     """
     if program.specializer is None:
         raise GradientError(
