@@ -7,7 +7,8 @@
     python benchmarks/chaos.py --every 15 --mode restart the same, where all roles start again
 
 A round runs one job under `dtrans launch --restarts`. At a random moment, one process (a role or
-the launcher) gets SIGKILL, or SIGSTOP and later SIGCONT. The script starts a killed launcher again
+the launcher) gets SIGKILL, or SIGSTOP and later SIGCONT. The moment is before the first step in
+half of the rounds, and a random step in the others. The script starts a killed launcher again
 with the same command. A job with parameter servers writes cuts, snapshots of its state
 (`docs/cuts.md`), and the launcher restarts only the killed process. At the end, the parameters and
 the optimizer state of the last checkpoint must have the bits of an undisturbed job.
@@ -418,8 +419,7 @@ def undisturbed(kind: Kind, steps: int) -> tuple[list[bytes], float, float]:
 def rounds(kind: Kind, count: int, seed: int, steps: int, pause: float) -> bool:
     """Run rounds; return True if all end with the result of an undisturbed job.
 
-    In half of the rounds, the kill or stop is due after a number of steps. In the others it is due
-    while the job starts, after a time. A round whose job ends earlier does not count.
+    A round does not count if its job ends before the kill or stop.
     """
     expected, seconds, until_first = undisturbed(kind, steps)
     load = os.getloadavg()[0]

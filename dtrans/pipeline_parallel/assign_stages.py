@@ -190,9 +190,8 @@ def stages_of(
 def relative_speeds(speeds: Sequence[float] | None, num_stages: int) -> tuple[float, ...]:
     """Return the speed of each stage, divided by the mean speed; 1 for each stage without speeds.
 
-    So `flops_per_byte` describes a device with the mean speed of these stages. Speeds of devices
-    without a stage do not count. So "auto" divides the operations as if the user had chosen its
-    number of stages.
+    `flops_per_byte` describes a device with the mean speed. Devices without a stage do not count,
+    so "auto" and a number of stages from the user divide the operations equally.
 
     Example:
       >>> from dtrans.pipeline_parallel.assign_stages import relative_speeds

@@ -103,9 +103,9 @@ The tests run these steps, written as in the libraries' documentation, on {TRAIN
 servers or stages. Parameters, optimizer state and results equal those of one device within 1e-12
 (64-bit numbers). The steps use `value_and_grad` of their library. In a pipeline they use
 `dtrans.value_and_grad`, because the loss is split into stages before it is differentiated. Steps
-"with batch="micro"" need values of the full batch in the middle of the loss. A pipeline runs them
-with separate values for each micro-batch: it averages their losses, gradients and statistics. `make
-docs` writes this table.
+marked `batch="micro"` need values of the full batch inside the loss. A pipeline runs them with
+separate values for each micro-batch, and averages losses, gradients and statistics. Their numbers
+are not those of one device. `make docs` writes this table.
 
 | step | special property | nccl2 | sharding 1, 2, 3 | servers | pipeline |
 | --- | --- | --- | --- | --- | --- |
@@ -138,7 +138,7 @@ def said(case: library_zoo.LibraryCase, mode: str) -> str:
     except DtransError as e:
         if mode == "pipeline" and case.name in PER_MICRO_BATCH:
             planned(case, mode, batch="micro")
-            return 'with batch="micro"'
+            return '`batch="micro"`'
         return "refused: " + next(short for long, short in WHY.items() if re.search(long, str(e)))
     return "exact"
 

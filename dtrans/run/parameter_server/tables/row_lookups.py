@@ -58,7 +58,8 @@ class RowLookups:
         """Return the positions of each block's rows in a step's row ids of a table.
 
         A step needs them to request rows, to receive them, and to send their gradients. They are
-        computed once, because many small tables would pay for each computation.
+        computed once, because many small tables would pay for each computation. Each step has a
+        new array of ids, which nothing changes afterwards, so the array itself is the key.
         """
         table = eqn.params["table"]
         known = self._positions.get(table)
