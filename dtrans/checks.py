@@ -179,13 +179,12 @@ def group_options(options: Mapping[str, Any], records: Mapping[str, Any]) -> dic
 
     Args:
       options: the options. An option with the name of a field replaces this field in the record,
-        even if the record is also among the options. If several records have the field, the first
-        record gets the option.
+        even if the record is also among the options.
       records: default of each argument that is a record, by the argument's name.
     """
     found = dict(options)
     for argument, default in records.items():
-        names = [name for name in _field_names(default) if name in found]
+        names = [name for name in _field_names(default) if name in options]
         if not names:
             continue
         base = found.get(argument)

@@ -9,7 +9,8 @@ of the step the loss is already differentiated. So the step is traced again in a
 Stages compute the loss, so the update of a pipeline can read only the gradients among the results
 of this equation. There is one exception. If the update reads a result that depends on no batch
 array (a counter, a split key), equations before `value_and_grad` compute this result, too.
-If a step has several losses, and no loss reads results of another, their sum becomes the loss.
+If a step has several losses, each with its own parameters, and no loss reads results of another,
+their sum becomes the loss.
 `dtrans.step.halves` divides this trace like any other. The mode is part of JAX's cache key, so
 that JAX traces a jitted step again.
 """
@@ -45,7 +46,7 @@ from dtrans.errors import GradientError
 from dtrans.ir.array_fns import array_type
 from dtrans.ir.batched_gathers import batched_gathers
 from dtrans.ir.builder import Builder, read_from
-from dtrans.ir.dataflow import avals, backward_slice, bits_of, propagate
+from dtrans.ir.dataflow import avals, backward_slice, bits_of, propagate, variables
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program, rewrite_root
 from dtrans.ir.selection import values_at
@@ -113,7 +114,7 @@ def captured(program: Program) -> Program:
     Raises:
       GradientError: the program was not traced from a function, or it does not call
         `dtrans.value_and_grad` outside of loops and branches.
-      GradientError: a loss reads results of another loss.
+      GradientError: a loss reads results of another loss, or has parameters of another loss.
     """
     if program.specializer is None:
         raise GradientError(
@@ -150,7 +151,8 @@ def _with_one_loss(program: Program) -> Program:
 
     Each loss function gets separate inputs for the values to differentiate. So the gradients are
     those of the separate losses, also if two losses read the same parameter. Return the step
-    unchanged if a loss reads results of another loss.
+    unchanged if a loss reads results of another loss, or differentiates the values of another: a
+    step that adds up gradients of parts of the batch does the work of micro-batches.
     """
     flat = inline_calls(program.jaxpr, keep=("loss", "loss_seed", COLLECT))
     inner = opened(flat)
@@ -159,6 +161,11 @@ def _with_one_loss(program: Program) -> Program:
         inner.eqns, dict.fromkeys(itertools.chain.from_iterable(e.outvars for e in losses), 1), {}
     )
     if len(losses) < 2 or any(bits_of(after, *e.invars) for e in losses):
+        return program
+    differentiated: list[Atom] = []
+    for e in losses:
+        differentiated += e.invars[: e.params["count"]]
+    if len({*variables(differentiated)}) < len(differentiated):
         return program
 
     # Equations that read no loss come first: another loss may read their results.
@@ -353,7 +360,7 @@ def loss_of(program: Program) -> JaxprEqn:
 
     Raises:
       GradientError: the step does not have exactly one such equation, or has it in a loop or a
-        branch. `captured` has combined losses that do not read results of each other.
+        branch. `captured` has combined losses that are independent of each other.
     """
     found = [e for e in equations(program.jaxpr) if e.primitive is value_and_grad_p]
     if not found:
@@ -368,9 +375,9 @@ def loss_of(program: Program) -> JaxprEqn:
         lines = " and ".join(filter(None, map(line_of, found)))
         raise GradientError(
             f"{program.name} calls dtrans.value_and_grad {len(found)} times"
-            f"{f' ({lines})' if lines else ''}, and one of the losses reads results of another or "
-            "is in a loop or a branch; a pipeline computes all losses together. Compute each loss "
-            "from parameters, state and batch only, or use dtrans.nccl2 or dtrans.sharding"
+            f"{f' ({lines})' if lines else ''}; a pipeline computes several losses together, so "
+            "each must have its own parameters, read no result of another, and be outside of loops "
+            f"and branches. {ONE_LOSS}; or use dtrans.nccl2 or dtrans.sharding"
         )
     if not any(e.primitive is value_and_grad_p for e in opened(inline_calls(program.jaxpr)).eqns):
         raise GradientError(

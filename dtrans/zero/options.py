@@ -138,7 +138,7 @@ class Slicing:
         with computation (`dtrans.run.base.platforms`).
       overlap: True to let collectives overlap with computation. False starts each collective when
         the previous one has ended.
-      axes: with `mesh`, the axes that divide the optimizer state: ("data",), or ("data",
+      state_axes: with `mesh`, the axes that divide the optimizer state: ("data",), or ("data",
         "sequence"). The axis "model" always divides the state of `dtrans.split` layers.
       axis_name: the mesh axis over the ranks of a group.
       replica_axis_name: the mesh axis over the groups.
@@ -157,7 +157,7 @@ class Slicing:
     gather_bucket_MB: float = 0
     prefetch: int | None = None
     overlap: bool = True
-    axes: tuple[str, ...] = (DATA,)
+    state_axes: tuple[str, ...] = (DATA,)
     axis_name: str = "shard"
     replica_axis_name: str = "dp"
 
@@ -174,11 +174,11 @@ class Slicing:
                 f"overlap=False and prefetch={self.prefetch}: a prefetch overlaps with "
                 "computation; leave one of the two out"
             )
-        check_one_of("axes", self.axes, ((DATA,), (DATA, SEQUENCE)))
-        if SEQUENCE in self.axes and self.partition != "rows":
+        check_one_of("state_axes", self.state_axes, ((DATA,), (DATA, SEQUENCE)))
+        if SEQUENCE in self.state_axes and self.partition != "rows":
             raise ConfigError(
-                f"axes={self.axes} and partition={self.partition!r}: a rank stores the complete "
-                "state of its parameters; pass partition='rows', or leave axes out"
+                f"state_axes={self.state_axes} and partition={self.partition!r}: a rank stores the "
+                "complete state of its parameters; pass partition='rows', or leave state_axes out"
             )
         check_name("axis_name", self.axis_name, "the name of an axis")
         check_name("replica_axis_name", self.replica_axis_name, "the name of an axis")

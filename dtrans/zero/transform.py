@@ -97,7 +97,7 @@ def sharding(
         {"data": 4, "model": 2}. The batch and the state are divided over "data". The parameters of
         `dtrans.split` scopes, and their optimizer state, are also divided over "model", along
         another dimension. The sequences of the batch are divided over "sequence"
-        (`Batch.sequence`). `slices.axes` also divides optimizer state over "sequence".
+        (`Batch.sequence`). `slices.state_axes` also divides optimizer state over "sequence".
       stage: 1 shards optimizer state; 2 also shards gradients; 3 also shards parameters.
       replicas: the number of groups of `degree` ranks, or of copies of the mesh. All degree *
         replicas ranks split the batch.
@@ -146,10 +146,10 @@ def sharding(
     if mesh is not None:
         degree, model, sequence = _from_mesh(mesh, degree, slices)
         slices = dataclasses.replace(slices, axis_name=DATA)
-    if SEQUENCE in slices.axes and not sequence:
+    if SEQUENCE in slices.state_axes and not sequence:
         raise ConfigError(
-            f"axes={slices.axes} divides state over {SEQUENCE!r}, but there is no mesh with this "
-            f"axis; pass mesh={{..., {SEQUENCE!r}: n}}, or leave axes out"
+            f"state_axes={slices.state_axes} divides state over {SEQUENCE!r}, but there is no mesh "
+            f"with this axis; pass mesh={{..., {SEQUENCE!r}: n}}, or leave state_axes out"
         )
     check_int("degree", degree, "a positive number of ranks")
     assert degree is not None
@@ -225,7 +225,7 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
         parts = parts.on_model_axis(model, plain.program.inputs)
     sequence = find_sequence_axis(plain, options)
     if sequence is not None:
-        if SEQUENCE in options.slices.axes:
+        if SEQUENCE in options.slices.state_axes:
             of_model = model.sliced if model else {}
             state = slice_state_again(
                 plain,

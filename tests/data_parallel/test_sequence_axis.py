@@ -301,7 +301,7 @@ def test_activations_of_a_device():
 
 def over_both(of, mesh=MESH, stage=1):
     """Return the plan of a job whose optimizer state is divided over "data" and "sequence"."""
-    slices = dtrans.Slicing(min_slice_size=0, axes=("data", "sequence"))
+    slices = dtrans.Slicing(min_slice_size=0, state_axes=("data", "sequence"))
     return dtrans.sharding(*of.traced(), mesh=mesh, stage=stage, slices=slices)
 
 
@@ -375,11 +375,11 @@ def test_checkpoints_of_state_divided_over_both_axes(tmp_path):
 def test_other_axes_of_the_state_are_refused():
     traced = transformer(layers=1).traced()
     for axes in (("sequence",), ("data", "model"), "data"):
-        with pytest.raises(ConfigError, match=r"axes must be \('data',\) or"):
-            dtrans.Slicing(axes=axes)
-    with pytest.raises(ConfigError, match="pass partition='rows', or leave axes out"):
-        dtrans.Slicing("greedy_even", axes=("data", "sequence"))
-    slices = dtrans.Slicing(axes=("data", "sequence"))
+        with pytest.raises(ConfigError, match=r"state_axes must be \('data',\) or"):
+            dtrans.Slicing(state_axes=axes)
+    with pytest.raises(ConfigError, match="pass partition='rows', or leave state_axes out"):
+        dtrans.Slicing("greedy_even", state_axes=("data", "sequence"))
+    slices = dtrans.Slicing(state_axes=("data", "sequence"))
     for where in ({"mesh": {"data": 2}}, {"degree": 2}):
         with pytest.raises(ConfigError, match="there is no mesh with this axis; pass mesh="):
             dtrans.sharding(*traced, slices=slices, **where)

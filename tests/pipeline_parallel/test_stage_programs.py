@@ -612,7 +612,7 @@ STEPS = [
     (
         weighted,
         r"weighted calls dtrans.value_and_grad 2 times \(.*test_stage_programs.py:\d+.* and .*"
-        "one of the losses reads results of another or is in a loop",
+        "each must have its own parameters, read no result of another",
     ),
 ]
 
