@@ -40,7 +40,8 @@ nightly: $(STAMP) ## run all that today's sample leaves out: three hours; an hou
 
 core: $(STAMP) ## run the tests of the passes alone: a few minutes
 	$(BIN)/python -m pytest $(WORKERS) tests/test_jax_versions.py tests/test_jax_imports.py \
-		tests/test_fingerprints.py tests/ir tests/step tests/rows tests/engine tests/run/test_jobs.py
+		tests/test_fingerprints.py tests/ir tests/step tests/rows tests/engine tests/run/test_jobs.py \
+		tests/verification/test_by_hand.py
 
 compat: ## run the suite on the newest JAX, core tests on those between (needs Python 3.13; make NEWEST=... says where)
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(MAKE) test $(AT_NEWEST)

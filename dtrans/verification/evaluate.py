@@ -24,6 +24,7 @@ from dtrans._jax import (
     COND,
     LOOPS,
     SCAN,
+    Jaxpr,
     JaxprEqn,
     Literal,
     axes_of,
@@ -42,6 +43,7 @@ from dtrans._jax import (
     shard_map_of,
     wiring,
 )
+from dtrans.ir.dataflow import live_equations
 from dtrans.ir.selection import retain, values_at
 from dtrans.verification import field_values as values
 from dtrans.verification.complex_rules import COMPLEX, is_of_complex
@@ -114,8 +116,9 @@ class World:
         self.count = math.prod(self.axes.values())
         self.unknown: dict[str, None] = {} if unknown is None else unknown
         self.evaluated = 0  # number of evaluated equations, including inner worlds
-        # The keys are ids of literals. The literals are stored so that their ids stay unique.
+        # The keys are ids of the objects, which are stored so that their ids stay unique.
         self._literals: dict[int, tuple[Literal, Ranked]] = {}
+        self._live_equations: dict[int, tuple[Jaxpr, list[JaxprEqn]]] = {}
 
     def run(
         self, jaxpr: Any, args: Sequence[Ranked], consts: Sequence[Any] | None = None
@@ -143,11 +146,20 @@ class World:
         def read(atom: Any) -> Ranked:
             return self._literal(atom) if isinstance(atom, Literal) else env[atom]
 
-        for eqn in inner.eqns:
+        for eqn in self._live(inner):
             operands = [read(a) for a in eqn.invars]
             outputs = self._equation(eqn, operands)
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(a) for a in inner.outvars]
+
+    def _live(self, jaxpr: Jaxpr) -> list[JaxprEqn]:
+        """Return the equations to evaluate; a cache saves time in loops.
+
+        Dead equations may have no rule: `optax.lbfgs` reads only the dtype of an `empty`.
+        """
+        if id(jaxpr) not in self._live_equations:
+            self._live_equations[id(jaxpr)] = jaxpr, live_equations(jaxpr.eqns, jaxpr.outvars)
+        return self._live_equations[id(jaxpr)][1]
 
     def _literal(self, atom: Literal) -> Ranked:
         """Return the value of a literal; a cache saves time in loops."""

@@ -350,3 +350,21 @@ def test_what_has_no_rule_is_unknown() -> None:
     world = World()
     ((found,),) = world.run(jaxpr, [(lifted(jnp.ones((4, 4)), jnp.float64),)])
     assert isinstance(found, Unknown) and world.unknown
+
+
+def test_a_dead_equation_without_a_rule_is_skipped() -> None:
+    """The line search of `optax.lbfgs` reads only the type of uninitialized memory."""
+
+    def halve(x: Any) -> Any:
+        return (x / 2).astype(jax.lax.empty((), x.dtype).dtype)
+
+    def shift(x: Any) -> Any:
+        return x + jax.lax.empty((), x.dtype)
+
+    x, reasons = jnp.ones((2, 3)), {}
+    for fn in (halve, shift):
+        world = World()
+        world.run(jax.make_jaxpr(lambda x, fn=fn: jax.lax.map(fn, x))(x), [(lifted(x, x.dtype),)])
+        reasons[fn] = [*world.unknown]
+    assert reasons[halve] == []
+    assert reasons[shift][0].startswith("empty: the outputs differ from run to run")
