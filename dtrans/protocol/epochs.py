@@ -17,7 +17,9 @@ When it is ready, the launcher grants an epoch in which the trainer takes part a
 
 Asynchronous trainers share no step, so each asynchronous server writes separate cuts. A surviving
 server keeps its state, and a lost server continues from its newest cut. Each trainer continues
-after the last of its steps that a server has received.
+after the last of its steps that a server has received. A trainer that has left the job need not
+come back while all servers survive, because they have received all of its steps. The epoch names
+such trainers, and servers do not wait for them.
 
 Synchronous servers can also write a *cut at a failure*. The launcher then announces that the epoch
 ends. Each live server stops, and writes its states after its newest steps. A trainer begins a step
@@ -64,6 +66,7 @@ class Epoch:
       incarnations: for each trainer, the number of the epoch in which its current process was
         started; empty without this information.
       members_since: number of the epoch in which the set of trainers last changed.
+      left: ids of the asynchronous trainers that left the job before the epoch, increasing.
     """
 
     number: int = 0
@@ -75,13 +78,15 @@ class Epoch:
     # have none.
     incarnations: tuple[int, ...] = dataclasses.field(default=(), compare=False)
     members_since: int = 0
+    left: tuple[int, ...] = ()
 
-    def next(self, cut: int | None, dropped: tuple[int, ...]) -> Epoch:
+    def next(self, cut: int | None, dropped: tuple[int, ...], left: tuple[int, ...] = ()) -> Epoch:
         """Return the epoch after this one.
 
         Args:
           cut: step of the cut (snapshot) at the start of the new epoch, as for the attribute `cut`.
-          dropped: ids of the trainers that take no part in the new epoch, increasing.
+          dropped: ids of the lost trainers that take no part in the new epoch, increasing.
+          left: ids of the asynchronous trainers that have left the job, increasing.
 
         Example:
           >>> from dtrans.protocol.epochs import Epoch
@@ -92,7 +97,7 @@ class Epoch:
         number, since = self.number + 1, self.members_since
         if dropped != self.dropped:
             since = number
-        return Epoch(number, cut, dropped=dropped, members_since=since)
+        return Epoch(number, cut, dropped=dropped, members_since=since, left=left)
 
     def is_cut_due(self, step: int, first: int, every: int) -> bool:
         """Return True if roles write a cut (snapshot) after a step of a synchronous job.

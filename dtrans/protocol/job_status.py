@@ -245,11 +245,13 @@ class ObservedTrainers(Protocol):
       count: number of trainers of the job.
       started: time at which the process began to wait for trainers.
       dropped: ids of the lost trainers without which the job continues.
+      left_before: ids of the trainers that left the job before this epoch.
     """
 
     count: int
     started: float
     dropped: frozenset[int]
+    left_before: frozenset[int]
 
     @property
     def plan(self) -> Mapping[str, str]:
@@ -405,7 +407,11 @@ class StatusReporter:
         kind, known, counts = self._kind, self._trainers.known.get(k), sample.sent is not None
         if known is None:
             size = 0 if counts else None
-            state = "dropped" if k in self._trainers.dropped else "not here yet"
+            state = "not here yet"
+            if k in self._trainers.dropped:
+                state = "dropped"
+            elif k in self._trainers.left_before:
+                state = "left"
             return TrainerStatus(k, state, "", None, None, None, None, size, size)
         step, rate = sample.steps.get(k), None
         if step is not None:

@@ -244,6 +244,29 @@ def test_a_dropped_trainer_is_not_awaited_and_refused() -> None:
     assert trainers.served
 
 
+def test_a_trainer_that_left_in_an_earlier_epoch_is_not_awaited() -> None:
+    before = TrainerRegistry(served(PLAIN, SERVER), deadline=10.0)
+    before.hello(b"1", hello(1, session="first"), None)
+    before.hello(b"0", hello(session="old"), None)
+    trainers = TrainerRegistry(
+        *(served(PLAIN, SERVER),),
+        deadline=10.0,
+        epoch=Epoch(2, left=(1,)),
+        sessions=before.sessions_by_id,
+    )
+    assert trainers.unseen == [0] and trainers.sessions == ("first",)
+    # a process of the next job
+    assert "the end of a job of 2 trainers" in trainers.hello(b"1", hello(1), None)
+    trainers.hello(b"0", hello(epoch=2, session="new"), None)
+    assert trainers.unseen == [] and trainers.sessions == ("new", "first")
+    trainers.died(1, "exit code 0", 0.0)
+    assert trainers.lost(100.0) == {}
+    trainers.known[0].done = True
+    assert trainers.served
+    # all trainers have left, so a server that begins this epoch may end
+    assert TrainerRegistry(served(PLAIN, SERVER), deadline=10.0, epoch=Epoch(3, left=(0, 1))).parted
+
+
 def test_checkpoints_of_undone_steps_are_forgotten() -> None:
     saves = greeted(Epochs()).serving.saves
     saves.saved = {"10": 10, "20": 20}

@@ -92,6 +92,14 @@ class Observed:
         return read_report(wire.parse([wire.header(op, **fields)]))
 
 
+def test_a_trainer_that_left_in_an_earlier_epoch_has_left() -> None:
+    job = Observed()
+    job.machine.trainers.left_before = frozenset({1})
+    server, trainers = job.status()
+    assert server.doing == "waiting for trainer 0 to connect"
+    assert [x.state for x in trainers] == ["not here yet", "left"]
+
+
 def test_a_dropped_trainer_is_not_awaited() -> None:
     job = Observed()
     job.machine.trainers.dropped = frozenset({1})

@@ -26,7 +26,8 @@ from dtrans.protocol.server.trainer_rounds import TrainerRounds
 from dtrans.protocol.server_blocks import RowGradient
 from dtrans.protocol.trainer.geo_steps import GeoReturn, GeoSteps
 from dtrans.protocol.trainer.server_connection import ServerConnection
-from tools.simulate import updates
+from dtrans.run.net.role_marks import find_left
+from tools.simulate import launcher, updates
 from tools.simulate.geo_trainer import GeoSgdTrainer
 from tools.simulate.launcher import SimulatedEpochs, SimulatedLauncher
 from tools.simulate.server_role import SimulatedServer
@@ -53,6 +54,10 @@ def _drops_greetings_of_later_epochs(real: Any) -> Any:
         return bool(is_admitted)
 
     return admits
+
+
+def _excuses_all_that_left(marks: Any, servers: Any, started: Any) -> tuple[int, ...]:
+    return find_left(marks, servers, {})
 
 
 def _takes_the_newest_cut_of_any(self: Any, dropped: Any = ()) -> int | None:
@@ -284,6 +289,9 @@ PLANTED_IN_CUTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     ),
     "an asynchronous server that lives goes back, too": _wrapped(
         SimulatedServer, "_load_alone", _always_loads
+    ),
+    "an asynchronous trainer that has left is excused from a lost server's steps": lambda m: (
+        m.setattr(launcher, "find_left", _excuses_all_that_left)
     ),
     "a lost asynchronous server starts with the initial state": lambda m: m.setattr(
         SimulatedLauncher, "cut_alone", lambda self, endpoint: (None, None)

@@ -30,6 +30,7 @@ from dtrans.run.net.role_marks import (
     can_complete_cut,
     can_go_back,
     complete_cuts,
+    find_left,
     find_writers,
     have_entered,
     is_waiting,
@@ -88,8 +89,9 @@ class SimulatedLauncher:
       epoch: the current epoch.
       records: the log of all epochs.
       rewinds: for each epoch after the first, (step of the newest server, step of the cut).
-      restarts: for each of these epochs, the started roles: "in place" or "all"; "none" after a
-        trainer was dropped; "join" if a dropped trainer joins.
+      restarts: for each of these epochs, the started roles: "in place" or "all". "none": a trainer
+        was dropped. "join": a dropped trainer joins. "left": an asynchronous trainer left while
+        servers waited for it.
       ends: ends of epochs whose newest states all live servers have written.
       late: names of the live servers that did not begin to write their newest states in time,
         although their disks were not busy.
@@ -307,10 +309,18 @@ class SimulatedLauncher:
     # -- lost roles ------------------------------------------------------------------------------
 
     def _look_at_left(self, name: str) -> None:
-        """Start all roles again if a role has left in an old epoch, so that it cannot go back."""
+        """Act on a role that has left in an old epoch, so that it cannot go back.
+
+        Servers do not wait for it any longer if they have all of its steps. Otherwise all roles
+        start again.
+        """
         is_old = name in self._left and self._entered[name] < self.epoch.number
-        if is_old and self._grant_after_end is None:
+        if not is_old or self._grant_after_end is not None:
+            return
+        if name not in names_of(self._find_left()):
             self._start_all()
+        elif name not in names_of(self.epoch.left):
+            self._grant("left", self.epoch.dropped, [])
 
     def _end_reported(self, reporter: str, epoch: int, name: str) -> None:
         """End a reported role, as `Restarts._look` does."""
@@ -477,7 +487,8 @@ class SimulatedLauncher:
         """Start a failed role again; start all roles again if other roles cannot go back."""
         if not self.epoch.has_role(name):
             return
-        others = [x for x in self.roles if x != name and self.epoch.has_role(x)]
+        expected = self._members() if name in self._servers else self._expected()
+        others = [x for x in expected if x != name]
         number, marks = self.epoch.number, self._marks()
         is_pending = self._is_in_place and any(self._entered.get(x) != number for x in others)
         goes_back = can_go_back(marks, others, self._running(), is_pending=is_pending)
@@ -510,9 +521,9 @@ class SimulatedLauncher:
 
     def _can_join(self) -> bool:
         """Return True if dropped trainers can join, as `JobEpochs.find_ready` does."""
-        if self._grant_after_end is not None or not {*self._members()} <= self._running():
+        if self._grant_after_end is not None or not {*self._expected()} <= self._running():
             return False
-        return have_entered(self._marks(), self._members(), self.epoch.number) and self._has_cut
+        return have_entered(self._marks(), self._expected(), self.epoch.number) and self._has_cut
 
     def _join(self, name: str) -> None:
         """Grant an epoch in which a dropped trainer takes part again."""
@@ -526,6 +537,17 @@ class SimulatedLauncher:
     def _members(self) -> list[str]:
         """Return the names of the roles that take part in the epoch."""
         return [name for name in self.roles if self.epoch.has_role(name)]
+
+    def _expected(self) -> list[str]:
+        """Return the names of the roles that must enter the next epoch while all servers run."""
+        left = names_of(self._find_left())
+        return [name for name in self._members() if name not in left]
+
+    def _find_left(self) -> tuple[int, ...]:
+        """Return the ids of the trainers that need not go back, as `JobEpochs` does."""
+        marks = self._marks().items()
+        current = {name: mark for name, mark in marks if mark.epoch >= self.incarnation(name)}
+        return find_left(current, self._servers, self._incarnations)
 
     def _drops(self, name: str) -> bool:
         """Return True if a lost role is a trainer, and enough trainers are left without it."""
@@ -544,6 +566,7 @@ class SimulatedLauncher:
             marks[name] = RoleMark(
                 number,
                 left=name in self._left,
+                is_alone=not self._case.sync_mode and name in self._servers,
                 writes_newest=self._case.at_loss,
                 writes_replicas=self._case.replicas > 0,
                 ended=ended,
@@ -616,7 +639,7 @@ class SimulatedLauncher:
         self._incarnations |= dict.fromkeys(started, number)
         trainers = [f"trainer {k}" for k in range(self._case.trainers)]
         incarnations = tuple(map(self.incarnation, trainers))
-        epoch = self.epoch.next(cut, dropped)
+        epoch = self.epoch.next(cut, dropped, self._find_left())
         self.epoch = dataclasses.replace(epoch, incarnations=incarnations)
         self._is_in_place = restarts != "all"
         members = self.epoch.members(self._case.trainers)
@@ -645,6 +668,11 @@ class SimulatedLauncher:
 
         time = self._clock.now + self._random.expovariate(1.0) * typical
         self._clock.at(time, run, Slot(None, (act.__name__, *args)))
+
+
+def names_of(trainers: Iterable[int]) -> tuple[str, ...]:
+    """Return the names of trainers."""
+    return tuple(f"trainer {k}" for k in trainers)
 
 
 def _start_unless_killed(role: Process) -> None:

@@ -167,8 +167,14 @@ class SimulatedTrainer(Process):
                 self.left_at[f"{self.name} pserver {ep}"] = self.clock.now
             try:
                 yield leave(link.line) if reason is None else self._last_words(link, reason)
-            except NewEpoch:
-                self.error = self.error or LostPeerError("lost a server while it left")
+            except NewEpoch as e:
+                # see `ServerConnections._say_goodbye`
+                if self.case.sync_mode or e.__cause__ is not None:
+                    self.error = self.error or LostPeerError("lost a server while it left")
+                else:
+                    self._links.clear()
+                    link.close()
+                    return
             except DtransError as e:
                 self.error = self.error or e
             link.close()
@@ -342,6 +348,7 @@ class SimulatedTrainer(Process):
                     return False
         except LostPeerError as e:
             self._failed = self._member.lost(e)
+            self._failed.__cause__ = e
         except (DtransError, NewEpoch) as e:
             self._failed = e
         return True

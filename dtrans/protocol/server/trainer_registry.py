@@ -44,11 +44,13 @@ class TrainerRegistry:
         the server.
       epoch: the epoch; None in a job without cuts (snapshots). The epoch names the trainers that
         take no part, and the current process of each other trainer.
+      sessions: session words of the trainers of earlier epochs, by trainer id.
 
     Attributes:
       endpoint: endpoint of the server.
       plan: the argument `plan`.
-      dropped: ids of the trainers that take no part in this epoch.
+      dropped: ids of the lost trainers that take no part in this epoch.
+      left_before: ids of the trainers that left in an earlier epoch.
       count: number of trainers of the job.
       deadline: the argument `deadline`.
       started: time at which the server began to wait for trainers.
@@ -68,9 +70,11 @@ class TrainerRegistry:
         retry: float = RETRY,
         busy: Collection[int] = (),
         epoch: Epoch | None = None,
+        sessions: Mapping[int, str] = {},
     ) -> None:
         epoch = epoch or Epoch()
         self._busy, self.dropped = frozenset(busy), frozenset(epoch.dropped)
+        self.left_before, self._sessions_before = frozenset(epoch.left), sessions
         self._incarnations = dict(enumerate(epoch.incarnations))
         self.endpoint, self.count = served.endpoint, served.trainers
         self.plan, self.deadline = plan, deadline
@@ -81,7 +85,7 @@ class TrainerRegistry:
         self._served = served
         self.known: dict[int, Trainer] = {}
         self.by_address: dict[bytes, int] = {}
-        expected = set(range(self.count)) - self.dropped
+        expected = set(range(self.count)) - self.dropped - self.left_before
         self._losses = LostTrainers(self.endpoint, self.known, expected, retry)
 
     @property
@@ -91,13 +95,14 @@ class TrainerRegistry:
 
     @property
     def left(self) -> list[int]:
-        """Ids of the trainers that have left."""
-        return [k for k, t in self.known.items() if t.done]
+        """Ids of the trainers that have left, also in an earlier epoch (part of the job)."""
+        return [*self.left_before, *(k for k, t in self.known.items() if t.done)]
 
     @property
     def unseen(self) -> list[int]:
         """Ids of the trainers that have not connected yet."""
-        return [k for k in range(self.count) if k not in self.known and k not in self.dropped]
+        absent = self.dropped | self.left_before
+        return [k for k in range(self.count) if k not in self.known and k not in absent]
 
     @property
     def served(self) -> bool:
@@ -126,12 +131,18 @@ class TrainerRegistry:
         return self.to_servers + sum(t.sent for t in self.known.values())
 
     @property
+    def sessions_by_id(self) -> dict[int, str]:
+        """Session words of the trainers of this and of earlier epochs, by trainer id."""
+        return {**self._sessions_before, **{k: t.session for k, t in self.known.items()}}
+
+    @property
     def sessions(self) -> tuple[str, ...]:
-        """Session words of the connected trainers, in the order of their ids.
+        """Session words of the trainers that take part or have left, in the order of their ids.
 
         Together, the words identify this run of the job.
         """
-        return tuple(self.known[k].session for k in sorted(self.known))
+        words = self.sessions_by_id
+        return tuple(words[k] for k in sorted(words) if k in self.known or k in self.left_before)
 
     # -- messages --------------------------------------------------------------------------------
 
@@ -158,8 +169,9 @@ class TrainerRegistry:
             raise WireError(f"the launcher has started another process of trainer {k}")
         known = self.known.get(k)
         is_same = known is not None and known.session == message["session"]
-        if known is not None and known.done and (known.failed or not is_same):
-            if known.failed:
+        has_left = known is not None and known.done and (known.failed or not is_same)
+        if has_left or k in self.left_before:
+            if known is not None and known.failed:
                 raise WireError(f"trainer {k} has left, and cannot come back to this job")
             # The sender belongs to the next job on this endpoint, and waits for that job's server.
             return f"the end of a job of {self.count} trainers, which trainer {k} has left"

@@ -50,6 +50,7 @@ class WatchedTrainers:
     plan: Mapping[str, str] = {}
     bytes_sent = None
     dropped: frozenset[int] = frozenset()
+    left_before: frozenset[int] = frozenset()
 
     def __init__(
         self,

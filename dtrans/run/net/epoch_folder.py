@@ -177,5 +177,13 @@ def epoch_of(fields: Mapping[str, Any]) -> Epoch:
     lost, started = tuple(fields.get("lost", ())), fields.get("started", {})
     trainers = range(fields.get("trainers", 0))
     incarnations = tuple(started.get(f"trainer {k}", 0) for k in trainers)
-    since = fields.get("members_since", 0)
-    return Epoch(fields["number"], fields["cut"], is_ending, dropped, lost, incarnations, since)
+    return Epoch(
+        fields["number"],
+        fields["cut"],
+        is_ending=is_ending,
+        dropped=dropped,
+        lost=lost,
+        incarnations=incarnations,
+        members_since=fields.get("members_since", 0),
+        left=tuple(fields.get("left", ())),
+    )

@@ -204,6 +204,37 @@ def can_go_back(
     return True
 
 
+def find_left(
+    marks: Mapping[str, RoleMark], servers: Collection[str], started: Mapping[str, int]
+) -> tuple[int, ...]:
+    """Return the ids of the trainers that have left, and that need not go back; increasing.
+
+    These are trainers of asynchronous servers, if no server has started again since the trainer
+    entered its last epoch. A server that has started again may lack the trainer's last steps.
+
+    Args:
+      marks: the report of each role's current process, by name.
+      servers: names of all servers.
+      started: for each role, number of the epoch in which its process was started.
+
+    Example:
+      >>> from dtrans.run.net.role_marks import RoleMark, find_left
+      >>> marks = {"pserver 0": RoleMark(2, is_alone=True), "trainer 1": RoleMark(2, left=True)}
+      >>> find_left(marks, ["pserver 0"], started={"pserver 0": 1})
+      (1,)
+      >>> find_left(marks, ["pserver 0"], started={"pserver 0": 3})
+      ()
+    """
+    if not any(name in marks and marks[name].is_alone for name in servers):
+        return ()
+    newest = max(started.get(name, 0) for name in servers)
+    found = []
+    for name, mark in marks.items():
+        if name not in servers and mark.left and mark.epoch >= newest:
+            found.append(int(name.removeprefix("trainer ")))
+    return tuple(sorted(found))
+
+
 def is_waiting(reporter: str, marks: Mapping[str, RoleMark], running: Collection[str]) -> bool:
     """Return True if a role that has reported a lost role waits for a new epoch.
 

@@ -155,6 +155,7 @@ class Server:
             retry=self._retry,
             busy=() if before is None or served.sync_mode else before.trainers.present,
             epoch=epoch,
+            sessions={} if before is None else before.trainers.sessions_by_id,
         )
 
     def _new_kind(

@@ -265,9 +265,25 @@ class ServerConnections:
             link.close()
             return
         try:
-            self.run_last(leave(link.line))
+            with self.after_last_step():
+                self._say_goodbye(leave(link.line))
         finally:
             link.close(LINGER)
+
+    def _say_goodbye(self, operation: Operation[None]) -> None:
+        """Send `complete`. A new epoch ends the wait for the answer of an asynchronous server.
+
+        Servers have received all steps of an asynchronous trainer before. They do not wait for it
+        in the new epoch, because it has told the launcher that it leaves (`close`).
+        """
+        try:
+            self._wait(OperationWait(self._transport, self._links, operation))
+        except LostPeerError as e:
+            raise self.lost(e) from e
+        except NewEpoch:
+            if self.steps.sync_mode:
+                raise
+            self.abandon()
 
 
 def _check_listens(me: str, endpoint: str, deadline: float) -> None:

@@ -128,6 +128,49 @@ def test_roles_may_leave_when_they_have_gone_back(job: Job) -> None:
     assert job.epochs.find_unable(set()) is None
 
 
+@pytest.fixture
+def async_job(tmp_path: Path) -> Job:
+    """Return a job of an asynchronous server with a cut, which trainer 0 has left."""
+    made = Job(tmp_path)
+    made.enter("trainer 0", "trainer 1")
+    made.folders["pserver 0"].enter_alone(made.epochs.epoch)
+    made.folders["pserver 0"].note_cut_alone(10, [5, 5])
+    made.folders["trainer 0"].leave()
+    return made
+
+
+def test_an_asynchronous_job_does_not_wait_for_a_trainer_that_has_left(async_job: Job) -> None:
+    running = {"pserver 0"}
+    assert async_job.epochs.can_go_back("trainer 1", running)
+    assert not async_job.epochs.can_go_back("pserver 0", {"trainer 1"})  # may lack its last steps
+    async_job.epochs.go_back("trainer 1")
+    assert async_job.folders["pserver 0"].current().left == (0,)
+    async_job.folders["pserver 0"].enter_alone(async_job.epochs.epoch)
+    async_job.enter("trainer 1")
+    assert not async_job.epochs.excuse_left()
+    assert async_job.epochs.find_unable(running | {"trainer 1"}) is None
+    assert async_job.epochs.have_all_entered
+
+
+def test_a_trainer_that_leaves_during_a_new_epoch_is_excused(async_job: Job) -> None:
+    async_job.folders["trainer 0"].enter(async_job.epochs.epoch)  # it has not left yet
+    async_job.epochs.go_back("trainer 1")
+    assert async_job.epochs.epoch.left == ()
+    async_job.folders["trainer 0"].leave()
+    assert async_job.epochs.excuse_left() and not async_job.epochs.excuse_left()
+    assert async_job.epochs.epoch == Epoch(2, left=(0,))
+    async_job.epochs.start_again()
+    assert async_job.epochs.epoch.left == ()  # it starts again, too
+
+
+def test_a_trainer_returns_if_a_server_starts_again(async_job: Job) -> None:
+    async_job.folders["trainer 0"].enter(async_job.epochs.epoch)  # it has not left yet
+    async_job.epochs.go_back("pserver 0")
+    async_job.folders["trainer 0"].leave()
+    assert not async_job.epochs.excuse_left()
+    assert async_job.epochs.find_unable(RUNNING) == "trainer 0"
+
+
 def test_a_loss_without_a_newer_cut_is_noticed(job: Job) -> None:
     assert not job.epochs.note_loss("trainer 1")
     assert not job.epochs.note_loss("trainer 0")

@@ -108,7 +108,7 @@ def test_processes_with_other_settings_are_both_named(monkeypatch: pytest.Monkey
     monkeypatch.setattr(board_module, "bulletin_board", lambda: board)
     said = (
         "^trainer 0 has transport_encryption='auto', and trainer 1 has "
-        "transport_encryption='required'; give all"
+        "transport_encryption='required'; pass the same value in all processes"
     )
     with pytest.raises(ConfigError, match=said):
         board_module.shared_keys(Membership(0, (0, 1)), "links", "connect")

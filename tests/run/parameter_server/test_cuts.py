@@ -760,6 +760,39 @@ def test_an_asynchronous_trainer_continues_at_its_step(
     jax.tree.map(np.testing.assert_array_equal, killed, undisturbed)
 
 
+# trainer 0 leaves after 20 steps, and trainer 1 is killed after the end of its process
+LEAVE_EARLY = "stop=20 if role.trainer_id == 0 else 60):"
+KILL_AFTER_LEAVE = f"""\
+            while os.path.exists("/proc/" + open("pid trainer 0").read()):
+                time.sleep(0.01)
+{KILL_VICTIM}"""
+
+
+def test_an_asynchronous_trainer_that_has_left_does_not_start_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_scripts(tmp_path, [(0, 44, "trainer 1")])
+    script, text = tmp_path / "survive.py", (tmp_path / "survive.py").read_text()
+    plan, save = "trainers=role.trainers)", f'        job.save("{FINAL}")'
+    for old, new in {
+        plan: "trainers=role.trainers, mode=dtrans.Async())",
+        "stop=60):": LEAVE_EARLY,
+        KILL_VICTIM: KILL_AFTER_LEAVE,
+        save: '        print("ends at", job.step_count)',
+    }.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    script.write_text(text)
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "JAX_PLATFORMS": "cpu"}
+    launch([sys.executable, "survive.py"], trainers=2, pservers=2, env=env, restarts=1)
+    output = capsys.readouterr()
+    said = "trainer 1 failed with signal SIGKILL; it starts again, and the other roles continue"
+    assert said in output.err and "all roles start again" not in output.err
+    ends = re.findall(r"\[(trainer \d)\] ends at (\d+)", output.out)
+    assert ends == [("trainer 0", "20"), ("trainer 1", "60")]
+
+
 # trainer 0 kills a server between its loop and `job.save`
 KILL_AFTER_LOOP = """
         import os, signal

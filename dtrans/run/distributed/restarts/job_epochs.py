@@ -25,7 +25,13 @@ from dtrans.run.distributed.restarts.lost_reports import LostReports
 from dtrans.run.distributed.role import Role
 from dtrans.run.distributed.role_output import say
 from dtrans.run.net.launcher_folder import LauncherFolder
-from dtrans.run.net.role_marks import LostReport, RoleMark, can_go_back, have_entered
+from dtrans.run.net.role_marks import (
+    LostReport,
+    RoleMark,
+    can_go_back,
+    find_left,
+    have_entered,
+)
 
 
 class JobEpochs:
@@ -144,12 +150,22 @@ class JobEpochs:
         """Names of the roles that were not dropped."""
         return [name for name in self._names if self.epoch.has_role(name)]
 
+    @property
+    def _expected(self) -> list[str]:
+        """Names of the roles that must enter the next epoch while all servers run."""
+        left = [f"trainer {k}" for k in self._find_left()]
+        return [name for name in self._active if name not in left]
+
+    def _find_left(self) -> tuple[int, ...]:
+        """Return the ids of the trainers that need not go back (`find_left`)."""
+        return find_left(self._current_marks(), self._servers, self._started)
+
     # -- failures ----------------------------------------------------------------------------------
 
     @property
     def have_all_entered(self) -> bool:
-        """True if all roles take part in the current epoch, and none has left the job."""
-        return have_entered(self._current_marks(), self._active, self.epoch.number)
+        """True if all expected roles are in the current epoch, and have not left the job."""
+        return have_entered(self._current_marks(), self._expected, self.epoch.number)
 
     def end_epoch(
         self,
@@ -192,7 +208,9 @@ class JobEpochs:
           running: names of the running roles.
           without_lost: True if the lost trainer would be dropped.
         """
-        others = [name for name in self._active if name != lost]
+        # a lost server may lack the last steps of a trainer that has left
+        expected = self._active if lost in self._servers else self._expected
+        others = [name for name in expected if name != lost]
         marks, is_pending = self._current_marks(), self._is_pending
         if not can_go_back(marks, others, running, is_pending=is_pending):
             return False
@@ -224,7 +242,7 @@ class JobEpochs:
           waiting: names of the dropped trainers whose new process runs.
           running: names of the running roles.
         """
-        can_go_back = self.have_all_entered and {*self._active} <= {*running}
+        can_go_back = self.have_all_entered and {*self._expected} <= {*running}
         if not can_go_back or self._newest() is None:
             return []
         marks = self._current_marks()
@@ -260,6 +278,20 @@ class JobEpochs:
         dropped = () if self._replaces else self.epoch.dropped
         self._grant_next(lost, reason, dropped)
 
+    def excuse_left(self) -> bool:
+        """Grant the next epoch if servers wait in vain for trainers; return True if they do.
+
+        Such a trainer has left the job in an older epoch, after the launcher granted this one.
+        """
+        marks, late = self._current_marks(), []
+        for k in self._find_left():
+            if k not in self.epoch.left and marks[f"trainer {k}"].epoch < self.epoch.number:
+                late.append(k)
+        if late:
+            self._grant_next("", f"{named(late)} left", self.epoch.dropped)
+            self._is_pending = True
+        return bool(late)
+
     def find_unable(self, running: Collection[str]) -> str | None:
         """Return a role that has left or ended, so that it cannot enter the next epoch; or None.
 
@@ -269,7 +301,7 @@ class JobEpochs:
         if not self._is_pending:
             return None
         marks, missing = self._current_marks(), False
-        for name in self._active:
+        for name in self._expected:
             mark = marks.get(name)
             if mark is not None and mark.epoch == self.epoch.number:
                 continue
@@ -299,7 +331,7 @@ class JobEpochs:
         cut = None  # asynchronous servers have no common cut
         if not self._folder.cuts_alone(self._servers):
             cut = self._folder.newest_cut(self._servers, dropped)
-        self.epoch = self.epoch.next(cut, dropped)
+        self.epoch = self.epoch.next(cut, dropped, self._find_left())
         self._grants.write(self.epoch, self._started, lost, reason)
 
     def _current_marks(self) -> dict[str, RoleMark]:

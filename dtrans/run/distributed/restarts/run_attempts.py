@@ -290,6 +290,8 @@ class Restarts:
         """Act on reports of lost roles. If a role cannot go back to a cut, restart all roles."""
         assert self._epochs is not None
         self._spares.renew(self._epochs)
+        if self._epochs.excuse_left():
+            attempt.begin_epoch(self._epochs.epoch.number)
         if self._supersede(attempt, _names(attempt)):
             return
         report = self._reports.choose(self._epochs.reports(_names(attempt)))
