@@ -619,8 +619,8 @@ FAULTS = (
     ),
     Fault(  # a trainer joins a job that another trainer has left
         "run/distributed/restarts/job_epochs.py",
-        "can_go_back = self.have_all_entered and {*self._active} <= {*running}",
-        "can_go_back = {*self._active} <= {*running}",
+        "can_go_back = self.have_all_entered and {*self._expected} <= {*running}",
+        "can_go_back = {*self._expected} <= {*running}",
         ("run/distributed/test_job_epochs.py",),
         "run/distributed/test_job_epochs.py::test_a_trainer_joins_no_job_that_another_role_has_left",
     ),
