@@ -246,9 +246,9 @@ class UnevenShards(Shards):
         entries, rest = divmod(size * rows, sum(self.shares))
         if rest:
             raise ConfigError(
-                f"an array of the step has a dimension of {size} entries, which {self.noun}s with "
-                f"{' and '.join(map(str, self.shares))} rows cannot divide; leave out speeds of "
-                "dtrans.Batch"
+                f"an array of the step has a dimension of {size} entries, which cannot be divided "
+                f"in proportion to the rows of the {self.noun}s "
+                f"({' : '.join(map(str, self.shares))}); leave out speeds of dtrans.Batch"
             )
         return entries
 

@@ -180,8 +180,8 @@ class _Question:
             )
         except OSError as e:
             raise LaunchError(
-                f"host {host.name} cannot be reached: {command[0]}: {e.strerror}; install "
-                "it on this host, or choose another remote shell with rsh="
+                f"host {host.name} cannot be reached: {command[0]} does not start on this host "
+                f"({e.strerror}); install it here, or choose another remote shell with rsh="
             ) from e
         order = {
             "mark": self.mark,

@@ -132,8 +132,9 @@ def task_costs(
     for k, (both, part) in enumerate(zip(backwards, weights, strict=True)):
         if part > both:
             raise ConfigError(
-                f"weight={part} of model stage {k} is more than backward={both}; pass the time of "
-                "the full backward pass as backward, since this time includes weight"
+                f"weight={part} of model stage {k} is more than backward={both}, but the time of "
+                "the weight gradients is a part of the backward time; pass the time of the full "
+                "backward pass as backward"
             )
         cotangents.append(both - part)
     return {"F": forwards, "B": cotangents, "W": weights}

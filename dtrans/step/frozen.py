@@ -58,11 +58,12 @@ def drop_frozen_updates(main: Program, startup: Program) -> Program:
     if set(constants).isdisjoint(params):
         return main
     program = main.rewritten(lambda other: _without_updates(other, constants, zeros))
-    # Another leaf's update may still read the gradient of a frozen leaf; then the leaf is no
-    # longer treated as frozen.
+    # If the update of another leaf reads the gradient of a frozen leaf, the frozen leaf is treated
+    # as trained.
     try:
         graded = divide_step(program).optimize.graded & constants.keys()
-    except GradientError:  # raised again for the user's step, if the strategy needs gradients
+    # the strategy divides the user's step later, and raises this error if it needs gradients
+    except GradientError:
         return main
     if not graded:
         return program

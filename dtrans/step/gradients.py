@@ -224,8 +224,8 @@ def marked(step: OpenStep) -> Gradients | None:
                 f"dtrans.value_and_grad differentiates with respect to `{argument}`, which is not "
                 f"a leaf of `{step.params[0].split('/')[0]}`, the first argument of "
                 f"{step.source.name}. To differentiate with respect to a value computed from "
-                "leaves (perturbed parameters, say), use jax.value_and_grad. All strategies but "
-                "dtrans.pipeline find these gradients"
+                "leaves (perturbed parameters, say), use jax.value_and_grad. Every strategy except "
+                "dtrans.pipeline accepts steps that use jax.value_and_grad, too"
             )
         shape = step.vars[leaf].aval.shape
         if eqn.outvars[0].aval.shape != shape:

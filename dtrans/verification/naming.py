@@ -38,8 +38,9 @@ from dtrans.verification.step_values import StepValues
 from dtrans.verification.value_log import Computation, ValueLog
 
 
-# Primitives whose output is a multiple if an operand is a multiple. In the log, `shard_map` and
-# `scan` are movements of pieces and rows.
+# Homogeneous primitives: if an operand is multiplied by a constant, then the output is multiplied
+# by a power of the constant. The log contains `shard_map` and `scan` only where they move pieces
+# or rows, so they belong here, too.
 HOMOGENEOUS = (
     "abs", "conv_general_dilated", "cumsum", "div", "dot_general", "integer_pow", "mul", "neg",
     "reduce_sum", "rsqrt", "scan", "shard_map", "sqrt", "square",

@@ -449,7 +449,7 @@ def test_words_that_a_shell_would_read(script: Any, rsh: str) -> None:
 
 
 def test_a_way_to_hosts_that_is_not_there(script: Any) -> None:
-    with pytest.raises(LaunchError, match="host one cannot be reached: no-such-rsh: No such file"):
+    with pytest.raises(LaunchError, match="host one cannot be reached: no-such-rsh does not start"):
         launch_on_hosts(script(""), HOSTS, rsh="no-such-rsh")
 
 

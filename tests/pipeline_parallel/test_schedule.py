@@ -422,7 +422,7 @@ def test_a_measured_play_can_be_asked():
         ),
         (
             dict(backward=[2, 2, 0.5, 2]),
-            "weight=1 of model stage 2 is more than backward=0.5; pass the time of the full backward pass",
+            "weight=1 of model stage 2 is more than backward=0.5, but the time of the weight gradients is a",
         ),
     ],
 )

@@ -45,8 +45,9 @@ def with_frozen_tables(
         if outs[n] is ins[n] and aval.ndim and jnp.issubdtype(aval.dtype, jnp.floating):
             unchanged.append(n)
     names = unchanged if isinstance(sparse, str) else [n for n in unchanged if n in sparse]
-    # `_with_updates` marks all gradients, and a marked step has no `DividedStep.nested`. So a step
-    # with an inner derivative stays unchanged.
+    # `DividedStep.nested` lists the derivatives inside of another derivative. It is not known for
+    # steps whose gradients `_with_updates` has marked. So a step with such a derivative stays
+    # unchanged.
     if not names or step.nested:
         return main
     if isinstance(sparse, str):

@@ -287,7 +287,8 @@ def _find_zeros(
         return ins
 
     if gradient is not None:
-        # neither a stack of a scan nor a condition has the rows of the gradient
+        # Rows of the gradient are not followed through stacked outputs of a scan, or through the
+        # predicate of a cond.
         analysis = BackwardAnalysis[RowAxis | None](
             _first, rule, None, turn=_none, stack=_none, decide=_none
         )

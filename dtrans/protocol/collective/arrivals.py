@@ -128,7 +128,7 @@ class Arrivals:
         begun = self._partial.get(name)
         if begun is not None and begun.array.shape != shape:
             raise WireError(
-                f"a value of shape {list(shape)}; the shape in an earlier message of this value is "
+                f"a value has shape {list(shape)}, but an earlier message of the same value says "
                 f"{list(begun.array.shape)}"
             )
         if begun is None:

@@ -76,8 +76,8 @@ class NewestStates:
             by_endpoint[endpoint] = self._joint.replicas.newest(endpoint)
         for endpoint, found in by_endpoint.items():
             for step, state in found.items():
-                # Only a newest state may be early. Each older state was followed by an update,
-                # which a server makes only after all trainers have begun the update's step.
+                # An early state may lack evictions after its step. Only the newest state can be
+                # early: a server updates a state only after all trainers have begun the next step.
                 is_early = self._has_tables and step == max(found) and step > begun
                 if step >= least:
                     yield endpoint, step, state, is_early

@@ -82,8 +82,9 @@ def unique_ids(
             at = np.unravel_index(np.argmax((x < low) | (x > high)), x.shape)
             raise BatchError(
                 f"lookup {i} of {table} asks for row {x[at]} at "
-                f"[{', '.join(map(str, at))}]{whose}; the table has rows 0 to {rows - 1} (-1 and "
-                "other negative ids in your batch are counted from the end before this check). "
+                f"[{', '.join(map(str, at))}]{whose}; the table has rows 0 to {rows - 1} "
+                "(negative ids of your batch, which count from the end, are converted before "
+                "this check). "
                 f"{_REMEDIES[how]}"
             )
         x = x.reshape(-1).astype(np.int32)

@@ -315,7 +315,8 @@ class TrainerJob(RoleJob):
         """Return a trainer's state with these parameters; `opt_state` is ignored."""
         if self.plan.push_every:
             raise ConfigError(
-                "with GEO-SGD a trainer starts from the servers' parameters; call job.init(...)"
+                "with GEO-SGD a trainer cannot start from a state that you pass; call "
+                "job.init(...), which receives the servers' parameters"
             )
         spec, tables = self.plan.main.args[0], self.plan.tables.of
         leaves = name_leaves(spec, params, "params")

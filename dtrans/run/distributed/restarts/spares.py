@@ -105,7 +105,8 @@ class Spares:
         self._open_log, self._guard, self._events = open_log, guard, events
         self._waiting: list[SpareChild] = []
         self._ended: SimpleQueue[SpareChild] = SimpleQueue()
-        # `take` and `put` run in different threads, but only one of them decides about a process
+        # `take` and `put` run in different threads. With the lock, a process is either taken as a
+        # role, or noted as ended, but not both.
         self._lock = threading.Lock()
         self._lost_in = -1  # number of the last epoch in which a signal ended a spare
 
