@@ -1,15 +1,18 @@
-"""Jobs of the processes of parameter servers: the role of a process is trainer or pserver.
+"""Jobs for processes of parameter-server training: each process is one trainer or one server.
 
-    cluster             `plan.on_cluster()`: creates the job of this process's role
-    role_job            base of the jobs of both roles
-    trainer_job         job of a trainer, and `server_job` of a server
-    trainer_requests    a trainer's requests between two steps: checkpoints and tables
-    trainer_cuts        base of a trainer's cuts; `leaf_cuts` and `geo_cuts` are the two kinds
-    cut_file            file of a trainer's cut
-    return_to_cut       return of a trainer to a cut, after the failure of a process
-    log_replay          `dtrans.replay`: repeats the steps of a job with cuts in one process
+    cluster             `plan.on_cluster()`: creates the job of the calling process
+    role_job            base class of both kinds of jobs
+    trainer_job         job of a trainer process
+    server_job          job of a server process
+    trainer_requests    requests of a trainer between two steps, such as saving a checkpoint
+    trainer_cuts        base class for snapshots of a trainer's state
+    leaf_cuts           snapshots of synchronous trainers
+    geo_cuts            snapshots of trainers with GEO-SGD
+    cut_file            file format of a trainer's snapshot
+    return_to_cut       return of a trainer to a snapshot, after another process has failed
+    log_replay          `dtrans.replay`: recomputes a finished job in one process
 
-A *cut* is a copy of the state, to which a job goes back after the failure of a process. A job gives
-the programs of its role to a `dtrans.Executor`. `dtrans.run.parameter_server` executes the
-communication of these programs, and writes the cuts of servers.
+A *cut* is a snapshot of the job's state after a step. After the failure of a process, the job
+continues from a cut. A job runs the programs of its role with a `dtrans.Executor`. The code in
+`dtrans.run.parameter_server` sends their messages, and writes the cuts of servers.
 """

@@ -1,6 +1,7 @@
-"""`plan.on_cluster()` with parameter servers: creates the job of this process's role.
+"""`plan.on_cluster()` for parameter servers: creates the trainer or server job of this process.
 
-Environment variables name the role (`dtrans.Role.from_env`).
+Every process of a job runs the same script. Environment variables say which role a process has
+(`dtrans.Role.from_env`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from dtrans.run.role_jobs.trainer_job import TrainerJob
 
 @register_runner(PServerPlan, "cluster")
 def on_cluster(plan: PServerPlan, *, donate: bool = True, **options: Any) -> RoleJob:
-    """Return the job of this process's role.
+    """Create the job of this process: a `TrainerJob` or a `ServerJob`, as its environment says.
+
+    All processes of a job call `plan.on_cluster()` with an equal plan. The launcher has set
+    environment variables such as `TRAINING_ROLE`, which `dtrans.Role.from_env` reads.
 
     Args:
       plan: the plan, the same in all processes.

@@ -14,14 +14,16 @@ from dtrans.run.net.shared_files import write_file
 
 
 class CutFile:
-    """Reader and writer of the file of one cut, a copy of a trainer's state after a step.
+    """File with one trainer's snapshot (cut): arrays by name, in NumPy's `.npz` format.
 
-    The format lacks some types, such as bfloat16 and random keys. The file contains the bytes of
-    such arrays, and a reader passes their types.
+    NumPy's format has no bfloat16 and no random keys. Such arrays are stored as bytes, without
+    their
+    types. `read` therefore takes the types of the arrays as its argument.
 
     Args:
-      path: the file.
-      content: the file's content, for errors.
+      path: path of the file. The file need not exist before `write`.
+      content: name of the snapshot for error messages, such as "the cut of trainer 0 after step
+        10".
 
     Example:
       >>> import tempfile
@@ -38,14 +40,14 @@ class CutFile:
         self._path, self._content = path, content
 
     def read(self, types: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Return arrays of the file by name. Random keys are represented by their key data.
+        """Read some arrays of the file, by name. Random keys are returned as their raw integers.
 
         Args:
-          types: for the name of each array to read, an object that has its `shape` and `dtype`.
+          types: maps the name of each array to an object with the array's `shape` and `dtype`.
 
         Raises:
           DamagedError: the file is missing or damaged, or lacks an array.
-          StateError: the system cannot read the file.
+          StateError: the operating system cannot read the file.
         """
         found: dict[str, np.ndarray] = {}
         content = f"{self._content} cannot be read from {self._path}"

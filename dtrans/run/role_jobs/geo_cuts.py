@@ -1,20 +1,25 @@
-"""Cuts of one trainer of GEO-SGD: the state that only this trainer has.
+"""Snapshots (cuts) of one trainer of GEO-SGD, with the state that no server stores.
 
-    changes       for each parameter, the unpushed changes, and the changes in a pending push
-    local leaves  optimizer state, and leaves that the trainer computes, such as batch statistics
-    tables        the rows that the trainer stores: ids, changes, optimizer state, and pushed deltas
+In GEO-SGD, a trainer updates its own copy of the parameters. Every few steps, the trainer *pushes*
+(sends) its changes to the servers. A cut contains:
 
-Cuts of a trainer are independent of the cuts (snapshots) of servers and of other trainers. A
-trainer writes a cut before a step, every few steps.
+    changes       for each parameter, the changes that are not pushed yet, and the changes in a
+                  push that is on its way
+    local leaves  optimizer state, and arrays that the trainer computes, such as batch statistics
+    tables        for embedding tables, the rows that the trainer stores: their ids, changes,
+                  optimizer state, and pushed changes
 
-Servers count the steps whose changes they have received. A trainer that starts again continues
-after the largest of these counts, or after its cut's step if that is larger. So no server applies
-the changes of a step twice. The trainer begins with the servers' parameters. It adds the changes of
-its cut, except the parts that later pushes contained (`GeoReturn`). The local leaves lack the steps
-after the cut.
+A trainer writes a cut before a step, every few steps. Cuts of a trainer are independent of the
+cuts of servers and of other trainers.
 
-A push contains only the table rows that steps have looked up. So the trainer also writes the ids of
-the rows in each push after its cut, before it sends the push.
+No change may be added to the parameters twice. So servers count the steps of each trainer that
+they have received. A trainer that starts again continues after the largest of these counts, or
+after its cut's step if that is larger. The trainer begins with the servers' parameters. Then it
+adds the changes of its cut, except the changes that later pushes contained (`GeoReturn`). The local
+leaves lack the steps after the cut.
+
+A push contains only the table rows that steps have looked up. So before each push after a cut,
+the trainer writes the ids of these rows to a file.
 
     trainer-0/STEP.npz          the cut of trainer 0 after STEP of its steps
     trainer-0/push-COUNT.npz    ids of the rows in the push after which COUNT steps were pushed
@@ -69,10 +74,13 @@ class GeoCuts(TrainerCuts):
         self._local = [*computed_leaves(plan), *plan.main.args[1].names]
 
     def prepare(self, executor: Executor) -> None:
-        """Load the newest cut into the executor, so that GEO-SGD continues from it.
+        """Read this trainer's newest snapshot (cut), and pass it to the executor before the first
+        step.
+
+        Without a snapshot, the trainer begins with the servers' parameters.
 
         Raises:
-          StateError: the cut (snapshot) cannot be read.
+          StateError: the snapshot cannot be read.
         """
         cut = self.read()
         executor.connections.steps.tells_counts = False
@@ -80,10 +88,13 @@ class GeoCuts(TrainerCuts):
             executor.begin_with(cut, self._plan.push_every)
 
     def read(self) -> GeoCut | None:
-        """Return the newest cut (snapshot), or None. A cut names parameters by their first block.
+        """Read this trainer's newest snapshot (cut); return None if there is no snapshot.
+
+        In the result, the name of a parameter's first block on a server replaces the parameter's
+        name.
 
         Raises:
-          StateError: the cut cannot be read.
+          StateError: the snapshot cannot be read.
         """
         steps = self._steps()
         if not steps:
@@ -93,7 +104,11 @@ class GeoCuts(TrainerCuts):
         return self._cut
 
     def begin(self, executor: Executor, first: Any) -> tuple[tuple[Any, ...], int]:
-        """Return the first state of this process, and the number of steps before this state.
+        """Return this process's first state, and the number of steps that the trainer took before.
+
+        In a new job, the number is 0. If this process replaces a lost trainer, the optimizer state
+        comes
+        from the lost trainer's newest snapshot (cut).
 
         Args:
           executor: the trainer's executor, which has run the startup program.
@@ -122,9 +137,11 @@ class GeoCuts(TrainerCuts):
         return state, step
 
     def before_step(self, executor: Executor, step: int, state: tuple[Any, ...]) -> None:
-        """Write a cut (snapshot), if one is due before the next step.
+        """Write a snapshot (cut) of this trainer's state, if one is due before the next step.
 
-        If the write fails, the job continues with its earlier cut.
+        The servers choose the number of steps between two snapshots. If the file cannot be written,
+        the
+        job continues with its earlier snapshot, and logs a warning.
 
         Args:
           executor: the trainer's executor.
@@ -160,10 +177,15 @@ class GeoCuts(TrainerCuts):
         return {path: int(path.stem.removeprefix("push-")) for path in paths}
 
     def _note_push(self, count: int, ids: Mapping[str, np.ndarray]) -> None:
-        """Write the ids of a push's rows. Without a cut (snapshot), no file is needed.
+        """Write a file with the ids of the table rows in a push, before the push is sent.
 
-        If the write fails, remove the cut. Otherwise a restarted trainer could push the cut's
-        changes twice.
+        A trainer that restarts from a snapshot (cut) reads these files. They name the rows that
+        servers
+        already have, so the trainer does not push the changes of these rows twice. Without a
+        snapshot, no
+        file is needed. If the file cannot be written, the snapshot is removed, because its changes
+        could be
+        pushed twice.
 
         Args:
           count: number of steps whose changes were pushed so far, including this push.
@@ -208,7 +230,13 @@ class GeoCuts(TrainerCuts):
         return GeoCut(step, pushed, pending, *by_block, local, tables, pushes)
 
     def _load_rows(self, file: CutFile, name: str, *, is_pending: bool) -> CachedCut:
-        """Read the rows of a table from a cut (snapshot)."""
+        """Read the rows of an embedding table from a snapshot (cut).
+
+        Args:
+          file: the file of the snapshot.
+          name: name of the table.
+          is_pending: True if a push was on its way when the snapshot was written.
+        """
         inputs, states = self._plan.main.inputs, self._plan.tables.of[name].zero.state
         types = {IDS + name: NO_IDS, TOUCHED + name: NO_MASK, CHANGE + name: inputs[name]}
         types |= {STATE + n: inputs[n] for n in states}
@@ -219,7 +247,10 @@ class GeoCuts(TrainerCuts):
         return CachedCut(ids, is_touched, changes, rest[: len(states)], pending)
 
     def _read(self, file: CutFile, kind: str, names: Iterable[str]) -> dict[str, Any]:
-        """Read the arrays whose names in the file begin with `kind`; return them by leaf name."""
+        """Read one kind of arrays, such as "change ", for some leaves; return them by leaf name.
+
+        The array `change params/w` of the file is returned under the name `params/w`.
+        """
         found = file.read({kind + n: self._plan.main.inputs[n] for n in names})
         return {name.removeprefix(kind): x for name, x in found.items()}
 
@@ -259,7 +290,9 @@ class GeoCuts(TrainerCuts):
                 path.unlink(missing_ok=True)
 
     def _arrays_of(self, name: str, rows: CachedCut) -> dict[str, Any]:
-        """Return the arrays of a table in a cut (snapshot), by their names in the file."""
+        """Return the arrays that store the rows of one table in a snapshot (cut), by name in the
+        file.
+        """
         arrays = {IDS + name: rows.ids, TOUCHED + name: rows.is_touched}
         arrays[CHANGE + name] = rows.changes
         for n, x in zip(self._plan.tables.of[name].zero.state, rows.state, strict=True):

@@ -1,13 +1,16 @@
-"""Cuts of one trainer: leaves that no server stores (`PServerPlan.frozen`), and rounding errors.
+"""Snapshots (cuts) of one synchronous trainer, with the leaves (arrays) that no server stores.
+
+Servers store the trained parameters. Two kinds of leaves exist only on trainers
+(`PServerPlan.frozen`):
 
     computed    leaves that each trainer computes itself, such as batch statistics, and rounding
-                errors of gradients. They differ between trainers. When servers write a cut
-                (snapshot), each trainer also writes its values. When an epoch begins with a cut,
-                each trainer loads its values from the cut
-    constant    leaves that no step changes. Cuts do not contain these leaves: a trainer that goes
-                back still has them, and in a process that starts again, the init computes them
+                errors of compressed gradients. They differ between trainers. When servers write a
+                cut, each trainer writes its values, too. When the job continues from a cut after a
+                failure, each trainer loads its values
+    constant    leaves that no step changes. Cuts do not contain these leaves. A trainer that goes
+                back to a cut still has them. In a process that starts again, the init computes them
 
-A trainer writes its leaves when the next step begins, because the user then passes the state to
+A trainer writes its leaves at the beginning of the next step, because the user passes the state to
 `step`. The trainer sends the gradients of this step afterwards.
 
     STEP/trainer-0.npz    the computed leaves of trainer 0 after STEP steps, by name
@@ -32,7 +35,8 @@ from dtrans.run.role_jobs.trainer_cuts import TrainerCuts
 
 
 class LeafCuts(TrainerCuts):
-    """Writer and reader of the leaves of one trainer that no server stores.
+    """Writer and reader of a synchronous trainer's snapshots (cuts), with leaves that no server
+    stores.
 
     Args:
       folder, plan, name: as for `TrainerCuts`.
@@ -49,20 +53,20 @@ class LeafCuts(TrainerCuts):
         """Do nothing: the servers' state is complete without this trainer's leaves."""
 
     def begin(self, executor: Executor, first: Any) -> tuple[tuple[Any, ...], int]:
-        """Return the trainer's first state in an epoch (`dtrans.protocol.epochs`).
+        """Return the trainer's first state, and the number of steps that the job took before this
+        state.
 
-        If the epoch begins at a cut (snapshot), the computed leaves come from the cut.
+        The method is called when the job starts, and again after each failure of a process. If the
+        job
+        goes back to a snapshot (cut), the leaves that the trainer computes come from the snapshot.
 
         Args:
-          executor: the trainer's executor, which is connected to the servers of the epoch.
+          executor: the trainer's executor, which is already connected to the servers.
           first: the servers' parameters, and the initial values of all other leaves.
 
-        Returns:
-          The state, and the number of steps before this state.
-
         Raises:
-          DamagedCutError: the leaves of the cut are damaged.
-          StateError: the leaves of the cut cannot be read.
+          DamagedCutError: the file with the leaves is damaged.
+          StateError: the file with the leaves cannot be read.
         """
         epoch, self._first = executor.connections.epoch, executor.connections.step_count
         state: tuple[Any, ...] = (first,)
@@ -73,14 +77,21 @@ class LeafCuts(TrainerCuts):
         return state, self._first
 
     def keep_constants(self, params: Any) -> Any:
-        """Return `params` with the constant leaves of the last step."""
+        """Return the parameters with the values that constant leaves had in the last step.
+
+        A trainer that goes back to a snapshot runs the init again. The user's state may have other
+        values
+        of constant leaves than the init, so the last values are used.
+        """
         (params,) = self._replace((params,), self._last_constants)
         return params
 
     def before_step(self, executor: Executor, step: int, state: tuple[Any, ...]) -> None:
-        """Store constant leaves; write computed leaves if a cut (snapshot) is due before this step.
+        """Write this trainer's leaves if a snapshot (cut) is due before the next step.
 
-        If the write fails, the job continues with its earlier cuts.
+        The method also remembers the leaves that no step changes, for `keep_constants`. If the file
+        cannot
+        be written, the job continues with its earlier snapshots, and logs a warning.
 
         Args:
           executor: the trainer's executor.

@@ -1,16 +1,17 @@
-"""Replay: computes the steps of a finished job again, in one process.
+"""`dtrans.replay`: computes the steps of a finished job again, in one process.
 
-The job wrote snapshots of its state (cuts) and a log. A job may continue without a trainer that
-failed, so the log names the trainers of each step.
+A job with snapshots (cuts) may continue without a trainer that failed. So the result of the job
+depends on the failures. The job's log names the trainers of each step, and a replay uses the same
+trainers. With a replay, users check the result of a job.
 
     log       the trainers of each step (`dtrans.run.net.epoch_log`)
     trainer   calls the compiled functions that a trainer's process runs (`dtrans.run.executor`)
     server    calls the update that a server's process runs (`SyncUpdate`)
 
 In each step, all trainers compute gradients, one after the other. Then the servers update their
-blocks, and the trainers receive the new values. Function calls replace messages. An update is a
-function of the state and the gradients, so the replay computes the same bits as the job. A job with
-replicas of servers is an exception (`replay`).
+parameters, and the trainers receive the new values. Function calls replace messages. An update is
+a function of the state and the gradients, so the replay computes the same bits as the job. A job
+with replicas of servers is an exception (`replay`).
 """
 
 from __future__ import annotations
@@ -69,12 +70,18 @@ def replay(
     init: Sequence[Any],
     stop: int,
 ) -> tuple[Any, Any]:
-    """Compute the steps of a synchronous job with cuts (snapshots) again, in this process.
+    """Compute the steps of a finished synchronous job again, in this process, from the job's log.
 
-    The log names the trainers of each step. The result has the same bits as the job's parameters
-    and optimizer state. With `dtrans.Cuts(replicas=1)`, the last bits can differ, because servers
-    merge gradients in a separate compiled function. The job must have started from `job.init`, and
-    all its trainers must have taken the same steps. Evictions of table rows are not repeated.
+    Use this function to check the result of a job in which trainers failed. The log names the
+    trainers
+    that took part in each step. The result has the same bits as the job's parameters and optimizer
+    state. With `dtrans.Cuts(replicas=1)`, the last bits can differ, because servers merge gradients
+    in
+    a separate compiled function.
+
+    The job must have started from `job.init`, and all its trainers must have taken the same steps.
+    The
+    function does not repeat evictions of table rows.
 
     Args:
       plan: the job's plan, with the same options. The endpoints may differ.
@@ -145,7 +152,9 @@ def _check_plan(plan: Any) -> None:
 
 
 def _check_log(plan: PServerPlan, records: Sequence[EpochRecord]) -> None:
-    """Raise ConfigError if a log has other trainers than the plan, or lacks a part of the job."""
+    """Raise ConfigError if the log's job had other trainers than the plan, or lacks earlier
+    records.
+    """
     everyone = tuple(range(plan.trainers))
     if not records or records[0].members != everyone:
         found = "no epoch" if not records else f"trainers {list(records[0].members)} at its start"
@@ -167,7 +176,7 @@ def _check_log(plan: PServerPlan, records: Sequence[EpochRecord]) -> None:
 
 
 class _ReplayedJob:
-    """Servers and trainers of a job.
+    """All servers and trainers of a replayed job, as objects in one process.
 
     Args:
       plan: the plan of the job.
@@ -187,12 +196,12 @@ class _ReplayedJob:
         self._members: Sequence[int] = range(plan.trainers)  # trainers of the last step
 
     def step(self, step: int, members: Sequence[int], batch: Sequence[Any]) -> None:
-        """Make a step with some trainers.
+        """Compute one step: some trainers send gradients, all servers update, the trainers receive.
 
         Args:
           step: number of the step.
-          members: ids of the trainers, increasing.
-          batch: the global batch.
+          members: ids of the trainers that took part in the step, increasing.
+          batch: the batch of all trainers; each trainer takes its part.
         """
         for k in members:
             if k not in self._members:  # a trainer that joins receives the current parameters
@@ -206,7 +215,14 @@ class _ReplayedJob:
             self._trainers[k].params = _result_of(run)[0]
 
     def _update(self, members: frozenset[int], step: int) -> None:
-        """Update all servers. In each round of the update, they exchange partial results."""
+        """Run the update of all servers, and pass values such as norms between the servers.
+
+        An update may need values that several servers compute together, such as a gradient norm.
+        Then each
+        server pauses until the other servers' vectors have arrived. The loop continues the servers
+        that
+        wait for the earliest exchange (smallest `level`) first.
+        """
         sent: dict[str, Vectors] = {}  # endpoint of a waiting server -> the vectors that it sends
         for ep, server in self._servers.items():
             vectors = server.begin(members, step)
@@ -227,13 +243,16 @@ class _ReplayedJob:
                     sent[ep] = vectors
 
     def result(self, trainer: int) -> tuple[Any, Any]:
-        """Return (params, opt_state). Leaves that no server stores come from `trainer`."""
+        """Return (params, opt_state) of the job.
+
+        Arrays that no server stores, such as batch statistics, come from the given trainer.
+        """
         states = {ep: server.state for ep, server in self._servers.items()}
         return gather(self._plan, states, self._trainers[trainer].params)
 
 
 class _ReplayedServer:
-    """One server.
+    """One server of a replayed job.
 
     Args:
       programs: the server's programs.
@@ -242,7 +261,7 @@ class _ReplayedServer:
 
     Attributes:
       update: the server's state and its update.
-      gradients: the gradients of the current step, by name.
+      gradients: the gradients that trainers have passed in the current step, by name.
     """
 
     def __init__(self, programs: ServerPrograms, state: Mapping[str, Any], trainers: int) -> None:
@@ -257,7 +276,7 @@ class _ReplayedServer:
 
     @property
     def exchange(self) -> Any:
-        """Exchange of partial results that the update waits for."""
+        """The exchange with other servers at which this server's update is paused."""
         assert self.update.exchange is not None
         return self.update.exchange
 
@@ -267,17 +286,23 @@ class _ReplayedServer:
         return {**self.update.state, **self.update.tables()}
 
     def begin(self, members: frozenset[int], step: int) -> Vectors | None:
-        """Begin the update of a step with the gradients of some trainers.
+        """Begin the update of a step, with the gradients that the trainers have passed.
+
+        Args:
+          members: ids of the trainers that took part in the step.
+          step: number of the step.
 
         Returns:
-          The vectors for other servers; None if the update is complete.
+          Vectors for other servers, if the update needs values of other servers. None if the update
+          is
+          complete.
         """
         gradients, self.gradients = self.gradients, {}
         return self.update.begin(gradients, members, step)
 
 
 class _ReplayedTrainer:
-    """One trainer, which calls methods of the servers instead of sending messages.
+    """One trainer of a replayed job. It calls methods of the servers instead of sending messages.
 
     Args:
       plan: the plan of the job.
@@ -307,12 +332,24 @@ class _ReplayedTrainer:
         }
 
     def start(self, init: Sequence[Any]) -> None:
-        """Receive the initial parameters."""
+        """Receive the initial parameters from the servers.
+
+        Args:
+          init: arguments of the user's `init`.
+        """
         startup = self._plan.trainer_startup_program(self._number)
         self.params = _result_of(self._run(startup, *init))
 
     def step(self, batch: Sequence[Any]) -> ProgramRun:
-        """Make a step on this trainer's part of a global batch."""
+        """Return a generator that takes one step with this trainer's part of a batch.
+
+        The generator pauses once, when the trainer has sent its gradients. The servers then update
+        their
+        parameters. The generator continues by receiving the new parameters.
+
+        Args:
+          batch: the batch of all trainers.
+        """
         plan, part = self._plan, (self._number, self._plan.trainers)
         if plan.trainers > 1:
             uneven = plan.trainers if plan.takes_uneven_batches else 0
@@ -384,7 +421,10 @@ class _ReplayedTrainer:
 
 
 def _result_of(run: ProgramRun) -> Any:
-    """Run a program to its end; return its result."""
+    """Run a paused or new program to its end, and return its result.
+
+    The program may not pause again: all its gradients were already sent.
+    """
     try:
         next(run)
     except StopIteration as done:

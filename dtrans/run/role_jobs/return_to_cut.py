@@ -1,4 +1,7 @@
-"""Return of a trainer to a cut (snapshot) after a process failed (`dtrans.protocol.epochs`)."""
+"""Return of a trainer to an earlier snapshot of the job (cut), after another process has failed.
+
+`dtrans.protocol.epochs` describes the steps of all processes after a failure.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,26 @@ from dtrans.protocol.epochs import Epochs
 
 
 class ReturnToCut:
-    """Return of one trainer to a cut, a copy of the job's state at an earlier step.
+    """State of one trainer's return to a cut (a snapshot of the job after an earlier step).
 
-    The return begins when `NewEpoch` is raised, and ends when `job.step` raises `Rewound`.
+    When a process fails, all processes go back to a snapshot. An operation of a trainer that is
+    running
+    then raises `NewEpoch`. The job calls `begin`, which receives the parameters of the snapshot.
+    The next `job.step` passes these parameters to the user's loop, in the exception `Rewound`.
 
     Args:
-      name: name of the trainer's role.
-      epochs: epochs of the job; None without a launcher that restarts roles.
-      connect: connects to the servers of an epoch. Its argument is the smallest possible number of
-        the epoch.
-      receive: returns the parameters that the servers have now.
+      name: name of the trainer, such as "trainer 0", for errors.
+      epochs: folder with the job's epochs (periods between two failures). None if the launcher does
+        not restart processes.
+      connect: connects to the servers of an epoch. Its argument is the smallest number that the
+        epoch
+        can have.
+      receive: returns the servers' current parameters.
 
     Attributes:
-      before: the trainer's step when the return began; None without a return.
+      before: number of steps that the trainer had taken when the return began. None if no return is
+        in
+        progress.
     """
 
     def __init__(
@@ -39,15 +49,16 @@ class ReturnToCut:
 
     @property
     def is_due(self) -> bool:
-        """True if a cut's parameters have arrived: the next `job.step` raises `Rewound`."""
+        """True if the snapshot's parameters have arrived; the next `job.step` raises `Rewound`."""
         return self._params is not None
 
     def begin(self, epoch: int, step: int) -> None:
-        """Connect to the servers of a new epoch, and receive the parameters of its cut (snapshot).
+        """Connect to the servers again after a failure, and receive the parameters of the snapshot
+        (cut).
 
         Args:
-          epoch: the smallest possible number of the epoch.
-          step: the trainer's step.
+          epoch: smallest number that the new epoch (period between two failures) can have.
+          step: number of steps that this trainer has taken.
 
         Raises:
           StateError: the trainer's state is not from `init`.
@@ -58,10 +69,11 @@ class ReturnToCut:
         self.before = before
 
     def end(self, step: int) -> Rewound:
-        """End the return; create the `Rewound` exception with the state of the cut (snapshot).
+        """Create the `Rewound` exception, with which the user's loop continues from the snapshot
+        (cut).
 
         Args:
-          step: the step of the cut.
+          step: number of steps in the snapshot.
         """
         params, self._params = self._params, None
         self.before = None
@@ -69,20 +81,25 @@ class ReturnToCut:
         return Rewound(step, (params,), epoch)
 
     def end_request(self, call: str, before: int, step: int, *, repeats: bool | None) -> None:
-        """Continue after a request during which the servers went back to a cut (snapshot).
+        """Continue after a request during which the servers went back to a snapshot (cut).
 
-        If the cut has the trainer's step, the return ends. Otherwise the next `job.step` ends the
-        return, and the loop over `job.steps` repeats the step and the request.
+        A request is a call between two steps, such as `job.save`. If the snapshot has the trainer's
+        current
+        step, nothing is lost, and the return ends. Otherwise, the next `job.step` raises `Rewound`.
+        The
+        loop over `job.steps` then repeats the lost steps and the request.
 
         Args:
-          call: the user's call, for the error.
-          before: the trainer's step.
-          step: the step of the cut.
-          repeats: True if a loop over `job.steps` can repeat steps; None before such a loop.
+          call: the user's call for the error, such as "job.save('300')".
+          before: number of steps that the trainer had taken before the request.
+          step: number of steps in the snapshot.
+          repeats: True if the user's loop over `job.steps` can repeat steps. False after the loop.
+            None if
+            no such loop has begun.
 
         Raises:
           LostPeerError: the loop is over.
-          Rewound: the user calls `job.step` in another loop.
+          Rewound: the user calls `job.step` without a loop over `job.steps`.
         """
         if step == before:
             self._params = self.before = None
@@ -96,7 +113,7 @@ class ReturnToCut:
 
     @property
     def missed(self) -> LostPeerError | None:
-        """Error for a job that is closed while the servers wait for repeated steps; else None."""
+        """Error for a user who closes the job although lost steps must be repeated; else None."""
         if not self.is_due:
             return None
         return LostPeerError(

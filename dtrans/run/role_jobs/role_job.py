@@ -14,7 +14,7 @@ from dtrans.run.net.role_folder import RoleFolder
 
 
 class RoleJob(Job):
-    """Base of the jobs of trainers and servers.
+    """Base class of the jobs of one process, which is a trainer or a server.
 
     Args:
       plan: the plan, the same in all processes.
@@ -22,7 +22,7 @@ class RoleJob(Job):
       options: keyword arguments of `dtrans.Executor`.
 
     Raises:
-      ConfigError: the environment and the plan have different trainers or servers.
+      ConfigError: the plan has another number of trainers, or other servers, than the environment.
     """
 
     def __init__(self, plan: PServerPlan, role: Role, options: dict[str, Any]) -> None:

@@ -21,13 +21,16 @@ from dtrans.run.role_jobs.role_job import RoleJob
 
 
 class ServerJob(RoleJob):
-    """Job of one server.
+    """Job of one process that is a parameter server.
 
-    `init` computes the server's blocks. `serve` updates them until every trainer has closed. The
-    state is a dict of the server's arrays.
+    `init` computes the initial values of the parameters that this server stores. `serve` then
+    updates
+    them with the trainers' gradients, until every trainer has closed its job. The state is a dict
+    from
+    names to arrays: this server's blocks of parameters and optimizer state.
 
     Attributes:
-      restored: the checkpoint from which the state was restored; None without a checkpoint.
+      restored: path of the checkpoint that the state comes from; None without a checkpoint.
     """
 
     restored: Path | None = None
@@ -37,7 +40,7 @@ class ServerJob(RoleJob):
         return (self.role.current_endpoint,)
 
     def server_arrays(self, state: dict[str, Any], endpoint: str) -> dict[str, Any]:
-        """Return the server's arrays, by name."""
+        """Return this server's arrays by name. The method implements `Job.server_arrays`."""
         return state
 
     def state_of(self, params: Any, opt_state: Any) -> dict[str, Any]:
@@ -65,37 +68,46 @@ class ServerJob(RoleJob):
         init: Sequence[Any] | None = None,
         cuts: int | Cuts | None = None,
     ) -> dict[str, Any]:
-        """Serve until every trainer has closed.
+        """Run the server: update its parameters for the trainers, until every trainer has closed.
+
+        A checkpoint after a failure is named by a number of steps. The server counts these steps
+        from the
+        last `job.save` with a number as its name. Without such a call, it counts from the number of
+        the
+        restored checkpoint, or from 0.
 
         Args:
           state: the state that `init` or `dtrans.checkpoint.restore` returned.
-          checkpoints: a folder that all servers share, for checkpoints that trainers request
-            (`job.save(name)`).
+          checkpoints: a folder that all servers share, for the checkpoints that trainers request
+            with
+            `job.save(name)`.
           on_failure: "save" writes the state to `checkpoints` if the job fails or this process gets
             SIGTERM. The checkpoint's name is the number of the step. "drop" does not save the
-            state. The default is "save" if there is a folder, and servers store all arrays of a
-            checkpoint.
+            state. The
+            default is "save" if there is a folder, and servers store all arrays of a checkpoint.
           init: the arguments of `init`, if the state comes from a checkpoint. Then table rows with
-            their initial values need no memory, and other rows can be evicted
-            (`job.tables.evict`).
-          cuts: the number of steps after which servers copy their state to disk (a cut), or a
-            `dtrans.Cuts` with further options. After the failure of a process, the job continues
-            from the last cut. Servers write cuts if `dtrans launch --restarts` started the job. A
-            new cut waits until the previous one is written. With `cuts`, the job counts its steps
-            from the number of the restored checkpoint. An asynchronous server counts the steps of
+            their
+            initial values need no memory, and `job.tables.evict` can evict other rows.
+          cuts: the number of steps after which servers copy their state to disk, such as 100, or a
+            `dtrans.Cuts` with further options. Such a copy is a *cut*. After the failure of a
+            process, the
+            job continues from the last cut. Servers write cuts only if `dtrans launch --restarts`
+            started
+            the job. A new cut waits until the previous one is written. With `cuts`, the job counts
+            its
+            steps from the number of the restored checkpoint. An asynchronous server counts the
+            steps of
             all trainers.
-
-        A checkpoint after a failure counts its step from the last `job.save` whose name is a
-        number. Without such a call, it counts from the number of the restored checkpoint, or from
-        0.
 
         Returns:
           The final state, for `dtrans.checkpoint.save`.
 
         Raises:
           ConfigError: on_failure="save" has no folder, or only trainers store some arrays of the
-            plan. `checkpoints` is set, but orbax is not installed. Or `cuts` is set, but the plan
-            has state that cuts cannot contain.
+            plan.
+            `checkpoints` is set, but orbax is not installed. Or `cuts` is set, but the plan has
+            state that
+            cuts cannot contain.
           DeadlineError, PeerError: the job has failed.
         """
         self._check_open()
@@ -135,7 +147,10 @@ class ServerJob(RoleJob):
         return final
 
     def _check_folders(self, checkpoints: str | os.PathLike[str] | None) -> None:
-        """Raise ConfigError if checkpoints are in the folder of cuts, which roles clean up."""
+        """Raise ConfigError if `checkpoints` is the folder of the job's snapshots (cuts).
+
+        Files in that folder are removed while the job runs, so the checkpoints would be lost.
+        """
         if checkpoints is None or self._epochs is None:
             return
         if Path(checkpoints).absolute() == self._epochs.path.absolute():
@@ -154,7 +169,15 @@ class ServerJob(RoleJob):
     def _checkpoints(
         self, folder: Path, on_failure: str | None, first_step: int
     ) -> tuple[Keep, KeepLast | None]:
-        """Return two functions: the first saves when a trainer asks, the second after a failure."""
+        """Return two functions that save a checkpoint: on a trainer's request, and after a failure.
+
+        The second is None if the server does not save after a failure.
+
+        Args:
+          folder: folder of the checkpoints.
+          on_failure: as for `serve`.
+          first_step: number of steps in the checkpoint that the job started from.
+        """
         load_orbax()
         endpoint = self.role.current_endpoint
         checkpoints = ServerCheckpoints(folder, self.plan, endpoint, first_step)

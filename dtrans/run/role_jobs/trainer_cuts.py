@@ -1,8 +1,8 @@
-"""Base class for the cuts of one trainer: copies of the state that no server stores.
+"""Base class for snapshots (cuts) of one trainer: copies of the state that no server stores.
 
-    leaf_cuts    leaves that each trainer computes itself
+    leaf_cuts    arrays that a synchronous trainer computes itself
     geo_cuts     state of a trainer of GEO-SGD
-    cut_file     the file of a cut
+    cut_file     file format of a snapshot
 
 A trainer's state is the tuple (params,). With GEO-SGD it is (params, opt_state), and with error
 feedback ((params, rounding_errors),).
@@ -21,12 +21,16 @@ from dtrans.run.net.role_folder import RoleFolder
 
 
 class TrainerCuts(ABC):
-    """Writer and reader of the cuts (snapshots) of one trainer.
+    """Writer and reader of one trainer's cuts (snapshots of the state that no server stores).
+
+    Servers write the state that they store. A trainer writes the remainder, so that a job can
+    continue
+    after the failure of a process.
 
     Args:
-      folder: folder of the job's epochs and cuts; None without a launcher that restarts roles.
+      folder: folder of the job's snapshots. None if the launcher does not restart processes.
       plan: the job's plan.
-      name: name of the trainer's role.
+      name: name of the trainer, such as "trainer 0".
     """
 
     def __init__(self, folder: RoleFolder | None, plan: PServerPlan, name: str) -> None:
@@ -34,29 +38,31 @@ class TrainerCuts(ABC):
 
     @abstractmethod
     def prepare(self, executor: Executor) -> None:
-        """Prepare the trainer's executor for the startup program.
+        """Prepare the trainer's executor, before the trainer receives the first parameters.
 
         Raises:
-          StateError: the cut (snapshot) with which the trainer begins cannot be read.
+          StateError: the snapshot (cut) with which the trainer begins cannot be read.
         """
 
     @abstractmethod
     def begin(self, executor: Executor, first: Any) -> tuple[tuple[Any, ...], int]:
-        """Return the first state, and the number of steps before this state.
+        """Return the trainer's first state, and the number of steps taken before this state.
 
         Args:
           executor: the trainer's executor.
-          first: the result of the startup program.
+          first: the trainer's initial parameters, and with GEO-SGD its optimizer state.
 
         Raises:
-          StateError: the cut (snapshot) with which the trainer begins cannot be read.
+          StateError: the snapshot (cut) with which the trainer begins cannot be read.
         """
 
     @abstractmethod
     def before_step(self, executor: Executor, step: int, state: tuple[Any, ...]) -> None:
-        """Write a cut (snapshot), if one is due before the next step.
+        """Write a snapshot (cut) of this trainer's state, if one is due before the next step.
 
-        If the write fails, the job continues with its earlier cuts.
+        `job.step` calls this method first. If the file cannot be written, the job continues with
+        its
+        earlier snapshots, and logs a warning.
 
         Args:
           executor: the trainer's executor.
@@ -65,14 +71,16 @@ class TrainerCuts(ABC):
         """
 
     def keep_constants(self, params: Any) -> Any:
-        """Return `params`. Subclasses may replace constant leaves by their last values."""
+        """Return `params`. A subclass may restore the last values of arrays that never change."""
         return params
 
     # -- for subclasses --------------------------------------------------------------------------
 
     @property
     def _epochs(self) -> RoleFolder:
-        """The folder of epochs and cuts (snapshots). Only jobs with cuts have this folder."""
+        """The folder of the job's snapshots, for methods that are called only in jobs with
+        snapshots.
+        """
         assert self._folder is not None
         return self._folder
 

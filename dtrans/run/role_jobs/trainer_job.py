@@ -38,13 +38,16 @@ from dtrans.step_meter import metered
 
 
 class TrainerJob(RoleJob):
-    """Job of one trainer.
+    """Job of one process that is a trainer.
 
-    `init` receives the servers' initial parameters. `step` sends gradients and receives parameters.
-    If the plan splits the batch exactly, a server merges the results of all trainers.
+    `init` receives the initial parameters from the servers. `step` computes gradients from this
+    trainer's part of a batch, sends them to the servers, and receives the new parameters. If the
+    plan
+    splits the batch exactly, a server also merges the losses and other results of all trainers.
 
     The state is the tuple (params,). With GEO-SGD, trainers have an optimizer state, and the state
-    is (params, opt_state). With error feedback it is ((params, rounding_errors),).
+    is
+    (params, opt_state). With error feedback it is ((params, rounding_errors),).
     """
 
     _step_count = 0
@@ -115,7 +118,10 @@ class TrainerJob(RoleJob):
         self._executor.connect(self._epochs, epoch)
 
     def _init_again(self) -> Any:
-        """Call `init` again after the failure of a process; return this trainer's parameters."""
+        """Receive the parameters of the snapshot (cut) to which the job went back after a failure.
+
+        The method calls `init` with the arguments that the user passed.
+        """
         if self._init_args is None:
             raise StateError(
                 "a process was lost, and all roles go back to an earlier step, but this trainer's "
@@ -127,7 +133,9 @@ class TrainerJob(RoleJob):
         return params
 
     def _receive_first(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Receive the servers' current state, and return this trainer's state as a tuple.
+        """Receive the servers' current state, and return this trainer's first state.
+
+        `init` calls this method when the job starts, and again after each failure of a process.
 
         Args:
           args: the arguments that the user passed to `job.init`.
@@ -154,8 +162,9 @@ class TrainerJob(RoleJob):
           batch: this trainer's part of each batch argument, from `shard_batch`.
 
         Raises:
-          Rewound: a process was lost, and the job goes back to an earlier step. `steps` handles
-            this error.
+          Rewound: a process was lost, and the job goes back to an earlier step. A loop over
+            `job.steps`
+            handles this error.
         """
         self.check(state)
         self.check_return()
@@ -180,12 +189,16 @@ class TrainerJob(RoleJob):
         """Request the table rows that a later step looks up, without waiting for them.
 
         Call this method with the next batch, then `step` with the current batch. The rows arrive
-        while the step computes. A second call before that `step` takes the batch after the next
-        one, and so on.
+        while the
+        step computes. If you call the method twice before a `step`, the second call takes the batch
+        after
+        the next one.
 
-        If an update changes rows after servers sent them, servers send these rows again. So results
-        are bitwise equal to results without prefetching. `dtrans.Rows(staleness=)` allows older
-        rows. Each step requests the rows that `prefetch` did not request.
+        Prefetching does not change results: if an update changes rows that servers have already
+        sent, the
+        servers send these rows again. With `dtrans.Rows(staleness=)`, a step may use older rows. A
+        step
+        requests the rows that were not prefetched.
 
         Args:
           batch: this trainer's part of the arguments of `step` after the state.
@@ -277,7 +290,7 @@ class TrainerJob(RoleJob):
             raise lost
 
     def params(self, state: tuple[Any, ...]) -> Any:
-        """Return the parameters, including all rows of tables, which the servers send.
+        """Return the parameters. The servers send all rows of embedding tables.
 
         Raises:
           StateError: the tables do not fit into memory.
@@ -286,7 +299,7 @@ class TrainerJob(RoleJob):
         return spec.unflatten_named(self._params(state, spec.names))
 
     def _params(self, state: tuple[Any, ...], names: Collection[str]) -> dict[str, Any]:
-        """Return parameters; the servers send all rows of the tables among them."""
+        """Return the parameters with the given names. The servers send all rows of tables."""
         spec, tables = self.plan.main.args[0], retain(self.plan.tables.of, names)
         size, available = sum(nbytes(self.plan.main.inputs[n]) for n in tables), _memory_bytes()
         if size > available:
@@ -341,9 +354,9 @@ class TrainerJob(RoleJob):
         return state[1]
 
     def lower(self, state: tuple[Any, ...], *batch: Any) -> LoweredStep:
-        """Return the functions that `step` compiles.
+        """Take a step, and return the functions that it compiles, for inspection.
 
-        The method takes a step with the servers, so all trainers must call it together.
+        The step needs the servers, so all trainers must call this method together.
         """
         with recording() as parts:
             self.step(state, *batch)

@@ -1,7 +1,7 @@
-"""Requests of a trainer between two steps: checkpoints, and reads and evictions of table rows.
+"""Requests of a trainer between two steps: save a checkpoint, read or evict rows of a table.
 
-A process may be lost during a request. The trainer then goes back to a cut (`return_to_cut`), and
-the request is sent again or skipped.
+A process may fail during a request, and the trainer then goes back to a snapshot of the job
+(`return_to_cut`). This module decides if the trainer sends the request again or skips it.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ class RunBetweenSteps(Protocol):
     """Function that runs an operation with the servers: `Executor.between_steps`."""
 
     def __call__(self, what: str, ask: Callable[[TrainerSteps], Operation[T]]) -> T:
-        """Return the result of the operation.
+        """Run the operation, and return its result.
 
         Args:
-          what: name of the operation, for errors.
+          what: name of the operation for errors, such as "checkpoint 300".
           ask: function that starts the operation.
         """
 
 
 class TrainerRequests:
-    """Requests of one trainer to its servers between two steps.
+    """Requests of one trainer to its servers between two steps, such as `job.save`.
 
     Args:
       plan: the job's plan.
       trainer_id: id of the trainer.
-      returns: repeats or ends a request after the job went back to a cut (snapshot).
+      returns: tracks the trainer's return to a snapshot after a failure.
       run: runs an operation with the servers.
       look_up: function that returns the servers' current rows of a table. Its arguments are the
         trainer's program, the table's name and increasing row ids.
       step_count: returns the number of the trainer's steps.
-      repeats_steps: returns `Job.repeats_steps`.
+      repeats_steps: returns True if the user's loop can repeat lost steps (`Job.repeats_steps`).
     """
 
     def __init__(
@@ -84,7 +84,9 @@ class TrainerRequests:
         ask: Callable[[TrainerSteps], Operation[T]],
         skipped: Callable[[], T] | None = None,
     ) -> T:
-        """Implement `dtrans.run.parameter_server.tables.job_tables.AskServers`."""
+        """Ask all servers about a table. The function has the type `AskServers` of module
+        `job_tables`.
+        """
         request: Callable[[], T] = partial(self._run, what, ask)
         call, retries = f"a request for {what}", not self._plan.sync_mode
         return self._send(call, request, skipped, retries=retries)
@@ -92,11 +94,11 @@ class TrainerRequests:
     # -- checkpoints -----------------------------------------------------------------------------
 
     def save(self, name: str, *, wait: bool) -> None:
-        """Save a checkpoint on the servers.
+        """Ask the servers to save a checkpoint.
 
         Args:
           name: name of the checkpoint.
-          wait: True to return when the checkpoint is written.
+          wait: True to wait until the checkpoint is written.
 
         Raises:
           CheckpointError: a server could not write its piece of this checkpoint or of the previous
@@ -117,10 +119,15 @@ class TrainerRequests:
             self._unconfirmed = name, step
 
     def drop_save(self, step: int) -> None:
-        """Stop waiting for a pending checkpoint that no repeated step saves again; log its name.
+        """Forget a checkpoint that servers were writing when a process failed; warn if it may be
+        incomplete.
+
+        After the failure, the trainer repeats the steps since a snapshot (cut). A checkpoint of
+        such a step
+        is saved again. A checkpoint of an earlier step is not, so the log names it.
 
         Args:
-          step: step of the cut (snapshot) to which the trainer has returned.
+          step: number of steps in the snapshot.
         """
         if self._unconfirmed is not None and self._unconfirmed[1] <= step:
             log.warning(
@@ -140,19 +147,24 @@ class TrainerRequests:
         *,
         retries: bool = True,
     ) -> T:
-        """Send a request. If a process is lost during the request, send it again or skip it.
+        """Send a request to the servers. If a process fails meanwhile, send it again or skip it.
 
-        If the servers go back to the cut (snapshot) of an earlier step, the loop over `job.steps`
-        repeats the step, and so the request. A request that only reads is also sent again at once,
-        and reads the state of the cut.
+        After a failure, the servers go back to a snapshot (cut). If the snapshot is older than the
+        current
+        step, the loop over `job.steps` repeats the lost steps, and the user's code repeats the
+        request. A
+        request that only reads is also sent again at once, and reads the state of the snapshot.
 
         Args:
-          call: the user's call, for errors.
-          request: sends the request, and returns the answer.
-          skipped: returns the result of a request that is skipped, because a repeated step will
-            send it; None for a request that only reads.
-          retries: False to skip the request even if the cut is after the current step. Use False
-            for evictions: such a cut of synchronous servers already contains the eviction.
+          call: the user's call for errors, such as "job.save('300')".
+          request: function that sends the request, and returns the answer.
+          skipped: function that returns the result of a skipped request. None for a request that
+            only
+            reads, which is never skipped.
+          retries: False to skip the request even if the snapshot has the current step. Use False
+            for
+            evictions: a snapshot of synchronous servers after this step already contains the
+              eviction.
         """
         while skipped is None or not self._return.is_due:
             before, is_due = self._step_count(), self._return.is_due
