@@ -26,15 +26,19 @@ _INDEX = ShapedArray((), np.dtype(np.int32))
 
 
 class Pieces:
-    """Writer of the offsets of pieces, in one program or in the body of a loop.
+    """Offsets of this shard's pieces, and lookups in tables with one row for each shard.
+
+    All shards run the same program. So offsets are not numbers, but values that the program
+    computes from the shard's index. This class writes these equations once, and returns their
+    outputs to all later calls.
 
     Args:
       b: builder of the program.
       shards: number and mesh axes of the shards.
 
     Attributes:
-      takes_index: True if a program that reads the shard's index gets it as its first input. By
-        default a `trainer_index` equation computes the index.
+      takes_index: True if the program has the shard's index as its first input, as bodies of loops
+        do. Otherwise a `trainer_index` equation computes the index.
     """
 
     def __init__(self, b: Builder, shards: Shards) -> None:
@@ -60,7 +64,7 @@ class Pieces:
 
     @property
     def reads_index(self) -> bool:
-        """True if some equation reads the index of the shard."""
+        """True if an equation of this program reads the shard's index."""
         return self._index is not None
 
     @contextlib.contextmanager
@@ -74,7 +78,15 @@ class Pieces:
         self.b.source = source
 
     def of(self, size: int, row: RowAxis) -> Slice:
-        """Return this shard's slice of a dimension; `size` is the length without padding."""
+        """Return the slice of an array that is this shard's piece.
+
+        For 4 shards and a dimension of 10 entries, each piece has 3 entries: shard 1 has the slice
+        3 to 6, and the last shard's slice is padded.
+
+        Args:
+          size: length of the divided dimension in the full array, without padding.
+          row: layout of the piece: which dimension is divided, and in which order.
+        """
         local, order = self.shards.local(size, row), row.order
         if isinstance(self.shards, UnevenShards):
             return Slice(row.axis, self.shards.first(size), local)
@@ -90,7 +102,11 @@ class Pieces:
         return Slice(row.axis, self._starts[local, order], local)
 
     def shard_row(self, table: np.ndarray) -> Atom:
-        """Return this shard's row of a table with a row for each shard; integers become int32."""
+        """Return the row of a table that belongs to this shard; integers become int32.
+
+        The table has one row for each shard, such as the ids of the entries in its piece. The
+        program contains the whole table, and selects a row by the shard's index.
+        """
         if table.dtype != bool:
             table = table.astype(np.int32)
         key = (table.shape, table.dtype), table.tobytes()
@@ -105,13 +121,25 @@ class Pieces:
         return self._rows[key]
 
     def start(self, size: int, row: RowAxis) -> Atom:
-        """Return the global index of the first entry of a piece; `row` must not have an order."""
+        """Return the position in the full array at which this shard's piece begins.
+
+        Args:
+          size: length of the divided dimension in the full array, without padding.
+          row: layout of the piece, without an order: its entries are consecutive.
+        """
         assert row.order is None
         start = self.of(size, row).start
         return start.value(self.b) if isinstance(start, Start) else int32(start)
 
     def without_padding(self, piece: Atom, size: int, row: RowAxis, op: str) -> Atom:
-        """Replace the padding of a piece by the neutral number of `op`, e.g. 0 for a sum."""
+        """Return a piece whose padding cannot change a reduction: 0 for a sum, -inf for a maximum.
+
+        Args:
+          piece: the padded piece.
+          size: length of the divided dimension in the full array, without padding.
+          row: layout of the piece.
+          op: the reduction: "sum", "max", and so on.
+        """
         if not self.shards.pads(size, row):
             return piece
         (fill,) = self.b.call(identity_of(op, piece.aval.shape, piece.aval.dtype))

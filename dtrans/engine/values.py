@@ -50,23 +50,29 @@ from dtrans.step.scopes import in_local_scope
 
 
 class ShardValues(abc.ABC):
-    """Values of one jaxpr on one shard.
+    """Values of one program as a single shard computes them, in the layouts that equations need.
+
+    The writer of the program asks for each operand of an equation in a layout: the full array, or
+    this shard's piece. If the value was computed in another layout, this class writes the
+    conversion (an all-gather, say), and stores the result for later equations.
 
     Args:
       jaxpr: the jaxpr, with calls inlined.
       shards: number and mesh axes of the shards.
-      within: text of the equation that has the jaxpr as a body; "" if the jaxpr is no body.
+      within: description of the loop or call whose body the jaxpr is; "" for the whole program.
 
     Attributes:
-      gathers: values that are gathered.
-      built_as_rows: the layout of the piece, for each full value that equations read as a piece
-        (dict by value).
-      read_as_rows: partial sums whose pieces equations read.
-      sliced: replicated input -> the only sharded layout in which equations read the input. The
-        value is `SHARED` before the first read, and None after reads in several layouts.
-      scaled: `scaled[v] = (w, k)` if v = w / shards**k. If v is the term of a replicated w, k is 1.
-        If v is a local sum times the number of shards, k is -1. An integer w has no quotient: the
-        first shard has w as its term, and other shards have 0.
+      gathers: the all-gathers of full values that the conversions have written, for the plan's
+        notes.
+      built_as_rows: if this shard computes only its piece of a replicated value, the layout of the
+        piece (dict by value).
+      read_as_rows: partial sums that equations read only as a piece.
+      sliced: for each replicated input, the one sharded layout in which all equations read the
+        input. The entry is `SHARED` before the first read, and None after reads in different
+        layouts.
+      scaled: records scaled copies: `scaled[v] = (w, k)` if v = w / shards**k. If v is this shard's
+        term of a replicated w, k is 1. If v is a local sum times the number of shards, k is -1. An
+        integer w has no quotient: the first shard has w as its term, and other shards have 0.
       local_values: the local values (see the module).
     """
 
@@ -112,14 +118,18 @@ class ShardValues(abc.ABC):
         return self.layouts.get(atom, SHARED)
 
     def operand(self, atom: Atom) -> Operand:
-        """Return the facts about a value from which `dtrans.engine.rules.choose` computes costs."""
+        """Return the facts about an operand that decide the cost of an equation's strategies.
+
+        `dtrans.engine.rules.choose` reads the operand's layout, whether it is an input, and which
+        conversions are already stored.
+        """
         if isinstance(atom, Literal):
             return Operand(SHARED)
         is_converted = lambda row: (atom, row) in self._values
         return Operand(self.layout(atom), atom in self.inputs, is_converted)
 
     def computed(self) -> dict[Var, Atom]:
-        """Return this shard's part of each value, in the layout in which it was computed."""
+        """Return each value in its first layout: this shard's piece or term, or the full value."""
         layouts = self.layouts
         return {v: x for (v, row), x in self._values.items() if row == layouts.get(v)}
 
@@ -132,7 +142,13 @@ class ShardValues(abc.ABC):
         self._values[var, layout] = value
 
     def take(self, var: Var, layout: ShardLayout, *, is_input: bool) -> None:
-        """Add an input in this layout; `is_input` is False for an input of a body."""
+        """Add an input to the program: this shard's piece of `var`, its term, or the full value.
+
+        Args:
+          var: the input of the program of one device.
+          layout: layout of the input; it determines the input's shape on this shard.
+          is_input: True for inputs of the whole program, False for inputs of a loop's body.
+        """
         self.define(var, layout, self.b.input(self.shards.part_type(var.aval, layout)))
         if layout is SHARED:
             self.sliced[var] = SHARED
@@ -145,17 +161,25 @@ class ShardValues(abc.ABC):
         return self.is_local or (self.b.source is not None and in_local_scope(self.b.source))
 
     def needed_by(self, reason: Callable[[], str], eqn: JaxprEqn | None = None) -> None:
-        """Record the reader of the values that are read next, for `gathers` and source lines.
+        """Note which equation or output reads the values that the next calls of `read` return.
+
+        If a read needs an all-gather, the plan names this reader and its source line.
 
         Args:
-          reason: returns a text that describes the reader, an equation or an output.
+          reason: returns a description of the reader.
           eqn: the reader, if it is an equation.
         """
         self._reason = reason
         self.b.source = eqn
 
     def read(self, atom: Atom, row: RowAxis | None) -> Atom:
-        """Return a value as a piece in layout `row`, or the full value if `row` is None."""
+        """Return a value in a layout, and write the conversion if the value is stored in another
+        layout.
+
+        Args:
+          atom: the value.
+          row: layout of the wanted piece, or None for the full value.
+        """
         if isinstance(atom, Literal) and (row is None or not atom.aval.ndim):
             return atom
         key = (atom, row)
@@ -170,7 +194,9 @@ class ShardValues(abc.ABC):
         return self._values[key]
 
     def as_(self, atom: Atom, layout: ShardLayout) -> Atom:
-        """Convert a value to a layout; return this shard's piece or term, or the full value."""
+        """Return a value in a layout: this shard's piece, its term of a partial sum, or the full
+        value.
+        """
         if isinstance(layout, Partial):
             return self.term(atom)
         return self.read(atom, rows_or_none(layout))
@@ -180,7 +206,9 @@ class ShardValues(abc.ABC):
         return [self.as_(a, x) for a, x in zip(atoms, layouts, strict=True)]
 
     def in_full(self, atoms: Iterable[Atom]) -> list[Atom]:
-        """Return full values."""
+        """Return full values; write an all-gather or all-reduce for values that are not stored in
+        full.
+        """
         return [self.read(a, None) for a in atoms]
 
     def term(self, atom: Atom) -> Atom:
@@ -249,7 +277,11 @@ class ShardValues(abc.ABC):
 
     @property
     def to_scatter(self) -> set[Var]:
-        """Partial sums that several equations read, at least one of them as a piece."""
+        """Partial sums that have several readers, if some reader needs only a piece.
+
+        A second pass reduce-scatters these sums (`sums_to_scatter`), so that each shard reduces
+        only its piece.
+        """
         return {v for v in self.read_as_rows if self._uses[v] > 1}
 
     def producer(self, atom: Atom) -> JaxprEqn | None:
@@ -259,17 +291,23 @@ class ShardValues(abc.ABC):
         return None
 
     def reads_of(self, var: Var) -> int:
-        """Return the number of times that equations and outputs read a value."""
+        """Return the number of equations and outputs of the original program that read a value."""
         return self._uses[var]
 
     def reduced_here(self, op: str, terms: Sequence[Atom]) -> Sequence[Atom]:
-        """All-reduce each shard's terms; inside `dtrans.local`, return the terms unchanged."""
+        """All-reduce this shard's terms of some sums.
+
+        Inside `dtrans.local`, a sum covers only the shard's own rows, so the terms are returned
+        unchanged.
+        """
         if self.in_local:
             return terms
         return self.collectives.all_reduce(op, terms)
 
     def scatter(self, var: Var, row: RowAxis) -> None:
-        """Reduce-scatter a value if it is a partial sum; equations then read its pieces."""
+        """Reduce-scatter a value at once if it is a partial sum, so that later equations read its
+        pieces.
+        """
         if isinstance(self.layout(var), Partial) and var not in self.local_terms:
             term = self._values[var, PARTIAL]
             self.define(var, row, self.collectives.reduce_scatter(term, row))
@@ -298,13 +336,24 @@ class ShardValues(abc.ABC):
         return self.pieces.of(value.aval.shape[row.axis], row).take_from(self.b, value)
 
     def pads_with_entries(self, size: int, row: RowAxis) -> bool:
-        """Return True if pieces have padding that must repeat real entries (`finite_padding`)."""
+        """Return True if the padding of pieces must repeat real entries.
+
+        The shards of an uneven dimension have padded pieces. With `finite_padding`, zeros are no
+        valid padding, since an equation could compute infinities from them.
+        """
         return self.shards.finite_padding and self.shards.pads(size, row)
 
     @abc.abstractmethod
     def build_rows(self, var: Var, row: RowAxis) -> Atom | None:
-        """Write the piece of a counted value (`dtrans.engine.counted_values`); else return None."""
+        """Write this shard's piece of a value that it can compute alone, such as an `iota`.
+
+        Return None if the value must be sliced or converted instead
+        (`dtrans.engine.counted_values`).
+        """
 
     @abc.abstractmethod
     def carry_out(self, eqn: JaxprEqn, way: Strategy) -> list[Atom]:
-        """Write an equation by a strategy; return this shard's outputs before they are reduced."""
+        """Write one equation by the chosen strategy, and return this shard's outputs.
+
+        If the strategy computes partial sums, the caller reduces them later.
+        """

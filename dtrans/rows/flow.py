@@ -44,14 +44,17 @@ from dtrans.rows.rules import Step, step_of
 
 @dataclasses.dataclass(eq=False)
 class Flow:
-    """Layouts of the values of some equations, and how each equation runs on a block of rows.
+    """Result of the row analysis of some equations: which values have rows of a leaf.
+
+    Servers store blocks of rows of each leaf (parameter or optimizer state). An equation can run on
+    a block of rows alone if the rows do not depend on each other.
 
     Attributes:
-      layouts: layout of each value that is not shared.
-      steps: index of an equation -> how it runs on a block of rows.
+      layouts: layout of each value that differs between servers.
+      steps: for the index of an equation, the way in which the equation runs on a block of rows.
       bound: layouts whose leaves one server must store in full.
-      crosses: True if the equations need communication between servers.
-      claims: state input whose layout is not known yet -> layouts of the rows that equations
+      crosses: True if servers have to communicate to run the equations.
+      claims: for each state input with an unknown layout, the layouts of the rows that equations
         combine with this input.
     """
 
@@ -69,11 +72,11 @@ class Flow:
 
 
 class FlowPass:
-    """Forward pass that finds the layouts of the values of a jaxpr, or of a body.
+    """Row analysis of a jaxpr, or of a loop's body: follows rows from inputs to outputs.
 
     Args:
-      unsliced: leaves that stay unsliced in any case.
-      free: state inputs whose layouts are not known yet.
+      unsliced: names of leaves that one server stores in full in any case.
+      free: inputs of the optimizer state whose layouts are not known yet.
       within: the outermost loop or branch that contains the equations; None if there is none.
     """
 
@@ -87,7 +90,15 @@ class FlowPass:
         self.within = within
 
     def over(self, eqns: Iterable[JaxprEqn], start: Mapping[Var, Layout]) -> Flow:
-        """Find the layouts of all values of some equations from the layouts of inputs, `start`."""
+        """Follow rows through some equations.
+
+        Args:
+          eqns: the equations, in order.
+          start: layout of each input that has rows of a leaf.
+
+        Returns:
+          The layouts of all values, and the way in which each equation runs on a block of rows.
+        """
         flow = Flow(dict(start))
         for i, eqn in enumerate(eqns):
             ins = [flow.layout(a) for a in eqn.invars]
@@ -107,14 +118,21 @@ class FlowPass:
         return flow
 
     def _begins(self, eqn: JaxprEqn) -> bool:
-        """Return True if an equation has rows in its outputs, but none in its operands.
+        """Return True if rows start at this equation, although none of its operands has rows.
 
-        A subclass overrides this.
+        In this class, rows start only at inputs. A subclass may name further equations, such as a
+        lookup of rows.
         """
         return False
 
     def _step(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
-        """Return how an equation runs on a block of rows; at least one operand depends on rows."""
+        """Return the way in which an equation runs on a block of rows.
+
+        Args:
+          flow: results for the equations before it; this method adds to `crosses`.
+          eqn: the equation. At least one operand has rows, or depends on rows.
+          ins: layouts of the operands.
+        """
         stuck = []
         for a, x in zip(eqn.invars, ins, strict=True):
             if isinstance(x, Colocated) and x.reason and a.aval.ndim:
@@ -160,7 +178,7 @@ class FlowPass:
     # -- loops and branches ----------------------------------------------------------------------
 
     def _inside(self, eqn: JaxprEqn) -> FlowPass:
-        """Return a pass, with the same options, for the body of an equation."""
+        """Return a pass for the body of a loop or branch, with the same `unsliced`."""
         return FlowPass(self.unsliced, within=self.within or eqn)
 
     def _control(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
@@ -223,9 +241,15 @@ class FlowPass:
     def _bound(
         self, eqn: JaxprEqn, ins: Sequence[Layout], what: str, bodies: Sequence[Flow] = ()
     ) -> Step:
-        """Return the `Step` of an equation that needs its leaves in full.
+        """Return the result for an equation that cannot run on a block of rows.
 
-        `what` says why, e.g. "mixes rows"; `bodies` are the analyzed bodies of a loop.
+        One server then stores the leaves of its operands in full.
+
+        Args:
+          eqn: the equation.
+          ins: layouts of its operands.
+          what: the reason, such as "mixes rows".
+          bodies: results for the bodies of a loop.
         """
         layouts: list[Layout] = []
         for body in bodies:
@@ -262,9 +286,17 @@ _NO_ROWS = frozenset({RowAxis("", 0), RowAxis("", 1)})
 
 
 def _moved(x: Layout, by: int) -> Layout | None:
-    """Convert the layout of a scanned array to the layout of one iteration's slice, or back.
+    """Return the layout of one iteration's slice of a scanned array, or of the stacked array.
 
-    `by` is -1 for a slice, and 1 for a stacked output. Return None if the scan iterates over rows.
+    `lax.scan` removes dimension 0 of each scanned array. So rows along dimension 1 of the array are
+    along dimension 0 of a slice.
+
+    Args:
+      x: layout of the array or slice.
+      by: -1 for the slice of an array, 1 for the array that stacks slices.
+
+    Returns:
+      The layout; None if the scan iterates over the rows themselves.
     """
     if not isinstance(x, RowAxis):
         return x

@@ -96,15 +96,17 @@ def write_update(
     read: Mapping[str, Atom],
     gradients: Mapping[str, Atom],
 ) -> dict[str, Atom]:
-    """Write the update of a step for looked-up rows.
+    """Write the equations that update the looked-up rows of a trainer's tables (GEO-SGD).
+
+    The equations are those of the optimizer in the user's step. They run on the rows that this step
+    has looked up, not on complete tables.
 
     Args:
       b: builder of the trainer's program.
       step: the training step, divided at its gradients.
-      sizes: maps each table to the number of looked-up rows.
-      read: values of parameters and optimizer state, by name. A table, and state with a row for
-        each row of the table, has `sizes[table]` rows.
-      gradients: gradients by leaf.
+      sizes: number of looked-up rows of each table, by name.
+      read: values of parameters and optimizer state, by name. For a table, and for state with one
+        row for each row of the table, the value contains only the `sizes[table]` looked-up rows.
 
     Returns:
       The new parameters and optimizer state, by name.

@@ -92,18 +92,22 @@ _NEUTRAL = {"sum": 0, "or": False, "and": True, "xor": False}  # neutral element
 
 @dataclasses.dataclass(frozen=True)
 class ZeroGradient:
-    """Effect of an update on rows of a leaf whose gradient is zero.
+    """Effect of one optimizer step on a row of a parameter whose gradient is zero.
+
+    In a table of embeddings, most rows have no gradient in a step. If the update does not change
+    such rows, servers update only the other rows.
 
     Attributes:
-      moves: names of the arrays (the leaf, or optimizer state) that change at such a row.
-      counts: description of a reduction over all rows to which a row with zero gradient
-        contributes; empty if there is none.
-      positions: description of an equation that computes rows from their row ids; empty if there is
+      moves: names of the arrays that change in such a row: the parameter, or optimizer state.
+      counts: description of a reduction over all rows (a norm, say) in which such a row still
+        counts; empty if there is none.
+      positions: description of an equation that computes with the index of a row; empty if there is
         none.
-      state: arrays of the optimizer state that have a row for each row of the leaf.
-      unlike: arrays in `state` whose rows are not along dimension 0.
-      rests: initial value of each array in `state`, by name, if rows keep these values until their
-        first lookup; otherwise None.
+      state: names of the arrays of the optimizer state that have a row for each row of the
+        parameter.
+      unlike: names of arrays in `state` whose rows are not along dimension 0.
+      rests: for arrays in `state` that keep their initial value until the row's first gradient,
+        this value by name; None if some array changes before.
     """
 
     moves: tuple[str, ...]
@@ -295,23 +299,25 @@ def constant_outputs(program: Program) -> dict[str, Any]:
 
 
 class _FollowedRow:
-    """Abstract values of an update, or of one of its branches, for one row of a leaf.
+    """Evaluation of an optimizer step for one row whose gradient is zero.
 
-    An abstract value is a known number, an unchanged input, or unknown.
+    Each variable has an abstract value in this row: a known number, an unchanged input (`Alias`),
+    or unknown. If a boolean with an unknown value decides which values a row gets, the caller
+    evaluates the step again for each of its outcomes.
 
     Args:
-      leaf: name of the leaf.
+      leaf: name of the parameter.
       flow: the row analysis of the equations.
       eqns: the equations, in order.
-      assumed: maps the variable of a condition to the assumed outcome.
-      parent: for a branch, the `_FollowedRow` of the equations around it; None for an update.
-      outer: for the inputs of a branch, the values outside of the branch.
+      assumed: outcomes of conditions that this evaluation assumes, by variable.
+      parent: for a branch, the evaluation of the equations around it; None for the whole step.
+      outer: for each input of a branch, the operand that is passed to it.
 
     Attributes:
-      kinds: the abstract values of all variables that were read (dict by variable).
+      kinds: abstract values of all variables that were read (dict by variable).
       counts, positions: as in `ZeroGradient`.
-      open: a condition without an assumed outcome, which decides values of the row; None if there
-        is none.
+      open: the first condition that decides values of the row, and whose outcome is neither known
+        nor assumed; None if there is none.
       loop: description of a loop that reads rows; empty if there is none.
     """
 
@@ -386,7 +392,12 @@ class _FollowedRow:
         return isinstance(layout, RowAxis) and layout.leaf == self.leaf
 
     def _find_condition(self, eqn: JaxprEqn) -> None:
-        """Set `open` if the equation reads a condition whose outcome is unknown."""
+        """Look for a condition with an unknown outcome that decides the equation's outputs.
+
+        A condition is a boolean operand, or the branch index of a `cond`. The first condition that
+        is found is stored in `open`, and the caller then evaluates the step for each of its
+        outcomes.
+        """
         for a in eqn.invars:
             if not isinstance(a, Literal) and (a.aval.dtype == bool or not self.is_row(a)):
                 self._open_first(a)
@@ -394,7 +405,10 @@ class _FollowedRow:
             self._set_open(eqn.invars[0], range(len(bodies(eqn))), eqn)
 
     def _open_first(self, a: Atom) -> None:
-        """Set `open` to the first condition with an unknown outcome on which a value depends."""
+        """Search the operands of a value backward for an unknown condition, and store it.
+
+        Nothing changes if `open` already has a condition.
+        """
         stack, seen = [a], set[Var]()
         while stack and self.open is None:
             a = stack.pop()
@@ -411,7 +425,13 @@ class _FollowedRow:
                 self._set_open(a, (False, True), eqn)
 
     def _set_open(self, a: Atom, outcomes: Sequence[Any], eqn: JaxprEqn | None) -> None:
-        """Store a condition with an unknown outcome in `open`, unless `open` has one already."""
+        """Store a condition in `open`, unless its outcome is known or `open` has one already.
+
+        Args:
+          a: the boolean or branch index.
+          outcomes: its possible values.
+          eqn: the equation that computes it, for the description; None for an input.
+        """
         if self.open is not None or isinstance(a, Literal) or isinstance(self.kind(a), np.ndarray):
             return
         values = tuple(np.asarray(x, a.aval.dtype) for x in outcomes)
