@@ -1,8 +1,9 @@
-"""Jobs, which run plans: the interface of the jobs of all strategies.
+"""Interface of running jobs: the methods that the jobs of all strategies have.
 
-A job consists of compiled code and connections. The state of training is a separate value: `step`
-takes a state and a batch, and returns the next state. So a loop can keep, save or discard any
-state. Read `dtrans.plan` next, which creates the job of a plan.
+A plan describes a distributed training job, and a `Job` runs the plan. A job consists of compiled
+code and of connections to other processes. The state of training (parameters and optimizer state)
+is a separate value: `job.step` takes a state and a batch, and returns the next state. So a training
+loop can keep, save or discard any state. `dtrans.plan` creates the job of a plan.
 """
 
 from __future__ import annotations
@@ -36,10 +37,14 @@ BatchOfStep = Callable[[int], Sequence[Any]]  # step number -> batch arguments
 
 @runtime_checkable
 class SeekableBatches(Protocol):
-    """Iterable of batches with a method that jumps to a step, such as `dtrans.feed` returns."""
+    """Iterable of batches with a method `seek`, which jumps to the batch of any step.
+
+    `job.steps` needs `seek` to repeat steps after the failure of a process. `dtrans.feed` returns
+    an object of this kind.
+    """
 
     def seek(self, step: int) -> None:
-        """Make the batch of step `step` the next batch."""
+        """Let the iteration continue with the batch of step number `step`."""
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
         """Return an iterator over the batches, from the current position on."""
@@ -47,13 +52,18 @@ class SeekableBatches(Protocol):
 
 @runtime_checkable
 class CountedBatches(Protocol):
-    """Batches whose position counts finished steps only, such as the result of `dtrans.feed`."""
+    """Iterable of batches that separates reading a batch from counting a finished step.
+
+    `job.steps` reads some batches before their steps run. A checkpoint must store only the number
+    of finished steps, or the job would skip batches after a restart. `dtrans.feed` returns an
+    object of this kind.
+    """
 
     def read_ahead(self) -> Iterator[Sequence[Any]]:
-        """Yield the batches of the next steps without counting them."""
+        """Yield the next batches, and leave the stored position unchanged."""
 
     def advance(self, batch: Sequence[Any]) -> None:
-        """Count the batch of a finished step."""
+        """Move the stored position by one step, because the step of this batch has finished."""
 
 
 def _numbered_steps(
@@ -63,10 +73,17 @@ def _numbered_steps(
     numbers: tuple[int, int],
     ahead: int,
 ) -> Iterator[tuple[Any, ...]]:
-    """Run the steps `start` to `stop - 1`, with `numbers = (start, stop)`.
+    """Run the steps from `start` to `stop - 1`, and repeat steps after the failure of a process.
 
-    If a process fails, the job goes back to an earlier state, and this function repeats the steps
-    after this state.
+    If a process fails, the job goes back to an earlier state and raises `Rewound`. This function
+    then seeks the batch that follows this state, and continues there.
+
+    Args:
+      job: the job.
+      state: the state before the first step.
+      batches: the batches, by step number.
+      numbers: the pair (start, stop).
+      ahead: number of batches that are read before their step runs.
     """
     start, stop = numbers
     offset = max(start, job.first_step) - job.first_step
@@ -103,7 +120,15 @@ def _numbers(start: int, stop: int | None) -> tuple[int, int]:
 def _steps_ahead(
     job: Job, state: Any, batches: Iterable[Sequence[Any]], ahead: int, count: int | None = None
 ) -> Iterator[tuple[Any, ...]]:
-    """Run a step for each batch, or for the first `count` batches."""
+    """Run `job.step` for each batch, and yield its results.
+
+    Args:
+      job: the job.
+      state: the state before the first step.
+      batches: the batches.
+      ahead: number of steps between `job.prefetch` and `job.step` of a batch.
+      count: number of steps to run; None to run until the batches end.
+    """
     counted = batches if isinstance(batches, CountedBatches) else None
     source = iter(batches) if counted is None else counted.read_ahead()
     for batch in _announced(job, itertools.islice(source, count), ahead):
@@ -114,7 +139,11 @@ def _steps_ahead(
 
 
 def _announced(job: Job, batches: Iterable[Sequence[Any]], ahead: int) -> Iterator[Sequence[Any]]:
-    """Yield each batch, after the next `ahead` batches were passed to `job.prefetch`."""
+    """Yield the batches unchanged, and call `job.prefetch` for each batch `ahead` steps earlier.
+
+    For `ahead=1`, `job.prefetch` gets batch 5 before this function yields batch 4. The first batch
+    is never prefetched, because its step runs at once.
+    """
     waiting = collections.deque[Sequence[Any]]()
     for batch in batches:
         if waiting:
@@ -133,7 +162,10 @@ _ON_DEVICES = {
 
 
 class StateFunctions(abc.ABC):
-    """Functions of the state of a job.
+    """Methods that read or convert a job's state: parameters, optimizer state, hyperparameters.
+
+    A job stores its state in its own form, such as slices of parameters on several devices. These
+    methods convert between this form and the pytrees of the user's step.
 
     Attributes:
       plan: the plan that the job runs.
@@ -266,26 +298,40 @@ class StateFunctions(abc.ABC):
         return applied(lambda names: self._leaves(state, names), *args)
 
     def _leaves(self, state: Any, names: Collection[str]) -> dict[str, Any]:
-        """Return the leaves with these names, as the job stores them (`_opened`)."""
+        """Return the named leaves in the form in which the job stores them.
+
+        `apply` fetches leaves with this method, and converts them with `_opened`. The base class
+        returns full arrays on one device.
+        """
         return _on_one_device(self, state, names)
 
     def _opened(self, leaves: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Convert the result of `_leaves` to leaves of a single device; JAX traces this method."""
+        """Convert the result of `_leaves` to the arrays of the single-device step.
+
+        `apply` compiles this conversion together with the user's function. So this method must
+        consist of JAX operations. The base class returns the leaves unchanged.
+        """
         return leaves
 
     def _unstacked(
         self, jaxpr: ClosedJaxpr, names: Sequence[str]
     ) -> tuple[ClosedJaxpr, Sequence[str]]:
-        """Return a traced function, and the names of its leaves, with the leaves that are stored.
+        """Rewrite a traced function so that its inputs are the arrays that the job stores.
+
+        A pipeline may store a leaf with stacked layers as several arrays, one in each stage. The
+        base class returns the arguments unchanged, because other jobs store each leaf as one array.
 
         Args:
-          jaxpr: function of leaves and arguments.
-          names: names of the leaves.
+          jaxpr: the user's function in `apply`; its inputs are leaves, then other arguments.
+          names: name of each leaf among the inputs.
         """
         return jaxpr, names
 
     def _groups(self, names: Sequence[str]) -> Mapping[str, int]:
-        """Return a group for each leaf; the job fetches the leaves of one group at a time.
+        """Return a group number for each leaf.
+
+        `apply` fetches the leaves of one group, uses them, and drops them before the next group. So
+        the device never has all leaves at once.
 
         Args:
           names: leaves, in the order in which a function reads them.
@@ -293,13 +339,18 @@ class StateFunctions(abc.ABC):
         return groups_by_bytes({n: self._gathered_bytes(n) for n in names})
 
     def _gathered_bytes(self, name: str) -> int:
-        """Return the bytes that the job gathers for a leaf; 0 if it is stored in full here."""
+        """Return the number of bytes to gather from other devices for a leaf.
+
+        The number is 0 if the leaf is already stored in full here. `_groups` limits the sum of
+        these numbers in a group.
+        """
         return 0
 
 
 class Job(StateFunctions):
-    """Plan that runs: `init`, `step`, and functions of a state.
+    """Running job: `init` returns the first state, and `step` trains on one batch.
 
+    A job is also a context manager, which closes its connections at the end of the `with` block.
     Jobs with parameter servers have two more members. `roles` lists the roles of this process that
     write to checkpoints. `server_arrays(state, endpoint)` returns the arrays of a server.
 
@@ -321,42 +372,53 @@ class Job(StateFunctions):
     repeats_steps: bool | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Wrap the methods in `_ON_DEVICES`, so that they run outside the caller's mesh."""
+        """Let the methods in `_ON_DEVICES` run outside of the caller's mesh (`jax.set_mesh`).
+
+        These methods create arrays or compile programs. Inside of the caller's mesh, JAX would
+        place these arrays on the devices of that mesh.
+        """
         super().__init_subclass__(**options)
         for name in _ON_DEVICES & vars(cls).keys():
             setattr(cls, name, without_mesh(vars(cls)[name]))
 
     @abc.abstractmethod
     def check(self, state: Any) -> None:
-        """Raise StateError if `state` is from another job, or was donated."""
+        """Raise StateError if `state` is from another job, or was donated to a step."""
 
     @abc.abstractmethod
     def init(self, *args: Any) -> Any:
-        """Return the initial state; pass the arguments of your `init` function."""
+        """Return the initial state of training.
+
+        Args:
+          *args: the arguments of your `init` function, which you passed to `dtrans.trace(init,
+            *args)`.
+        """
 
     @abc.abstractmethod
     def step(self, state: Any, *batch: Any) -> tuple[Any, ...]:
-        """Run one step.
+        """Run one training step.
 
         Args:
           state: the state that `init` or `step` returned.
-          *batch: the batch arguments of the step.
+          *batch: the batch arguments of the step. In a job of several processes, each process
+            passes its part of the batch (`shard_batch`).
 
         Returns:
           The new state, then the step's other results in order, such as the loss.
         """
 
     def prefetch(self, *batch: Any) -> bool:
-        """Announce a later batch, so that a trainer can request rows of tables for the batch early.
+        """Tell the job a batch that a later step will use, so that it can load table rows early.
 
-        Only trainers of synchronous parameter servers request rows (docs/tables.md). The results
-        of steps do not change.
+        Large embedding tables stay on parameter servers (docs/tables.md). A trainer requests only
+        the rows that a batch looks up. An early request overlaps with the current step. The results
+        of steps do not change. `steps` calls this method for you.
 
         Args:
-          *batch: the batch arguments of the step.
+          *batch: the batch arguments of the later step.
 
         Returns:
-          True if a trainer requested rows.
+          True if a trainer requested rows. Only trainers of synchronous parameter servers do.
         """
         return False
 
@@ -369,12 +431,15 @@ class Job(StateFunctions):
         start: int = 0,
         stop: int | None = None,
     ) -> Iterator[tuple[Any, ...]]:
-        """Run a step for each batch, and pass each batch to `prefetch` some steps earlier.
+        """Run a step for each batch, and yield the results of each step.
 
-        Servers may write cuts, which are snapshots of the job's state (`job.serve(state,
-        cuts=10)`). Then pass a function of the step number, or an iterable with a method
-        `seek(step)`. `dtrans.feed` gives loaders this method. After the failure of a process, this
-        method repeats the steps since the newest cut, and yields the same results again.
+        This method also passes each batch to `prefetch`, some steps before its own step runs.
+
+        A job can recover from the failure of a process if its servers write cuts. A cut is a
+        snapshot of the job's state (`job.serve(state, cuts=10)`). The loop must then read earlier
+        batches again. So pass a function of the step number, or an iterable with a method
+        `seek(step)`. `dtrans.feed` gives loaders this method. After the failure, this method
+        repeats the steps since the newest cut, and yields the same results again.
 
         Args:
           state: the state before the first step.
@@ -418,33 +483,46 @@ class Job(StateFunctions):
         return _steps_ahead(self, state, batches, ahead)
 
     def check_return(self) -> None:
-        """Raise Rewound if the job goes back to an earlier step. The base class does nothing."""
+        """Raise Rewound if a failed process has forced the job back to an earlier step.
+
+        `steps` catches this exception, and repeats the steps from there. The base class does
+        nothing.
+        """
 
     def end_loop(self) -> None:
-        """Wait until servers have received all steps; raise Rewound if the job goes back."""
+        """Wait until the servers have received all steps, after the last step of a loop.
+
+        Raises:
+          Rewound: a process failed in the last steps, so the loop must repeat them.
+        """
         self.check_return()
 
     @property
     def step_count(self) -> int:
-        """Number of steps that this job has taken."""
+        """Number of steps that this process has run in this job."""
         return self.meter.steps
 
     @property
     def first_step(self) -> int:
-        """Number of the next step, as servers count steps; 0 in jobs without parameter servers."""
+        """Number of the step that the job runs next, as the parameter servers count steps.
+
+        After a restart, a trainer reads this number to skip batches that the servers have already
+        applied. It is 0 in jobs without parameter servers.
+        """
         return 0
 
     @cached_property
     def meter(self) -> StepMeter:
-        """Counter and timer of the steps."""
+        """Counter and timer of this job's steps, which `report` and `trace` read."""
         return StepMeter()
 
     def report(self, link: float | str | None = None) -> JobReport:
-        """Return steps per second, seconds by activity, and the plan's costs, as a table.
+        """Return a table with steps per second, seconds for each activity, and the plan's costs.
 
         Args:
-          link: rate of each host's link, as for `Plan.costs`. The report then compares the time of
-            a step with the plan's bound.
+          link: rate of each host's network link, as for `Plan.costs`: bytes per second, or text
+            such as "1gbit". The report then compares the measured time of a step with a lower bound
+            from this rate.
 
         Raises:
           ConfigError: `link` is not a rate, or the plan has no parameter servers.
@@ -452,7 +530,7 @@ class Job(StateFunctions):
         return self.meter.report(self.plan.costs(link))
 
     def trace(self, directory: str | os.PathLike[str]) -> AbstractContextManager[None]:
-        """Trace the steps of a `with` block with JAX's profiler, each with its index.
+        """Record the steps of a `with` block with JAX's profiler, each with its index.
 
         Args:
           directory: output folder. Its subfolder `plugins/profile/<time>/` contains
@@ -461,12 +539,13 @@ class Job(StateFunctions):
         return self.meter.trace(directory)
 
     def shard_batch(self, *batch: Any) -> tuple[Any, ...]:
-        """Return this process's part of a global batch, to pass to `step`.
+        """Return the part of a global batch that this process must pass to `step`.
 
         Process k of N gets rows k*B/N to (k+1)*B/N of each array in `split_axes()`, and all other
         arrays in full. A single process gets the global batch. If the number of trainers does not
-        divide the rows, and `takes_uneven_parts` is True, a part is a `dtrans.UnevenPart`. Parts
-        by `dtrans.Batch.speeds` are always `dtrans.UnevenPart`s.
+        divide the rows, some jobs (`takes_uneven_parts`) still accept the batch. A part is then a
+        `dtrans.UnevenPart`. The same holds if trainers have different speeds
+        (`dtrans.Batch.speeds`).
 
         Args:
           *batch: the batch arguments of the step: pytrees of NumPy or JAX arrays.
@@ -483,7 +562,11 @@ class Job(StateFunctions):
         return part_of_batch(specs, batch, axes, self.part, trainers, shares)
 
     def place(self, *batch: Any) -> tuple[Any, ...]:
-        """Return `shard_batch(*batch)`; a job on a mesh also copies the part to its devices."""
+        """Return this process's part of a global batch, copied to the job's devices.
+
+        The part is the one that `shard_batch` returns. Only jobs on a mesh copy it to devices. A
+        data loader can call this method early, so that the copy overlaps with the current step.
+        """
         return self.shard_batch(*batch)
 
     def split_axes(self) -> Mapping[str, int]:
@@ -525,7 +608,7 @@ def _split_on_dim_0(main: Program) -> dict[str, int]:
 
 
 def _on_one_device(job: StateFunctions, state: Any, names: Collection[str]) -> dict[str, Any]:
-    """Return leaves of a state by name, on the first device of this process."""
+    """Return full arrays of the named leaves, copied to the first device of this process."""
     found: dict[str, Any] = {}
     for spec, tree_of in zip(job.plan.main.args, (job.params, job.opt_state), strict=False):
         if not set(names).isdisjoint(spec.names):
@@ -543,7 +626,10 @@ def on_first_device(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _applied(job: StateFunctions, fn: Callable[..., Any]) -> Applied:
-    """Return the compiled `fn`, from the job's cache if the job has called `fn` before."""
+    """Return the object that runs the user's function `fn` of `job.apply`.
+
+    The job keeps one object for each function, so that a second call does not compile again.
+    """
     if job._functions is None:
         job._functions = weakref.WeakKeyDictionary()
     found = job._functions.get(fn)

@@ -51,7 +51,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class PlanRecipe:
-    """Call of a transform: a process that repeats the call gets an equal plan.
+    """Record of the call that returned a plan, such as `dtrans.pserver(main, startup, trainers=2)`.
+
+    Another process that repeats the call gets an equal plan. Ray's actors get their plan in this
+    way.
 
     Attributes:
       transform: `dtrans.pserver`, `dtrans.nccl2`, `dtrans.sharding` or `dtrans.pipeline`.
@@ -67,7 +70,11 @@ PlanT = TypeVar("PlanT", bound="Plan")
 
 
 def with_recipe(transform: Callable[P, PlanT]) -> Callable[P, PlanT]:
-    """Decorate a transform so that its plans have a recipe (`Plan.recipe`)."""
+    """Decorate a transform (such as `dtrans.pserver`) so that its plans record their call.
+
+    The decorated transform stores the call in `Plan.recipe`. Other processes repeat the call to get
+    an equal plan.
+    """
 
     @functools.wraps(transform)
     def run(*args: P.args, **options: P.kwargs) -> PlanT:
@@ -82,10 +89,13 @@ def with_recipe(transform: Callable[P, PlanT]) -> Callable[P, PlanT]:
 
 
 class Plan(abc.ABC):
-    """Result of a transform: the programs of all roles of a distributed job.
+    """Description of a distributed training job: one program for each role, with costs and notes.
+
+    A transform such as `dtrans.nccl2` returns a plan. A plan needs no devices. `on_mesh`,
+    `on_cluster`, `on_ray` and `simulate` start a job that runs the plan.
 
     Attributes:
-      main: the step, with calls inlined; each equation has a role, such as `forward`.
+      main: the single-device step, with calls inlined; each equation has a role, such as `forward`.
       recipe: the call that returned the plan; None if the plan was derived from another plan.
     """
 
@@ -97,7 +107,7 @@ class Plan(abc.ABC):
     # -- values ----------------------------------------------------------------------------------
 
     def __eq__(self, other: object) -> bool:
-        """Return True if the programs and options of two plans are equal."""
+        """Return True if two plans have equal programs and options."""
         if not isinstance(other, Plan):
             return NotImplemented
         return self is other or (
@@ -111,9 +121,10 @@ class Plan(abc.ABC):
 
     @cached_property
     def identity(self) -> Mapping[str, str]:
-        """Fingerprints of the plan's programs and of the software, by part.
+        """Digests of the plan's programs, of init, and of the software versions, by name.
 
-        Endpoints do not change fingerprints.
+        The processes of a job compare these digests, so that they notice different plans. The
+        addresses of servers (endpoints) do not change the digests.
         """
         startup: Program = self.startup  # type: ignore[attr-defined]
         programs = {name: program.fingerprint for name, program in self.programs.items()}
@@ -133,15 +144,20 @@ class Plan(abc.ABC):
     @property
     @abc.abstractmethod
     def programs(self) -> Mapping[str, Program]:
-        """Program of each role, by the role's name; `trainer` if all trainers have one program."""
+        """Program of each role, by the role's name.
+
+        Examples of names are `trainer`, if all trainers run the same program, `stage 0 forward` in
+        a pipeline, and the address of a parameter server.
+        """
 
     def costs(self, link: float | str | None = None) -> Costs:
-        """Return the memory, traffic and floating-point operations of each role in a step.
+        """Return the memory, traffic and floating-point operations of each role in one step.
 
         Args:
-          link: rate of each host's link in each direction: bytes per second, or text such as
-            "1gbit". The costs of a plan with parameter servers then have a bound for the time of a
-            step: the time in which the busiest link carries the step's bytes (`dtrans.costs`).
+          link: rate of each host's network link in each direction: bytes per second, or text such
+            as "1gbit". Plans with parameter servers accept it. The result then contains a lower
+            bound for the time of a step: the time in which the busiest link carries the step's
+            bytes.
 
         Raises:
           ConfigError: `link` is not a rate, or the plan has no parameter servers.
@@ -161,14 +177,15 @@ class Plan(abc.ABC):
 
     @abc.abstractmethod
     def _role_costs(self) -> Costs:
-        """Return the costs without the rate of a link."""
+        """Return the costs of each role, before `costs` adds times for the rate of a link."""
 
     @abc.abstractmethod
     def transfers(self) -> Transfers:
-        """Return the transfers between roles in a step, with bytes.
+        """Return a table of the bytes that each role sends to each other role in one step.
 
-        A notebook shows the result as a drawing. A collective counts as sending its operands. Bytes
-        of the rows of tables are upper bounds, for ids that are evenly spread over the servers.
+        A notebook shows the result as a drawing. For a collective operation, the table counts the
+        bytes of its operands. For embedding tables, the bytes of rows are upper bounds. They assume
+        ids that are evenly spread over the servers.
 
         Example:
           >>> import jax.numpy as jnp, optax, dtrans
@@ -186,12 +203,12 @@ class Plan(abc.ABC):
     @property
     @abc.abstractmethod
     def notes(self) -> list[str]:
-        """Notes for the user, which are printed below the table."""
+        """Sentences for the user about this plan, which `print(plan)` shows below the table."""
 
     @property
     @abc.abstractmethod
     def rows(self) -> Sequence[tuple[str, ...]]:
-        """Rows of the table that describes the plan, with the columns in `_header`."""
+        """Rows of the table that `print(plan)` shows; `_header` has the titles of the columns."""
 
     @property
     @abc.abstractmethod
@@ -226,7 +243,7 @@ class Plan(abc.ABC):
         donate: bool = True,
         **options: Any,
     ) -> Job:
-        """Run the full job in this process.
+        """Return a job that runs all roles of the plan in this process, on its devices.
 
         Args:
           devices: devices, or a mesh with devices; the job uses as many as it needs, in order.
@@ -245,11 +262,7 @@ class Plan(abc.ABC):
         return self._run_as("mesh", devices, donate=donate, **options)
 
     def on_cluster(self, *, donate: bool = True, **options: Any) -> Job:
-        """Run this process's part of a job that consists of several processes.
-
-        Each process calls this method, then `init`, then `step` with its part of the batch. In a
-        collective job or a pipeline, each process first calls `dtrans.connect()`. In a job with
-        parameter servers, a process reads its role from the environment (`dtrans.Role.from_env`).
+        """Return a job that runs this process's role, if each role has its own process.
 
         Args:
           donate: as in `on_mesh`. Servers always donate; jobs that continue without a failed
@@ -265,15 +278,16 @@ class Plan(abc.ABC):
         return self._run_as("cluster", donate=donate, **options)
 
     def simulate(self) -> Job:
-        """Run the full job on one device, for tests and notebooks."""
+        """Return a job that runs all roles on one device, for tests and notebooks."""
         return self._run_as("simulate")
 
     def on_ray(self, batches: Any = None, **options: Any) -> Job:
-        """Run the job as actors of a Ray cluster, with this process as the driver.
+        """Return a job whose roles run as actors of a Ray cluster, with this process as the driver.
 
-        The extra `ray` must be installed. Each role is an actor: it repeats the plan's recipe, and
-        calls `on_cluster`. The traced functions must be picklable. The driver calls `init`, `step`
-        and the other methods of the job; its state is a handle to the states of the actors.
+        The extra `ray` must be installed. Each actor repeats the call that returned this plan (its
+        recipe), and then calls `on_cluster`. So the traced functions must be picklable. The driver
+        calls `init`, `step` and the other methods of the job. Its state is a handle: the actors
+        store the arrays.
 
         Args:
           batches: source of each trainer's part of the batch, from which the trainer's actor reads.
@@ -293,9 +307,10 @@ class Plan(abc.ABC):
         return self._run_as("ray", batches, **options)
 
     def roles(self, command: Sequence[str] = (), **options: Any) -> Any:
-        """Return a table of the job's processes: roles, variables, memory and bytes per step.
+        """Return a table of the processes that a job of this plan needs; start none of them.
 
-        No process is started.
+        Each row has the role, environment variables, memory, and bytes per step of one process.
+        Launchers read the table.
 
         Args:
           command: program and arguments of each process.
@@ -322,10 +337,11 @@ class Plan(abc.ABC):
         return runner_of(self, "roles")(self, command, **options)
 
     def verify(self, *batch: Any, points: Sequence[int] = STEPS, seed: int = 0) -> Report:
-        """Check without tolerance, in a finite field, that the job computes the one-device step.
+        """Check that the job computes the same numbers as the one-device step, without tolerance.
 
-        The traced step of the job is compared with the one-device step at random points
-        (docs/verify.md). No devices are needed, and the steps are not compiled.
+        The check replaces floating-point numbers by elements of a finite field, where equal
+        formulas give equal results. It compares the traced step of the job with the one-device step
+        at random points (docs/verify.md). It needs no devices, and does not compile the steps.
 
         Args:
           *batch: the batch arguments of the step: arrays, or types (`jax.ShapeDtypeStruct`).
@@ -361,7 +377,7 @@ class Plan(abc.ABC):
 
 
 def _comparison(plan: Plan, batch: tuple[Any, ...]) -> Comparison:
-    """Return the comparison of a plan's traced step with the one-device step.
+    """Prepare the comparison of a plan's traced step with the one-device step, for `Plan.verify`.
 
     Args:
       plan: the plan.
@@ -400,12 +416,12 @@ def _comparison(plan: Plan, batch: tuple[Any, ...]) -> Comparison:
 
 
 def _traced_types(program: Program, spec: TreeSpec) -> Any:
-    """Return a traced argument of a program: the pytree, with types in place of arrays."""
+    """Return one argument of a traced program as a pytree of array types."""
     return spec.unflatten(values_at(program.inputs, spec.names))
 
 
 def _type_of(x: Any) -> jax.ShapeDtypeStruct:
-    """Return the type of an array or a Python number; a type is returned unchanged."""
+    """Return the shape and dtype of an array or a Python number; return a type unchanged."""
     dtype = jnp.result_type(x) if jnp.isscalar(x) else x.dtype
     return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
 
@@ -418,10 +434,13 @@ _RUNNERS: dict[tuple[type, str], Callable[..., Any]] = {}
 
 
 def register_runner(plan: type, way: str) -> Callable[[F], F]:
-    """Decorate a class or function, to register it as a runner.
+    """Return a decorator that registers a function which runs plans of one type in one way.
+
+    For example, `plan.simulate()` calls the function that is registered for the plan's type and the
+    way "simulate".
 
     Args:
-      plan: type of the plans that the runner runs.
+      plan: type of the plans that the function runs.
       way: one of the ways in the module's docstring.
 
     Example:
@@ -441,11 +460,14 @@ def register_runner(plan: type, way: str) -> Callable[[F], F]:
 
 
 def runner_of(plan: Any, way: str) -> Callable[..., Any]:
-    """Return the runner that is registered for a plan's type or its nearest base class.
+    """Return the registered function that runs plans of this type in one way.
+
+    `plan.on_mesh()` and similar methods call it. If the plan's type has no such function, the
+    nearest base class decides.
 
     Args:
       plan: the plan to run.
-      way: one of the ways in the module's docstring.
+      way: one of the ways in the module's docstring, such as "simulate".
 
     Raises:
       ConfigError: no runner is registered for the plan and this way.
