@@ -1,10 +1,11 @@
-"""Functions of a job's state, which `job.apply` calls.
+"""Evaluation of a user's function on a job's state, for `job.apply(fn, state, *args)`.
 
-The function is traced once for each type of its arguments. A job assigns each leaf of the state to
-a *group*: the leaves of a pipeline stage, for example. The equations are divided into *parts*, one
-for each group. An equation belongs to the highest group among its operands, so each part reads only
-its leaves, earlier leaves, and values of earlier parts. The job fetches the leaves of a part when
-the part runs, and drops a leaf after the last part that reads the leaf.
+A job may store parameters in slices, or on the devices of pipeline stages. No device may have
+memory for all of them. So the job assigns each leaf to a *group*, such as the leaves of one stage.
+The function is traced once for each type of its arguments, and its equations are divided into
+*parts*, one for each group. An equation belongs to the highest group among its operands. So a part
+reads only leaves of its group and earlier groups, and values of earlier parts. The job fetches the
+leaves of a part when the part runs. It drops a leaf after the last part that reads the leaf.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ Leaves = Mapping[str, Any]
 
 
 def groups_by_bytes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return a group for each leaf; a group has at most `GATHERED_BYTES`, or one leaf.
+    """Assign leaves to groups of at most 64 MiB, for functions that read one group at a time.
+
+    `job.apply` gathers the leaves of one group, then drops them. A leaf of more than 64 MiB
+    (`GATHERED_BYTES`) has a group of its own.
 
     Args:
       sizes: bytes of each leaf, in the order in which a function reads the leaves.
@@ -71,7 +75,7 @@ def groups_by_bytes(sizes: Mapping[str, int]) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Part:
-    """Equations that run together.
+    """Equations of a user's function that run together, after the leaves of one group were fetched.
 
     Attributes:
       run: compiled function (leaves, values of `reads`) -> values of `makes`.
@@ -94,7 +98,7 @@ class _Part:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Division:
-    """Parts of a traced function.
+    """User's function of `job.apply`, divided into parts that run one after the other.
 
     Attributes:
       parts: the parts, in order.
@@ -111,7 +115,12 @@ class _Division:
     tree: Any
 
     def __call__(self, fetch: Callable[[Collection[str]], Leaves], flat: Sequence[Any]) -> Any:
-        """Run the parts; `fetch` is called before a part, with the names of its new leaves."""
+        """Run the parts in order, and return the results of the user's function.
+
+        Args:
+          fetch: function that returns leaves by name; called before each part, for its new leaves.
+          flat: the function's other arguments, as a flat list of arrays.
+        """
         env: dict[Atom, Any] = dict(zip(self.arguments, flat, strict=True))
         env.update(self.constants.items())
         fetched: dict[str, Any] = {}
@@ -137,7 +146,9 @@ class _Division:
 
 
 class Applied:
-    """User's function of a job's state or parameters; only the leaves that it reads are fetched.
+    """User's function of a job's state or parameters; fetches only the leaves that it reads.
+
+    `job.apply` creates one object for each function, and calls the object.
 
     Args:
       main: the traced training step of one device.
@@ -216,7 +227,7 @@ class Applied:
         names: Mapping[Var, str],
         leaves: Mapping[Var, int],
     ) -> tuple[_Part, ...]:
-        """Divide equations into parts.
+        """Divide the equations of the traced function into parts, one for each group of leaves.
 
         Args:
           traced: the traced function.
@@ -267,7 +278,7 @@ class Applied:
     def _jitted(
         self, jaxpr: ClosedJaxpr, names: Sequence[str]
     ) -> Callable[[Leaves, Sequence[Any]], Sequence[Any]]:
-        """Return the compiled function of a part."""
+        """Compile the function of a part, which first converts stored leaves (`unpacked`)."""
         run = jaxpr_as_fun(jaxpr)
 
         def of_leaves(leaves: Leaves, values: Sequence[Any]) -> list[Any]:
@@ -278,7 +289,11 @@ class Applied:
 
 
 def _moved(home: jax.sharding.Sharding | None, arrays: Sequence[Any]) -> list[Any]:
-    """Copy each array onto the devices of `home` if it is committed to other devices."""
+    """Copy arrays to the devices of `home`, unless they are already there.
+
+    The parts of a pipeline run on different devices, and JAX rejects operands on other devices. An
+    array without a fixed device stays where it is, because JAX moves it itself.
+    """
     if home is None:
         return list(arrays)
     target = home

@@ -1,11 +1,12 @@
 """Numbers that depend on the batch size become inputs of the update.
 
-An update may count rows (`seen + len(x)`) or divide by their number (`gradient / len(x)`). In the
-trace, the number of rows is a literal, and differs for every batch size. But servers compile their
-updates before any batch arrives. So the number becomes an input, which trainers send in each step.
+An update may count rows (`seen + len(x)`) or divide by their number (`gradient / len(x)`). JAX
+traces `len(x)` as a constant, so the traced update is correct for one batch size only. But
+parameter servers compile their updates before any batch arrives. So this module turns the constant
+into an input, which trainers send in each step.
 
-`numbers_of_size` finds the numbers: it compares the updates that one step has for two batch sizes.
-Invariant: with the numbers as inputs, the update is the same for every batch size.
+`numbers_of_size` finds these constants: it compares two traces of one step, with different batch
+sizes. Invariant: with the numbers as inputs, the update is the same for every batch size.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ OUTPUTS = -1  # value of `NumberPlace.eqn` for a number that the update returns
 
 @dataclasses.dataclass(frozen=True)
 class NumberPlace:
-    """Position, in an update, of a number that depends on the batch size.
+    """Position of a constant in an update: an operand of an equation, or an output.
 
     Attributes:
       eqn: position of the equation in the update, or `OUTPUTS`.
@@ -41,7 +42,7 @@ class NumberPlace:
 
 @dataclasses.dataclass(frozen=True)
 class BatchNumbers:
-    """Numbers in an update that depend on the batch size.
+    """Constants of an update that depend on the batch size, and their positions.
 
     Attributes:
       spots: maps the name of each number to the operands that the number replaces.
@@ -53,7 +54,13 @@ class BatchNumbers:
     fixed: tuple[str, ...] = ()
 
     def taken_by(self, step: DividedStep) -> DividedStep:
-        """Return the step with these numbers as inputs of its update.
+        """Return a divided step whose update reads these numbers from inputs, not from constants.
+
+        `DividedStep.numbers` of the result has the values for the batch size of this step. Trainers
+        send these values to the servers.
+
+        Args:
+          step: the training step, divided at its gradients; it may be a trace with any batch size.
 
         Raises:
           BatchError: the update does not have these numbers at these places.
@@ -83,10 +90,11 @@ class BatchNumbers:
 
 
 def numbers_of_size(step: DividedStep, other: DividedStep) -> BatchNumbers:
-    """Compare the updates of a step for two batch sizes, and return the numbers that differ.
+    """Find the constants in an update that depend on the batch size.
 
-    If the updates also differ elsewhere, such as in the body of a branch, the result has no
-    numbers. `fixed` then contains the outputs that differ.
+    The function compares the updates of two traces of one step. If only constants differ, it
+    returns their positions. The updates may also differ elsewhere, such as in the body of a branch.
+    The result then has no numbers, and `fixed` lists the outputs that differ.
 
     Args:
       step: the training step, divided at its gradients.
@@ -133,7 +141,7 @@ def _operands(half: OptimizeHalf) -> dict[int, list[Atom]]:
 def _literal_at(
     rows: Mapping[int, Sequence[Atom]], places: Sequence[NumberPlace]
 ) -> np.ndarray | None:
-    """Return the literal that an update has at all given places; None if the places differ.
+    """Return the constant at all given places of an update; None if they have no common constant.
 
     Args:
       rows: operands of each equation, and the outputs, as from `_operands`.

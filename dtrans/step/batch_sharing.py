@@ -1,4 +1,4 @@
-"""The option `batch` of all strategies, and the part of a batch that each process reads."""
+"""Division of a batch among trainers: the option `batch`, and the rows that each process reads."""
 
 from __future__ import annotations
 
@@ -99,14 +99,16 @@ class Batch:
     def from_option(
         cls, value: Any, kind: str, *, micro: bool = False, one_program: str = ""
     ) -> Batch:
-        """Return the `Batch` for the option `batch` of a strategy.
+        """Convert the user's option `batch` to a `Batch`, and check that the strategy supports it.
+
+        A user may pass a string: `batch="local"` is short for `batch=dtrans.Batch("local")`.
 
         Args:
-          value: the user's option: a `Batch` or a kind.
-          kind: the strategy's default kind.
+          value: the user's option: a `Batch` or its kind.
+          kind: the kind that the strategy uses if the user's `Batch` has none, such as "exact".
           micro: True if the strategy has micro-batches, so that `batch="micro"` is allowed.
-          one_program: name of the strategy, if several devices run one program, so that they
-            cannot have different numbers of rows.
+          one_program: name of the strategy, if several devices run one program. They cannot have
+            different numbers of rows, so `speeds` is then an error.
 
         Raises:
           ConfigError: the strategy does not support this kind, or `speeds`.
@@ -139,7 +141,9 @@ class Batch:
             )
 
     def dims_of(self, option: str, count: int) -> tuple[int | None, ...]:
-        """Return the value of an option for each batch argument.
+        """Return the dimension in `axes` or `sequence` for each batch argument.
+
+        For example, `axes=0` and two batch arguments give (0, 0).
 
         Args:
           option: "axes" or "sequence".
@@ -159,19 +163,20 @@ class Batch:
 
     @property
     def exact(self) -> bool:
-        """True if the job computes one device's numbers for every step."""
+        """True if the job must compute the same numbers as one device with the full batch."""
         return self.kind == "exact"
 
     @property
     def has_shares(self) -> bool:
-        """True if trainers have different speeds, and so different numbers of rows."""
+        """True if trainers have different speeds, so that they get different numbers of rows."""
         return len(set(self.speeds)) > 1
 
     def shares(self, rows: int) -> tuple[int, ...]:
-        """Return the number of rows of each trainer: the trainer's share of a batch by `speeds`.
+        """Return the number of rows that each trainer gets from a batch, in proportion to `speeds`.
 
-        The shares are rounded to integers by the method of largest remainders. Each share is at
-        least 1. A trainer's rows follow the rows of the trainer before it.
+        For 13 rows and speeds [2, 1], the numbers are (9, 4). They are rounded by the method of
+        largest remainders. Each trainer gets at least one row. The first rows belong to trainer 0,
+        the next rows to trainer 1, and so on.
 
         Args:
           rows: the number of rows in the global batch.
@@ -207,7 +212,11 @@ class Batch:
         return tuple(found)
 
     def check_merge(self, ways: Collection[str]) -> None:
-        """Raise ConfigError if a value of `merge` is not in `ways`, which a strategy supports."""
+        """Raise ConfigError if the strategy does not support a value of `merge`.
+
+        Args:
+          ways: the values that the strategy supports, such as "mean" and "sum".
+        """
         for name, way in self.merge.items():
             check_one_of(f"merge[{name!r}]", way, ways)
 
@@ -256,12 +265,18 @@ def part_of(
 ) -> Any:
     """Return part `number` of an array that is split into `count` parts along dimension `axis`.
 
+    `job.shard_batch` calls this function for each array of a batch.
+
     Args:
+      x: the array.
+      number: index of the part, from 0.
+      count: number of parts, one for each process.
+      axis: the dimension to split.
       name: name of the array in errors.
       trainers: number of trainers in all processes. If this number does not divide the rows, the
         result is an `UnevenPart`. 0 if parts must be equal.
-      shares: function from the number of rows to the number of rows of each part. The result is
-        then an `UnevenPart`. None if parts are equal.
+      shares: function that gets the number of rows of `x`, and returns the number of rows of each
+        part, such as `Batch.shares`. The result is then an `UnevenPart`. None for equal parts.
 
     Raises:
       BatchError: `count` does not divide the rows, and `trainers` is 0.
@@ -291,11 +306,13 @@ def part_of_batch(
     trainers: int = 0,
     shares: Callable[[int], Sequence[int]] | None = None,
 ) -> tuple[Any, ...]:
-    """Return one process's part of the batch arguments of a step.
+    """Return the rows of all batch arguments that one process reads, for `job.shard_batch`.
 
     Args:
       specs: structures of the batch arguments.
-      axes: maps each array to split to the dimension of its rows. Other arrays are replicated.
+      batch: the batch arguments.
+      axes: maps the name of each array to split to the dimension of its rows. All other arrays are
+        returned in full.
       part: index of the part, and the number of parts.
       trainers, shares: as in `part_of`.
 
@@ -320,10 +337,12 @@ def part_of_batch(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnevenPart:
-    """Rows of one process, from a batch that is not split evenly over the trainers.
+    """Rows that one process gets if the trainers cannot get equal numbers of rows.
 
-    `job.shard_batch` returns it. Each trainer has `ceil(rows / trainers)` rows; the last trainers
-    have fewer, or none. With speeds, the trainers have `dtrans.Batch.shares` of the rows.
+    `job.shard_batch` returns this object, and `job.step` accepts it in place of an array. Without
+    `dtrans.Batch.speeds`, each trainer has `ceil(rows / trainers)` rows, but the last trainers have
+    fewer or none. For 10 rows and 4 trainers, these numbers are 3, 3, 3 and 1. With speeds,
+    `dtrans.Batch.shares` returns the numbers.
 
     Attributes:
       x: this process's rows, a NumPy or JAX array.
@@ -342,12 +361,15 @@ class UnevenPart:
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions of the part."""
+        """Number of dimensions of the array."""
         return int(self.x.ndim)
 
 
 def without_parts(batch: Sequence[Any]) -> tuple[tuple[Any, ...], int]:
-    """Replace each `UnevenPart` in batch arguments by its array.
+    """Replace each `UnevenPart` among batch arguments by its array, before a job runs the step.
+
+    Args:
+      batch: the batch arguments: pytrees of arrays or of `UnevenPart`.
 
     Returns:
       The arguments, and the number of rows in the full batch. The number is 0 if no argument is an

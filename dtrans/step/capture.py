@@ -1,18 +1,21 @@
-"""Capture: a trace of a step in which the loss function is one undifferentiated equation.
+"""Second trace of a step, in which the loss function is one equation that is not differentiated.
 
-A pipeline divides the loss function into stages and differentiates each stage. In an ordinary trace
-of the step the loss is already differentiated. So the step is traced again in a mode in which
-`dtrans.value_and_grad` writes one equation, `value_and_grad`, whose body is the loss function.
+A pipeline divides the loss function into stages, and differentiates each stage. In an ordinary
+trace of the step, JAX has already differentiated the loss. So the step is traced again in a special
+mode. In this mode `dtrans.value_and_grad` writes one equation, `value_and_grad`, whose body is the
+loss function. We call this a *capture* of the loss.
 
     step      ... -> value_and_grad[loss function] -> loss, aux, gradients -> marks -> optimizer
 
-Stages compute the loss, so the update of a pipeline can read only the gradients among the results
-of this equation. There is one exception. If the update reads a result that depends on no batch
-array (a counter, a split key), equations before `value_and_grad` compute this result, too.
-If a step has several losses, each with its own parameters, and no loss reads results of another,
+Stages compute the loss. So the update of a pipeline may read only gradients among the results of
+this equation. There is one exception. The update may read a result that depends on no batch array,
+such as a counter or a split key. Equations before `value_and_grad` then compute this result, too.
+
+A step may have several losses, each with its own parameters. If no loss reads results of another,
 their sum becomes the loss.
-`dtrans.step.halves` divides this trace like any other. The mode is part of JAX's cache key, so
-that JAX traces a jitted step again.
+
+`dtrans.step.halves` divides this trace like any other. The mode is part of JAX's cache key, so that
+JAX traces a jitted step again.
 """
 
 from __future__ import annotations
@@ -71,12 +74,20 @@ capturing: Any = jax.make_user_context(False)
 
 
 def captures() -> bool:
-    """Return True if `value_and_grad` captures loss functions in the current trace."""
+    """Return True if the current trace writes the loss as one equation.
+
+    `dtrans.value_and_grad` calls this function; see the module's docstring.
+    """
     return bool(capturing.value)
 
 
 def capture_loss(fun: Callable[[Any], Any], arguments: Any, has_aux: bool) -> tuple[Any, Any]:
-    """Bind one equation `value_and_grad` with `fun` as its body.
+    """Write one equation `value_and_grad` into the current trace, with `fun` as its body.
+
+    Args:
+      fun: the loss function of one argument.
+      arguments: the argument, a list of pytrees, with respect to which the equation differentiates.
+      has_aux: unused here; `fun` returns (loss, aux) if it is True.
 
     Returns:
       The equation's outputs, in the structure that `jax.value_and_grad` of `fun` returns.
@@ -109,7 +120,10 @@ def capture_loss(fun: Callable[[Any], Any], arguments: Any, has_aux: bool) -> tu
 
 
 def captured(program: Program) -> Program:
-    """Trace a step again, in the mode in which its loss is one equation.
+    """Trace a step again, so that its loss is one equation that is not differentiated.
+
+    Pipelines divide this loss into stages. `program.once` stores the result, so a second call is
+    cheap.
 
     Raises:
       GradientError: the program was not traced from a function, or it does not call
@@ -147,12 +161,12 @@ def _with_loss(traced: Program) -> Program:
 
 
 def _with_one_loss(program: Program) -> Program:
-    """Combine the losses of a step into one equation, whose loss is their sum.
+    """Combine several losses of a step into one equation `value_and_grad`; its loss is their sum.
 
-    Each loss function gets separate inputs for the values to differentiate. So the gradients are
-    those of the separate losses, also if two losses read the same parameter. Return the step
-    unchanged if a loss reads results of another loss, or differentiates the values of another: a
-    step that adds up gradients of parts of the batch does the work of micro-batches.
+    Each loss function gets separate inputs for the values to differentiate. So each loss has its
+    own gradients, also if two losses read the same parameter. Two kinds of steps are returned
+    unchanged: a loss reads results of another loss, or two losses differentiate the same values.
+    The second kind adds up gradients of parts of the batch, as micro-batches do.
     """
     flat = inline_calls(program.jaxpr, keep=("loss", "loss_seed", COLLECT))
     inner = opened(flat)
@@ -199,8 +213,8 @@ def _sum_of_losses(
       losses: the equations `value_and_grad` of the step.
 
     Returns:
-      The loss function, its operands in the step, and the number of operands to differentiate,
-        which come first.
+      The loss function, its operands in the step, and a number n: the first n operands are
+        differentiated.
     """
     b = Builder(flat)
     operands: list[Atom] = []
@@ -232,11 +246,13 @@ def _sum(*losses: Any) -> Any:
 
 
 def _with_counters_first(program: Program) -> Program:
-    """Let the update read those results of the loss function that depend on no batch array.
+    """Compute counters and random keys before the loss, if the update reads them.
 
-    Examples are a counter and a random key. The equations of these results are copied, and run
-    before the equation `value_and_grad`. The copied equations also stay in the loss function, where
-    dead code elimination removes them if possible.
+    The loss function may return results that depend on no batch array, such as a counter. A
+    pipeline's update cannot read results of the loss function. So this function copies the
+    equations of these results, and puts the copies before the equation `value_and_grad`. The
+    original equations stay in the loss function, where dead code elimination removes them if
+    possible.
     """
     flat = inline_calls(program.jaxpr, keep=("loss", "loss_seed", COLLECT))
     inner = opened(flat)
@@ -282,7 +298,7 @@ def _with_counters_first(program: Program) -> Program:
 
 
 def _read_by_update(program: Program, inner: Jaxpr, eqn: JaxprEqn) -> dict[Var, str]:
-    """Return the results of the loss function that the update reads.
+    """Return the results of the loss function that the update reads; gradients do not count.
 
     Args:
       program: a captured step.
@@ -305,7 +321,13 @@ def _read_by_update(program: Program, inner: Jaxpr, eqn: JaxprEqn) -> dict[Var, 
 
 
 def refuse_loss_in_update(program: Program) -> None:
-    """Raise GradientError if the update of a step reads results of the captured loss function."""
+    """Raise GradientError if a pipeline's update would read results of the loss function.
+
+    Only pipeline stages compute these results, so the update cannot get them.
+
+    Args:
+      program: a step, as `captured` returns it.
+    """
     inner = opened(inline_calls(program.jaxpr))
     eqn = next((e for e in inner.eqns if e.primitive is value_and_grad_p), None)
     if eqn is None:
@@ -322,7 +344,10 @@ def refuse_loss_in_update(program: Program) -> None:
 
 
 def differentiated(program: Program) -> Program:
-    """Return a step that can run: the loss's derivative replaces the equation `value_and_grad`."""
+    """Replace the equation `value_and_grad` of a captured step by its derivative.
+
+    The result can run, and dtrans can divide it like an ordinary step.
+    """
     return program.rewritten(_differentiated)
 
 
@@ -356,7 +381,7 @@ def _value_and_grad(*operands: Any, loss: ClosedJaxpr, count: int) -> list[Any]:
 
 
 def loss_of(program: Program) -> JaxprEqn:
-    """Return the equation `value_and_grad` of a captured step: its loss and the loss's derivative.
+    """Return the equation `value_and_grad` of a captured step; its body is the loss function.
 
     Raises:
       GradientError: the step does not have exactly one such equation, or has it in a loop or a
@@ -387,7 +412,7 @@ def loss_of(program: Program) -> JaxprEqn:
 
 
 def operands_of(eqn: JaxprEqn) -> tuple[dict[Var, Atom], dict[Var, Atom]]:
-    """Return the operand for each input variable of the loss function.
+    """Return the values that the step passes to the loss function, by its input variables.
 
     Args:
       eqn: the equation `value_and_grad`.

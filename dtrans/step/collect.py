@@ -1,15 +1,17 @@
-"""Collections: values of every micro-batch and replica, merged by a rule.
+"""Marks for outputs of a step that a pipeline must merge over micro-batches and replicas.
 
-`collect` marks each value with a rule: it binds an identity primitive, as `dtrans.step.marks` does
-for gradients. On one device a mark does nothing. A pipeline reads the marks (`collected`), and
-replaces a marked output by one merged value (`merged`):
+A pipeline computes a step in pieces: it splits the batch among replicas, and each replica splits
+its part into micro-batches. A user calls `collect(value, key)` to say how the pieces of a value
+become one: sum, mean or concatenation. The call adds an identity equation as a mark. On one device
+a mark does nothing. A pipeline finds the marks (`collected`), and replaces a marked output by one
+merged value (`merged`):
 
-- LOCAL_* merges the micro-batches of the first replica, in their order.
-- GLOBAL_* merges the micro-batches of each replica, then the replicas, in their order.
+- LOCAL_* keys merge the micro-batches of the first replica, in their order.
+- GLOBAL_* keys merge the micro-batches of each replica, then the replicas, in their order.
 
 A pipeline merges only the value that `collect` returns, not the operand of `collect`. Sums and
-means are elementwise. In EPL, sums and means are scalars, over all axes, and a concatenation has
-the first micro-batch at its end.
+means are elementwise. EPL differs: its sums and means are scalars, over all axes, and its
+concatenation has the first micro-batch at its end.
 
 Source: `add_to_collection` and `merge_outputs` of EPL (epl/parallel/parallel.py).
 """
@@ -64,10 +66,12 @@ collect_p = new_identity(COLLECT, jvp=_collect_jvp, batch=_collect_batch)
 
 
 def collect(value: Any, key: str) -> Any:
-    """Mark the arrays of a pytree to be merged over the micro-batches and replicas of a pipeline.
+    """Mark arrays that a pipeline must merge over its micro-batches and replicas.
 
-    Outside of pipelines the mark has no effect. Under `jax.vmap` the mapped axis becomes dimension
-    0, along which CONCAT keys concatenate.
+    Call this function inside the step, and return its result from the step. The key selects a sum,
+    a mean or a concatenation. For example, the key "GLOBAL_SUM" turns counts of correct answers in
+    each micro-batch into the count of the full batch. Outside of pipelines the mark has no effect.
+    Under `jax.vmap` the mapped axis becomes dimension 0, along which CONCAT keys concatenate.
 
     Args:
       value: an array, or a pytree of arrays.
@@ -108,7 +112,7 @@ def _check_key(key: str) -> None:
 
 
 def collected(jaxpr: ClosedJaxpr) -> dict[Var, str]:
-    """Return the key of each marked value of a jaxpr.
+    """Return the values of a traced step that the user marked with `collect`, with their keys.
 
     Args:
       jaxpr: a jaxpr with calls inlined that still has the marks.
@@ -150,10 +154,13 @@ def _described(var: Var, scope: str) -> str:
 
 
 def merged(key: str, micro: Sequence[Sequence[Any]]) -> Any:
-    """Merge the values of all micro-batches of all replicas into one.
+    """Merge the values of all micro-batches and replicas by a key of `collect`.
+
+    The micro-batches of a replica are merged first, in order, then the replicas. 16-bit floats are
+    added in 32 bits. LOCAL keys merge only the first replica.
 
     Args:
-      key: a key of `collect`.
+      key: a key of `collect`, such as "GLOBAL_MEAN".
       micro: the values, indexed by [replica][micro-batch], all of one dtype.
 
     Returns:
@@ -162,9 +169,6 @@ def merged(key: str, micro: Sequence[Sequence[Any]]) -> Any:
       MEAN: the elementwise mean, with the dtype that `jnp.mean` returns: the mean of integers is a
         float, even for a single micro-batch.
       CONCAT: the values concatenated along dimension 0.
-
-      The micro-batches of a replica are merged first, in order, then the replicas. 16-bit floats
-      are added in 32 bits. LOCAL keys merge only the first replica.
 
     Raises:
       ConfigError: `key` is unknown, there are no values, or replicas have unequal numbers of

@@ -1,4 +1,4 @@
-"""Trainer half of a step: a writer of its equations, and checks that the half can run alone."""
+"""Writer of the trainer half of a step (forward and backward pass), and checks of this half."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from dtrans.step.halves import DividedStep, asks_for
 
 
 def refuse_nested(step: DividedStep, trainers: int, noun: str = "trainer") -> None:
-    """Raise GradientError if several trainers compute gradients from an inner derivative.
+    """Raise GradientError if several trainers compute a gradient from another gradient.
 
-    Each trainer would compute the inner derivative from its part of the batch.
+    Sharpness-aware minimization, for example, perturbs the parameters by a first gradient and takes
+    a second gradient there. With several trainers, each trainer would compute the first gradient
+    from its own part of the batch.
 
     Args:
       step: the training step, divided at its gradients.
@@ -40,14 +42,18 @@ def refuse_across(
     may_report: bool = False,
     remedy: str = "",
 ) -> None:
-    """Raise the error of a `Need` if one half of the step needs a value of the other half.
+    """Raise GradientError if the two halves of a step cannot run in different places.
+
+    The halves are forward with backward, and the update. Some strategies run them in different
+    processes, which exchange gradients. They call this function to reject steps where one half
+    reads further values of the other half.
 
     Args:
       step: the training step, divided at its gradients.
-      why: the strategy's reason why the update cannot read values of forward, as a clause.
+      why: the strategy's reason why the update cannot read these values, as a clause for the error.
       may_send: True if trainers can send the step's arguments and optimizer state to the update.
       may_report: True if the update can compute results from gradients and optimizer state.
-      remedy: sentence for errors; it names a mode in which the update can read values of forward.
+      remedy: sentence for errors; it names a mode in which the update can read these values.
     """
     if step.across is not None and not (may_report and step.across.of_state):
         raise step.across.refused(why)
@@ -62,9 +68,10 @@ def refuse_across(
 
 
 def ready_order(step: DividedStep) -> list[str]:
-    """Return the leaves in the order of the equations that compute their gradients.
+    """Return the parameters in the order in which the backward pass computes their gradients.
 
-    Leaves whose gradient is an input or a constant are last.
+    Strategies reduce gradients in this order, so that communication overlaps with the backward
+    pass. Parameters with an input or a constant as their gradient are last.
     """
     positions = producer_positions(step.program.eqns)
     last = len(step.program.eqns)
@@ -72,7 +79,7 @@ def ready_order(step: DividedStep) -> list[str]:
 
 
 def _position(atom: Atom, producers: Mapping[Var, int], default: int) -> int:
-    """Return the position of the equation that computes a value; `default` if there is none."""
+    """Return the index of the equation that computes a value; `default` if no equation does."""
     return producers.get(atom, default) if isinstance(atom, Var) else default
 
 
@@ -83,13 +90,22 @@ Arrange = Callable[
 
 
 class HalfWriter(Protocol):
-    """Writer of a trainer half, which may change the equations."""
+    """Interface of writers that change the equations of a trainer half while they are copied.
+
+    `write_trainer_half` calls a writer for each equation. For example, ZeRO's writer adds
+    all-gathers of parameters.
+    """
 
     def emit(self, eqn: JaxprEqn) -> None:
-        """Write the next equation."""
+        """Write the next equation of the step, or equations that replace it."""
 
     def result(self, atom: Atom, maker: int) -> Atom:
-        """Return the value that replaces `atom`, an output of equation number `maker`."""
+        """Return the new value that replaces a value of the original step.
+
+        Args:
+          atom: the original value.
+          maker: index of the equation that computes the value.
+        """
 
 
 class _Copies:
@@ -105,14 +121,17 @@ class _Copies:
 def half_equations(
     step: DividedStep, results: Sequence[str]
 ) -> tuple[list[JaxprEqn], list[str], list[Atom]]:
-    """Return the equations of forward and backward, their roles, and the values that they compute.
+    """Return the equations of the forward and backward pass that a trainer needs.
 
-    These values always include gradients, values for the update (`DividedStep.handed`), and
-    parameters that the trainer half computes (`DividedStep.frozen`).
+    These equations compute gradients, values for the update (`DividedStep.handed`), parameters that
+    the trainer half computes (`DividedStep.frozen`), and `results`.
 
     Args:
       step: the training step, divided at its gradients.
-      results: further outputs of the step to compute.
+      results: names of further outputs to compute, such as "loss".
+
+    Returns:
+      The equations, their roles, and the values that they compute.
     """
     source = step.program
     wanted = values_at(source.outvars, (*results, *step.frozen))
@@ -134,16 +153,20 @@ def write_trainer_half(
     | None = None,
     arrange: Arrange | None = None,
 ) -> dict[str, Atom]:
-    """Write the equations of forward and backward.
+    """Write the equations of the forward and backward pass into a trainer's program.
+
+    Strategies differ in what happens to a gradient. So this function calls `on_gradient` as soon as
+    a gradient is computed. The callback writes a reduction over trainers, for example.
 
     Args:
-      b: builder that has the inputs of the trainer half.
+      b: builder of the trainer's program, which has the inputs of the trainer half.
       step: the training step, divided at its gradients.
-      results: outputs to compute, as for `half_equations`.
-      on_gradient: function of a leaf and its gradient, called right after the gradient's equation.
-      writer: function that returns the writer of the equations. Its arguments are the equations,
-        their roles, and (position of its equation, value) for each value to compute. By default,
-        equations are copied.
+      results: names of outputs to compute, as for `half_equations`.
+      on_gradient: function (name of a parameter, its gradient), called right after the equation
+        that computes the gradient.
+      writer: function that returns a `HalfWriter`, which may change the equations. Its arguments
+        are the equations, their roles, and (index of its equation, value) for each value to
+        compute. By default, equations are copied.
       arrange: function that reorders the equations and their roles (`Arrange`).
 
     Returns:

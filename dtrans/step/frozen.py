@@ -1,20 +1,25 @@
-"""Removal of updates that never change their leaf; constant folding finds these updates.
+"""Removal of updates that never change their parameter, such as those of frozen layers.
+
+A frozen parameter still has an update in the trace of a step:
 
     optax.set_to_zero, optax.masked, optax.multi_transform     the update adds zeros
     jax.lax.stop_gradient                                      the gradient and the moments are zero
 
-The analysis folds a value if all its entries are one number, or if it equals an input plus zeros.
-The startup program provides initial values of optimizer state. If a step maps an array of zeros to
-zeros, the array is zeros after every step, by induction. If a leaf's new value folds to its old
-value, this module drops the update. Strategies then treat the leaf like one that the step returns
-unchanged: trainers store it, and servers do not.
+Without this module, servers would store the parameter and trainers would send zeros. This module
+finds the update by constant folding, and drops it. Strategies then treat the parameter like one
+that the step returns unchanged: trainers store it, and servers do not.
 
-A leaf whose moments change keeps its update. For example, optax.set_to_zero after Adam replaces
-Adam's update by zeros, but the moments change.
+The analysis folds a value if all its entries are one number, or if it equals an input plus zeros.
+The startup program provides the initial values of optimizer state. If a step maps an array of zeros
+to zeros, the array is zeros after every step, by induction. If a parameter's new value folds to its
+old value, the update is dropped.
+
+A parameter with changing moments keeps its update. For example, optax.set_to_zero after Adam
+replaces Adam's update by zeros, but the moments change.
 
 The analysis assumes that zeros times a scalar, such as a learning rate or a clip's scale, are
-zeros. If the scalar becomes NaN, one device overwrites the frozen leaf with NaN; a job does not
-change the leaf.
+zeros. If the scalar becomes NaN, one device overwrites the frozen parameter with NaN; a job does
+not change it.
 """
 
 from __future__ import annotations
@@ -39,7 +44,9 @@ from dtrans.step.trace import guess_roles
 
 
 def drop_frozen_updates(main: Program, startup: Program) -> Program:
-    """Return a step without updates of frozen leaves and of state that stays constant.
+    """Return a step without the updates that never change their parameter.
+
+    Optimizer state that stays constant also loses its update.
 
     Args:
       main: step of (params, opt_state, *batch).
@@ -74,7 +81,7 @@ def drop_frozen_updates(main: Program, startup: Program) -> Program:
 
 
 def changed_leaves(program: Program, leaves: Iterable[str]) -> list[str]:
-    """Return the leaves among `leaves` that a program changes."""
+    """Return the names among `leaves` for which the program returns a new value."""
     before, after = program.invars, program.outvars
     return [n for n in leaves if after[n] is not before[n]]
 
@@ -84,10 +91,16 @@ def _kinds(types: Iterable[Any]) -> list[Any]:
 
 
 def check_frozen(main: Program, name: str, x: Any) -> None:
-    """Raise StateError if a state array of a frozen leaf does not have its initial value.
+    """Raise StateError if a state array of a frozen parameter does not have its initial value.
 
-    The state may come from a job that trained the leaf. On one device the moments would change the
-    leaf, but this job has no update for the leaf.
+    Restoring a checkpoint calls this check. The state may come from a job that trained the
+    parameter, so that its moments are not zero. On one device these moments would still change the
+    parameter, but this job has no update for it.
+
+    Args:
+      main: the step, as `drop_frozen_updates` returns it.
+      name: name of the state array.
+      x: its value in the checkpoint.
     """
     constant = main.frozen_constants.get(name)
     if constant is not None and not bool(np.all(np.asarray(x) == constant)):
@@ -100,16 +113,16 @@ def check_frozen(main: Program, name: str, x: Any) -> None:
 
 
 def frozen_leaves(main: Program, begin: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Find the leaves and state arrays that a step never changes.
+    """Find the parameters and state arrays that a step never changes.
 
     Args:
       main: the traced training step of one device.
-      begin: the number in all initial entries of a state array, for arrays with one such number
-        (dict by name).
+      begin: state arrays that init fills with one number: name -> this number. Moments of zeros are
+        an example.
 
     Returns:
       A dict: name of an unchanged leaf or state array -> the number in all its entries, or None.
-      And the names of the parameters whose marked gradient is zeros.
+        And the names of the parameters whose marked gradient is zeros.
     """
     jaxpr = inline_calls(main.jaxpr)
     invars = dict(zip(main.in_names, opened(jaxpr).invars, strict=True))
@@ -149,7 +162,7 @@ def frozen_leaves(main: Program, begin: Mapping[str, Any]) -> tuple[dict[str, An
 
 
 class _Fact(NamedTuple):
-    """Result of the analysis for a value.
+    """Result of the constant folding for one value.
 
     Attributes:
       value: the number in all entries, or the `Alias` of an equal input; None if unknown.
@@ -161,7 +174,7 @@ class _Fact(NamedTuple):
 
 
 def _folded(jaxpr: ClosedJaxpr, known: Mapping[Var, Any]) -> Facts[_Fact]:
-    """Find the values of a jaxpr that are one number in all entries, or equal an input.
+    """Fold constants in a jaxpr: find values that are one number in all entries, or equal an input.
 
     Args:
       jaxpr: the jaxpr.
@@ -239,7 +252,7 @@ def _number(folded: Facts[_Fact], atom: Atom) -> Any:
 def _without_updates(
     main: Program, constants: Mapping[str, Any], zeros: Collection[str]
 ) -> Program:
-    """Return the step without updates of frozen leaves.
+    """Write the step again: frozen leaves are returned unchanged, and their gradients become zeros.
 
     Args:
       main: the traced training step of one device.

@@ -1,21 +1,24 @@
-"""Detection of the values in a training step that are the gradients of its parameters.
+"""Search for the values in a training step that are the gradients of its parameters.
 
-If the step has marks (`dtrans.step.marks`), gradients are the operands of the marks. If the step
-calls `jax.grad`, this module infers the gradient of `params/w`. It is the value that
+Strategies must know these values, because trainers reduce gradients or send them to servers. If the
+step calls `dtrans.value_and_grad`, gradients are marked (`dtrans.step.marks`): they are the
+operands of the marks. If the step calls `jax.grad`, this module infers the gradient of `params/w`.
+It is the value that
 
   - has the shape of `params/w`,
-  - is a *derivative*: its equation is under `transpose(...)` in the name stack, or contains such
-    equations (a scan over micro-batches),
+  - is a *derivative*: its equation is under `transpose(...)` in the name stack, or contains
+    equations under `transpose(...)` (a scan over micro-batches),
   - is read by an equation that is not a derivative,
   - reaches the new `params/w` through equations that keep that shape. If no value does (Muon
     multiplies matrices), the equations on the way may have any shape.
 
-A leaf may have several of these values, marked or inferred, if the update reads only their sum. An
-example is an unrolled loop over micro-batches. The first value that is linear in all of them is
-then the gradient, and the additions belong to the backward pass. Otherwise the module raises an
-error, which lists the values. A step with a loop over several updates is another error. The module
-assumes this error if an output of a loop becomes the new parameter, and no later equation reads the
-old parameter.
+Several values may have these properties, marked or inferred. An example is an unrolled loop over
+micro-batches. If the update reads only their sum, the first value that is linear in all of them is
+the gradient. The additions then belong to the backward pass. Otherwise the module raises an error,
+which lists the values.
+
+A step with a loop over several updates is another error. The module assumes this error if an output
+of a loop becomes the new parameter, and no later equation reads the old parameter.
 
 A loop over micro-batches may also return other values (a count of tokens, the loss). So
 `derivatives` is a set of values, not of equations.
@@ -65,7 +68,9 @@ from dtrans.step.marks import mark_p
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpenStep(HoldsJaxpr):
-    """Training step with its calls inlined, and with properties that find values by name.
+    """Training step with its calls (`jax.jit`) inlined, and lookups of its values by name.
+
+    Functions of this package search for gradients in the flat list of equations of this object.
 
     Attributes:
       source: the traced step.
@@ -85,12 +90,12 @@ class OpenStep(HoldsJaxpr):
 
     @cached_property
     def batch(self) -> tuple[str, ...]:
-        """Names of inputs other than state."""
+        """Names of the step's inputs other than parameters and optimizer state."""
         return tuple(n for n in self.source.in_names if n not in self.state)
 
     @cached_property
     def results(self) -> tuple[str, ...]:
-        """Names of outputs other than state."""
+        """Names of the step's outputs other than parameters and optimizer state, such as `loss`."""
         return tuple(n for n in self.source.out_names if n not in self.state)
 
     @cached_property
@@ -99,47 +104,50 @@ class OpenStep(HoldsJaxpr):
 
     @cached_property
     def vars(self) -> dict[str, Var]:
-        """Inputs by name."""
+        """Variable of each input, by the input's name."""
         return dict(zip(self.source.in_names, self.inner.invars, strict=True))
 
     @cached_property
     def names(self) -> dict[Var, str]:
-        """Name of each input."""
+        """Name of each input, by the input's variable."""
         return {v: n for n, v in self.vars.items()}
 
     @cached_property
     def outs(self) -> dict[str, Atom]:
-        """Outputs by name."""
+        """Variable or literal of each output, by the output's name."""
         return dict(zip(self.source.out_names, self.inner.outvars, strict=True))
 
     @cached_property
     def producers(self) -> dict[Var, int]:
-        """Position of the equation that computes each value."""
+        """Index of the equation that computes each value."""
         return producer_positions(self.eqns)
 
     @cached_property
     def derived(self) -> list[bool]:
-        """For each equation, True if it is a derivative, or contains derivatives."""
+        """For each equation, True if differentiation created it, or an equation in its body."""
         return [_is_derivative(e) for e in self.eqns]
 
     @cached_property
     def derivatives(self) -> frozenset[Var]:
-        """Values that come from differentiation."""
+        """Values that equations of the backward pass compute."""
         found: set[Var] = set()
         for eqn in self.eqns:
             found.update(_derived_outputs(eqn))
         return frozenset(found)
 
     def changed(self, names: Iterable[str]) -> list[str]:
-        """Return the leaves among `names` that the step changes."""
+        """Return the names among `names` for which the step returns a new value."""
         return [n for n in names if self.outs[n] is not self.vars[n]]
 
     def derivatives_behind(self, outputs: Sequence[Atom], stop: Collection[Var] = ()) -> list[int]:
-        """Return the positions of equations that compute derivatives on which `outputs` depend.
+        """Return the indices of equations that compute derivatives on which `outputs` depend.
+
+        The division of a step uses this to detect updates that read a derivative other than a
+        gradient.
 
         Args:
           outputs: the values.
-          stop: variables at which the search ends.
+          stop: variables at which the search ends, such as the known gradients.
         """
         positions, _ = backward_slice(self.eqns, outputs, stop)
         read = list(outputs)
@@ -150,7 +158,7 @@ class OpenStep(HoldsJaxpr):
 
 
 def open_step(program: Program) -> OpenStep:
-    """Return a training step with its calls inlined.
+    """Inline the calls of a traced training step, and check that the program is a training step.
 
     Raises:
       GradientError: the program is not a training step.
@@ -186,14 +194,14 @@ def open_step(program: Program) -> OpenStep:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Gradients:
-    """Gradients of a step.
+    """Gradients that were found in a step: one value for each parameter that has a gradient.
 
     Attributes:
       of: the gradient of each parameter: the output of a mark, a derivative if there is no mark, or
         the sum of several of these.
-      marked: True if the user marked the gradients.
+      marked: True if the user marked the gradients (`dtrans.value_and_grad`).
       terms: the gradients, with the terms of each sum in place of the sum.
-      sums: positions of the equations that compute the sums.
+      sums: indices of the equations that compute the sums.
     """
 
     of: Mapping[str, Var]
@@ -203,7 +211,7 @@ class Gradients:
 
 
 def gradients_of(step: OpenStep) -> Gradients:
-    """Return the gradients that are marked, or else inferred.
+    """Find the gradients of a step: the marked ones, or inferred ones if there are no marks.
 
     Raises:
       GradientError: several values may be the gradient of a leaf.
@@ -212,7 +220,13 @@ def gradients_of(step: OpenStep) -> Gradients:
 
 
 def marked(step: OpenStep) -> Gradients | None:
-    """Return the marked gradients of a step; None if it has no marks."""
+    """Return the gradients that `dtrans.value_and_grad` marked; None if the step has no marks.
+
+    Raises:
+      GradientError: the step differentiates with respect to a value that is no parameter. Or a
+        gradient has another shape than its parameter, or a parameter has several gradients without
+        a sum.
+    """
     marks: dict[str, list[Var]] = {}
     for eqn in step.eqns:
         if eqn.primitive is not mark_p:
@@ -275,9 +289,10 @@ OTHER_GRADIENTS = (
 
 
 def _read_marks(step: OpenStep, leaf: str, leaf_marks: Sequence[Var]) -> list[Var]:
-    """Return the marked gradients of a leaf that the leaf's new value reads.
+    """Return the marked gradients of a parameter that its new value reads.
 
-    If the new value reads none, return the marked gradients that any output reads. If no output
+    A step may differentiate several losses with respect to one parameter, and use only some of the
+    gradients. If the new value reads no gradient, return those that any output reads. If no output
     reads one, return the first.
     """
     if len(leaf_marks) == 1:
@@ -308,19 +323,21 @@ class Total:
 def sum_of(
     step: OpenStep, leaf: str, terms: Collection[Var], graded: Iterable[Var]
 ) -> Total | None:
-    """Find the sum of all gradients of a leaf: the first value that is linear in all of them.
+    """Find the sum of several gradients of one parameter in a step.
 
-    The value may not depend on gradients of other leaves. It may have factors that depend on no
-    gradient, such as the reciprocal of a count of tokens.
+    A step may add gradients of several losses or micro-batches before its update. The sum is the
+    first value that is linear in all of these gradients. It may have factors that depend on no
+    gradient, such as the reciprocal of a count of tokens. It may not depend on gradients of other
+    parameters.
 
     Args:
       step: the training step, with its calls inlined.
-      leaf: name of the leaf.
-      terms: gradients of the leaf.
-      graded: gradients of all leaves.
+      leaf: name of the parameter.
+      terms: gradients of the parameter.
+      graded: gradients of all parameters.
 
     Returns:
-      The sum; None if there is no such value.
+      The sum; None if the step computes no such value.
     """
     first_to_last = sorted(terms, key=step.producers.__getitem__)
     # For each value, the bit set of the terms in which the value is linear.
@@ -350,7 +367,7 @@ def _is_linear(
     of_gradients: Mapping[Var, int],
     makers: Mapping[Var, JaxprEqn],
 ) -> bool:
-    """Return True if an equation is linear in its operands among `terms`.
+    """Return True if an equation is linear in its operands that are gradients or their sums.
 
     Args:
       eqn: the equation.
@@ -373,9 +390,11 @@ def _is_linear(
 
 
 def _leaf_behind(step: OpenStep, atom: Atom) -> str | None:
-    """Return the parameter from which casts, or other unary equations, compute a value; else None.
+    """Return the parameter from which a value is computed by casts or other unary equations.
 
-    These equations keep the shape of the parameter.
+    `dtrans.value_and_grad` may get a cast of a parameter, such as `w.astype(bfloat16)`. The mark
+    then names this value, not the parameter. The equations must keep the shape. Return None if no
+    parameter is found.
     """
     while isinstance(atom, Var) and atom in step.producers:
         operands = variables(step.eqns[step.producers[atom]].invars)
@@ -387,7 +406,7 @@ def _leaf_behind(step: OpenStep, atom: Atom) -> str | None:
 
 
 def _inferred(step: OpenStep) -> Gradients:
-    """Infer the gradients of a step without marks; see the module's docstring.
+    """Infer the gradients of a step without marks, by the rules of the module's docstring.
 
     Raises:
       GradientError: several values may be the gradient of a leaf.
@@ -441,11 +460,16 @@ def _inferred(step: OpenStep) -> Gradients:
 
 
 def nested(step: OpenStep, gradients: Collection[Var]) -> str:
-    """Return the first equation between an inner derivative and a gradient, as text.
+    """Return a text for the equation that lies between an inner derivative and a gradient.
 
-    A step that perturbs its parameters by their gradient has equations with three properties: they
-    read a derivative, a gradient depends on them, and no differentiated function contains them. If
-    no equation has these properties, the text is empty.
+    Sharpness-aware minimization perturbs the parameters by a first gradient, and takes the final
+    gradient there. Such a step has an equation with three properties: it reads a derivative, a
+    gradient depends on it, and no differentiated function contains it. The result is the first
+    equation with these properties, such as "f32[8] = mul". For other steps the text is empty.
+
+    Args:
+      step: the training step, with its calls inlined.
+      gradients: the final gradients.
     """
     positions, _ = backward_slice(step.eqns, gradients)
     inside: set[Var] = set()
@@ -463,12 +487,15 @@ def nested(step: OpenStep, gradients: Collection[Var]) -> str:
 def _check_inferred(
     step: OpenStep, name: str, candidate: Var, reads_params: Mapping[Var, int]
 ) -> None:
-    """Raise GradientError if `candidate` may be the new parameter, which a loop has updated.
+    """Raise GradientError if an inferred gradient is probably the parameter after several updates.
+
+    A loop over several updates computes derivatives, and returns a value with the parameter's
+    shape. So the value looks like a gradient.
 
     Args:
       step: the training step, with its calls inlined.
       name: the parameter.
-      candidate: the possible gradient.
+      candidate: the inferred gradient.
       reads_params: for each value, nonzero if it depends on parameters; paths through candidates do
         not count.
     """
@@ -485,15 +512,15 @@ def _check_inferred(
 def candidates_for(
     step: OpenStep, name: str, among: Collection[Var], stop: Collection[Var] = frozenset()
 ) -> set[Var]:
-    """Return the values among `among` that may be the gradient of a leaf.
+    """Return the values that may be the gradient of a parameter.
 
-    These values have the leaf's shape, and the leaf's new value depends on them.
+    Such a value has the parameter's shape, and the parameter's new value depends on it.
 
     Args:
       step: the training step, with its calls inlined.
-      name: name of the leaf.
+      name: name of the parameter.
       among: values to choose from.
-      stop: values at which the search ends: the leaf depends on earlier values only through them.
+      stop: values at which the search ends; paths through them do not count.
     """
     out, shape = step.outs[name], step.vars[name].aval.shape
     fits = {v for v in among if v.aval.shape == shape}
@@ -502,7 +529,10 @@ def candidates_for(
 
 
 def crossing(step: OpenStep) -> set[Var]:
-    """Return the derivatives that the step returns, or that an equation outside backward reads."""
+    """Return the derivatives that leave the backward pass: candidates for gradients.
+
+    The step returns them, or an equation outside of the backward pass reads them.
+    """
     used = set(variables(step.inner.outvars))
     for eqn, is_derivative in zip(step.eqns, step.derived, strict=True):
         if not is_derivative:
@@ -511,9 +541,10 @@ def crossing(step: OpenStep) -> set[Var]:
 
 
 def _shape_keeping(step: OpenStep, out: Atom, shape: tuple[int, ...], fits: set[Var]) -> set[Var]:
-    """Return the values in `fits` on which `out` depends through values of one shape.
+    """Return the values in `fits` that `out` reads through a chain of values of one shape.
 
-    A path ends at the first value in `fits`.
+    A chain ends at the first value in `fits`. Elementwise optimizers such as Adam connect gradient
+    and new parameter by such a chain.
     """
     return set(_ends_of_paths(out, shape, step.eqns, step.producers, fits)) & fits
 
@@ -525,7 +556,10 @@ def _ends_of_paths(
     producers: Mapping[Var, int],
     stop: Collection[Var],
 ) -> list[Var]:
-    """Return the values in `stop`, and the inputs, that `out` reads through values of one shape."""
+    """Follow values of one shape backwards from `out`, and return where the paths end.
+
+    A path ends at a value in `stop`, or at an input.
+    """
     stack, seen, ends = [out], set(), []
     while stack:
         atom = stack.pop()
@@ -540,10 +574,11 @@ def _ends_of_paths(
 
 
 def _operands_on_paths(eqn: JaxprEqn, out: Var, shape: tuple[int, ...]) -> Sequence[Atom]:
-    """Return the operands that an output may read through values of one shape.
+    """Return the operands of an equation that one output may read through values of one shape.
 
-    In the branches of a condition, such as that of `optax.MultiSteps`, an output reads only some of
-    the operands. The same holds for a call in a branch, which is not inlined.
+    For most equations, these are all operands. In the branches of a condition, such as the one of
+    `optax.MultiSteps`, an output reads only some of the operands. The same holds for a call in a
+    branch, which is not inlined.
     """
     if not has_bodies(eqn) or eqn.primitive.name in LOOPS:
         return eqn.invars
@@ -557,7 +592,7 @@ def _operands_on_paths(eqn: JaxprEqn, out: Var, shape: tuple[int, ...]) -> Seque
 
 
 def _reached(step: OpenStep, out: Atom, fits: set[Var]) -> set[Var]:
-    """Return the values in `fits` on which `out` depends; a path ends at the first such value."""
+    """Return the values in `fits` on which `out` depends; paths end at values in `fits`."""
     if not fits:
         return set()
     _, reached = backward_slice(step.eqns, [out], fits)
@@ -567,7 +602,8 @@ def _reached(step: OpenStep, out: Atom, fits: set[Var]) -> set[Var]:
 def counts_rows(step: OpenStep, count: Var, out: Atom) -> bool:
     """Return True if a state array counts rows of the batch, and no other state depends on it.
 
-    A count of rows grows by a constant other than 1; a count of steps grows by 1.
+    Trainers must compute such a count, because servers do not know the batch size. A count of rows
+    grows by a constant other than 1; a count of steps grows by 1.
 
     Args:
       step: the training step, with its calls inlined.
@@ -587,7 +623,7 @@ def counts_rows(step: OpenStep, count: Var, out: Atom) -> bool:
 
 
 def describe(step: OpenStep, var: Var) -> str:
-    """Return a value's type, primitive, name stack and source line as text for messages."""
+    """Describe a value for an error message: its type, primitive, name stack and source line."""
     eqn = step.eqns[step.producers[var]]
     line = line_of(eqn)
     return (
@@ -597,9 +633,9 @@ def describe(step: OpenStep, var: Var) -> str:
 
 
 def _derived_outputs(eqn: JaxprEqn) -> list[Var]:
-    """Return the outputs of an equation that are derivatives.
+    """Return the outputs of an equation that the backward pass computes.
 
-    A loop or a branch with derivatives may have other outputs as well.
+    A loop with a backward pass in its body may have other outputs as well, such as the loss.
     """
     if not _is_derivative(eqn):
         return []

@@ -3,10 +3,14 @@
     trainer half    parameters, batch            ->  loss, aux, gradients
     optimize half   gradients, parameters, state ->  new parameters, new state
 
-`dtrans.step.gradients` finds the gradients: the user's step marks them, or they are inferred. The
-update should read the forward and the backward pass only through gradients. If the update reads
-another derivative, the division raises an error. If the update reads another value, the division
-records a `Need`. All strategies use the division of this module.
+Trainers run the first half on their part of the batch, and reduce or send the gradients. The second
+half, also called the update, may run on servers, or on slices of parameters. All strategies use
+this division.
+
+`dtrans.step.gradients` finds the gradients. The update should read values of the first half only
+through gradients. If it reads another derivative, the division raises an error, because this
+derivative would not be summed over the batch. If it reads another value, such as the loss, the
+division records a `Need`, and each strategy decides.
 """
 
 from __future__ import annotations
@@ -57,9 +61,10 @@ ONE_GRADIENT = (
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """Name of an input of an optimize half: the gradient of a leaf.
+    """Name of an input of the update, if the input is the gradient of the parameter `leaf`.
 
-    `str(gradient)` is for display only: another leaf may have that name.
+    Other inputs have strings as names. `str(gradient)` is "params/w@GRAD". It is for display only,
+    because another leaf may have this name.
     """
 
     leaf: str
@@ -134,26 +139,33 @@ class DividedStep:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Names of inputs of the update that are batch arrays, `handed` values or `numbers`."""
+        """Inputs of the update that are no gradients, parameters or optimizer state, by name.
+
+        They are batch arrays, values of the forward pass (`handed`), and numbers that depend on the
+        batch size (`numbers`). Trainers send them to servers.
+        """
         known = {*self.batch, *self.handed, *self.numbers}
         return tuple(n for n in self.optimize.in_names if isinstance(n, str) and n in known)
 
     def reason_not_optimized(self, name: str) -> str:
-        """Return the reason why a parameter is in `frozen`, for messages."""
+        """Return the reason why a parameter is `frozen`, for messages."""
         if self.program.outvars[name] is self.program.invars[name]:
             return "it is not updated"
         return "forward updates it, not the optimizer"
 
     @property
     def early(self) -> tuple[int, ...]:
-        """Positions of callbacks (`Observer`) that the trainer half can call."""
+        """Indices of callbacks (`jax.debug.print`) that the trainer half can call.
+
+        They read only parameters, or values of the forward and backward pass.
+        """
         return tuple(x.position for x in self.observers if x.reads in EARLY)
 
     @property
     def late(self) -> tuple[int, ...]:
-        """Positions of callbacks that read reduced gradients, or results of the update.
+        """Indices of callbacks that can run only after gradients were reduced, or after the update.
 
-        Callbacks in an equation of the update are not included.
+        Callbacks in the body of an update's equation, such as a loop, are not included.
         """
         found = []
         for x in self.observers:
@@ -163,9 +175,9 @@ class DividedStep:
 
     @property
     def observed(self) -> OptimizeHalf:
-        """Jaxpr whose outputs, "0", "1", ..., are the operands of all callbacks.
+        """Jaxpr that computes the operands of all callbacks from gradients and the step's inputs.
 
-        Its inputs are the gradients and the step's inputs.
+        Its outputs have the names "0", "1", .... `first_difference` compares two of these jaxprs.
         """
         read: list[Atom] = []
         for x in self.observers:
@@ -174,10 +186,14 @@ class DividedStep:
         return _half_from_gradients(self, list(map(str, range(len(read)))), read)
 
     def with_observers(self, reads: str, as_: str) -> DividedStep:
-        """Return the step with another kind for some callbacks: `reads` is replaced by `as_`.
+        """Return the step with some callbacks moved to another kind (`Observer.reads`).
+
+        The kind decides which program calls a callback. For example, each micro-step of
+        `dtrans.nccl2` would call a callback that reads only parameters. So `dtrans.nccl2` changes
+        the kind "state" to "update", which runs once.
 
         Args:
-          reads: the kind (`Observer.reads`) of the callbacks to change.
+          reads: the kind of the callbacks to change, such as "state".
           as_: the new kind.
         """
         observers = list(self.observers)
@@ -187,7 +203,10 @@ class DividedStep:
         return dataclasses.replace(self, observers=tuple(observers))
 
     def differing_outputs(self, other: DividedStep) -> list[str]:
-        """Return the outputs that depend on the batch size other than through gradients.
+        """Return the outputs that depend on the batch size in a way other than through gradients.
+
+        An example is a parameter whose update divides by the number of rows. Strategies split the
+        batch, so that the number of rows changes.
 
         Args:
           other: the same step, traced with another batch size.
@@ -197,9 +216,9 @@ class DividedStep:
         return [*self.optimize.differing_outputs(other.optimize), *mine.differing_outputs(theirs)]
 
     def first_difference(self, other: DividedStep) -> tuple[str, str] | None:
-        """Return the first output that depends on the batch size on a path without gradients.
+        """Describe the first output that depends on the batch size other than through gradients.
 
-        Operands of callbacks count as outputs.
+        `dtrans.nccl2` uses the description in an error. Operands of callbacks count as outputs.
 
         Args:
           other: the same step, traced with another batch size.
@@ -219,13 +238,17 @@ class DividedStep:
         return None
 
     def with_reported(self) -> DividedStep:
-        """Return the step with the `reported` gradients added to `gradients`."""
+        """Return the step with the gradients that only results or callbacks read among `gradients`.
+
+        Trainers reduce all values in `gradients`. A strategy calls this method if results, such as
+        a gradient norm, must be those of the full batch.
+        """
         return dataclasses.replace(self, gradients={**self.gradients, **self.reported})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OptimizeHalf(NamedJaxpr):
-    """Optimize half of a step: a closed jaxpr with names of inputs and outputs."""
+    """Update of a step: a closed jaxpr with names of its inputs and outputs."""
 
     jaxpr: ClosedJaxpr
     in_names: tuple[Name, ...]
@@ -233,20 +256,24 @@ class OptimizeHalf(NamedJaxpr):
 
     @property
     def graded(self) -> frozenset[str]:
-        """Leaves whose gradients are inputs of this half."""
+        """Names of the parameters whose gradients are inputs of this update."""
         return frozenset(n.leaf for n in self.in_names if isinstance(n, Gradient))
 
     def differing_outputs(self, other: OptimizeHalf) -> list[str]:
-        """Return the outputs that `other`, traced for another batch size, computes differently."""
+        """Return the names of the outputs that two updates compute by different equations.
+
+        Args:
+          other: the update of the same step, traced with another batch size.
+        """
         mine, theirs = output_digests(self), output_digests(other)
         return [name for name, digest in mine.items() if digest != theirs.get(name)]
 
     def differing_line(self, other: OptimizeHalf, name: str) -> str:
-        """Return the source line of the first equation that `other` lacks.
+        """Return the source line of the first equation that only this update has, for messages.
 
         Args:
-          other: the other half.
-          name: the output of this half whose equations are searched.
+          other: the update of the same step, traced with another batch size.
+          name: the output of this update whose equations are searched.
         """
         mine = value_digests(self.jaxpr, self.in_names)
         known = {*value_digests(other.jaxpr, other.in_names).values()}
@@ -258,10 +285,11 @@ class OptimizeHalf(NamedJaxpr):
 
 
 def _rename_outputs(eqn: JaxprEqn, inputs: Collection[Var]) -> JaxprEqn:
-    """Replace the outputs of an equation that are also inputs of the half by new variables.
+    """Replace outputs of an equation that are also inputs of the half by new variables.
 
-    A loop may compute a gradient and another value that the update reads. The optimize half then
-    contains the loop too, although the gradient is an input of the half.
+    A loop may compute both a gradient and another value that the update reads. The update then
+    contains the loop too, although the gradient is an input of the update. One variable cannot have
+    both roles.
     """
     if set(inputs).isdisjoint(eqn.outvars):
         return eqn
@@ -276,9 +304,12 @@ def _results_half(step: DividedStep, names: Sequence[str]) -> OptimizeHalf:
 def _half_from_gradients(
     step: DividedStep, names: Sequence[str], values: Sequence[Atom]
 ) -> OptimizeHalf:
-    """Return the jaxpr that computes `values` from gradients and the step's inputs.
+    """Extract the jaxpr that computes some values from gradients and the step's inputs.
 
-    `names` are the names of its outputs.
+    Args:
+      step: the divided step.
+      names: names of the outputs, one for each value.
+      values: the values to compute.
     """
     program, gradients = step.program, step.boundary.values()
     eqns = []
@@ -290,7 +321,14 @@ def _half_from_gradients(
 
 
 def check_same_update(planned: DividedStep, again: DividedStep) -> None:
-    """Raise BatchError if the update for a new batch size differs from the planned update."""
+    """Raise BatchError if a new batch size would change the update.
+
+    Servers compiled the planned update, so they cannot run another one.
+
+    Args:
+      planned: the step, as it was planned.
+      again: the same step, traced for a new batch size.
+    """
     for n in planned.optimize.differing_outputs(again.optimize):
         raise other_size(planned, n, planned.program.inputs, again.program.inputs)
 
@@ -298,7 +336,7 @@ def check_same_update(planned: DividedStep, again: DividedStep) -> None:
 def other_size(
     planned: DividedStep, name: str, was: Mapping[str, Any], now: Mapping[str, Any]
 ) -> BatchError:
-    """Return the error for an output that depends on the batch size, if a call changes this size.
+    """Return the error for a call with a new batch size, if an output depends on this size.
 
     Args:
       planned: the planned step.
@@ -319,7 +357,10 @@ def other_size(
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """Value that one half of a step reads although the other half computes it.
+    """Value that one half of a step reads, but that only the other half can compute.
+
+    The division records it, because some strategies can provide the value. Other strategies raise
+    the error that this object describes.
 
     Attributes:
       what: clause that states the need, e.g. "loss is computed from opt_state/0/count".
@@ -336,12 +377,21 @@ class Need:
     of_state: bool = False
 
     def refused(self, why: str) -> GradientError:
-        """Return the error for the user; `why` is a reason, used if the need has none."""
+        """Return the error for the user.
+
+        Args:
+          why: the strategy's reason, as a clause; used if the object has no reason.
+        """
         return self.error(f"{self.what}, {self.why or why}; {self.advice}")
 
 
 def asks_for(output: str, state: str) -> Need:
-    """Return the `Need` of an output that reads optimizer state."""
+    """Return the `Need` of an output, such as the loss, that reads optimizer state.
+
+    Args:
+      output: name of the output.
+      state: name of the state array.
+    """
     return Need(
         f"{output} is computed from {state}",
         "keep the optimizer state (the second argument of the step) out of the loss and of the "
@@ -353,7 +403,9 @@ def asks_for(output: str, state: str) -> Need:
 
 
 def divide_step(program: Program) -> DividedStep:
-    """Divide a traced training step at its gradients, and cache the result in the program.
+    """Divide a traced training step at its gradients into a trainer half and an update.
+
+    The program stores the result, so that a second call is cheap.
 
     Args:
       program: trace of a function of (params, opt_state, *batch) that returns the new params and
@@ -366,10 +418,10 @@ def divide_step(program: Program) -> DividedStep:
 
 
 def leave_undivided(program: Program, reason: str) -> DividedStep:
-    """Return a training step whose trainer half computes all outputs, state included.
+    """Treat a training step as one half: the trainer half computes all outputs, state included.
 
-    All leaves of the state count as parameters that the trainer half computes. A strategy can then
-    write the step without knowing its gradients.
+    Some strategies can run steps without known gradients. They call this function if `divide_step`
+    fails. All leaves of the state then count as parameters that the trainer half computes.
 
     Args:
       program: trace of a function of (params, opt_state, *batch).
@@ -405,7 +457,13 @@ def leave_undivided(program: Program, reason: str) -> DividedStep:
 
 
 def divide_again(step: DividedStep, program: Program) -> DividedStep:
-    """Divide a program that is another trace of a divided step, or a rewrite of this step.
+    """Divide another trace of a step in the same way as the first trace.
+
+    Strategies trace a step again for other batch sizes, or rewrite its program.
+
+    Args:
+      step: the divided step.
+      program: a trace or rewrite of the same step.
 
     Raises:
       GradientError: the type of the new state depends on the size of the batch.
@@ -417,9 +475,10 @@ def divide_again(step: DividedStep, program: Program) -> DividedStep:
 
 
 def _check_state_types(program: Program, other: Program) -> None:
-    """Raise GradientError if two traces of a step return an array of the state in two shapes.
+    """Raise GradientError if the shape of a state array depends on the batch size.
 
-    `other` then lacks the array's name, because `dtrans.trace` names outputs by their shapes.
+    `dtrans.trace` recognises new state by its shape. So in `other`, an array of another shape lacks
+    the name of the state array.
     """
     names = set(all_names(program.args[:2])).difference(other.out_names)
     outputs = zip(program.inner.outvars, other.inner.outvars, strict=False)
@@ -437,7 +496,9 @@ def _divide(program: Program) -> DividedStep:
 
 
 class _StepDivider:
-    """Builder of one `DividedStep`. Attributes with equal names in both classes have equal meaning.
+    """Builder of one `DividedStep`; `divide` returns it.
+
+    Attributes have the same meaning as the attributes of `DividedStep` with the same name.
 
     Args:
       step: the step, with calls inlined.
@@ -532,11 +593,14 @@ class _StepDivider:
         optimized: Sequence[str],
         computed_frozen: Sequence[str],
     ) -> tuple[OptimizeHalf, set[str], list[int]]:
-        """Return the optimize half.
+        """Extract the update of the step, and record the values of the forward pass that it reads.
+
+        This method sets `across` or `argument_need` if the update reads more than gradients,
+        parameters and state.
 
         Returns:
-          The half, the parameters whose gradient the half reads, and the positions of the half's
-          equations in the step.
+          The update, the parameters whose gradients it reads, and the indices of its equations in
+          the step.
         """
         out_names = (*optimized, *self.s.opt_state)
         outs = values_at(self.s.outs, out_names)
@@ -592,9 +656,13 @@ class _StepDivider:
         return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, positions
 
     def loss_need(self, positions: Sequence[int]) -> Need | None:
-        """Return the `Need` of an optax optimizer that reads the loss or another result.
+        """Return the `Need` of an optax optimizer that reads the loss, such as a line search.
 
-        Return None if no optimizer reads a result of the step.
+        Args:
+          positions: indices of the update's equations.
+
+        Returns:
+          The `Need`; None if no optimizer reads a result of the step.
         """
         computed: set[Var] = set()
         for i in positions:
@@ -622,9 +690,10 @@ class _StepDivider:
         return None
 
     def check_frozen(self, gradients: Mapping[str, Var], computed_frozen: Sequence[str]) -> None:
-        """Raise GradientError if forward updates a parameter by a derivative.
+        """Raise GradientError if the forward pass updates a parameter with a derivative.
 
-        Updates of batch statistics from values of the batch are allowed.
+        Each trainer would compute a different new value. Updates of batch statistics from values of
+        the batch are allowed.
         """
         outs = values_at(self.s.outs, computed_frozen)
         around = [self.s.eqns[i] for i in self.s.derivatives_behind(outs, gradients.values())]
@@ -640,7 +709,10 @@ class _StepDivider:
     def check_trainer_half(
         self, gradients: Mapping[str, Var], used: set[str], frozen: Sequence[str]
     ) -> None:
-        """Set `state_read`, and set `across` if the trainer half reads values of the update."""
+        """Find values of the update and optimizer state that the trainer half reads.
+
+        This method sets `state_read`, and sets `across` if one process must run both halves.
+        """
         boundary = set(gradients.values())
         unmarked = {n: self.unmarked(gradients[n]) for n in sorted(used)}
         self.across = _updated_param_need(self.s, unmarked, boundary) or self.across
@@ -663,7 +735,16 @@ class _StepDivider:
     def record_state_read(
         self, output: str, leaves: Collection[Var], state: Mapping[Var, str]
     ) -> list[str]:
-        """Record that an output reads the state among `leaves`; return the names of that state."""
+        """Record the optimizer state on which an output of the trainer half depends.
+
+        Args:
+          output: name of the output.
+          leaves: inputs on which the output depends.
+          state: name of each state array, by its variable.
+
+        Returns:
+          The names of the state arrays among `leaves`.
+        """
         read = sorted(state[v] for v in leaves if v in state)
         for name in read:
             self.state_read.setdefault(name, output)
