@@ -756,9 +756,10 @@ class _StepDivider:
         return eqn.invars[0] if eqn.primitive is mark_p else gradient
 
     def with_roles(self, optimize: Sequence[int], gradients: Gradients) -> Program:
-        """Return the step with exact roles.
+        """Return the step with the exact role of each equation: forward, backward or optimize.
 
-        Equations of the update have the role `optimize`, derivatives and their sums `backward`.
+        Equations of the update have the role `optimize`; derivatives and their sums have the role
+        `backward`.
         """
         in_optimize, boundary = set(optimize), set(gradients.of.values())
         roles = []
@@ -780,10 +781,13 @@ class _StepDivider:
 def _updated_param_need(
     s: OpenStep, gradients: Mapping[str, Atom], boundary: Iterable[Var]
 ) -> Need | None:
-    """Return the `Need` of a gradient that is taken at an updated parameter, or None.
+    """Find a gradient that is taken at an already updated parameter.
 
     An example is a step that updates a first model, and then differentiates the loss of a second
-    model that reads the first one.
+    model that reads the first one. One update must then run before the second gradient.
+
+    Returns:
+      The `Need` of this gradient; None if there is none.
     """
     updated = propagate(s.eqns, {}, dict.fromkeys(boundary, 1))
     updated_params: dict[Var, str] = {}
@@ -814,7 +818,7 @@ def _reader_of_derivative(
     gradients: Mapping[str, Var],
     around: Sequence[JaxprEqn],
 ) -> tuple[str, str]:
-    """Return the first output that depends on a derivative other than a gradient of a parameter.
+    """Find the first output that depends on a derivative which is not a parameter's gradient.
 
     Args:
       s: the training step, with its calls inlined.
@@ -840,7 +844,10 @@ def _first_reader(
     gradients: Mapping[str, Var],
     values: Iterable[Var],
 ) -> str:
-    """Return the first output that depends on `values`; paths through gradients do not count."""
+    """Return the name of the first output that depends on one of `values`, for error messages.
+
+    Paths through gradients do not count.
+    """
     fixed = dict.fromkeys(gradients.values(), 0)
     reached = propagate(s.eqns, dict.fromkeys(values, 1), fixed)
     for name, atom in zip(names, outs, strict=True):

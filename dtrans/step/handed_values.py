@@ -1,10 +1,13 @@
-"""Values of forward that the update reads (the loss, statistics, counts) become its inputs.
+"""Values of the forward pass that the update reads (the loss, statistics) become its inputs.
 
 After the division of the step, the update contains all equations that it needs, including equations
-of forward. `hand_over` removes the equations of forward, and their values become inputs of the
-update (`DividedStep.handed`). A server has no rows of the batch, and a rank may have only slices of
-parameters, so neither can compute these values. `hand_over` also saves time if the update would
-repeat a loop of forward: XLA merges equal equations, but not equal loops.
+of the forward pass. But a server has no rows of the batch, and a rank may have only slices of
+parameters. So neither can compute these values. `hand_over` removes the equations of the forward
+pass from the update. The trainer half computes their values and hands them over
+(`DividedStep.handed`).
+
+`hand_over` also saves time if the update would repeat a loop of the forward pass: XLA merges equal
+equations, but not equal loops.
 
 Invariant: afterwards an equation of the update that reads the batch also reads a gradient or
 optimizer state.
@@ -25,11 +28,14 @@ from dtrans.step.halves import DividedStep, Gradient, OptimizeHalf
 
 
 def hand_over(step: DividedStep, parts: Collection[str], *, drawn: bool = False) -> DividedStep:
-    """Return a step whose optimize half reads values of forward as inputs (`DividedStep.handed`).
+    """Return a step whose update gets values of the forward pass as inputs.
+
+    Without this change, the update would compute these values again, which needs the batch.
 
     Args:
       step: the training step, divided at its gradients.
-      parts: names of batch arrays. Values of forward that depend on these arrays become inputs.
+      parts: names of batch arrays that differ between trainers. Values of the forward pass that
+        depend on these arrays become inputs.
       drawn: True to include two further kinds of values: values that trainers communicate, and
         values that depend on the trainer's index, such as random numbers.
     """
@@ -57,17 +63,24 @@ def hand_over(step: DividedStep, parts: Collection[str], *, drawn: bool = False)
 
 
 def runs_loops_of_forward(step: DividedStep, parts: Collection[str]) -> bool:
-    """Return True if the update repeats a loop of forward, which XLA would run twice."""
+    """Return True if the update repeats a loop of the forward pass, which would run twice.
+
+    XLA merges equal equations, but not equal loops. `hand_over` avoids the second run.
+
+    Args:
+      step: the training step, divided at its gradients.
+      parts: names of batch arrays; only loops that depend on them count.
+    """
     values = _forward_values(step, parts)
     loops = [e for e in step.optimize.eqns if e.primitive.name in LOOPS]
     return any(values.issuperset(e.outvars) for e in loops)
 
 
 def _forward_values(step: DividedStep, parts: Collection[str], drawn: bool = False) -> set[Var]:
-    """Return the values in the update that forward can compute, and that depend on the batch.
+    """Return the values in the update that depend on the batch, and that forward can compute.
 
-    Forward can compute a value that depends on no gradient, and on no optimizer state except state
-    that forward reads anyway. `hand_over` describes the arguments.
+    Forward can compute a value if the value depends on no gradient. It also depends on no optimizer
+    state, except state that the forward pass reads anyway. `hand_over` describes the arguments.
     """
     half = step.optimize
     known_to_forward = {*step.params, *step.batch, *step.state_read}
@@ -94,7 +107,7 @@ def _is_drawn(eqn: JaxprEqn) -> bool:
 
 
 def _forward_of(step: DividedStep, values: set[Var]) -> Program:
-    """Return the step's program with the role `forward` for equations that compute `values`."""
+    """Give the role `forward` to the equations in the step's program that compute `values`."""
     roles = list(step.program.roles)
     for i, eqn in enumerate(step.program.eqns):
         if roles[i] == OPTIMIZE and values.issuperset(eqn.outvars):

@@ -1,4 +1,4 @@
-"""Search and replacement of hyperparameters in optimizer state (`optax.inject_hyperparams`)."""
+"""Hyperparameters in optimizer state (`optax.inject_hyperparams`): find and replace them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from dtrans.errors import ConfigError
 
 
 def hyperparameter_leaf(leaves: Iterable[str], name: str) -> str:
-    """Return the name of the leaf that contains a hyperparameter.
+    """Return the full name of the state array that contains a hyperparameter.
+
+    For `learning_rate`, this may be "opt_state/hyperparams/learning_rate".
 
     Args:
       leaves: names of the step's leaves.
-      name: the hyperparameter's name, e.g. `learning_rate`, or the full name of its leaf.
+      name: the hyperparameter's name, e.g. `learning_rate`, or the full name of its array.
 
     Raises:
-      ConfigError: no leaf has this name, or several do.
+      ConfigError: no array has this name, or several do.
     """
     by_name: dict[str, list[str]] = {}
     for leaf in leaves:
@@ -45,7 +47,7 @@ def hyperparameter_leaf(leaves: Iterable[str], name: str) -> str:
 
 
 def replace_hyperparameters(leaves: Iterable[str], state: Any, values: Mapping[str, float]) -> Any:
-    """Return a job's state with new values of hyperparameters, on the same devices.
+    """Return a job's state in which some hyperparameters have new values, on the same devices.
 
     Args:
       leaves: names of the step's leaves.

@@ -1,7 +1,8 @@
-"""Clip of the gradients of one trainer by their norm, before the trainer reduces or sends them.
+"""Gradient clipping by one trainer, before the trainer reduces or sends its gradients.
 
-A clip in the optimizer reads the reduced gradients of all trainers. On an asynchronous server it
-would read only some blocks of one trainer's gradients, whose norm is unknown there.
+A clip in the optimizer (`optax.clip_by_global_norm`) reads the reduced gradients of all trainers.
+An asynchronous server has only some blocks of one trainer's gradients, so it cannot compute their
+norm. This module moves the clip to the trainer.
 """
 
 from __future__ import annotations
@@ -61,7 +62,12 @@ def clip_to_norm(norm: float, by: str = "global_norm") -> Callable[..., Sequence
 
 
 def limited_norms(grads: Sequence[jax.Array], by: str) -> list[jax.Array]:
-    """Return the norm that limits each gradient; see `clip_to_norm`."""
+    """Return one norm for each gradient, which `clip_to_norm` compares with the limit.
+
+    Args:
+      grads: the gradients.
+      by: "norm" for each gradient's own norm, "global_norm" for the common norm of all gradients.
+    """
     squares = (jnp.sum(jnp.square(jnp.abs(g))) for g in grads)
     if by == "norm":
         return list(map(jnp.sqrt, squares))
@@ -69,7 +75,7 @@ def limited_norms(grads: Sequence[jax.Array], by: str) -> list[jax.Array]:
 
 
 def clip_marked_gradients(main: Program, norm: float, by: str) -> Program:
-    """Return a step whose gradients are clipped before the optimizer reads them.
+    """Rewrite a step so that its gradients are clipped before the optimizer reads them.
 
     Args:
       main: the traced step, (params, opt_state, *batch) -> (params, opt_state, ...).
@@ -82,7 +88,7 @@ def clip_marked_gradients(main: Program, norm: float, by: str) -> Program:
 
 
 def _clipped(program: Program, norm: float, by: str) -> Program:
-    """Write a step that clips all marked gradients before the first mark."""
+    """Write the step again, with a clip of all gradients before the first mark of a gradient."""
     flat = inline_calls(program.jaxpr)
     inner = opened(flat)
     marks = [i for i, eqn in enumerate(inner.eqns) if eqn.primitive is mark_p]

@@ -1,8 +1,9 @@
-"""Marks: the boundary between gradients and the optimizer.
+"""Marks in a training step that show dtrans which values are gradients.
 
 The primitive `mark_p` is an identity on a gradient. Its second operand is the parameter. So
-`dtrans.step.halves` pairs gradients and parameters by variables, not by names. Each leaf has a
-separate equation: one mark over the full pytree would make every leaf depend on every other leaf.
+`dtrans.step.halves` knows the parameter of each gradient without comparing names. Each parameter
+has a separate equation: one mark over the full pytree would make every gradient depend on every
+other gradient.
 
 `dtrans.value_and_grad` writes marks, and `make_train_step` calls `dtrans.value_and_grad`. jit,
 vmap, scan, remat and differentiation of the step keep marks; lowering removes them. alpa also marks
@@ -62,9 +63,10 @@ _loss_p = new_identity("loss", jvp=_loss_jvp, transpose=_loss_transpose)
 
 
 def _as_loss(value: Any) -> Any:
-    """Return a loss whose backward pass starts with the seed primitive.
+    """Return the loss unchanged, but mark the start of its backward pass in the trace.
 
-    A value that is no real scalar is returned unchanged, and `jax.value_and_grad` raises an error.
+    Mixed precision scales the backward pass there. A value that is no real scalar gets no mark, and
+    `jax.value_and_grad` raises an error for it.
     """
     is_loss = (
         isinstance(value, jax.Array)
@@ -77,10 +79,11 @@ def _as_loss(value: Any) -> Any:
 def value_and_grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    """Return `jax.value_and_grad` of a function, with the gradients marked for dtrans.
+    """Return `jax.value_and_grad(fun)`, with marks that tell dtrans which values are gradients.
 
-    Differentiated arguments may have leaves that cannot be differentiated (integers, functions of
-    an Equinox module). The gradient of these leaves is None, as in
+    Use this function in place of `jax.value_and_grad` in a training step. On one device it computes
+    the same numbers. Differentiated arguments may have leaves that cannot be differentiated
+    (integers, functions of an Equinox module). The gradient of these leaves is None, as in
     `equinox.filter_value_and_grad`.
 
     Args:
@@ -139,7 +142,10 @@ def _mark(path: Any, parameter: Any, gradient: Any) -> Any:
 def make_train_step(
     loss_fn: Callable[..., Any], tx: Any, *, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Build a training step: loss and gradients, the optax update, new parameters.
+    """Build a training step from a loss function and an optax optimizer.
+
+    The step computes the loss and the gradients, calls the optimizer, and returns the new
+    parameters.
 
     Args:
       loss_fn: a function `loss_fn(params, *batch)` that returns the loss, a scalar; or (loss, aux)
@@ -191,10 +197,14 @@ _MISSING_ARGUMENT = (
 
 
 def _update(tx: Any, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
-    """Call `tx.update` with gradients, state and parameters.
+    """Call `tx.update`, and explain its error if the optimizer needs further arguments.
+
+    Args:
+      tx: the optimizer.
+      grads, opt_state, params: the arguments that every optax optimizer accepts.
 
     Raises:
-      OptimizerError: `tx.update` needs another argument.
+      OptimizerError: `tx.update` needs another argument, such as the value of the loss.
     """
     try:
         result: tuple[Any, Any] = tx.update(grads, opt_state, params)
@@ -213,7 +223,10 @@ def _update(tx: Any, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]
 
 
 def _step_signature(loss_fn: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a step: params, opt_state, and the batch arguments of `loss_fn`."""
+    """Return the signature of the step: params, opt_state, then the batch arguments of `loss_fn`.
+
+    `dtrans.trace` names the step's inputs after these arguments.
+    """
     first, *batch = inspect.signature(loss_fn).parameters.values()
     if first.kind is first.VAR_POSITIONAL:  # loss_fn(*args): the number of arguments is unknown
         batch = [first.replace(name="batch"), *batch]

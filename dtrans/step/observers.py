@@ -1,18 +1,19 @@
-"""Host callbacks of a step: `jax.debug.print`, `jax.debug.callback`, `io_callback`.
+"""Host callbacks of a step (`jax.debug.print`, `jax.debug.callback`, `io_callback`) in jobs.
 
-An `Observer` is an equation with an effect. The kind of its operands decides which program of a job
-can call the callback with the values of one device:
+In a job, several trainers run the step, but the user's function must be called once. It must also
+get the values that one device would compute. So dtrans records each callback as an `Observer`. The
+values that a callback reads decide which program of a job can call it:
 
     state       parameters and constants, which trainers store
     forward     values of forward and backward: trainers compute them, and reduce partial sums
     gradients   gradients and values that depend on them: known after the reduction of gradients
     update      new parameters and optimizer state: known where the update runs
 
-A job calls the user's function once in a step (`call_once`): every trainer passes its index to the
-host, and the host calls the function for trainer 0 only. A `cond` on the index would not work,
-because `jax.vmap`, which simulates trainers, runs both branches.
+`call_once` rewrites callbacks: every trainer passes its index to the host, and the host calls the
+user's function for trainer 0 only. A `cond` on the index would not work, because `jax.vmap`, which
+simulates trainers, runs both branches.
 
-`jax.pure_callback` has no effect, so it is not an observer: all trainers may call it.
+`jax.pure_callback` has no effect, so all trainers may call it. It is not an observer.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _READS = {
 
 @dataclasses.dataclass(frozen=True)
 class Observer:
-    """Equation with an effect.
+    """Equation of a step with an effect, such as a call of a host function (`jax.debug.print`).
 
     Attributes:
       position: position of the equation in the step.
@@ -91,7 +92,7 @@ class Observer:
 def observers_of(
     step: OpenStep, gradients: Collection[Var], optimize: Sequence[int], asked: Collection[str]
 ) -> tuple[Observer, ...]:
-    """Return an `Observer` for each equation with an effect.
+    """Find the equations of a step with effects, such as host callbacks, and the values they read.
 
     Args:
       step: the training step, with its calls inlined.
@@ -145,7 +146,7 @@ def observers_of(
 
 
 def _first_callback(eqn: JaxprEqn) -> JaxprEqn | None:
-    """Return the first equation that calls a host function: `eqn`, or an equation in its bodies."""
+    """Return the first equation that calls a host function: `eqn` itself, or one in its body."""
     for inner in (eqn, *equations_inside(eqn)):
         if inner.primitive.name in CALLBACKS:
             return inner
@@ -161,16 +162,15 @@ RETURN_IT = "return the value as a result of the step, and print what job.step r
 def refuse_observers(
     observers: Iterable[Observer], reads: Collection[str], why: str, remedy: str
 ) -> None:
-    """Raise GradientError for callbacks whose operands no program of a strategy has.
+    """Raise GradientError if a callback reads values that no program of a strategy has.
+
+    For example, a trainer of parameter servers has no results of the optimizer.
 
     Args:
       observers: the callbacks.
-      reads: kinds of operands (`Observer.reads`) that the strategy's programs do not have.
+      reads: kinds of values (`Observer.reads`) that the strategy's programs do not have.
       why: the reason, as a clause after "which".
       remedy: advice to the user.
-
-    Raises:
-      GradientError: a callback has an operand of one of the kinds `reads`.
     """
     for x in observers:
         if x.calls and x.reads in reads:
@@ -179,6 +179,10 @@ def refuse_observers(
 
 def check_observers(program: Program, observers: Iterable[Observer]) -> None:
     """Raise GradientError for callbacks that a job cannot call exactly once in a step.
+
+    Args:
+      program: the step.
+      observers: its callbacks.
 
     Raises:
       GradientError: a callback is ordered, is an `io_callback` with results, or is in a loop that
@@ -201,10 +205,12 @@ def check_observers(program: Program, observers: Iterable[Observer]) -> None:
 
 
 def refuse_twice(observers: Iterable[Observer]) -> None:
-    """Raise GradientError for callbacks in loops or branches that both halves run.
+    """Raise GradientError if both halves of a step would run a callback, in a loop or a branch.
+
+    If the update and the forward pass need different outputs of one loop, both contain the loop.
 
     Args:
-      observers: observers of forward and backward.
+      observers: the callbacks of the forward and backward pass.
     """
     for x in observers:
         if x.in_update and x.calls:
@@ -215,7 +221,7 @@ def refuse_twice(observers: Iterable[Observer]) -> None:
 
 
 def callers_of(observers: Iterable[Observer], early: str, late: str) -> tuple[str, ...]:
-    """Return a note for each callback: the process that calls the callback.
+    """Return a note for each callback, which tells the user the process that calls it.
 
     Args:
       observers: the callbacks.
@@ -234,12 +240,12 @@ def callers_of(observers: Iterable[Observer], early: str, late: str) -> tuple[st
 
 
 def call_once(b: Builder, over: Sequence[str], start: int = 0) -> None:
-    """Rewrite callbacks so that trainer 0 alone calls them.
+    """Rewrite the callbacks in a trainer's program so that only trainer 0 calls them.
 
     Args:
-      b: builder of a trainer's program.
-      over: named axes of the trainers.
-      start: position of the first equation to rewrite.
+      b: builder of the trainer's program.
+      over: mesh axes of the trainers; an index over these axes identifies a trainer.
+      start: index of the first equation to rewrite.
     """
     eqns, roles = b.eqns[start:], b.roles[start:]
     del b.eqns[start:], b.roles[start:]
@@ -277,7 +283,10 @@ def _for_first(eqn: JaxprEqn, over: tuple[str, ...]) -> list[JaxprEqn]:
 
 
 def _calling(eqn: JaxprEqn) -> Callable[..., None]:
-    """Return a traceable function (trainer index, *operands): it calls the callback on index 0."""
+    """Return a traceable function (trainer index, *operands) that calls the callback of `eqn`.
+
+    The host calls the user's function only for index 0.
+    """
     fn = functools.partial(_if_first, host_function(eqn))
     if eqn.primitive.name == "io_callback":
         return lambda *args: io_callback(fn, None, *args)

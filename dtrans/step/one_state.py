@@ -1,10 +1,12 @@
-"""Steps of one state (a `TrainState`, say) become steps of params and opt_state.
+"""Conversion of a step of one state (a `TrainState`, say) to a step of params and opt_state.
 
     step      state, *batch                 ->  state, ...
     becomes   params, opt_state, *batch     ->  params, opt_state, ...
 
-The state may be a flax `TrainState`, an nnx or Equinox model with its optimizer, or a dict of
-models. Each leaf has a kind, which dataflow decides, not its name:
+Strategies need parameters and optimizer state apart: servers store both, but trainers read only
+parameters. The state may be a flax `TrainState`, an nnx or Equinox model with its optimizer, or a
+dict of models. So this module assigns a kind to each leaf of the state. The equations that read and
+compute the leaf decide its kind, not its name:
 
     parameter    forward reads the leaf, and the leaf's new value depends on its gradient
     constant     the step returns the leaf unchanged; forward reads the leaf, or no equation does
@@ -48,13 +50,22 @@ FOLLOWER, OPTIMIZER = "follower", "optimizer"
 
 
 def is_train_state_step(program: Program, startup: Program | None) -> bool:
-    """Return True if a step is a function of (state, *batch), not of (params, opt_state, *batch).
+    """Return True if a step takes one state: `step(state, *batch)`.
 
-    A step of (state, *batch) returns a new state. If no result is like the second argument, the
-    second argument is a batch array. If a result is like the second argument, the second argument
-    may still be a batch array: an autoencoder returns a value like its input. Then two conditions
-    must hold: `startup` returns only the first argument, and the loss reads all leaves of the
-    second argument that the step changes.
+    Other steps are `step(params, opt_state, *batch)`.
+
+    The signature of a Python function does not show the difference, so the results decide. A step
+    of (state, *batch) returns a new state. If no result is like the second argument, the second
+    argument is a batch array.
+
+    If a result is like the second argument, the second argument may still be a batch array: an
+    autoencoder returns a value like its input. Then two conditions must hold: `startup` returns
+    only the first argument, and the loss reads all leaves of the second argument that the step
+    changes.
+
+    Args:
+      program: the traced step.
+      startup: the traced init; None if it is unknown.
     """
     outs = set(program.out_names)
     if not program.args or not program.args[0].names:
@@ -77,7 +88,7 @@ def is_train_state_step(program: Program, startup: Program | None) -> bool:
 
 
 def split_step(program: Program) -> Program:
-    """Return a step of one state as a step of (params, opt_state, *batch).
+    """Convert a step of one state to a step of (params, opt_state, *batch).
 
     Raises:
       GradientError: the state has no parameter; the message lists the kinds of the leaves.
@@ -97,10 +108,14 @@ def split_step(program: Program) -> Program:
 
 
 def split_spec(spec: TreeSpec, names: Collection[str]) -> tuple[TreeSpec, TreeSpec]:
-    """Split the spec of a state into two specs of the same structure.
+    """Split the structure of a state into two structures: one for params, one for opt_state.
 
-    The first spec has the leaves in `names`, and all static leaves. The second has the remaining
-    leaves. Missing leaves are None.
+    Both have the form of the full state, with None in place of missing leaves.
+
+    Args:
+      spec: the structure of the state.
+      names: leaves of the first structure, which also gets all static leaves. The second structure
+        gets the remaining leaves.
     """
     first: list[Any] = []
     second: list[Any] = []
@@ -130,7 +145,7 @@ def _split_program(program: Program, params: Collection[str]) -> Program:
 
 
 def _result(program: Program, parts: Sequence[TreeSpec]) -> TreeSpec:
-    """Return the result spec of the split step: both parts of the state, then the other results."""
+    """Return the result structure of the split step: params, opt_state, then the other results."""
     names = program.args[0].names
     result = jax.tree.unflatten(program.out.treedef, program.out.leaves)
     both = [_tree(spec) for spec in parts]
@@ -152,7 +167,7 @@ def _result(program: Program, parts: Sequence[TreeSpec]) -> TreeSpec:
 
 
 def _tree(spec: TreeSpec) -> Any:
-    """Return the pytree of a spec, with names in place of arrays."""
+    """Return the pytree that a spec describes; its leaves are the names of arrays."""
     return jax.tree.unflatten(spec.treedef, spec.leaves)
 
 
@@ -165,7 +180,7 @@ def _spec(tree: Any) -> TreeSpec:
 
 
 def kinds_of(step: OpenStep) -> dict[str, str]:
-    """Return the kind of each leaf of the first argument."""
+    """Return the kind of each leaf of the step's first argument; the module lists the kinds."""
     gradients = marked(step)
     if gradients is not None:
         graded, parameters = set(gradients.of.values()), set(gradients.of)
@@ -204,12 +219,12 @@ def kinds_of(step: OpenStep) -> dict[str, str]:
 
 
 def _read_by_forward(step: OpenStep, gradients: Collection[Var], names: Sequence[str]) -> set[str]:
-    """Return the leaves whose old values forward or backward reads.
+    """Return the state leaves whose old values the forward or backward pass reads.
 
     Args:
       step: the training step, with its calls inlined.
-      gradients: values at which the search ends.
-      names: the leaves.
+      gradients: values at which the search ends, because the update follows them.
+      names: the leaves to check.
     """
     new = variables(values_at(step.outs, step.changed(names)))
     fixed = dict.fromkeys([*gradients, *new], 0)
@@ -222,9 +237,14 @@ def _read_by_forward(step: OpenStep, gradients: Collection[Var], names: Sequence
 
 
 def _parameters(step: OpenStep, gradients: Collection[Var], read: Collection[str]) -> set[str]:
-    """Return the leaves in `read` whose new value depends on a gradient.
+    """Return the leaves that forward reads and a gradient updates, in a step without marks.
 
     A dependency through the new value of another parameter does not count.
+
+    Args:
+      step: the training step, with its calls inlined.
+      gradients: values that may be gradients.
+      read: leaves that the forward pass reads.
     """
     graded = []
     for name in step.params:
@@ -238,7 +258,7 @@ def _parameters(step: OpenStep, gradients: Collection[Var], read: Collection[str
 
 
 def _state_behind(main: Program) -> str:
-    """Return advice if a step has its state after batch arguments; "" for any other step."""
+    """Return advice for an error if a step has its state after batch arguments; otherwise ""."""
     outs = set(map(below_root, main.out_names)) - {""}
     for i, spec in enumerate(main.args[2:], 1):
         if len(spec.names) > 1 and outs.issuperset(map(below_root, spec.names)):
@@ -251,7 +271,7 @@ def _state_behind(main: Program) -> str:
 
 
 def below_root(name: str) -> str:
-    """Return the path of a leaf below its argument: `w` for `params/w`."""
+    """Return a leaf's path without the name of its argument: `w` for `params/w`."""
     return name.partition("/")[2]
 
 
@@ -259,7 +279,7 @@ def below_root(name: str) -> str:
 
 
 def split_startup(main: Program, startup: Program) -> Program:
-    """Change a startup program that returns one state, so that it returns (params, opt_state).
+    """Convert a startup program that returns one state to one that returns (params, opt_state).
 
     Args:
       main: the split step.
@@ -291,7 +311,11 @@ def split_startup(main: Program, startup: Program) -> Program:
 
 
 def first_difference(wanted: Mapping[str, str], have: Mapping[str, str]) -> str | None:
-    """Return the first path at which the types of two pytrees differ; None if all are equal."""
+    """Return the first path whose types differ between two pytrees; None if all types are equal.
+
+    Args:
+      wanted, have: for each pytree, a dict from the paths of its leaves to their types.
+    """
     for path in [*wanted, *have]:
         if wanted.get(path) != have.get(path):
             return path
@@ -299,7 +323,7 @@ def first_difference(wanted: Mapping[str, str], have: Mapping[str, str]) -> str 
 
 
 def mismatch(name: str, wanted: str | None, have: str | None) -> str:
-    """Return a clause that states how a leaf differs between the result of init and the step.
+    """Describe for an error message how a leaf of init's result differs from the step's leaf.
 
     Args:
       name: name of the leaf.
@@ -314,7 +338,10 @@ def mismatch(name: str, wanted: str | None, have: str | None) -> str:
 
 
 def leaf_types(tree: Any) -> dict[str, str]:
-    """Return the type of each array of a pytree, as a dict; the keys are paths below the root."""
+    """Return the type of each array of a pytree, such as {"w": "float32[4, 2]"}.
+
+    The keys are paths below the root.
+    """
     types = {}
     for name, x in zip(TreeSpec.from_tree(tree).names, array_leaves(tree), strict=True):
         types[name] = f"{x.dtype}{list(x.shape)}"
@@ -325,12 +352,20 @@ def leaf_types(tree: Any) -> dict[str, str]:
 
 
 def merge_state(main: Program, params: Any, opt_state: Any) -> Any:
-    """Return the state argument of the user's step: one pytree, or (params, opt_state)."""
+    """Combine params and opt_state to the state that the user's step takes.
+
+    For a step of one state, this is one pytree. For other steps, it is the pair (params,
+    opt_state).
+    """
     return combine(params, opt_state) if main.takes_one_state else (params, opt_state)
 
 
 def split_state(main: Program, state: Any) -> tuple[Any, Any]:
-    """Split the state of the user's step into (params, opt_state); the inverse of `merge_state`.
+    """Split a state of the user's step into (params, opt_state); the inverse of `merge_state`.
+
+    Args:
+      main: the step; if the user's step takes one state, `split_step` has converted it.
+      state: one pytree, or the pair (params, opt_state).
 
     Raises:
       TraceError: the state has another structure than in the step.
@@ -356,6 +391,6 @@ def split_state(main: Program, state: Any) -> tuple[Any, Any]:
 
 
 def state_spec(main: Program) -> TreeSpec:
-    """Return the spec of the one state of a split step."""
+    """Return the structure of the user's one state, from a step that `split_step` returned."""
     params, opt_state = main.args[:2]
     return _spec(combine(_tree(params), _tree(opt_state)))

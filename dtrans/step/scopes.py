@@ -1,18 +1,19 @@
-"""Scopes (`with` statements) that mark stages of a model, and layers to split over devices.
+"""Scopes: `with` statements that mark parts of a model for a pipeline or for tensor parallelism.
 
     with dtrans.replicate(name="encoder"):
         h = encode(params, x)
     with dtrans.replicate():
         loss = decode(params, h, y)
 
-A scope is EPL's taskgraph. Equations that are traced in a scope have a text in their name stack.
-`jit`, `grad`, `vmap`, `remat` and inlining keep the name stack, and the equations are unchanged.
-The text is `dtrans.<kind>[<place>:<name>:<devices>]`:
+`replicate` marks a stage of a pipeline, and `split` a layer that several devices divide. EPL calls
+the equations in a scope a *taskgraph*. A scope adds a text to the name stack of the equations that
+are traced in it. `jit`, `grad`, `vmap`, `remat` and inlining keep the name stack, and the equations
+are unchanged. The text is `dtrans.<kind>[<place>:<name>:<devices>]`:
 
   - With a name, the place is empty. All scopes with one kind and name are one taskgraph.
-  - Without a name, every entry of the `with` statement starts a new taskgraph. The place has the
-    function and line of the `with`, a digest of the call stack below JAX's tracing call, and a
-    count.
+  - Without a name, every entry of the `with` statement starts a new taskgraph. The place then
+    identifies the entry. It has the function and line of the `with`, a digest of the call stack
+    below JAX's tracing call, and a count.
 
 `dtrans.trace` counts entries from 0 (`numbered`), so that every trace of a function has the same
 texts. A global counter would give a function new texts in each trace. JAX caches the traces of
@@ -44,7 +45,7 @@ from dtrans.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """Scope of a stage or of a split layer, which EPL calls a taskgraph.
+    """One marked part of a model: a stage (`replicate`) or a layer that devices divide (`split`).
 
     Attributes:
       kind: "replicate" or "split".
@@ -60,7 +61,7 @@ class Scope:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Key that is equal for scopes of one taskgraph."""
+        """Identity of the marked part: equal for all scopes that mark the same stage or layer."""
         return self.kind, self.place or f":{self.name}"
 
     def __str__(self) -> str:
@@ -72,7 +73,7 @@ class Scope:
 
     @property
     def text(self) -> str:
-        """Text of the scope in a name stack."""
+        """Text that marks an equation's name stack with this scope."""
         name = quote(self.name or "", safe="")
         return f"dtrans.{self.kind}[{self.place}:{name}:{self.device_count or ''}]"
 
@@ -86,10 +87,13 @@ _outside = itertools.count()  # numbers of entries outside of `numbered`, unique
 
 @contextmanager
 def replicate(device_count: int | None = None, name: str | None = None) -> Iterator[None]:
-    """Mark a stage of a pipeline, which is replicated for data parallelism.
+    """Mark a part of the model as one stage of a pipeline.
 
-    Use `with dtrans.replicate():` in the traced function. Scopes with the same name are one stage.
+    Use `with dtrans.replicate():` in the traced function. Each stage runs on its own devices, and
+    several replicas of a stage may divide the batch. Scopes with the same name are one stage.
     Without a name, every entry of the `with` statement starts a new stage, also in a Python loop.
+    Source: `epl.replicate` (epl/strategies/replicate.py).
+
     Source: `epl.replicate` (epl/strategies/replicate.py).
 
     Args:
@@ -117,9 +121,10 @@ def replicate(device_count: int | None = None, name: str | None = None) -> Itera
 
 @contextmanager
 def split(device_count: int | None = None, name: str | None = None) -> Iterator[None]:
-    """Mark a layer that is split over devices (tensor parallelism).
+    """Mark a layer so that several devices divide its parameters (tensor parallelism).
 
-    Source: `epl.split` (epl/strategies/split.py).
+    Use `with dtrans.split():` in the traced function. Source: `epl.split`
+    (epl/strategies/split.py).
 
     Args:
       device_count: number of devices; all by default.
@@ -145,14 +150,15 @@ def split(device_count: int | None = None, name: str | None = None) -> Iterator[
 
 @contextmanager
 def local() -> Iterator[None]:
-    """Restrict reductions over the batch to the rows of each trainer, where batch="exact".
+    """Mark reductions over the batch that each trainer computes over its own rows only.
 
-    Use `with dtrans.local():` in the traced function, for batch normalisation without
-    communication, as in Paddle and torch's DistributedDataParallel. Within the scope, a sum, mean
-    or maximum over the batch becomes a reduction over the trainer's rows. Results and state that
-    depend on this reduction are averaged over trainers. Derivatives of the scope's equations
-    belong to the scope, but gradients of parameters are sums over the full batch. On one device the
-    scope has no effect.
+    With `batch="exact"`, a job computes means over the full batch, which needs communication. Batch
+    normalisation in Paddle and in torch's DistributedDataParallel uses each trainer's rows instead.
+    Use `with dtrans.local():` in the traced function for this behaviour. A sum, mean or maximum
+    over the batch in the scope becomes a reduction over the trainer's rows. Results and state that
+    depend on this reduction are averaged over trainers. Derivatives of the scope's equations belong
+    to the scope, but gradients of parameters are sums over the full batch. On one device the scope
+    has no effect.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, dtrans
@@ -175,23 +181,26 @@ LOCAL = "dtrans.local"
 
 
 def in_local_scope(eqn: JaxprEqn) -> bool:
-    """Return True if an equation is in `local`, or is a derivative of such an equation."""
+    """Return True if an equation was traced in `with dtrans.local()`, or is its derivative."""
     return LOCAL in scope_of(eqn)
 
 
 def in_split_scope(eqn: JaxprEqn) -> bool:
-    """Return True if an equation is in `split`, or is a derivative of such an equation."""
+    """Return True if an equation was traced in `with dtrans.split()`, or is its derivative."""
     return any(kind == "split" for kind, *_ in _TEXT.findall(scope_of(eqn)))
 
 
 def has_local_scope(eqn: JaxprEqn) -> bool:
-    """Return True if an equation, or an equation in its bodies, is in `local`."""
+    """Return True if an equation, or one in its bodies, was traced in `with dtrans.local()`."""
     return any(map(in_local_scope, (eqn, *equations_inside(eqn))))
 
 
 @contextmanager
 def numbered() -> Iterator[None]:
-    """Count entries of unnamed scopes from 0, for the trace of one program.
+    """Give unnamed scopes the same texts in every trace of a function.
+
+    Within this `with` block, entries of unnamed scopes are counted from 0. `dtrans.trace` uses this
+    block.
 
     Example:
       >>> import jax
@@ -213,9 +222,10 @@ def numbered() -> Iterator[None]:
 
 
 def scope_of_eqn(eqn: JaxprEqn) -> Scope | None:
-    """Return the one scope of an equation and of the equations in its bodies; None without a scope.
+    """Return the scope of an equation; None if the equation has no scope.
 
-    A derivative has the scope of the differentiated equation.
+    The scope of a loop is the one scope of the equations in its body. A derivative has the scope of
+    the differentiated equation.
 
     Raises:
       ConfigError: there are several scopes: nested scopes, or two stages in one loop.
@@ -294,7 +304,9 @@ def split_scopes(jaxpr: ClosedJaxpr) -> tuple[Scope, ...]:
 
 
 def ignored_split_notes(jaxpr: ClosedJaxpr, remedy: str) -> list[str]:
-    """Return a note for a plan that does not divide the layers in `split` scopes.
+    """Return a note for the user if a plan ignores the `split` scopes of a step.
+
+    `dtrans.nccl2` without a mesh, for example, does not divide these layers.
 
     Args:
       jaxpr: the step; the list is empty if the step has no `split` scope.
@@ -350,7 +362,7 @@ def _scope(kind: str, device_count: int | None, name: str | None) -> Iterator[No
 
 
 def _place() -> str:
-    """Return the `Scope.place` of an unnamed scope."""
+    """Return a text that identifies an unnamed scope: function, line, call stack and count."""
     frames = list(_user_frames())
     digest = hashlib.blake2s(repr(frames).encode(), digest_size=4).hexdigest()
     _, function, line = frames[0]
@@ -363,7 +375,7 @@ def _place() -> str:
 
 
 def _user_frames() -> Iterator[tuple[str, str, int]]:
-    """Yield the user's frames of the call stack, from the innermost to JAX's tracing call.
+    """Yield the frames of the call stack from the `with` statement to JAX's tracing call.
 
     Yields:
       Module, function and line of each frame.

@@ -1,8 +1,9 @@
-"""Startup programs: assignment of init's outputs to the state arguments of the step.
+"""Startup programs: match the values that `init` returns with the state arguments of the step.
 
-If init returns a dict, its keys decide (`params`, `opt_state`, or the step's names). If init
-returns a tuple, the paths and types of the leaves decide, so that init may also return (opt_state,
-params). Shapes alone cannot decide: momentum has the shapes of weights.
+A user passes two traced functions, the step and `init`. Strategies must know which output of init
+is which state array. If init returns a dict, its keys decide (`params`, `opt_state`, or the step's
+names). If init returns a tuple, the paths and types of the leaves decide, so that init may also
+return (opt_state, params). Shapes alone cannot decide: momentum has the shapes of weights.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from dtrans.step.trace import children
 def normalize_step(
     main: Any, startup: Any, *, keep_frozen_updates: bool = False
 ) -> tuple[Program, Program]:
-    """Return the step and init in the form (params, opt_state), without updates of frozen leaves.
+    """Convert a user's step and init to the form (params, opt_state), which all transforms expect.
 
-    A step of one state is split (`dtrans.step.one_state`). Updates that never change their leaf are
-    dropped (`dtrans.step.frozen`).
+    A step of one state is split (`dtrans.step.one_state`). Updates that never change their
+    parameter are dropped (`dtrans.step.frozen`).
 
     Args:
       main: the traced step.
       startup: the traced init.
-      keep_frozen_updates: True to keep updates that never change their leaf: `dtrans.sharding`
-        slices only leaves that have an update.
+      keep_frozen_updates: True to keep updates that never change their parameter: `dtrans.sharding`
+        slices only parameters that have an update.
 
     Raises:
       ConfigError: an argument is not a `Program`.
@@ -63,10 +64,11 @@ def normalize_step(
 
 
 def with_numbers(startup: Program, state: Sequence[TreeSpec]) -> Program:
-    """Turn Python numbers that init returns into static leaves, if they are static in the step.
+    """Treat Python numbers in init's result as static leaves, if they are static in the step.
 
-    An Equinox module has Python numbers among its leaves, such as the rate of a dropout. A number
-    that the step changes (a count of steps) is an array. All other numbers are static.
+    An Equinox module has Python numbers among its leaves, such as the rate of a dropout. Such a
+    number is part of the compiled program. A number that the step changes, such as a count of
+    steps, is an array instead.
 
     Args:
       startup: the startup program.
@@ -89,6 +91,10 @@ def with_numbers(startup: Program, state: Sequence[TreeSpec]) -> Program:
 
 def match_startup(step: Program, startup: Program) -> Program:
     """Rename the outputs of init to the names of the step's state; also inline the calls of init.
+
+    Args:
+      step: the step of (params, opt_state, *batch).
+      startup: the traced init.
 
     Raises:
       TraceError: init does not return the state of the step; the message names the first leaf that
@@ -136,7 +142,7 @@ def _mismatch(
     wanted: Sequence[Mapping[str, str]],
     roots: Sequence[str],
 ) -> str:
-    """Return a clause about the first difference between init's result and the step's state.
+    """Describe the first difference between init's result and the step's state, for an error.
 
     Args:
       order: the keys of params and of opt_state in init's result; empty if the result does not have
@@ -157,7 +163,7 @@ def _mismatch(
 
 
 def _renamed(spec: TreeSpec, names: Sequence[str]) -> tuple[Any, ...]:
-    """Return the leaves of a spec, with `names` in place of the names of its arrays."""
+    """Return the leaves of a spec with new names for its arrays."""
     remaining = iter(names)
     leaves = list(spec.leaves)
     for i, leaf in enumerate(leaves):

@@ -1,13 +1,15 @@
-"""Summaries: values of a step for TensorBoard, one per tag and step even in distributed jobs.
+"""Summaries: values of a step that a user records for TensorBoard, also in distributed jobs.
 
-Inside a step, `scalar`, `histogram`, `image`, `audio` and `text` bind one equation each. The
-equation has no outputs, and an effect, so that JAX does not remove it
-(`dtrans._jax.new_effectful`). On one device the equation does nothing, and its operand is computed
-only if another equation needs the operand. A pipeline finds the equations in the traced loss
-function (`summaries`), and fetches their operands from every micro-batch of every replica. Then the
-pipeline merges the operands (`merge`) and writes the result (`dtrans.SummaryWriter`). Source:
-`update_summaries` of EPL, which rewrites the summary operations of all clones to read a merged
-tensor.
+A user calls `scalar`, `histogram`, `image`, `audio` or `text` inside the step. A pipeline computes
+a step in micro-batches on several replicas, but TensorBoard gets one value per tag and step.
+
+Each call binds one equation without outputs. The equation has an effect, so that JAX does not
+remove it (`dtrans._jax.new_effectful`). On one device the equation does nothing, and its operand is
+computed only if another equation needs the operand. A pipeline finds the equations in the traced
+loss function (`summaries`), and fetches their operands from every micro-batch of every replica.
+Then the pipeline merges the operands (`merge`) and writes the result (`dtrans.SummaryWriter`).
+Source: `update_summaries` of EPL, which rewrites the summary operations of all clones to read a
+merged tensor.
 
 JAX does not use its fastest call path for functions with effects. A call of a jitted step with
 summaries therefore takes about 60 microseconds longer, for any number of summaries.
@@ -51,14 +53,14 @@ summary_p = new_effectful("summary", jvp=_summary_jvp, batch=_summary_batch)
 
 
 def scalar(tag: str, value: Any) -> None:
-    """Plot a number over the steps.
+    """Record a number in each step, as a curve in TensorBoard.
 
     Args:
       tag: name of the summary, made of letters, digits and `_ . - /`. Two summaries of a step
         cannot have the same tag.
-      value: a 0-d array of real numbers. If it is collected (`dtrans.collect`), the key decides how
-        it is merged. Otherwise it is averaged over micro-batches, replicas, and dimensions from
-        `jax.vmap`.
+      value: a 0-d array of real numbers. By default, its mean over micro-batches, replicas, and
+        dimensions from `jax.vmap` is recorded. If it was marked by `dtrans.collect`, the key of
+        that call decides.
 
     Raises:
       ConfigError: the tag has other characters, or the value is not one real number.
@@ -79,7 +81,7 @@ def scalar(tag: str, value: Any) -> None:
 
 
 def histogram(tag: str, value: Any) -> None:
-    """Show the distribution of an array's entries, over all micro-batches and replicas.
+    """Record the distribution of an array's entries over all micro-batches and replicas.
 
     Args:
       tag: as in `scalar`.
@@ -94,7 +96,7 @@ def histogram(tag: str, value: Any) -> None:
 
 
 def image(tag: str, value: Any) -> None:
-    """Show images of all micro-batches and replicas, in order, in rows of eight.
+    """Record the images of all micro-batches and replicas, in order, in rows of eight.
 
     Args:
       tag: as in `scalar`.
@@ -145,7 +147,7 @@ def audio(tag: str, value: Any, sample_rate: int) -> None:
 
 
 def text(tag: str, text: str) -> None:
-    """Write a text once per run, such as the options of the run.
+    """Record a text once in a run, such as the options of the run.
 
     Args:
       tag: as in `scalar`.
@@ -188,7 +190,14 @@ def _checked(kind: str, tag: str, value: Any) -> jax.Array:
 
 
 def require(is_valid: bool, kind: str, tag: str, array: Any, expected: str) -> None:
-    """Raise ConfigError if `is_valid` is False; the message states the found and expected types."""
+    """Raise ConfigError if a summary's value has a wrong type.
+
+    Args:
+      is_valid: the condition; the function does nothing if it is True.
+      kind, tag: kind and tag of the summary, for the message.
+      array: the value.
+      expected: description of the expected type.
+    """
     if not is_valid:
         raise ConfigError(
             f"the {kind} {tag} is {array.dtype}{list(array.shape)}; expected {expected}"
@@ -200,7 +209,7 @@ def require(is_valid: bool, kind: str, tag: str, array: Any, expected: str) -> N
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Summary of a traced step.
+    """One call of a summary function (`scalar`, `image`, ...) that was found in a traced step.
 
     Attributes:
       tag, kind: tag, and one of `KINDS`.
@@ -217,7 +226,7 @@ class Summary:
 
 
 def summaries(jaxpr: ClosedJaxpr) -> list[Summary]:
-    """Return the summaries of a flattened jaxpr, in order.
+    """Find the summaries that a traced step records, in order.
 
     Args:
       jaxpr: the jaxpr, with calls inlined.
@@ -249,7 +258,7 @@ def summaries(jaxpr: ClosedJaxpr) -> list[Summary]:
 
 
 def merge(summary: Summary, micro: Sequence[Sequence[Any]], key: str | None = None) -> Any:
-    """Merge the values of all micro-batches of all replicas into the value to show.
+    """Merge a summary's values from all micro-batches and replicas into the value to record.
 
     Args:
       summary: the summary, other than a text.

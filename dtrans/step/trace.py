@@ -1,7 +1,9 @@
-"""Trace of a function to a program: names come from pytree paths, and roles from name stacks.
+"""Tracing of a Python function to a `Program`, whose inputs, outputs and equations have names.
 
-A part of the result with the structure and shapes of the argument `params` is the new `params`, and
-its leaves get the argument's names. The same holds for `opt_state`.
+Names of inputs come from the function's parameters and pytree paths, such as `params/w`. A part of
+the result with the structure and shapes of the argument `params` is the new `params`, and its
+leaves get the argument's names. The same holds for `opt_state`. Each equation gets a role (forward,
+backward or optimize), which its name stack determines.
 """
 
 from __future__ import annotations
@@ -43,13 +45,14 @@ from dtrans.step.scopes import numbered
 
 
 def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Program:
-    """Trace `fn` to a `Program`.
+    """Trace a training step or an init function to a `Program`, which the transforms take.
 
-    Inputs are named after the parameters of `fn` and the pytree paths below them. If `fn` returns a
-    tuple, the first part with the structure and shapes of the first argument, `params`, gets the
-    names of this argument. The same holds for the second argument, `opt_state`. The first scalar
-    after them is named `loss`, the next value `aux`, and further values by their position, `out4`.
-    If `fn` returns a dict, the keys are the names.
+    Nothing is computed; JAX only records the equations. Inputs are named after the parameters of
+    `fn` and the pytree paths below them. If `fn` returns a tuple, the first part with the structure
+    and shapes of the first argument, `params`, gets the names of this argument. The same holds for
+    the second argument, `opt_state`. The first scalar after them is named `loss`, the next value
+    `aux`, and further values by their position, `out4`. If `fn` returns a dict, the keys are the
+    names.
 
     Args:
       fn: a pure function of (params, opt_state, *batch), which are pytrees of arrays. Leaves that
@@ -110,9 +113,10 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedFunction:
-    """Traced function with its argument structures; a call traces it again for other shapes.
+    """Function that a program was traced from; a call traces it again for other shapes.
 
-    If `fn` can be pickled, this object can be pickled, and traces the program in another process.
+    Strategies need traces for other batch sizes. If `fn` can be pickled, this object can be
+    pickled, and traces the program in another process.
 
     Attributes:
       fn: the traced function.
@@ -135,7 +139,13 @@ class TracedFunction:
 
 
 def argument_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
-    """Return the names of the first `count` positional parameters; `batch/0`, ... for `*batch`."""
+    """Return the names of a function's first `count` positional parameters.
+
+    The entries of `*batch` are named `batch/0`, `batch/1` and so on.
+
+    Raises:
+      TraceError: the function has fewer positional parameters.
+    """
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):  # a builtin without a signature
@@ -156,7 +166,7 @@ def argument_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
 
 
 def guess_roles(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
-    """Guess the role of each equation from its name stack.
+    """Guess the role of each equation (forward, backward or optimize) from its name stack.
 
     Equations under `transpose(...)` are backward, equations that depend on them are optimize, and
     the rest is forward. `dtrans.step.halves` later replaces the guess by exact roles.
@@ -177,15 +187,15 @@ def guess_roles(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
 
 
 def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[TreeSpec, str]:
-    """Name the leaves of a result, as `trace` describes.
+    """Name the arrays that a traced function returns, by the rules of `trace`.
 
     Args:
-      out: the result.
-      args: arguments of the function.
+      out: the function's result.
+      args: the function's arguments.
       roots: names of the arguments.
 
     Returns:
-      The names, and a text: the reason why the names are ambiguous, or "".
+      The names, as a structure; and a text: the reason why the names are ambiguous, or "".
     """
     parts = children(out)
     if (
@@ -239,7 +249,7 @@ def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[Tr
 
 
 def children(tree: Any) -> list[tuple[Any, Any]] | None:
-    """Return the (key, child) pairs of a tuple, list or dict in leaf order, else None."""
+    """Return the (key, child) pairs of a tuple, list or dict, in leaf order, else None."""
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return list(zip(tree._fields, tree, strict=True))
     if isinstance(tree, (tuple, list)):
@@ -250,7 +260,7 @@ def children(tree: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _parts_of(out: Any, args: Sequence[Any]) -> list[Any]:
-    """Return the parts of a result that may be new values of `params` or `opt_state`."""
+    """Return the parts of a result that may be the new `params` or the new `opt_state`."""
     parts = children(out)
     structure: Any = jax.tree.structure(out)
     if parts is None or (args and structure == jax.tree.structure(args[0])):
@@ -259,7 +269,7 @@ def _parts_of(out: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def _with_arrays(out: Any, args: Sequence[Any]) -> Any:
-    """Replace Python numbers in a result by arrays; numbers in the state stay static."""
+    """Replace Python numbers among a function's results by arrays, except in its new state."""
     leaves: list[Any] = []
     for part in _parts_of(out, args):
         is_state = any(_have_same_shapes(part, a) for a in args[:2])
@@ -268,9 +278,14 @@ def _with_arrays(out: Any, args: Sequence[Any]) -> Any:
 
 
 def _with_counts(args: Sequence[Any], out: Any) -> tuple[Any, ...] | None:
-    """Replace each Python number of the state by an array if the step changes the number.
+    """Replace the Python numbers in the state that the step changes by arrays, such as `step=0`.
 
-    For example, a flax `TrainState` starts with `step=0`. All other numbers are static.
+    A flax `TrainState` starts with `step=0`, and the step returns `step + 1`. A Python number would
+    be a constant of the trace. Numbers that the step does not change stay static.
+
+    Args:
+      args: the arguments of the step.
+      out: the results of the step.
 
     Returns:
       The new arguments; None if the step changes no Python number.
@@ -301,12 +316,12 @@ def _have_same_shapes(tree: Any, other: Any) -> bool:
 
 
 def _are_same_leaves(a: Any, b: Any) -> bool:
-    """Return True for arrays of one shape, and for equal Python numbers."""
+    """Return True if two leaves are arrays of one shape, or equal Python numbers."""
     if _is_number(a) or _is_number(b):
         return Static(a).same(b)
     return bool(getattr(a, "shape", None) == getattr(b, "shape", None))
 
 
 def _is_number(x: Any) -> bool:
-    """Return True for a Python number, but not for a `numpy.float64`, which counts as an array."""
+    """Return True for a Python number; a `numpy.float64` counts as an array."""
     return isinstance(x, NUMBERS) and not is_array(x)

@@ -1,4 +1,4 @@
-"""Removal of the transpose that follows the product in a weight gradient.
+"""Faster weight gradients: transposed products become products without a transpose.
 
 JAX computes the gradient of `x @ w` as `transpose (dot_general dy x)`. `dot_general x dy` is equal,
 and needs no transpose. If a reduction over trainers follows, XLA folds the transpose into the
@@ -19,7 +19,9 @@ from dtrans.ir.selection import values_at
 def fuse_transposes(
     eqns: Sequence[JaxprEqn], roles: Sequence[str], wanted: Collection[Atom]
 ) -> tuple[list[JaxprEqn], list[str]]:
-    """Fuse each product with its only reader, a transpose, by swapping the operands.
+    """Replace each transposed product by a product with swapped operands, which needs no transpose.
+
+    Only products that nothing else reads are replaced.
 
     Args:
       eqns: equations in order.
@@ -47,7 +49,12 @@ def fuse_transposes(
 
 
 def _swaps(product: JaxprEqn, permutation: Sequence[int]) -> bool:
-    """Return True if a permutation of a product puts the second operand's dimensions in front."""
+    """Return True if a transpose of a product equals the product with swapped operands.
+
+    Args:
+      product: an equation `dot_general`.
+      permutation: the order of dimensions in the transpose.
+    """
     p = product.params
     contracting, batch = p["dimension_numbers"]
     # A precision algorithm may treat the two operands differently, so they cannot be swapped.
@@ -61,7 +68,7 @@ def _swaps(product: JaxprEqn, permutation: Sequence[int]) -> bool:
 
 
 def _swap_operands(product: JaxprEqn, transpose: JaxprEqn) -> JaxprEqn:
-    """Swap the operands of a product, so that its output is the output of the transpose."""
+    """Write the product with swapped operands; its output replaces the output of the transpose."""
     p = product.params
     (first, second), batch = p["dimension_numbers"]
     params = {**p, "dimension_numbers": ((second, first), batch)}
