@@ -42,13 +42,16 @@ from dtrans.transfers import Transfers
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServerPrograms:
-    """Main and startup program of one parameter server.
+    """Programs of one parameter server.
 
     Attributes:
-      main: the main program: one `listen_and_serv` equation. Its inputs are the server's state, and
-        its outputs the state at the end of the job.
-      startup: the startup program, which computes the server's initial state from init's arguments.
-      variables: the arrays of the state, by name, with their origins in the step.
+      main: the program that the server runs during the job. It has a single equation,
+        `listen_and_serv`, which contains the updates. Its inputs are the server's parameters and
+        optimizer state at the start of the job, and its outputs are their values at the end.
+      startup: the program that computes the server's initial parameters and optimizer state from
+        the arguments of init.
+      variables: for each of the server's arrays, by name, the array of the single-device step from
+        which it was cut, and the rows.
     """
 
     main: Program
@@ -58,12 +61,14 @@ class ServerPrograms:
 
 @dataclasses.dataclass(frozen=True)
 class PServerOptions:
-    """Options of `dtrans.pserver` that all roles of a job share.
+    """Arguments of `dtrans.pserver` that must be the same in all processes of a job.
+
+    Servers compare a digest of these options with each trainer that connects.
 
     Attributes:
       mode, placement, on_trainer_exit, batch, trainers, sparse: arguments of `dtrans.pserver`.
-      pservers: the number of servers. Endpoints are left out, since roles may use different
-        addresses for a server.
+      pservers: the number of servers. Their addresses are left out, since processes may reach a
+        server at different addresses.
     """
 
     mode: Mode
@@ -81,33 +86,41 @@ class PServerOptions:
 
 
 class TrainerPrograms(Protocol):
-    """Writer of the trainers' programs."""
+    """Interface of the object that writes the program of each trainer."""
 
     @property
     def runtime_split(self) -> bool:
-        """True if `send` and `recv` cut full leaves into blocks at run time."""
+        """True if programs send and receive full arrays, which the runtime cuts into the servers'
+        blocks.
+
+        If False, the programs themselves slice gradients into blocks, and concatenate received
+        blocks.
+        """
 
     def program(self, trainer_id: int) -> Program:
         """Return the program of one trainer."""
 
     def startup(self, trainer_id: int) -> Program:
-        """Return the startup program of one trainer."""
+        """Return the startup program of one trainer, which receives the initial parameters from
+        servers.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
 class ServedUpdate:
-    """Facts about the update that servers run: its leaves, and its dependence on the batch.
+    """Properties of the optimizer's update as servers run it, for the notes and checks of a plan.
 
     Attributes:
-      frozen: parameters that servers do not update: either nothing changes them, or each trainer
-        has its own value.
-      unsent: parameters that servers update without a gradient.
-      shared_state: optimizer state that belongs to no parameter. Each server that reads it has a
-        copy.
-      sized: the update, with inputs in place of numbers that depend on the batch size. Trainers
-        send these numbers with each step. None if the update has no such number.
-      sent_values: lines of the user's code whose values trainers compute and send to the update.
-      fixed_size: name of an output of the update that is valid for the traced batch size only;
+      frozen: names of parameters that servers do not update: either nothing changes them, or each
+        trainer has its own value.
+      unsent: names of parameters that servers update without a gradient (a moving average, say).
+      shared_state: names of optimizer state that belongs to no parameter, such as a step count.
+        Each server that reads it has a copy.
+      sized: the update with additional inputs for numbers that depend on the batch size, such as
+        1/n. Trainers send these numbers with each step. None if the update has no such number.
+      sent_values: source lines of the values that trainers compute from the batch and send to the
+        update.
+      fixed_size: name of an output of the update that is correct for the traced batch size only;
         empty if the plan works with other batch sizes.
     """
 
@@ -121,19 +134,24 @@ class ServedUpdate:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PServerPlan(Plan):
-    """Plan of a job with parameter servers; `dtrans.pserver` returns it.
+    """Plan of a job with parameter servers, as `dtrans.pserver` returns it.
+
+    The plan has a program for each trainer and each server. `plan.simulate()`, `plan.on_mesh()` and
+    `plan.on_cluster()` run these programs.
 
     Attributes:
-      main: the single-device step, with calls inlined; each equation has a role, such as `forward`.
+      main: the single-device step. Each equation has a role, such as `forward` or `optimize`.
       startup: the single-device init.
       options: the arguments of `dtrans.pserver`.
-      placement: every block and its server.
+      placement: all blocks (ranges of rows of a parameter), and the server of each block.
       servers: programs of each server, by endpoint.
       trainer_side: writer of the trainers' programs.
-      update: facts about the update that servers run.
-      tables: leaves that trainers request by rows instead of in full.
-      shared: the split of the batch over trainers in an exact step; None for local steps.
-      callers: for each host callback of the step, a sentence with the role that calls it.
+      update: properties of the update that servers run.
+      tables: parameters whose single rows trainers request, such as large embeddings.
+      shared: the split of the batch over trainers that gives the numbers of one device; None if
+        each trainer runs the step on its own batch.
+      callers: for each host callback of the step (`jax.debug.print`, say), a sentence that says
+        which process calls it.
       compression: the types in which gradients and parameters are sent.
     """
 
@@ -180,12 +198,16 @@ class PServerPlan(Plan):
 
     @property
     def takes_uneven_batches(self) -> bool:
-        """True if the batch size need not be a multiple of the number of trainers."""
+        """True if a batch may have any size, not only multiples of the number of trainers."""
         return self.shared is not None and self.sync_mode
 
     @property
     def shares(self) -> Callable[[int], tuple[int, ...]] | None:
-        """Function from the rows of a batch to those of each trainer; None for equal parts."""
+        """Function that divides the rows of a batch over trainers of different speeds.
+
+        For speeds (2, 1), `plan.shares(9)` is (6, 3): trainer 0 gets 6 rows, and trainer 1 gets 3.
+        None if all trainers get equally many rows.
+        """
         has_shares = self.shared is not None and bool(self.shared.shares)
         return self.options.batch.shares if has_shares else None
 
@@ -227,16 +249,21 @@ class PServerPlan(Plan):
     def for_uneven_batch(
         self, types: Sequence[jax.ShapeDtypeStruct], trainer_id: int
     ) -> tuple[ExactStep, Program]:
-        """Return the batch split and a trainer's program for a batch that is not split evenly.
+        """Return the split of a batch of any size, and one trainer's program for it.
+
+        An example is the last batch of a data set: 10 rows for 4 trainers.
 
         Args:
-          types: types of the inputs of `main`, with the global batch.
+          types: types of the inputs of `main` with the rows of this batch, before the split.
+          trainer_id: id of the trainer.
         """
         assert self.shared is not None and isinstance(self.trainer_side, TrainerSide)
         return self.trainer_side.uneven(self.shared, types, trainer_id)
 
     def _cached(self, write: Callable[[int], Program], trainer_id: int) -> Program:
-        """Return `write(trainer_id)`. All calls return one object, which caches compiled code."""
+        """Return `write(trainer_id)`, and the same object in later calls, since it caches compiled
+        code.
+        """
         key = write.__name__, trainer_id
         if key not in self._programs:
             self._programs[key] = dataclasses.replace(write(trainer_id), plan=self)
@@ -248,9 +275,11 @@ class PServerPlan(Plan):
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """Digests of the plan, which must be equal in all roles (`dtrans.ir.fingerprint`).
+        """Digests of everything that all processes of a job must plan alike, by name.
 
-        A server is identified by its index, since roles may use different addresses for it.
+        A server refuses a trainer whose digests differ, and the error names the differing ones
+        (`dtrans.ir.fingerprint`). Servers are identified by their index, since processes may reach
+        a server at different addresses.
         """
         index = number_items(self.servers)
         blocks = [(b.name, b.span, index[b.endpoint]) for b in self.placement.table]
@@ -289,7 +318,7 @@ class PServerPlan(Plan):
 
     @cached_property
     def overview(self) -> VarsDistributed:
-        """Every array on the servers, parameters and optimizer state, with its origin and rows.
+        """Table of all arrays on the servers: name, origin in the step, rows, and server.
 
         Source: Paddle's `program._parameters_on_pservers`.
         """

@@ -294,7 +294,9 @@ def pserver(
 
 
 def served_update(step: DividedStep, update: UpdateSpec, comm: TrainerCommConfig) -> ServedUpdate:
-    """Describe the update that servers run, e.g. which parameters it leaves unchanged."""
+    """Collect the properties of the update that a plan prints, such as parameters that it leaves
+    unchanged.
+    """
     sent_values = []
     fixed_size = ""
     if comm.trainers > 1:
@@ -323,7 +325,11 @@ def refuse_clipped_tables(norm: float, sparse: Any) -> None:
 
 
 def check_callbacks(step: DividedStep, trainers: int, mode: Mode, *, has_tables: bool) -> None:
-    """Raise GradientError if a host callback reads a value that no trainer has."""
+    """Raise GradientError if a host callback of the step reads a value that only servers compute.
+
+    For example, `jax.debug.print` of a new parameter cannot run on a trainer, since servers update
+    parameters.
+    """
     if trainers > 1:
         check_observers(step.program, step.observers)
     # Without tables, trainers of GEO-SGD run the full step, so they have all values.
@@ -339,7 +345,10 @@ def check_callbacks(step: DividedStep, trainers: int, mode: Mode, *, has_tables:
 
 
 def split_batch(step: DividedStep, batch: Batch, trainers: int, mode: Mode) -> ExactStep | None:
-    """Return the split of the batch over trainers, or None if each runs the step on its own part.
+    """Return the split of the batch over trainers that gives the numbers of one device.
+
+    Return None if there is one trainer, or if each trainer runs the step on its own batch
+    (`batch="local"`).
 
     Raises:
       ConfigError: updates are asynchronous, and the step needs values of the full batch.
@@ -365,9 +374,11 @@ def split_batch(step: DividedStep, batch: Batch, trainers: int, mode: Mode) -> E
 def sent_parts(
     step: DividedStep, batch: Batch, trainers: int, mode: Mode
 ) -> tuple[str, ...] | None:
-    """Return the batch arrays from which trainers may compute values to send to the update.
+    """Return the names of the batch arrays from which trainers may compute values for the update.
 
-    Return None if trainers cannot send such values, because they run local or async steps.
+    An update may read a value such as the number of valid tokens. Trainers compute it and send it
+    to the servers. Return None if they cannot: local trainers have different values, and
+    asynchronous trainers send no value with a step.
     """
     if isinstance(mode, Sync) and (trainers == 1 or batch.exact):
         return tuple(batch_axes(step, batch))
@@ -377,9 +388,11 @@ def sent_parts(
 def batch_size_numbers(
     step: DividedStep, batch: Batch, comm: TrainerCommConfig, shared: ExactStep | None
 ) -> BatchNumbers:
-    """Return the numbers of the update that depend on the batch size.
+    """Return the numbers in the update that depend on the batch size, such as 1/n in a mean.
 
-    To find them, the step is also traced with twice as many rows, and the two updates are compared.
+    Trainers send these numbers with each step, so that the batch size may change during the job. To
+    find the numbers, the step is traced a second time with twice as many rows, and the two updates
+    are compared.
 
     Raises:
       GradientError: the update reads a value of forward that has a row for each example.
@@ -407,16 +420,23 @@ def batch_size_numbers(
 
 
 def source_line(step: DividedStep, handed: str) -> str:
-    """Return the line of the user's code for a value that trainers send to the update."""
+    """Return the source line that computes a value that trainers send to the update."""
     makers = needed_equations(step.program.eqns, [step.handed[handed]])
     return next(filter(None, map(line_of, reversed(makers))), "an unknown line")
 
 
 def refuse_paddle_exit(on_trainer_exit: str, shared: ExactStep) -> Literal["error"]:
-    """Return "error", the only exit policy for a step with `exchange` rounds.
+    """Return "error", the rule for early exits of trainers in steps that need the full batch.
+
+    In such steps, trainers exchange values in each step (a mean over the whole batch, say). So the
+    job ends with an error when one trainer leaves earlier than the others.
+
+    Args:
+      on_trainer_exit: the user's option of `dtrans.pserver`.
+      shared: the split of the batch over trainers.
 
     Raises:
-      ConfigError: the user's option is "paddle".
+      ConfigError: the user's option is "paddle", which would continue without this trainer's rows.
     """
     if on_trainer_exit == "paddle" and shared.shares:
         raise ConfigError(
@@ -439,10 +459,14 @@ def check_arguments(
     trainers: int,
     on_trainer_exit: str,
 ) -> None:
-    """Raise an error if the update reads an argument that servers cannot get.
+    """Raise an error if the update reads an argument of the step that trainers cannot send.
 
     Args:
+      step: the divided step.
       parts: the result of `sent_parts`.
+      batch: the split of the batch.
+      trainers: number of trainers.
+      on_trainer_exit: the user's option of `dtrans.pserver`.
 
     Raises:
       ConfigError: `on_trainer_exit` is "paddle".
@@ -466,9 +490,9 @@ def check_arguments(
 
 
 def refuse_exchange_in_update(step: DividedStep) -> None:
-    """Raise GradientError for an update that communicates.
+    """Raise GradientError if the optimizer's update would need communication between trainers.
 
-    An update communicates if it computes a value for each example, such as random numbers.
+    This is the case if the update computes a value for each example, such as random numbers.
     """
     eqns = step.optimize.eqns
     exchanges = [e for e in eqns if is_communication(e) or _has_exchange(e)]
@@ -493,7 +517,7 @@ def _has_exchange(eqn: JaxprEqn) -> bool:
 def trainer_comm(
     step: DividedStep, trainers: int, mode: Sync | Async | HalfAsync, batch: Batch
 ) -> TrainerCommConfig:
-    """Return the options by which trainers write their `send` and `recv` equations."""
+    """Return the options for the trainers' communication: blocks, the communicator, averages."""
     averages = choose_averages(step, batch.merge)
     if isinstance(mode, Sync):
         return TrainerCommConfig(
@@ -514,7 +538,12 @@ def trainer_comm(
 
 
 def communicator_for(step: DividedStep, options: CommunicatorConfig) -> CommunicatorConfig:
-    """Return the communicator's options with a merge rule that is valid for the optimizer."""
+    """Return the communicator's options, with the right rule to merge gradients.
+
+    A communicator (the background thread of an asynchronous trainer) may merge the gradients of
+    several steps before it sends them. For some optimizers the merged gradient is a sum, for others
+    a mean, and others allow no merging.
+    """
     rule = merging(step)
     if rule == "none":
         return dataclasses.replace(options, max_merge_var_num=1, merge="mean")
@@ -552,9 +581,9 @@ def check_step(
 def adapted_work(
     step: DividedStep, mode: Sync | Async | HalfAsync, comm: TrainerCommConfig
 ) -> Callable[[ServerWork, Sequence[Unit]], ServerWork] | None:
-    """Return the function that adds compression or delay compensation to a server's updates.
+    """Return the function that adds compression or delay compensation to the equations of a server.
 
-    Return None for plans with neither.
+    Return None if the plan uses neither.
     """
     if comm.compression.is_used:
         return functools.partial(compress_work, compression=comm.compression, leaves=step.params)
@@ -570,9 +599,10 @@ def adapted_work(
 
 
 def check_async(servers: Mapping[str, ServerPrograms]) -> None:
-    """Raise ConfigError if one gradient cannot trigger a server's update.
+    """Raise ConfigError if a server cannot run its update for one gradient alone.
 
-    Such an update needs several gradients at once, or uses no gradient.
+    Asynchronous servers update a block when one gradient of the block arrives. An optimizer that
+    needs several gradients at once (a global norm), or none, cannot run in this way.
     """
     for endpoint, programs in servers.items():
         (serve,) = programs.main.eqns
