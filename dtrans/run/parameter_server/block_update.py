@@ -1,8 +1,9 @@
-"""Updates of an asynchronous server, which runs its optimize blocks one by one.
+"""Updates of an asynchronous server: each parameter is updated when its gradient arrives.
 
-The lr_sched block runs once for each step of a trainer. Every other block runs when its gradients
-have arrived, and updates the server's current state. A block of a table updates the rows for which
-it has a gradient. A synchronous server runs all blocks together
+An update consists of *optimize blocks*, which are small programs. The block for learning rate
+schedules (lr_sched) runs once for each step of a trainer. Every other block runs when its gradients
+have arrived, and updates the server's current state. A block of an embedding table updates the rows
+for which it has a gradient. A synchronous server runs all blocks together
 (`dtrans.run.parameter_server.update`).
 """
 
@@ -40,13 +41,13 @@ RunBlock = Callable[[State, State], dict[str, Any]]
 
 
 class BlockUpdates:
-    """Blocks of a server, each compiled separately.
+    """A server's optimize blocks (small programs that update a parameter), compiled separately.
 
     Args:
       update: the server's update.
       state: the initial values, by name.
-      memory: maps the name of each table's block to the memory of its rows. It contains only
-        tables whose updates do not touch every row. By default, a `TableMemory` for each block.
+      memory: maps the name of each table's block to the memory of its rows. It contains only tables
+        whose updates do not touch every row. By default, a `TableMemory` for each block.
 
     Attributes:
       grads: maps the name of each block to the names of the gradients that it reads.
@@ -56,8 +57,8 @@ class BlockUpdates:
       before: function that is called before each update of a block.
 
     Raises:
-      ConfigError: a block reduces over rows of several servers. Only a synchronous server can run
-        such a block.
+      ConfigError: a block needs values of several servers. Only a synchronous server can run this
+        block.
     """
 
     def __init__(
@@ -110,9 +111,11 @@ class BlockUpdates:
         self._jitted = {b.name: self._compile(b) for b in update.blocks}
 
     def _spent_of_blocks(self) -> dict[str, list[str]]:
-        """Return a map from each block to the state that it donates.
+        """Return the state that each block donates to XLA, by the block's name.
 
-        A block donates state that it replaces and that no other block reads.
+        A block donates state that it replaces and that no other block reads. So XLA reuses the
+        memory of
+        the old values for the new ones.
         """
         readers = collections.Counter(n for b in self.update.blocks for n in b.in_names)
         params = set(self.update.params)
@@ -123,10 +126,15 @@ class BlockUpdates:
         return spent
 
     def begin(self, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Begin a step of a trainer: run the block of learning rate schedules (lr_sched).
+        """Begin a trainer's step: compute the learning rate schedules.
+
+        Args:
+          state: the server's state.
 
         Returns:
-          The new values of the state, and the values that the other blocks of this step read.
+          The new values of state, such as a step counter. Then the values that the other blocks of
+          this
+          step read, such as the learning rate.
         """
         values = subset(state, self._replaced)
         new: dict[str, Any] = {}
@@ -137,13 +145,13 @@ class BlockUpdates:
         return new, values
 
     def ready(self, arrived: Collection[str], used: Collection[str]) -> list[str]:
-        """Return the names of the blocks whose gradients have all arrived.
+        """Return the names of the blocks that can run, because all their gradients have arrived.
 
-        A block that reads no gradient is ready when any gradient has arrived.
+        A block that reads no gradient can run when any gradient has arrived.
 
         Args:
           arrived: names of the gradients that have arrived.
-          used: names of blocks to leave out, because this step has already updated them.
+          used: names of blocks to leave out, because they have already run in this step.
         """
         if not arrived:
             return []
@@ -152,16 +160,17 @@ class BlockUpdates:
         return [b for b in waiting if names.issuperset(self.grads[b])]
 
     def apply(self, block: str, grads: State, state: State, values: State) -> dict[str, Any]:
-        """Update a block; return its new state.
+        """Run one block, which updates a parameter; return the new arrays by name.
 
-        The method waits for the computation, because the next step's gradients overwrite the
-        memory of these gradients. The update donates the state in `spent`.
+        The method waits for the computation, because the next step's gradients overwrite the memory
+        of
+        these gradients. The arrays that `spent` names become invalid.
 
         Args:
           block: the block's name.
           grads: the block's gradients, by name.
           state: the server's state.
-          values: the second result of `begin`.
+          values: the second result of `begin`, such as the learning rate.
         """
         self.before()
         gradient = next((n for n in self.grads[block] if n in self._tables), None)
@@ -191,10 +200,10 @@ class BlockUpdates:
         return {**new, **memory.put(ids, new, watched)}
 
     def create_rows(self, ids: Mapping[str, np.ndarray]) -> None:
-        """Create the rows that do not exist, in one call for several tables if possible.
+        """Create the table rows that do not exist yet, in one call for several tables if possible.
 
         Args:
-          ids: ids of rows in each block, by the block's name.
+          ids: ids of the rows in each table's block, by the block's name.
         """
         self._grouped.create(ids)
 
@@ -213,11 +222,11 @@ class BlockUpdates:
         return np.asarray(state[name])[ids]
 
     def tables(self) -> dict[str, Any]:
-        """Return the blocks of tables, and their optimizer state, after the last update."""
+        """Return all rows of tables, and their optimizer state, after the last update, by name."""
         return final_arrays(self._memory)
 
     def snapshot(self, patience: float) -> dict[str, Any]:
-        """Return snapshots of the current tables. Another thread can read them during updates.
+        """Return a snapshot of each table, for another thread to read during updates.
 
         Args:
           patience: seconds that updates wait for a reader that makes no progress.
@@ -232,9 +241,11 @@ class BlockUpdates:
         return jax.block_until_ready(run(_pick(names, grads, values, state), spent))
 
     def _compile(self, block: OptimizeBlock) -> RunBlock:
-        """Compile a block as a function that donates the state in `_spent`.
+        """Compile a block (small program) as a function from arrays by name to new arrays by name.
 
-        Blocks with equal jaxprs share one compiled function, because they differ only in names.
+        The function donates its second argument to XLA. Blocks with equal programs share one
+        compiled
+        function, because they differ only in names.
         """
         spent = self._spent.get(block.name, [])
         read = [n for n in block.in_names if n not in spent]
@@ -262,7 +273,12 @@ class BlockUpdates:
 
 
 def _pick(names: Collection[str], *sources: State) -> dict[str, Any]:
-    """Return the values with these names, each from the first source that has the name."""
+    """Return some arrays by name, each from the first dict that contains it.
+
+    Args:
+      names: names of the arrays.
+      sources: dicts of arrays, in the order in which they are searched.
+    """
     picked = {}
     for n in names:
         source = next(x for x in sources if n in x)

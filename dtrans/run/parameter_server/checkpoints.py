@@ -1,9 +1,9 @@
-"""Checkpoints of one server during its job: folder and names.
+"""Checkpoints that one server writes while a job runs: their folder and names.
 
 Trainers request checkpoints by name. When a job ends by an error, its servers save their state in a
 last checkpoint. Its name is a step number that continues the user's numbers: the number of an
 earlier checkpoint, plus the steps since then. The earlier checkpoint is the last one of this job
-whose name is a number, or else the checkpoint with which the job started.
+with a number as its name, or else the checkpoint with which the job started.
 """
 
 from __future__ import annotations
@@ -49,16 +49,17 @@ class ServerCheckpoints:
     def keep_last(
         self, state: Mapping[str, Any], mark: Mark, asked: Mapping[str, int]
     ) -> Path | None:
-        """Save the server's part of a last checkpoint when the job ends by an error.
+        """Save the server's part of a last checkpoint, because the job ends by an error.
 
         If synchronous servers are at different steps, they write different checkpoints, which are
         incomplete. Asynchronous servers have no common step: the first server to save chooses the
-        name for all servers.
+        name for
+        all servers.
 
         Args:
           state: the server's arrays, by name.
           mark: the run, and the server's step.
-          asked: step of each checkpoint that trainers have requested, by name.
+          asked: server's step of each checkpoint that trainers have requested in this job, by name.
 
         Returns:
           The path of the checkpoint. None if the server has no arrays; another server then writes
@@ -86,20 +87,26 @@ class ServerCheckpoints:
         return self.folder / name
 
     def _number(self, step: int, asked: Mapping[str, int]) -> int:
-        """Convert the server's number of a step to the user's number.
+        """Return the number that names a last checkpoint, which continues the user's numbers.
+
+        For example, a trainer saved checkpoint "300" after 100 steps of this job. After 120 steps,
+        the
+        number is 320.
 
         Args:
-          step: the server's number of the step; the job starts at 0.
-          asked: maps the name of each checkpoint of this job to the server's number of its step.
+          step: number of steps of this job.
+          asked: maps the name of each checkpoint of this job to the number of steps before it.
         """
         numbered = [(at, int(name)) for name, at in asked.items() if name.isdecimal()]
         last_step, number = max(numbered, default=(0, self.begun))
         return number + step - last_step
 
     def _agreed(self, name: str, mark: Mark) -> str:
-        """Return the name that all servers of this run use: the `name` of the first caller.
+        """Return a checkpoint name for all servers of this run: the `name` of the first caller.
 
-        The name is stored as the target of a symbolic link, because a link is created atomically.
+        Asynchronous servers count different steps, so their names differ. The name is stored as the
+        target
+        of a symbolic link, because the system creates a link atomically.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         link = self.folder / f".last-of-{mark.run[0]}"

@@ -1,8 +1,11 @@
-"""Cuts of one server: copies of its state every few steps, to which the job can go back.
+"""Cuts of one server: snapshots of its state every few steps, from which a failed job continues.
 
-`dtrans.protocol.epochs` describes cuts and epochs. A cut is a checkpoint in the folder of the
-launcher, and each server writes its piece while the next steps run. A cut of an asynchronous
-server contains only this server's state. Only a lost server goes back to its newest cut.
+After the failure of a process, synchronous servers and trainers load the newest cut, and repeat the
+steps after it. A cut is a checkpoint in the folder of the launcher. Each server writes its piece
+while the next steps run.
+
+A cut of an asynchronous server contains only this server's state. After a failure, only a lost
+server loads its newest cut. `dtrans.protocol.epochs` describes the protocol.
 """
 
 from __future__ import annotations
@@ -28,29 +31,32 @@ from dtrans.step.frozen import changed_leaves
 
 
 def computed_leaves(plan: PServerPlan) -> list[str]:
-    """Return the names of the arrays that no server stores, and that each trainer computes.
+    """Return the names of the arrays that each trainer computes itself, and that no server stores.
 
-    These are leaves such as batch statistics, and rounding errors of gradients.
+    Examples are batch statistics, and rounding errors of compressed gradients. After a failure, a
+    job
+    can restore them only from files of the trainers.
     """
     return [*changed_leaves(plan.main, plan.frozen), *plan.compression.rounding_error_types]
 
 
 def server_names(plan: PServerPlan) -> list[str]:
-    """Return the names of the servers' roles."""
+    """Return the names of the servers for logs and files: "pserver 0", "pserver 1", and so on."""
     return [f"pserver {i}" for i in range(len(plan.servers))]
 
 
 @dataclasses.dataclass(frozen=True)
 class EpochStart:
-    """State of one server at the start of an epoch (part of a job between failures).
+    """State with which one server begins an epoch (the part of a job between two failures).
 
     Attributes:
       epoch: the epoch.
       state: the server's arrays, by name.
-      step: for a synchronous server, the number of steps before the epoch.
-      counts: for an asynchronous server, the number of each trainer's steps before the epoch, by
-        id.
-      loaded: step of the cut (snapshot) that the server has loaded; None if it has loaded none.
+      step: for a synchronous server, the number of steps that the job took before.
+      counts: for an asynchronous server, the number of steps that each trainer took before, by the
+        id
+        of the trainer.
+      loaded: step of the cut (snapshot) from which `state` was loaded; None for any other state.
     """
 
     epoch: Epoch
@@ -62,16 +68,17 @@ class EpochStart:
 
 @dataclasses.dataclass(frozen=True)
 class ServerCuts:
-    """Writer and reader of one server's cuts (snapshots of its state).
+    """Writer and reader of one server's cuts (snapshots to continue from after a failure).
 
     Attributes:
-      folder: folder of the job's epochs and cuts; None without a launcher that restarts roles.
+      folder: folder of the job's snapshots. None if the launcher does not restart processes; then
+        nothing is written.
       plan: the job's plan.
       endpoint: the server's endpoint.
       every: number of steps between two cuts.
       first_step: number of steps in the checkpoint that the job started from; 0 without a
         checkpoint.
-      at_loss: as for `dtrans.Cuts`.
+      at_loss: as for `dtrans.Cuts`: True to write the newest state when a process fails.
       has_replicas: True if another server stores a copy of each server's state.
     """
 
@@ -85,12 +92,14 @@ class ServerCuts:
 
     @property
     def is_written(self) -> bool:
-        """True if this server writes cuts (snapshots)."""
+        """True if this server writes cuts (snapshots): a launcher restarts the job's processes."""
         return self.folder is not None
 
     @property
     def epochs(self) -> RoleFolder:
-        """The folder, if this server writes cuts (snapshots)."""
+        """The folder of the job's snapshots, for methods that are called only if snapshots are
+        written.
+        """
         assert self.folder is not None
         return self.folder
 
@@ -101,34 +110,41 @@ class ServerCuts:
 
     @property
     def name(self) -> str:
-        """Name of the server's role."""
+        """Name of the server for logs and files, such as "pserver 0"."""
         return server_names(self.plan)[list(self.plan.servers).index(self.endpoint)]
 
     def of_lost(self, endpoint: str, epoch: int) -> ServerCuts:
-        """Return a writer of the cuts (snapshots) of a lost server, from this server's replica.
+        """Return a writer for snapshots of a failed server, from this server's copy of its state.
 
         Args:
-          endpoint: endpoint of the lost server.
-          epoch: number of the ending epoch.
+          endpoint: endpoint of the failed server.
+          epoch: number of the epoch (part of the job between two failures) that is ending.
         """
         cuts = dataclasses.replace(self, endpoint=endpoint)
         return dataclasses.replace(cuts, folder=self.epochs.of_lost(cuts.name, epoch))
 
     @property
     def merges_results(self) -> bool:
-        """True if this server merges the trainers' results of each step."""
+        """True if this server merges the trainers' results of each step, such as the loss.
+
+        The first server merges the results of all trainers into results for the full batch.
+        """
         is_first = self.endpoint == next(iter(self.plan.servers))
         return is_first and bool(merged_results(self.plan, self.plan.shared))
 
     def begin(self, state: Mapping[str, Any]) -> EpochStart:
-        """Enter the current epoch as a synchronous server; return the state of its cut (snapshot).
+        """Return the state with which a synchronous server begins or continues.
+
+        The server calls this method at the start of the job, and after each failure of a process.
+        After a
+        failure, the state comes from a cut (snapshot) that all servers have written.
 
         Args:
-          state: the initial arrays, by name. The epoch begins with them if it has no cut.
+          state: the initial arrays, by name. The server begins with them if there is no cut.
 
         Raises:
           ConfigError: the folder has cuts of asynchronous servers.
-          DamagedCutError: the epoch's cut is damaged.
+          DamagedCutError: the cut is damaged.
         """
         epoch = self.epochs.current()
         if self.epochs.mark().is_alone:
@@ -148,14 +164,14 @@ class ServerCuts:
         return start
 
     def begin_alone(self, state: Mapping[str, Any]) -> EpochStart:
-        """Enter the current epoch as a new process of an asynchronous server.
+        """Return the state with which a new process of an asynchronous server begins.
+
+        The process may replace a lost server. The state then comes from the lost server's newest
+        cut
+        (snapshot).
 
         Args:
-          state: the initial arrays, by name. The server begins with them if it has no cut
-            (snapshot).
-
-        Returns:
-          The state of the server's newest cut.
+          state: the initial arrays, by name. The server begins with them if it has no cut.
 
         Raises:
           ConfigError: the folder has cuts of synchronous servers.
@@ -179,7 +195,11 @@ class ServerCuts:
         return EpochStart(epoch, self._load(step), counts=counts, loaded=step)
 
     def enter_alone(self) -> Epoch:
-        """Enter the current epoch (part of the job) as a surviving server; return the epoch."""
+        """Record that this asynchronous server keeps its state after another process failed.
+
+        Returns:
+          The new epoch (part of the job between two failures).
+        """
         epoch = self.epochs.current()
         self.epochs.enter_alone(epoch)
         return epoch
@@ -191,14 +211,19 @@ class ServerCuts:
         )
 
     def mark(self, since: int, sessions: Sequence[str], step: int) -> Mark:
-        """Return the run and the step that each piece of a saved state records.
+        """Return an identifier of the run and the step, which is stored in each piece of a saved
+        state.
 
-        After the failure of a process, repeated steps have the same bits. So pieces of different
-        epochs may form one checkpoint. There are two exceptions: the trainers have changed, or the
-        job was launched again, perhaps with another script. Then the run gets another name.
+        A reader combines pieces of several servers only if their identifiers are equal. After a
+        failure,
+        repeated steps have the same bits, so pieces from before and after the failure may be
+        combined.
+        There are two exceptions: the trainers have changed, or the job was launched again, perhaps
+        with
+        another script. Then the run gets another name.
 
         Args:
-          since: number of the first epoch with the current trainers.
+          since: number of the first epoch (part of the job) with the current trainers.
           sessions: identifiers of the trainers' runs.
           step: the server's step.
         """
@@ -218,11 +243,15 @@ class ServerCuts:
     ) -> None:
         """Write this server's piece of a cut (snapshot), and remove its pieces of old cuts.
 
-        If the piece cannot be written, the job continues with its earlier cuts. A state of an
-        earlier epoch is not written.
+        The thread that writes checkpoints calls this method. If the piece cannot be written, the
+        job
+        continues with its earlier cuts, and logs a warning. The method does nothing if a failure
+        has
+        happened since the snapshot was taken.
 
         Args:
-          epoch: number of the epoch of the state.
+          epoch: number of the epoch (part of the job between two failures) in which the state was
+            current.
           counts: for an asynchronous server, the number of steps of each trainer in the state.
           state: the server's arrays, by name.
           mark: the run and the step.
@@ -264,7 +293,7 @@ class ServerCuts:
     def _note_cut(
         self, epoch: int, step: int, counts: Mapping[int, int], *, is_early: bool
     ) -> None:
-        """Tell the launcher that a cut (snapshot) is written, and remove old cuts."""
+        """Report a written cut (snapshot) to the launcher, and remove old cuts."""
         if self.is_alone:
             by_trainer = [counts.get(k, 0) for k in range(self.plan.trainers)]
             for old in self.epochs.note_cut_alone(step, by_trainer):
@@ -274,14 +303,17 @@ class ServerCuts:
             self.epochs.remove_old_cuts(epoch, server_names(self.plan))
 
     def note_end(self, epoch: int, lost: Sequence[str] = ()) -> None:
-        """Tell the launcher that this server has written its newest states at the end of an epoch.
+        """Report to the launcher that this server has written its newest states after a failure.
 
-        If the report fails, the launcher chooses the newest complete cut (snapshot) after some
+        The launcher waits for this report of every live server, and then chooses the step from
+        which the
+        job continues. If a report fails, the launcher chooses the newest complete cut (snapshot)
+        after some
         seconds.
 
         Args:
-          epoch: number of the ending epoch.
-          lost: names of the lost servers. Their replicas on this server are written, too.
+          epoch: number of the epoch (part of the job between two failures) that is ending.
+          lost: names of the lost servers. This server has also written its copies of their states.
         """
         try:
             self.epochs.note_end(epoch, lost)
@@ -305,13 +337,16 @@ def _other_mode(path: Path, before: str, now: str) -> str:
 
 
 def check_drops(plan: PServerPlan, on_trainer_loss: str) -> None:
-    """Raise ConfigError if the launcher may drop trainers, and the plan needs all of them.
+    """Raise ConfigError if the launcher may continue without a lost trainer, but the plan cannot.
 
-    After a drop, updates follow the rule for trainers that leave early: on_trainer_exit="drop".
+    For example, a step that needs values of the full batch cannot continue without a trainer. After
+    a
+    trainer is dropped, the updates are those of on_trainer_exit="drop".
 
     Args:
       plan: the job's plan.
-      on_trainer_loss: reaction of the launcher to the failure of a trainer, as for `launch`.
+      on_trainer_loss: the launcher's option for the failure of a trainer: "drop", "replace" or
+        "restart".
     """
     if on_trainer_loss not in DROPS:
         return
@@ -346,10 +381,14 @@ def check_drops(plan: PServerPlan, on_trainer_loss: str) -> None:
 
 
 def check_cuts(plan: PServerPlan, cuts: Cuts) -> None:
-    """Raise ConfigError if a plan does not support an option, or has state that cuts lack.
+    """Raise ConfigError if a job could not continue from its cuts (snapshots) exactly.
 
-    Cuts contain the state of servers, and leaves that trainers of synchronous jobs and of GEO-SGD
-    compute. With `staleness`, a step uses older rows, which cuts do not contain.
+    Cuts contain the state of servers, and arrays that trainers of synchronous jobs and of GEO-SGD
+    compute. They do not contain, for example, the older rows that a trainer reads with `staleness`.
+
+    Args:
+      plan: the job's plan.
+      cuts: the user's options of cuts.
     """
     remedy = "leave cuts out, and restart from checkpoints (docs/reliability.md)"
     computed = [] if plan.sync_mode or plan.push_every else computed_leaves(plan)
@@ -377,7 +416,10 @@ def check_cuts(plan: PServerPlan, cuts: Cuts) -> None:
 
 
 def _check_replicas(plan: PServerPlan, cuts: Cuts) -> None:
-    """Raise ConfigError if a plan has only one server, or a server without a trained parameter."""
+    """Raise ConfigError if a plan's servers cannot store copies of each other's states.
+
+    The plan needs two servers, and each server needs a trained parameter.
+    """
     backups_of(list(plan.servers))
     for endpoint, programs in plan.servers.items():
         if not ServerUpdate.from_program(programs.main).grad_types:

@@ -1,11 +1,11 @@
-"""Communication equations that a role executes alone, without messages.
+"""Communication equations of a program that one process executes alone, without messages.
 
-split_byref    slices a gradient into views of its memory, without a copy
-split_ids      checks ids of rows, and returns them unique and sorted
-concat         returns the memory that contains the received blocks in sequence
-fake_init      returns an array with 0 rows in place of a table
+    split_byref    slices a gradient into views of its memory, without a copy
+    split_ids      checks ids of table rows, and returns them unique and sorted
+    concat         joins received blocks to one array, without a copy if possible
+    fake_init      returns an array with 0 rows in place of an embedding table
 
-`LOCAL_RULES` has a rule for each of them.
+`LOCAL_RULES` has a function for each of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _fake_init(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
 
 
 def _concat(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-    """Concatenate the blocks of a leaf; do not copy blocks that are adjacent in memory."""
+    """Join the blocks of a parameter to one array, without a copy if they are adjacent."""
     if all(isinstance(v, np.ndarray) for v in values):
         memory = _shared_memory(values)
         if memory is not None:
@@ -48,7 +48,7 @@ def _concat(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
 
 
 def _shared_memory(blocks: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return one array over the memory of several blocks; None if they are not contiguous."""
+    """Return one array that covers adjacent arrays in memory; None if they have a gap."""
     first, base = blocks[0], blocks[0].base
     if base is None:
         return None

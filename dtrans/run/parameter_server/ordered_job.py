@@ -1,15 +1,17 @@
-"""Asynchronous job in one process, in which trainers take turns, for `plan.verify()`.
+"""Asynchronous job in one process, in which trainers take turns in a fixed order.
 
-    servers   blocks with the updates of an asynchronous server (`block_update`)
-    trainers  programs that are cut at their communication; one turn is one step of one trainer
+Trainers of an asynchronous job step independently, so its results depend on time. `plan.verify()`
+needs a job with a definite result. It traces `OrderedJob.step`, and compares it with a sequential
+replay of the same order (`dtrans.run.replays`).
 
-The first half of a turn looks up rows and computes gradients. The second half updates the servers,
-and the trainer receives new parameters. Between the two halves, the next trainer runs the first
-half of its turn. So the next trainer's parameters and rows lack an update, as in a job of
-processes. With GEO-SGD, a trainer applies the servers' answer to a push in its next step.
+    servers   blocks of parameters, with the updates of an asynchronous server (`block_update`)
+    trainers  programs that are divided at their communication; a *turn* is one trainer's step
 
-`plan.verify()` traces `OrderedJob.step`, and compares it with a sequential replay of the same order
-(`dtrans.run.replays`).
+In the first half of a turn, a trainer looks up table rows and computes gradients. In the second
+half, the servers apply these gradients, and the trainer receives new parameters. Between the two
+halves, the next trainer runs the first half of its turn. So the next trainer's parameters lack an
+update, as in a job of processes. With GEO-SGD, a trainer applies the servers' answer to a push
+(message with changes of parameters) in its next step.
 """
 
 from __future__ import annotations
@@ -77,11 +79,11 @@ MOST_LOCAL_STEPS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """One step of one trainer.
+    """One step of one trainer, in a job whose trainers take steps in a fixed order.
 
     Attributes:
       trainer: the trainer's id.
-      batch: the index of the turn's batch in the stack of batches.
+      batch: the index of the step's batch in the stack of batches.
       reports: True if `plan.verify()` compares the step's results.
     """
 
@@ -96,15 +98,16 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class RecordedOrder:
-    """Sequence of turns. Trainers take turns in the order 0, 1, 2, then 2, 1, 0, and so on.
+    """Order in which the trainers take steps: 0, 1, 2, then 2, 1, 0, and so on.
 
-    A round is one turn of every trainer.
+    A *turn* is one step of one trainer. A *round* is one turn of every trainer.
 
     Attributes:
-      turns: the sequence.
+      turns: all turns, in order.
       rounds: the number of rounds.
       batches: the number of batches. In each round, the trainers split one batch. With GEO-SGD,
-        each trainer has a full batch, and takes the next trainer's batch in the next round.
+        each
+        trainer has a full batch, and takes the next trainer's batch in the next round.
     """
 
     turns: tuple[Turn, ...]
@@ -113,9 +116,14 @@ class RecordedOrder:
 
     @property
     def halves(self) -> Iterator[tuple[Turn, bool]]:
-        """Yield (turn, False) for the first half of each turn, and (turn, True) for the second.
+        """Yield (turn, False) for the first half of each trainer's step, and (turn, True) for the
+        second.
 
-        Two consecutive turns of different trainers overlap.
+        Steps of different trainers overlap: the second half of a step follows the first half of the
+        next
+        step. So the next trainer computes with parameters that lack an update. For trainers 0 and
+        1, the
+        sequence is (0, False), (1, False), (0, True), ...
         """
         for before, turn in itertools.pairwise((None, *self.turns)):
             assert turn is not None
@@ -129,7 +137,12 @@ class RecordedOrder:
 
     @classmethod
     def for_plan(cls, plan: PServerPlan) -> RecordedOrder:
-        """Return an order in which trainers use stale parameters, push, and receive an answer."""
+        """Choose the number of steps for a plan, so that all kinds of communication occur.
+
+        Trainers use old parameters at least once. With GEO-SGD, they also push changes, and apply
+        the
+        servers' answer.
+        """
         rounds = ROUNDS + local_steps(plan.push_every)
         turns = []
         for number in range(rounds):
@@ -143,7 +156,7 @@ class RecordedOrder:
 
 
 def run_to_end(step: Step) -> Values:
-    """Run a generator of a step to its end; return the step's results."""
+    """Run the generator of a trainer's step to its end; return the step's results."""
     while True:
         try:
             next(step)
@@ -153,29 +166,38 @@ def run_to_end(step: Step) -> Values:
 
 
 def local_steps(push_every: int) -> int:
-    """Return the number of steps between two pushes; 0 if the trainers send gradients."""
+    """Return the number of steps before each push of GEO-SGD, at most 2; 0 without GEO-SGD.
+
+    A *push* is a message with changes of parameters. More steps before a push would run the same
+    code,
+    and make the comparison slower.
+    """
     return min(push_every, MOST_LOCAL_STEPS)
 
 
 def stacked_type(t: Any, count: int) -> jax.ShapeDtypeStruct:
-    """Return the type of `count` arrays in a stack."""
+    """Return the shape and dtype of a stack of `count` arrays."""
     return jax.ShapeDtypeStruct((count, *t.shape), t.dtype)
 
 
 def rows_at_start(rows: int, trainer: int) -> np.ndarray:
-    """Return the ids of a GEO-SGD trainer's local rows at the start: every second row.
+    """Return the ids of the table rows that a GEO-SGD trainer stores at the start.
 
-    So a step looks up both local rows and rows that it fetches from servers.
+    The trainer stores every second row, and fetches the others from servers. So a step tests both
+    cases. For 5 rows and trainer 1,
+    the function returns [1, 3].
     """
     return np.arange(trainer % 2, rows, 2, dtype=np.int32)
 
 
 def initial_state(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
-    """Return the initial optimizer state of all rows of a table.
+    """Return the initial optimizer state of all rows of a table, as one array for each state.
+
+    With GEO-SGD, a trainer needs this state when it looks up a row for the first time.
 
     Args:
-      eqn: the table's `geo_init` equation.
-      args: the arguments of the init.
+      eqn: the `geo_init` equation of the table in a trainer's startup program.
+      args: the arguments of the user's `init`.
     """
     p = eqn.params
     if len(p["types"]) == 1:
@@ -186,14 +208,16 @@ def initial_state(eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
 
 
 def table_types(plan: PServerPlan) -> dict[str, Any]:
-    """Return a map from each table's name to its shape and dtype."""
+    """Return the shape and dtype of each embedding table, by name."""
     return subset(plan.main.inputs, plan.tables.of)
 
 
 def part_axes(plan: PServerPlan) -> dict[str, int]:
-    """Return a map from each batch array's name to the dimension on which it is split.
+    """Return the dimension on which each batch array is split over the trainers, by name.
 
-    With GEO-SGD or with one trainer, no array is split.
+    For example, `{"x": 0}` splits the rows of x. With GEO-SGD or with one trainer, no array is
+    split,
+    and the result is empty.
     """
     if plan.push_every or plan.trainers == 1:
         return {}
@@ -216,16 +240,18 @@ def part_of_trainer(x: Any, axis: int | None, trainer: int, trainers: int) -> An
 
 
 class OrderedJob:
-    """Job that runs an asynchronous plan in one process, in the order of a `RecordedOrder`.
+    """Job that runs an asynchronous plan in one process, with steps in a fixed order
+    (`RecordedOrder`).
 
     A state contains the arrays of servers, the parameters that each trainer has received, and the
-    arrays that trainer 0 computes itself. With GEO-SGD, trainers have some local rows of tables at
-    the start of each call of `step` (`rows_at_start`).
+    arrays that trainer 0 computes itself. With GEO-SGD, each trainer stores some rows of tables
+    itself when `step` begins (`rows_at_start`).
 
     Args:
       plan: an asynchronous plan.
       begins: arguments of the user's `init`. With GEO-SGD, they determine the initial optimizer
-        state of rows that a trainer looks up for the first time.
+        state
+        of rows that a trainer looks up for the first time.
     """
 
     def __init__(self, plan: PServerPlan, begins: Sequence[Any] = ()) -> None:
@@ -253,18 +279,18 @@ class OrderedJob:
 
     @cached_property
     def state_of_rows(self) -> dict[str, tuple[str, ...]]:
-        """For each GEO-SGD table, names of the state arrays that have a row for each table row."""
+        """For each GEO-SGD table, names of optimizer state arrays with a row per table row."""
         return {n: t.zero.state for n, t in self.plan.tables.of.items() if t.on_trainers}
 
     def state_of(self, params: Any, opt_state: Any) -> OrderedState:
-        """Return the state in which all roles have the given parameters and optimizer state."""
+        """Return the job's state for given parameters and optimizer state, equal on all roles."""
         arrays = arrays_of(self.plan.main, params, opt_state)
         servers = {ep: server_state(self.plan, ep, arrays) for ep in self.plan.servers}
         local = subset(arrays, self.local)
         return self._state(local, servers, [arrays] * self.plan.trainers)
 
     def init(self, *args: Any) -> OrderedState:
-        """Return the first state: each role runs its startup program."""
+        """Return the first state, by running the startup programs of all servers and trainers."""
         servers = {}
         for ep, programs in self.plan.servers.items():
             arrays = programs.startup.compiled(*programs.startup.flatten(*args))
@@ -279,10 +305,13 @@ class OrderedJob:
         return self._state(local, {ep: x.state for ep, x in servers.items()}, params)
 
     def step(self, state: OrderedState, *batch: Any) -> tuple[OrderedState, Values]:
-        """Take all turns; return the new state, and results by name.
+        """Take all steps of the recorded order; return the new state, and the results by name.
+
+        The state afterwards looks as if every trainer had just received the newest parameters.
 
         Args:
-          batch: stacks of batches, of length `RecordedOrder.batches`.
+          state: the state that `init` or an earlier call returned.
+          batch: batch arguments, each a stack of `RecordedOrder.batches` batches.
         """
         trainers_at_start = range(self.plan.trainers)
         local_rows = {}
@@ -312,7 +341,10 @@ class OrderedJob:
     def _take_turns(
         self, trainers: Sequence[_OrderedTrainer], batch: Sequence[Any]
     ) -> dict[str, Any]:
-        """Run all turns (steps); return the results of the turns that report, by label."""
+        """Run all turns (steps of single trainers) in their order; return their results by label.
+
+        Results of turns that `plan.verify()` does not compare are left out.
+        """
         arrays: dict[str, Any] = {}
         for spec, tree in zip(self.plan.main.args[2:], batch, strict=True):
             arrays |= zip(spec.names, spec.flatten(tree), strict=True)
@@ -336,7 +368,7 @@ class OrderedJob:
     def _trainer(
         self, number: int, servers: Mapping[str, _OrderedServer], state: OrderedState
     ) -> _OrderedTrainer:
-        """Return a trainer at the start of a step, with its local rows of tables."""
+        """Return the object for one trainer at the start of `step`, with its table rows."""
         types = table_types(self.plan)
         local_rows = {}
         for table, names in self.state_of_rows.items():
@@ -381,13 +413,15 @@ class OrderedJob:
 
 
 class _OrderedServer:
-    """One server, which updates its blocks like `dtrans.protocol.server.async_server`.
+    """One server of an `OrderedJob`. It updates its blocks (rows of parameters) like a real server.
+
+    The updates are those of `dtrans.protocol.server.async_server`.
 
     Args:
       programs: the server's programs.
       state: the server's arrays, by name.
-      local_rows: maps each table's name to a list: the ids of each trainer's local rows at the
-        start.
+      local_rows: for each GEO-SGD table, a list with the ids of the rows that each trainer stores
+        itself at the start.
     """
 
     def __init__(
@@ -414,15 +448,22 @@ class _OrderedServer:
         self.state: dict[str, Any] = dict(self._blocks.state)
 
     def settled(self, trainers: int) -> Values:
-        """Return this server's state as if every trainer had just received the newest blocks.
+        """Return this server's state as if every trainer had just received the newest parameters.
 
-        With delay compensation, the stored copies of the blocks then equal the blocks.
+        With delay compensation, a server stores a copy of the parameters that each trainer last
+        received.
+        These copies are set to the current parameters.
         """
         copies = {backup_of(n, k): self.state[n] for n in self._backed for k in range(trainers)}
         return {**self.state, **copies}
 
     def take(self, trainer: int, grads: Values) -> None:
-        """Update blocks with the gradients that one step of a trainer has sent."""
+        """Update this server's blocks with the gradients that a trainer has sent in one step.
+
+        Args:
+          trainer: id of the trainer.
+          grads: the gradients, by name.
+        """
         backups = {n + BACKUP: self.state[backup_of(n, trainer)] for n in self._backed}
         rows = {n + BACKUP: x for (k, n), x in self._sent_rows.items() if k == trainer}
         values = {**grads, **backups, **rows}
@@ -433,13 +474,26 @@ class _OrderedServer:
                 self._changed.changed(trainer, name, grads[gradient].ids)
 
     def give(self, trainer: int, name: str) -> Any:
-        """Return a block for a trainer. With delay compensation, store the block as sent."""
+        """Return a block of parameters for a trainer.
+
+        With delay compensation, the server also stores the block as the newest one that the trainer
+        has.
+        """
         if name in self._backed:
             self.state[backup_of(name, trainer)] = self.state[name]
         return words(self.state[name])
 
     def give_rows(self, trainer: int, name: str, ids: Any) -> Any:
-        """Return rows of a block for a trainer. With delay compensation, store them as sent."""
+        """Return rows of a table for a trainer.
+
+        With delay compensation, the server also stores the rows as the newest ones that the trainer
+        has.
+
+        Args:
+          trainer: id of the trainer.
+          name: name of the table's block on this server.
+          ids: ids of the rows in the block.
+        """
         rows: Any = jnp.take(self.state[name], ids, 0, mode="fill", fill_value=0)
         if self.update.served.tables[name].backed:
             self._sent_rows[trainer, name] = RowGradient(ids, rows)
@@ -447,23 +501,26 @@ class _OrderedServer:
         return rows
 
     def give_changes(self, trainer: int, name: str) -> RowGradient:
-        """Return the trainer's local rows that other trainers have changed since the last call."""
+        """Return the rows that the trainer stores, and other trainers have changed since the last
+        call.
+        """
         ids = self._changed.take(trainer, name)
         rows: Any = jnp.take(self.state[name], ids, 0, mode="fill", fill_value=0)
         return RowGradient(ids, rows)
 
 
 class _OrderedTrainer:
-    """One trainer, which runs its program, and calls the servers in place of messages.
+    """One trainer of an `OrderedJob`. It calls the servers instead of sending messages.
 
-    With GEO-SGD, this object is also the `PushQueue` of its `GeoTrainer`.
+    With GEO-SGD, this object also queues the pushes (messages with changes of parameters) of a
+    `GeoTrainer`: it is a `PushQueue`.
 
     Args:
       job: the job.
       number: the trainer's id.
-      servers: maps the endpoint of each server to the server.
+      servers: the servers, by endpoint.
       values: the trainer's arrays at the start, by name.
-      local_rows: maps each table's name to the trainer's local rows at the start.
+      local_rows: for each GEO-SGD table, the rows that the trainer stores itself.
 
     Attributes:
       values: the trainer's arrays, by name.
@@ -490,7 +547,14 @@ class _OrderedTrainer:
         self._pushed: list[str] = []  # names of the parameters that a push contains, in order
 
     def step(self, batch: Values) -> Step:
-        """Take one step, and return its results by name. Yield once, before sending gradients."""
+        """Take one step; return its results by name.
+
+        The generator pauses once, before it sends gradients. Meanwhile, other trainers can begin a
+        step.
+
+        Args:
+          batch: this trainer's part of the batch, by name.
+        """
         arrays = {**self.values, **batch}
         program = self._job.plan.trainer_program(self._number)
         inputs = values_at(arrays, program.in_names)
@@ -499,11 +563,15 @@ class _OrderedTrainer:
         return omit(outs, self.values)
 
     def start(self, program: Program, args: Sequence[Any]) -> Values:
-        """Run the startup program, which sends nothing; return its outputs by name."""
+        """Run the trainer's startup program, which only receives parameters; return its outputs by
+        name.
+        """
         return run_to_end(self._run(program, args))
 
     def _run(self, program: Program, args: Sequence[Any]) -> Step:
-        """Run a program, and return its outputs by name. Yield once, before sending gradients."""
+        """Run a program; return its outputs by name. The generator pauses once, before it sends
+        gradients.
+        """
         run, rules = cut_program(program, computed=COMPUTED).run(args), self._rules()
         outs: Sequence[Any] | None = None
         while True:
@@ -526,7 +594,7 @@ class _OrderedTrainer:
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
     def _deliver(self) -> None:
-        """Update the servers' blocks with the gradients that this turn has collected."""
+        """Pass this trainer's gradients to the servers, which update their parameters."""
         sent, self._sent = self._sent, {}
         for ep, grads in sent.items():
             self._servers[ep].take(self._number, grads)
@@ -573,13 +641,13 @@ class _OrderedTrainer:
         spans: Sequence[Any],
         rows: RowGradient,
     ) -> None:
-        """Send each server the rows of its block.
+        """Divide rows of a table among the servers that store them, and queue them for sending.
 
         Args:
           endpoints: endpoint of each block's server.
           names: name under which the rows of each block are sent.
-          spans: set of the table's rows that each block contains.
-          rows: rows of the table.
+          spans: the rows of the table that each block contains.
+          rows: ids and values of rows.
         """
         for ep, name, span in zip(endpoints, names, spans, strict=True):
             self._sent.setdefault(ep, {})[name] = part_of_block(span, rows)
@@ -593,9 +661,11 @@ class _OrderedTrainer:
     # -- GEO-SGD ---------------------------------------------------------------------------------
 
     def rows_over(self) -> dict[str, Any]:
-        """Return tables and their optimizer state as arrays with all rows, by name.
+        """Return full tables and their optimizer state, from the rows that this trainer stores.
 
-        Rows that are not local are zero, and their optimizer state is the initial state.
+        `plan.verify()` compares full arrays. Rows that the trainer does not store are zero, and
+        have the
+        initial optimizer state.
         """
         found: dict[str, Any] = {}
         for table, local in self._local_rows.items():
@@ -605,7 +675,10 @@ class _OrderedTrainer:
         return found
 
     def _geo_prefetch(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-        """Return local rows and their optimizer state, after fetching missing rows from servers."""
+        """Return the rows that a GEO-SGD step looks up, and their optimizer state.
+
+        Rows that the trainer does not store yet are fetched from servers first.
+        """
         (uniq,), p = values, eqn.params
         local = self._local_rows[p["table"]]
         self._tables[p["table"]] = as_deltas(leaf_of(eqn, p["types"][0])), local
@@ -617,7 +690,7 @@ class _OrderedTrainer:
         return local.take(uniq, len(uniq))
 
     def _geo_send(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-        """End a step of GEO-SGD; return the parameters of the next step."""
+        """End a step of GEO-SGD, and push changes if due; return the next parameters."""
         p = eqn.params
         if not p["push_every"]:  # In the startup program, no step has ended.
             return values
@@ -637,7 +710,14 @@ class _OrderedTrainer:
     # -- the `PushQueue` of `GeoTrainer` ---------------------------------------------------------
 
     def put(self, group: Group, steps: int) -> None:
-        """Apply a push on the servers, and store their answer for the next step."""
+        """Apply a push (message with changes of parameters) on the servers, and store their answer.
+
+        The trainer reads the answer in its next step.
+
+        Args:
+          group: the changes of each parameter and table.
+          steps: number of steps in the push.
+        """
         for leaf, x in group:
             if isinstance(x, RowGradient):
                 self._send_parts(leaf.endpoints, leaf.names, leaf.spans, x)

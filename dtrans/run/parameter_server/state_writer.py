@@ -1,13 +1,13 @@
-"""Checkpoints that a server writes during its steps: one thread copies arrays, another one writes.
+"""Writer of checkpoints in the background: one thread copies arrays, another one writes files.
 
-The server takes a snapshot between two messages, and continues. The snapshot refers to the server's
-arrays. While the server waits for gradients, a thread copies the arrays that the next update
-donates. The update waits for these copies. Without them, XLA could not reuse the memory of the
-arrays: the update would write to new pages, which takes as long as three copies. The copies reuse
-the memory of the last snapshot.
+A server must not wait for a disk. It takes a snapshot between two messages, and continues. The
+snapshot refers to the server's arrays. While the server waits for gradients, a thread copies the
+arrays that the next update overwrites. The update waits for these copies. Without them, XLA could
+not reuse the memory of the arrays: the update would write to new pages, which takes as long as
+three copies. The copies reuse the memory of the last snapshot.
 
-The second thread writes the snapshots to files. After each snapshot, it wakes the server's loop,
-which answers the trainers that requested the checkpoint.
+The second thread writes the snapshots to files. After each file, it wakes the server's loop, which
+answers the trainers that requested the checkpoint.
 """
 
 from __future__ import annotations
@@ -37,7 +37,15 @@ KeepLast = Callable[[Mapping[str, Any], Mark, Mapping[str, int]], Path | None]
 
 
 class _Write(NamedTuple):
-    """State to write, as a checkpoint or a cut (snapshot); `done` is set after the write."""
+    """One state that waits to be written to a file.
+
+    Attributes:
+      name: name of the checkpoint; empty for a cut (snapshot to continue from after a failure).
+      keep: function that writes the state.
+      copies: the state, when its arrays are copied.
+      mark: the run and the step.
+      done: set after the write.
+    """
 
     name: str
     keep: Callable[[Mapping[str, Any], Mark], None]
@@ -47,11 +55,11 @@ class _Write(NamedTuple):
 
 
 class StateWriter:
-    """Writer of a server's state, with two threads.
+    """Writer of a server's checkpoints and snapshots, with a thread for copies and one for files.
 
     Args:
       keep: writes a state under a name; None if trainers request no checkpoints.
-      spent: arrays that updates donate, by name. The memory for their copies is allocated at the
+      spent: arrays that updates overwrite, by name. The memory for their copies is allocated at the
         start, so that no snapshot waits for new pages.
       wake: function that the writing thread calls when `ended` has results.
     """
@@ -78,15 +86,17 @@ class StateWriter:
     def begin(
         self, name: str, state: Mapping[str, Any], mark: Mark, spent: Collection[str] = ()
     ) -> None:
-        """Start to write a state under a name.
+        """Start to write a state as a checkpoint with a name, and return at once.
 
         Args:
           name: name of the checkpoint.
           state: arrays by name. The arrays in `spent` must not change before `wait_copied`. The
-            other arrays must not change before the end of the write.
+            other
+            arrays must not change before the end of the write.
           mark: the run and the step.
-          spent: names of the arrays that are views of memory that the next update donates, or
-            `RowPieces`.
+          spent: names of the arrays that must be copied, because the next update overwrites their
+            memory,
+            or because they are `RowPieces`.
         """
         assert self._keep is not None
         self._begin(name, functools.partial(self._keep, name), state, mark, spent, Future())
@@ -100,13 +110,14 @@ class StateWriter:
         *,
         waits: bool = True,
     ) -> None:
-        """Start writing a cut (snapshot).
+        """Start to write a cut (snapshot from which the job continues after a failure).
 
         Args:
           keep: writes the state. `ended` does not yield its result.
           state, mark, spent: as in `begin`.
           waits: True to wait first until the previous cut is written. Without this wait, a slow
-            disk would let cuts fill the memory.
+            disk would
+            let cuts fill the memory.
         """
         if waits:
             self._written.result()
@@ -134,13 +145,16 @@ class StateWriter:
         self._due.put(_Write(name, keep, self._copies, mark, done))
 
     def wait_copied(self) -> None:
-        """Wait until the arrays in `spent` are copied, so that the next update may donate them."""
+        """Wait until a snapshot's arrays are copied, so that an update may overwrite them."""
         if self._copies is not None:
             wait([self._copies])
             self._copies = None
 
     def ended(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, error text) for each checkpoint whose write ended since the last call."""
+        """Yield (name, error) for each checkpoint that was written since the last call.
+
+        The error is empty if the checkpoint is complete, or else the text for the trainer.
+        """
         while not self._ended.empty():
             self._pending -= 1
             name, error = self._ended.get()
@@ -181,7 +195,7 @@ class StateWriter:
 
 
 def _allocate(types: Mapping[str, tuple[tuple[int, ...], Any]], pool: BufferPool) -> None:
-    """Allocate memory for a snapshot, and write zeros so that the system provides the pages."""
+    """Allocate the memory for copies of arrays, and write zeros to get its pages."""
     for name, (shape, dtype) in types.items():
         pool.take(name, shape, dtype).fill(0)
 

@@ -1,4 +1,7 @@
-"""Results of a trainer's step for the full batch, which a server merges from all trainers."""
+"""Merge of the trainers' results of a step, such as the loss, into results for the full batch.
+
+The first server merges the results. So all trainers return the same loss as one device.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,14 @@ ADD = ("all_reduce", "sum")
 
 
 def merged_results(plan: PServerPlan, shared: ExactStep | None) -> dict[str, str]:
-    """Return the merge rule of each result that the first server merges in a step, by name.
+    """Return the results of a step that the first server merges, by name, each with its merge rule.
+
+    For example, `{"loss": "mean"}`. Parameters are left out, because trainers receive them from
+    servers.
 
     Args:
       plan: the plan.
-      shared: the exact split of the batch, or None.
+      shared: the exact split of the batch over trainers, or None.
     """
     if shared is None or not plan.sync_mode:
         return {}
@@ -43,7 +49,9 @@ def merge_results(
     outputs: Any,
     call: StepCall,
 ) -> Any:
-    """Replace this trainer's results by results for the full batch, which a server merges.
+    """Exchange this trainer's results, such as the loss, for results of the full batch.
+
+    Each trainer sends its results to the first server, and receives the merged results.
 
     Args:
       plan: the plan of the job.
@@ -52,8 +60,7 @@ def merge_results(
       call: the call of the program.
 
     Raises:
-      BatchError: trainers used parts of different sizes. Servers have applied the update
-        already.
+      BatchError: trainers used parts of different sizes. Servers have applied the update already.
     """
     shared, out = call.shared, plan.trainer.out
     merges = merged_results(plan, shared)
@@ -103,11 +110,16 @@ def _part_rows(main: Program, call: StepCall) -> int:
 
 
 def _drop_padding(x: Any, axis: int, shares: Sequence[int]) -> Any:
-    """Return concatenated parts without the padding that gives all parts the largest size.
+    """Remove the padding from concatenated results of trainers with different numbers of rows.
+
+    Before the merge, each trainer pads its results to the largest number of rows. For shares (2,
+    1),
+    the concatenated results have 4 rows, and the last row is padding.
 
     Args:
-      x: the parts of all trainers, concatenated along dimension `axis`.
-      shares: number of rows of each part, without padding.
+      x: the results of all trainers, concatenated along dimension `axis`.
+      axis: the dimension.
+      shares: number of rows of each trainer, without padding.
     """
     each = x.shape[axis] // len(shares)
     width = each // max(shares)

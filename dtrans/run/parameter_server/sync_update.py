@@ -1,16 +1,18 @@
 """State of a synchronous server, and its update, one step at a time.
 
-An update that reduces over rows of several servers runs in phases. Between two phases, the servers
-exchange vectors: the update pauses, and continues when the other servers' vectors have arrived.
+An optimizer may need values of several servers, such as a gradient norm. Then the update pauses at
+each exchange of vectors between servers, and continues when the other servers' vectors have
+arrived.
 
-Updates of tables touch only the rows that trainers have looked up
+Updates of embedding tables touch only the rows that trainers have looked up
 (`dtrans.run.parameter_server.tables`). One block updates the rows of a group of tables
 (`dtrans.run.parameter_server.tables.table_groups`). If an optimizer must touch every row, the
-update scatters the gradients of rows into zeros. It then updates the table like any other block.
+update scatters the gradients of rows into zeros. It then updates the table like any other
+parameter.
 
-An update with parts (`dtrans.run.parameter_server.update_parts`) runs each part when the gradients
-of the part have arrived. The state before the step stays valid until the last part is complete. If
-several parts update one block, the arrays of the block are `RowPieces`.
+A large update can be divided into parts (`dtrans.run.parameter_server.update_parts`). Each part
+runs as soon as its gradients have arrived. The state before the step stays valid until the last
+part is complete. If several parts update one array, the array is stored in pieces (`RowPieces`).
 """
 
 from __future__ import annotations
@@ -60,23 +62,25 @@ class SyncUpdate:
       update: the server's update, which uses the gradients of all trainers.
       state: the initial values, by name. With parts, the object copies them.
       trainers: the number of trainers.
-      like: an earlier object for the same update, whose compiled functions are used again.
-      steps: number of updates that `state` already contains, from earlier epochs.
+      like: an earlier object for the same update; its compiled functions are used again.
+      steps: number of updates that `state` already contains.
       keeps_old: True to store the state before the newest one, too.
       merges: True if `begin` takes the gradients that `merge` returns.
-      parts: the parts of the update. With parts, the optimizer state before the newest one is
-        stored, and the next update reuses the memory of this older state.
+      parts: parts of the update that run as soon as their gradients arrive. With parts, the
+        optimizer
+        state before the newest one is stored, and the next update reuses the memory of this older
+        state.
 
     Attributes:
-      state: the arrays by name, with tables in `TableMemory`, and `RowPieces` of divided blocks.
+      state: the arrays by name, with tables in `TableMemory`, and divided arrays as `RowPieces`.
       values: the parameters as NumPy arrays or `RowPieces`. Messages are sent from their memory.
-      exchange: the exchange at which the update pauses; None between updates.
+      exchange: the exchange with other servers at which the update pauses; None between updates.
       server_tables: reports and evicts rows of tables.
       spent: names of the state arrays whose memory an update reuses.
       before: function that is called before each update.
       old: the state before the newest one; None before the first update, during an update, and
-        without `keeps_old`. Its tables are snapshots, which have the old values of rows that have
-        changed.
+        without
+        `keeps_old`. Its tables are snapshots, which have the old values of rows that have changed.
     """
 
     def __init__(
@@ -148,7 +152,7 @@ class SyncUpdate:
         self._publish()
 
     def begin(self, grads: Mapping[str, Any], present: frozenset[int], step: int) -> Vectors | None:
-        """Begin the update of a step, and run it up to its first exchange.
+        """Begin the update of a step, and run it up to the first exchange with other servers.
 
         Args:
           grads: gradients by name.
@@ -175,7 +179,7 @@ class SyncUpdate:
         return self.go_on(None)
 
     def go_on(self, arrived: Vectors | None) -> Vectors | None:
-        """Run the update up to its next exchange.
+        """Continue the update up to its next exchange with other servers.
 
         Args:
           arrived: the other servers' vectors of the last exchange; None at the start.
@@ -196,7 +200,7 @@ class SyncUpdate:
         return outgoing
 
     def _end(self, new: dict[str, Any]) -> None:
-        """End a step with its new state."""
+        """Replace the state by the result of an update; make the new parameters ready to send."""
         self._steps += 1
         if self._keeps_old:
             self.old = {**self.state, **self._old_tables}
@@ -212,14 +216,26 @@ class SyncUpdate:
     def update_part(
         self, number: int, grads: Mapping[str, Any], present: frozenset[int], step: int
     ) -> Mapping[str, Any]:
-        """Run one part before `begin`. See `StepUpdate`."""
+        """Run one part of the update, whose gradients have arrived, before `begin` runs the others.
+
+        Args:
+          number: index of the part.
+          grads: gradients by name, at least those of the part.
+          present: ids of the trainers whose gradients the update uses.
+          step: the number of the step.
+
+        Returns:
+          The new parameters of the part, by name. `StepUpdate` describes this method, too.
+        """
         if len(self._by_parts.missing) == len(self.parts):
             self.before()
             self._watched, self.old = {}, None
         return self._by_parts.run(number, grads, present, self.state, self._unused)
 
     def _compile(self, present: frozenset[int], sizes: Mapping[str, int]) -> CompiledUpdate:
-        """Return the compiled update; compile it on first use.
+        """Return the compiled update for some trainers and some numbers of table rows.
+
+        The first call with the same arguments compiles the update.
 
         Args:
           present: ids of the trainers whose gradients the update uses.
@@ -241,7 +257,13 @@ class SyncUpdate:
     def merge(
         self, grads: Mapping[str, Any], present: frozenset[int], step: int
     ) -> Mapping[str, Any]:
-        """Return the merged gradients by name. See `StepUpdate.merge`."""
+        """Return the sums of gradients over trainers, by name, for this server and its backup.
+
+        Args:
+          grads: gradients of all trainers, by name.
+          present: ids of the trainers whose gradients are summed.
+          step: the number of the step.
+        """
         self._note_present(present, step)
         if present not in self._merging:
             self._merging[present] = compile_merge(self._with_all, present)
@@ -254,23 +276,36 @@ class SyncUpdate:
         return merged
 
     def _note_present(self, present: frozenset[int], step: int) -> None:
-        """Write to the log if a trainer has left, so that updates no longer use its gradients."""
+        """Write to the log if a trainer has left, so that updates no longer use its gradients.
+
+        Args:
+          present: ids of the trainers whose gradients the next update uses.
+          step: the number of the step.
+        """
         if present < self._present:
             _log_gone(self._update.endpoint, self._trainers - present, present, step)
         self._present = present
 
     def newest(self) -> dict[str, Any]:
-        """Return the state. Its tables are snapshots."""
+        """Return the state after the last update by name, with a snapshot of each table."""
         return {**self.state, **snapshot_arrays(self._tables)}
 
     def evict(self, name: str, unused_for: int) -> None:
-        """Evict rows of a block in a copy of another server's state."""
+        """Evict rows of a table's block, in a backup's copy of another server's state.
+
+        Args:
+          name: name of the block.
+          unused_for: number of steps in which a row was not looked up, so that it is evicted.
+        """
         self.server_tables.evict(name, unused_for, np.empty(0, np.int32))
 
     def state_blocks(self) -> tuple[list[tuple[str, np.ndarray]], dict[str, int]]:
-        """Return the name and the values of each array of the state. See `StepUpdate`.
+        """Return the full state as arrays that can be sent to a backup server.
 
         `dtrans.run.parameter_server.tables.sent_tables` describes the arrays of tables.
+
+        Returns:
+          A list of (name, array), and the number of rows of each array of a table, by name.
         """
         blocks, rows = sent_arrays(self._tables)
         for n, x in self.state.items():
@@ -301,10 +336,10 @@ class SyncUpdate:
         return self._tables[table.name].put(ids, new, self._watched)
 
     def create_rows(self, ids: Mapping[str, np.ndarray]) -> None:
-        """Create the rows that do not exist, in one call for several tables if possible.
+        """Create the table rows that do not exist yet, in one call for several tables if possible.
 
         Args:
-          ids: ids of rows in each block, by the block's name.
+          ids: ids of the rows in each table's block, by the block's name.
         """
         self._grouped.create(ids)
 
@@ -322,17 +357,20 @@ class SyncUpdate:
         return rows
 
     def tables(self) -> dict[str, Any]:
-        """Return the blocks of tables, and their optimizer state, after the last step."""
+        """Return all rows of tables, and their optimizer state, after the last step, by name."""
         return final_arrays(self._tables)
 
     def _remember_tables(self) -> None:
-        """Begin to record old values of changed rows; drop the values of the previous step."""
+        """Start to record the old values of rows that the next update changes, for `old`.
+
+        The old values of the previous step are dropped.
+        """
         for x in self._old_tables.values():
             x.table.close()
         self._old_tables = snapshot_arrays(self._tables)
 
     def snapshot(self, patience: float) -> dict[str, Any]:
-        """Return snapshots of the current tables. Another thread can read them during updates.
+        """Return a snapshot of each table, for another thread to read during updates.
 
         Args:
           patience: seconds that updates wait for a reader that makes no progress.
@@ -341,7 +379,7 @@ class SyncUpdate:
 
 
 def _sent(x: Any) -> Any:
-    """Return a parameter as an array for messages, or as `RowPieces`, after its computation."""
+    """Wait until a parameter is computed; return it as a NumPy array or `RowPieces`."""
     if isinstance(x, RowPieces):
         return RowPieces([np.asarray(words(array)) for array in x.arrays])
     return np.asarray(words(x))

@@ -1,11 +1,15 @@
-"""Update of one server: its optimize blocks, compiled.
+"""A server's update, compiled with XLA: it computes new parameters from the trainers' gradients.
 
-The blocks of `listen_and_serv` read and write values by name. The blocks between two exchanges with
-other servers form a *phase*, which is compiled as one function. So XLA optimizes all blocks of a
-phase together: the lr_sched block, and the blocks that read its outputs. If no block reduces over
-rows of several servers, there is one phase, and an update is one call.
+A server program lists *optimize blocks*, which are small programs that read and write arrays by
+name. One block computes the learning rate, for example, and another one updates a parameter. If the
+optimizer needs values of all servers, such as a gradient norm, the servers exchange vectors during
+the update.
 
-Each leaf stays a separate array, because on CPU, copies into one flat vector take longer than the
+The blocks between two exchanges form a *phase*, which is compiled as one function. So XLA optimizes
+all blocks of a phase together. If no block needs values of other servers, there is one phase, and
+an update is one call.
+
+Each array stays separate, because on CPU, copies into one flat vector take longer than the
 optimizer.
 """
 
@@ -41,22 +45,23 @@ _Part = tuple[list[OptimizeBlock], Exchange | None]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Phase:
-    """Blocks of an update between two exchanges.
+    """Part of a server's update between two exchanges with other servers, compiled as one function.
 
-    The attributes after `grads` are names of state or of values.
+    The attributes from `reads` to `gives` are names of arrays. *State* is stored between steps;
+    *values* exist only during a step.
 
     Attributes:
-      blocks: the blocks in their order.
+      blocks: the optimize blocks (small programs) of the phase, in order.
       begins: the exchange before the phase; None for the first phase.
       ends: the exchange after the phase; None if no exchange follows.
       grads: True if the phase reads gradients.
-      reads: state that the phase reads but does not donate: a later phase reads it, or the phase
-        does not replace it.
-      spent: state that the phase donates: the phase replaces it, and no later phase reads it.
+      reads: state that the phase reads, and whose memory must stay valid.
+      spent: state that the phase donates to XLA: the phase replaces it, and no later phase reads
+        it.
       makes: state that the phase replaces.
       takes: values of earlier phases that the phase reads.
-      drops: values in `takes` that no later phase reads.
-      gives: values of the phase that later phases read, or that the update watches.
+      drops: values in `takes` that no later phase reads, so that their memory can be freed.
+      gives: values of the phase that later phases read, or that the caller wants to see.
     """
 
     blocks: tuple[OptimizeBlock, ...]
@@ -73,16 +78,17 @@ class Phase:
     def __call__(
         self, read: Mapping[str, Any], grads: Mapping[str, Any], arrived: Vectors
     ) -> tuple[dict[str, Any], dict[str, Any], list[list[jax.Array]]]:
-        """Run the phase, as a pure function.
+        """Compute the phase: new state, and values for later phases.
 
         Args:
           read: state before the step, and values of earlier phases, by name.
           grads: trainers' gradients, by the name under which a trainer sends each gradient.
-          arrived: the vectors of the exchange `begins`.
+          arrived: the vectors that other servers have sent in the exchange before the phase.
 
         Returns:
-          The new state by name, values for later phases by name, and the packed vectors of the
-          exchange `ends`.
+          The new state by name, the values for later phases by name, and the vectors for the other
+          servers
+          in the exchange after the phase.
         """
         values = dict(read)
         if self.begins is not None:
@@ -111,10 +117,11 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServerUpdate:
-    """Update of one server.
+    """Description of one server's update, read from the server's program.
 
     Attributes:
-      eqn: the server's `listen_and_serv` equation.
+      eqn: the `listen_and_serv` equation, which contains the update's optimize blocks (small
+        programs).
       watched: names of values that `CompiledUpdate.run` also returns, in its argument `watched`.
     """
 
@@ -123,10 +130,10 @@ class ServerUpdate:
 
     @classmethod
     def from_program(cls, program: Program) -> ServerUpdate:
-        """Return the update of a pserver program.
+        """Read the update from a server's program.
 
         Raises:
-          ConfigError: the program has no `listen_and_serv` equation.
+          ConfigError: the program has no `listen_and_serv` equation, so it is no server program.
         """
         for eqn in program.eqns:
             if eqn.primitive is listen_and_serv_p:
@@ -138,7 +145,7 @@ class ServerUpdate:
 
     @cached_property
     def served(self) -> ServerBlocks:
-        """Specification of the server's blocks and tables for the protocol."""
+        """Names and types of the server's arrays and gradients, for the message handlers."""
         p = self.eqn.params
         of_tables: set[str] = set()
         tables = {}
@@ -164,7 +171,7 @@ class ServerUpdate:
         )
 
     def _served_rows(self, name: str, table: TableBlock) -> TableSpec:
-        """Return the specification of a table's block for the protocol."""
+        """Return the types and gradients of one table's block, for the message handlers."""
         t, gradients = self.types[name], table.gradients
         if not self.eqn.params["sync_mode"]:
             # An asynchronous server applies one trainer's gradient at a time, so all trainers use
@@ -183,22 +190,31 @@ class ServerUpdate:
 
     @property
     def tables(self) -> Mapping[str, TableBlock]:
-        """Blocks of tables, by name."""
+        """Blocks (the rows of this server) of embedding tables, by name."""
         tables = self.eqn.params.get("tables")
         return {} if tables is None else tables.blocks
 
     def sized(self, sizes: Mapping[str, int]) -> ServerUpdate:
         """Return the same update for other numbers of table rows.
 
+        An update touches only the rows for which gradients have arrived. So their number changes
+        from step
+        to step, and the update is compiled for each number.
+
         Args:
-          sizes: maps the name of each table's block to the number of rows that the update changes.
+          sizes: maps the name of each table's block to the number of rows that the update changes,
+            such as
+            `{"params/emb.block0": 64}`.
         """
         return dataclasses.replace(self, eqn=self.eqn.params["tables"].sized(sizes))
 
     def sent_by(self, present: Collection[int]) -> ServerUpdate:
-        """Return the update that uses only the gradients of the trainers in `present`.
+        """Return the update with the gradients of only some trainers, because others have left.
 
-        `dtrans.slicing.mean` divides by their number.
+        The update divides the sum of gradients by the number of these trainers.
+
+        Args:
+          present: ids of the trainers.
         """
         blocks = tuple(sent_by(block, present) for block in self.blocks)
         return dataclasses.replace(
@@ -206,7 +222,12 @@ class ServerUpdate:
         )
 
     def merged(self) -> ServerUpdate:
-        """Return an update that reads reduced gradients, each under its first sender's name."""
+        """Return an update that reads gradients that are already summed over trainers.
+
+        A server with a backup merges the gradients first, and sends the result to the backup. Then
+        both run
+        this update. A merged gradient has the name under which the first trainer sends it.
+        """
         blocks = []
         for block in self.blocks:
             grads = []
@@ -223,12 +244,12 @@ class ServerUpdate:
 
     @property
     def blocks(self) -> Sequence[OptimizeBlock]:
-        """Optimize blocks, in order."""
+        """Optimize blocks (small programs that read and write arrays by name), in order."""
         return self.eqn.params["optimize_blocks"]
 
     @cached_property
     def types(self) -> dict[str, Any]:
-        """Shape and dtype of each array of the state, by name."""
+        """Shape and dtype of each array that the server stores between steps, by name."""
         names = self.eqn.params["state_names"]
         return {n: a.aval for n, a in zip(names, self.eqn.invars, strict=True)}
 
@@ -244,17 +265,19 @@ class ServerUpdate:
 
     @cached_property
     def sent(self) -> tuple[Mapping[int, str], ...]:
-        """One dict for each gradient that blocks read.
+        """For each gradient that the update reads, a dict from trainer ids to names in messages.
 
-        The dict maps the id of a trainer to the name under which this trainer sends the gradient.
+        Trainer k sends the gradient under the name `sent[i][k]`.
         """
         return tuple(g.sent for b in self.blocks for g in b.grads)
 
     @cached_property
     def arguments(self) -> dict[str, Mapping[int, str]]:
-        """Step arguments that blocks read, with a dict for each of them.
+        """Step arguments that the update reads, such as a learning rate, by name.
 
-        The dict maps the id of a trainer to the name under which this trainer sends the argument.
+        For each argument, a dict maps the id of a trainer to the name under which this trainer
+        sends the
+        argument.
         """
         found = {}
         for block in self.blocks:
@@ -265,17 +288,17 @@ class ServerUpdate:
 
     @cached_property
     def params(self) -> tuple[str, ...]:
-        """Names of the parameter blocks, which trainers receive."""
+        """Names of the parameter blocks that this server sends to trainers after an update."""
         return tuple(self.eqn.params["param_names"])
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """Exchanges of a step with other servers, in order."""
+        """Exchanges of values with other servers during one update, in order."""
         return tuple(p.ends for p in self.phases if p.ends is not None and p.ends.peers)
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """Phases of the update: blocks, cut after each block that takes part in an exchange.
+        """Phases of the update: runs of blocks between two exchanges with other servers.
 
         Computing the phases takes time linear in the number of blocks.
         """
@@ -326,7 +349,7 @@ class ServerUpdate:
         return tuple(phases)
 
     def _parts(self) -> list[_Part]:
-        """Split the list of blocks after each block that takes part in an exchange."""
+        """Split the list of blocks after each block that exchanges values with other servers."""
         parts: list[_Part] = []
         current: list[OptimizeBlock] = []
         for block in self.blocks:
@@ -344,9 +367,11 @@ class ServerUpdate:
         return parts
 
     def _known(self, parts: Sequence[_Part]) -> dict[str, int]:
-        """Return a map from each value's name to the first phase that can read the value.
+        """Return a map from each value to the index of the first phase that can read the value.
 
-        The result of an exchange can be read in the phase after the exchange.
+        A later block of the same phase can read the value. But the result of an exchange with other
+        servers
+        can be read only in the phase after the exchange.
         """
         known: dict[str, int] = {}
         for i, (blocks, exchange) in enumerate(parts):
@@ -361,7 +386,7 @@ class ServerUpdate:
 
 
 class CompiledUpdate:
-    """A server's update, with one compiled function for each phase.
+    """A server's update, with one compiled function for each phase (blocks between two exchanges).
 
     Parameters are never donated, because trainers, sockets and users may still read them.
 
@@ -369,9 +394,11 @@ class CompiledUpdate:
       update: the update.
       donate: True to reuse the memory of the old optimizer state for the new optimizer state.
       keeps_old: True to leave the state before the step valid. The new optimizer state then reuses
-        the memory of a state that the caller passes as `unused`.
-      prepare: a pure function from the argument `grads` of `run` to gradients by name. Each phase
-        that reads gradients contains this function.
+        the
+        memory of a state that the caller passes as `unused`.
+      prepare: function that converts the argument `grads` of `run` to gradients by name. It is
+        compiled
+        into each phase that reads gradients.
     """
 
     def __init__(
@@ -393,21 +420,25 @@ class CompiledUpdate:
         watched: dict[str, Any] | None = None,
         unused: Mapping[str, Any] = {},
     ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
-        """Run a step; return the new state.
+        """Run one update as a generator that pauses at each exchange with other servers.
 
-        At each exchange, the generator yields the exchange, and the vectors for other servers
-        (`Exchange.parcels`). The caller sends the other servers' vectors into the generator
-        (`Exchange.sources`). The method does not wait until arrays are computed. If the
-        update was compiled with donate=True, the arrays in `state` become invalid, except the
-        parameters.
+        At an exchange, the generator yields the exchange, and the vectors that this server must
+        send to
+        others. The caller sends the other servers' vectors into the generator. The generator
+        returns the
+        new state by name.
+
+        The method does not wait until arrays are computed. If the update was compiled with
+        donate=True,
+        the arrays in `state` become invalid, except the parameters.
 
         Args:
           grads: gradients by name, or an argument for `prepare`.
           state: the state before the step.
           watched: a dict to which the method adds the values that `ServerUpdate.watched` names.
           unused: if the update was compiled with keeps_old=True: arrays by name that are no longer
-            needed. The new optimizer state is written into their memory. Arrays of tables are left
-            out.
+            needed.
+            The new optimizer state is written into their memory. Arrays of tables are left out.
         """
         new, values = dict(state), dict[str, Any]()
         seen = {} if watched is None else watched
@@ -437,9 +468,10 @@ class CompiledUpdate:
     def run_part(
         self, grads: Any, state: Mapping[str, Any], unused: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Run the only phase of an update without exchanges; return the new arrays by name.
+        """Run an update without exchanges between servers; return the new arrays by name.
 
-        The arguments are those of `run`.
+        Args:
+          grads, state, unused: as for `run`.
         """
         assert len(self.update.phases) == 1
         new, _, _ = self._run_phase(0, grads, state, {}, {}, unused, in_trace=False)
@@ -503,21 +535,20 @@ class CompiledUpdate:
 
 
 def merged_name(gradient: BlockGradient) -> str:
-    """Return the name of a gradient after the sum over trainers.
-
-    This is the name under which the first trainer sends it.
-    """
+    """Return the name of a summed gradient: its name in the first trainer's messages."""
     return gradient.sent[min(gradient.sent)]
 
 
 def compile_merge(
     update: ServerUpdate, present: frozenset[int]
 ) -> Callable[..., dict[str, jax.Array]]:
-    """Return the compiled function that reduces gradients over trainers, without the update.
+    """Return a compiled function that sums gradients over trainers, without the update.
+
+    A server with a backup sends the result to the backup before the update.
 
     Args:
       update: the update, which reads the gradients of all trainers.
-      present: ids of the trainers whose gradients are reduced.
+      present: ids of the trainers whose gradients are summed.
     """
     # The update of merged gradients is compiled once, for any trainers in `present`. So the names
     # of its inputs must not depend on `present`.

@@ -1,7 +1,8 @@
-"""Execution of a synchronous server's update in parts, as soon as gradients have arrived.
+"""Synchronous update in parts: each part runs as soon as its gradients have arrived.
 
-`dtrans.slicing.divide_update` divides the update. If a block has several parts, the state of this
-block is stored in pieces (`RowPieces`), one for each part.
+So a server computes while later gradients are still on their way.
+`dtrans.slicing.divide_update` divides the update. If the rows of one array belong to several
+parts, the array is stored in pieces (`RowPieces`), one for each part.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from dtrans.slicing.divide_update import PartBlocks, divide_update
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PartUpdate:
-    """Update of one part.
+    """One part of a server's update, which can run before other gradients have arrived.
 
     Attributes:
-      part: the part's gradients, parameters and rows.
-      update: the server's update, with the blocks of this part only. Parts with equal programs have
-        the same object.
-      of: the part's optimize blocks.
+      part: the gradients, parameters and rows that the part reads and writes.
+      update: the server's update, limited to this part. Parts with equal programs have the same
+        object,
+        so that it is compiled once.
+      of: the part's optimize blocks (small programs).
     """
 
     part: UpdatePart
@@ -39,7 +41,7 @@ class PartUpdate:
 
 
 class UpdateByParts:
-    """Parts of an update that run in any order, and the new state that they compute.
+    """Update in parts: runs parts in any order, and collects the new state that they compute.
 
     Args:
       parts: all parts of the update.
@@ -60,7 +62,7 @@ class UpdateByParts:
         return [i for i in range(len(self._parts)) if i not in self._new]
 
     def divide(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return copies of the state's arrays, as `RowPieces` if several parts divide the rows."""
+        """Return copies of arrays, as `RowPieces` if several parts update rows of one array."""
         pieces: dict[str, list[Any]] = {}
         for part in self._parts:
             for n in part.of.divided & state.keys():
@@ -113,7 +115,7 @@ class UpdateByParts:
 
 
 def _of_part(arrays: Mapping[str, Any], part: PartBlocks) -> dict[str, Any]:
-    """Return the arrays, with only the part's rows of each array that is stored in pieces."""
+    """Return the arrays that a part reads or writes. Divided arrays have only the part's rows."""
     names = itertools.chain.from_iterable((*b.in_names, *b.out_names) for b in part.blocks)
     found = {}
     for n in names:
@@ -123,7 +125,10 @@ def _of_part(arrays: Mapping[str, Any], part: PartBlocks) -> dict[str, Any]:
 
 
 def split_update(update: ServerUpdate) -> tuple[PartUpdate, ...]:
-    """Split a server's update into parts; return an empty tuple if the update must run at once."""
+    """Divide a server's update into parts that can run as soon as their gradients arrive.
+
+    The result is empty if the update must run at once.
+    """
     updates: dict[tuple[Any, ...], ServerUpdate] = {}  # blocks of a part -> update
     parts = []
     for of in divide_update(update.eqn):
