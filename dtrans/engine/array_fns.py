@@ -36,9 +36,9 @@ def select_before(axis: int, size: int) -> Callable[[Array, Array, Array], Array
 
 @functools.cache
 def select_slots(axis: int) -> Callable[[Array, Array, Array], Array]:
-    """Return a function (x, mask, fill) that replaces an entry by `fill` where the mask is False.
+    """Return a function (x, mask, fill) that replaces entries by `fill` where the mask is False.
 
-    The mask has one entry for each index along `axis`.
+    The mask has one entry for each position along `axis`.
     """
 
     def fn(x: Array, mask: Array, fill: Array) -> Array:
@@ -65,7 +65,7 @@ def row_of_shard(table: Array, index: Array) -> Array:
 
 
 def on_first(x: Array, start: Array) -> Array:
-    """Return x on the first shard, whose start is 0, and zeros on the other shards."""
+    """Return x on the first shard, and zeros on others: terms with the sum x over shards."""
     return jnp.where(start == 0, x, jnp.zeros_like(x))
 
 
@@ -86,10 +86,15 @@ def _with(indices: Array, component: int, value: Array) -> Array:
 def _owned(
     indices: Array, component: int, start: Array, local: int, size: int, clip: bool
 ) -> tuple[Array, Array]:
-    """Return global indices along the sharded dimension, and a mask of those in this piece.
+    """Return indices as positions in the full dimension, and a mask of those in this shard's piece.
 
-    `indices` are the indices of a gather or scatter. Their component number `component` is the
-    index along the sharded dimension.
+    Args:
+      indices: the indices of a gather or scatter.
+      component: the number of their component that counts along the sharded dimension.
+      start: position of the piece's first entry in the full dimension.
+      local: length of the piece.
+      size: length of the full dimension.
+      clip: True to clip indices that are out of bounds.
     """
     at = _wide(indices)[..., component]
     if clip:

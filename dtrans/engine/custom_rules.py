@@ -49,11 +49,11 @@ WriteRule = Callable[
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """Call of a function with a derivative rule, and its derivatives as functions.
+    """One `custom_jvp` or `custom_vjp` call, and its derivatives as functions.
 
     Attributes:
       jaxpr: a jaxpr with this call as its only equation.
-      floats: indices of the operands that have derivatives.
+      floats: indices of the operands that have derivatives (floating-point arrays).
       float_outs: indices of the outputs that have derivatives.
     """
 
@@ -122,9 +122,10 @@ def call_on_pieces(
     outs: Sequence[ShardLayout],
     write: WriteRule,
 ) -> ClosedJaxpr | None:
-    """Return a jaxpr for one shard that calls a custom_jvp or custom_vjp function.
+    """Return a jaxpr for one shard with a new custom_jvp or custom_vjp call.
 
-    If the function or its rule reads the shard's index, the first input of the jaxpr is this index.
+    The new call has the function and the derivative rule, both rewritten for one shard. If one of
+    them reads the shard's index, the first input of the jaxpr is this index.
 
     Args:
       eqn: the call in the full program.

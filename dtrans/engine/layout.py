@@ -43,15 +43,18 @@ def sharded_along(axis: int, width: int = 1) -> RowAxis:
 
 @dataclasses.dataclass(frozen=True)
 class Sliced:
-    """Division of an array into slices, one for each rank of a mesh axis.
+    """Division of one array into equal slices, one for each device of a mesh axis.
+
+    For example, 4 devices divide a dimension of 10 entries into slices of 3 entries, and the last
+    slice has 2 entries of padding.
 
     Attributes:
       axis: the dimension that is sliced.
       size: the length of that dimension, without padding.
       part: the length of a slice along that dimension, with padding.
-      degree: the number of ranks.
-      width: the number of adjacent entries that belong to one row of the leaf, and so are not
-        divided between two ranks.
+      degree: the number of devices.
+      width: the number of adjacent entries that always stay on one device, because they belong to
+        one row.
     """
 
     axis: int
@@ -122,7 +125,12 @@ class Shards:
     gathers_in_loops: bool = False
 
     def local(self, size: int, row: RowAxis) -> int:
-        """Return the size of a piece, padding included; `size` is that of the full dimension."""
+        """Return the length of this shard's piece of a dimension, with padding.
+
+        Args:
+          size: length of the dimension in the full array.
+          row: layout of the piece.
+        """
         if row.order is not None:
             return len(row.order.slots[0]) * row.width
         return -(-(size // row.width) // self.count) * row.width
@@ -137,7 +145,10 @@ class Shards:
         return True
 
     def longest_run(self, size: int) -> int:
-        """Return the largest run length that divides all pieces of a dimension without padding."""
+        """Return the largest number of adjacent entries that no shard boundary divides.
+
+        Each piece must consist of complete runs of this length, without padding.
+        """
         return size // self.count
 
     def pads(self, size: int, row: RowAxis) -> bool:
@@ -156,12 +167,16 @@ class Shards:
         return found.reshape(self.count, -1)
 
     def ordered(self, axis: int, size: int, entries: np.ndarray) -> RowAxis:
-        """Return the simplest layout whose pieces have these entries.
+        """Return the simplest layout whose pieces contain given entries.
+
+        Concatenations and slices move entries within a shard. Then a piece no longer contains
+        consecutive entries of the result, and its layout must list them.
 
         Args:
           axis: sharded axis.
           size: number of entries along the axis.
-          entries: global indices, as returned by `Shards.entries`.
+          entries: index in the full array of each entry of each piece, as `Shards.entries` returns
+            it.
         """
         plain = sharded_along(axis)
         if np.array_equal(entries, self.entries(size, plain)):
@@ -176,7 +191,7 @@ class Shards:
         return row
 
     def plain(self, row: RowAxis, size: int) -> RowAxis:
-        """Return the simplest layout with the same pieces.
+        """Return the simplest layout with the same pieces, so that equal layouts compare as equal.
 
         If no piece has padding, the runs of this layout have width 1.
         """
@@ -198,10 +213,11 @@ class Shards:
 
 @dataclasses.dataclass(frozen=True)
 class UnevenShards(Shards):
-    """Shards that have different numbers of rows. A program is written for one of them.
+    """Shards with different numbers of rows, for trainers of different speeds.
 
-    No piece has padding. The programs of all shards communicate in the same order, and the values
-    of a collective have equal shapes: pieces are padded to the size of the largest piece.
+    Each trainer then has its own program, and this object describes one of them. No piece has
+    padding. All programs communicate in the same order. For a collective, each trainer pads its
+    value to the size of the largest piece.
 
     Attributes:
       shares: number of rows of each shard. The rows of a shard follow those of the shard before it.
@@ -239,7 +255,7 @@ class UnevenShards(Shards):
         return found
 
     def first(self, size: int) -> int:
-        """Return the index of the piece's first entry in a dimension with `size` entries."""
+        """Return the index in the full array of the first entry of this shard's piece."""
         return self._entries_of(size, sum(self.shares[: self.index]))
 
     def _entries_of(self, size: int, rows: int) -> int:
@@ -254,9 +270,10 @@ class UnevenShards(Shards):
 
 
 def _longest_runs(size: int, entries: np.ndarray) -> int:
-    """Return the largest run length w such that `entries` consists of complete runs.
+    """Return the length of the longest runs into which all pieces can be divided.
 
-    A run has w consecutive entries, or w entries of padding, and begins at a multiple of w.
+    A run of length w has w consecutive entries, or w entries of padding. It begins at a multiple of
+    w, both in the piece and in the full array.
     """
     begins = np.ones(entries.shape, bool)
     before, here = entries[:, :-1], entries[:, 1:]
@@ -270,14 +287,16 @@ def _longest_runs(size: int, entries: np.ndarray) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """Record of an all-gather of a sharded value, with the reason for it.
+    """Note that a sharded value had to be gathered on every shard, with the reason.
+
+    A plan prints these notes, since an all-gather of a large value is slow and needs memory.
 
     Attributes:
       shape, dtype: type of the full value.
       nbytes: size of the full value in bytes.
-      reason: the equation or output that reads the full value: `sort of f32[8,10] (model/head)`, or
-        a name.
-      line: source line of the reader, `model.py:12`; empty if unknown.
+      reason: the equation or output that reads the full value, such as `sort of f32[8,10]
+        (model/head)`.
+      line: source line of this equation, such as `model.py:12`; empty if unknown.
     """
 
     shape: tuple[int, ...]

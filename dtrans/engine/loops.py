@@ -46,13 +46,14 @@ from dtrans.rows.layout import SHARED, RowAxis, Shared, rows_or_none, rows_or_sh
 
 @dataclasses.dataclass(frozen=True)
 class WrittenBody:
-    """Body of a loop or branch, rewritten for one shard.
+    """Body of a loop or branch after its rewrite for one shard.
 
     Attributes:
       jaxpr: the body.
       outs: layout of each output.
-      gathers: values that the body gathers.
-      sliced: index of a replicated input -> the only sharded layout in which the body reads it.
+      gathers: notes about values that the body gathers.
+      sliced: for the index of a replicated input, the one sharded layout in which the body reads
+        this input. The input is then sharded before the loop.
       scaled: see `ShardValues.scaled` in `dtrans.engine.values`.
       takes_index: True if the first input is the shard's index.
     """

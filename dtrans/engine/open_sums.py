@@ -41,9 +41,10 @@ _GROWS: Mapping[str, int] = {"broadcast_in_dim": 0, "scatter-add": 2}
 def open_operands(
     values: ShardValues, eqn: JaxprEqn, ins: Sequence[ShardLayout], terms: Collection[Var]
 ) -> Collection[int] | None:
-    """Return the indices of operands to read as terms, so that the output stays a partial sum.
+    """Return the operands that an equation reads as terms, which delays the sum over shards.
 
-    A *term* is the number or array that one shard adds to a sum over shards.
+    A *term* is the array that one shard adds to a partial sum. For example, in `3 * x` with a
+    partial sum x, each shard multiplies its term, and the sum over shards is delayed.
 
     Args:
       values: values of the shard.
@@ -54,7 +55,7 @@ def open_operands(
         shard.
 
     Returns:
-      The indices; None if partial sums must be reduced before this equation.
+      The indices of these operands; None if partial sums must be reduced before this equation.
     """
     opens = [i for i, x in enumerate(ins) if isinstance(x, Partial)]
     if not opens or not eqn.outvars or row_axes(ins):

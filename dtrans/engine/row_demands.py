@@ -17,9 +17,10 @@ from dtrans.rows.rules import step_of
 def row_demands(
     eqns: Sequence[JaxprEqn], outputs: Mapping[Var, RowAxis], full: Collection[Var]
 ) -> dict[Var, RowAxis]:
-    """Return the layout of each value that equations can read as a piece.
+    """Return the values that a shard needs only as a piece, with the layouts of the pieces.
 
-    Elementwise equations turn such a value into a sharded output.
+    Each of these values turns into a sharded output by elementwise equations alone. If such a value
+    is a sum over shards, a reduce-scatter is enough.
 
     Args:
       eqns: the equations of a program.

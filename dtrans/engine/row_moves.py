@@ -29,13 +29,14 @@ Ins = Sequence[Shared | RowAxis]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Move:
-    """Selection that fills the positions (slots) of a shard's result with entries of an operand.
+    """New positions of the entries of one shard's piece, after a concatenation, slice or padding.
 
     Attributes:
       axis: the axis along which entries are selected.
-      slots: array [shards, slots]; each slot gets the entry with this index in the shard's operand.
-      filled: array [shards, slots], True for slots that get the padding value of a `pad` equation;
-        None if no slot does.
+      slots: array [shards, new size]: for each position of the new piece, the position of its entry
+        in the old piece.
+      filled: array [shards, new size], True for positions that get the padding value of a `pad`
+        equation; None if there are none.
     """
 
     axis: int
@@ -66,13 +67,14 @@ class RowMoves:
 
 
 def moves_of(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) -> RowMoves | None:
-    """Return how an equation moves entries within each shard; None if no rule applies.
+    """Return the way in which an equation moves entries within each shard; None if it cannot.
 
     Args:
       eqn: the equation.
       ins: layout of each operand.
       shards: number and mesh axes of the shards.
-      known: layouts of other values that have an order (`dtrans.rows.layout.RowOrder`).
+      known: layouts of other values whose entries are not in order (`dtrans.rows.layout.RowOrder`).
+        The output gets one of these layouts if possible.
     """
     rule = RULES.get(eqn.primitive.name)
     rows = row_axes(ins)
@@ -85,7 +87,7 @@ def moves_of(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) 
 
 
 class _NoEntriesError(Exception):
-    """Error: a shard must pad with copies of real entries, but has only padding."""
+    """Signal: a piece consists of padding only, so there is no real entry with which to pad."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,18 +40,23 @@ Ins = Sequence[Shared | RowAxis]
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """One way to run an equation on a shard.
+    """One way to run an equation of the single-device program on shards.
+
+    For example, a matrix product can run on pieces of rows without communication, or on pieces of
+    columns, followed by a sum over shards.
 
     Attributes:
       operands: layout in which each operand is read; None for the full value.
       outs: layout of each output, after the reduction if there is one.
-      reduce: reduction of the outputs over shards, e.g. "sum"; "" if there is none.
-      params: takes the output types on a shard; returns the changed parameters of the equation.
-      write: key of the writer in `dtrans.engine.strategy_writers` that replaces the equation by
+      reduce: reduction of the outputs over shards, such as "sum"; "" if there is none.
+      params: function that takes the output types on a shard, and returns the parameters of the
+        equation that change (a shape, say); None if none change.
+      write: name of the function in `dtrans.engine.strategy_writers` that replaces the equation by
         others; "" to run the equation itself on the operands.
-      at: for the writers "pick" and "put": the index component along the sharded dimension.
-      sends: bytes that are communicated in addition to the reduction.
-      moves: for the writer "move": the moves of the outputs.
+      at: for the writers "pick" and "put" (lookups and writes of single entries): the component of
+        the indices that counts along the sharded dimension.
+      sends: bytes that are communicated in addition to the conversions and the reduction.
+      moves: for the writer "move": the new positions of entries within each piece.
     """
 
     operands: tuple[RowAxis | None, ...]
@@ -66,12 +71,14 @@ class Strategy:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """Operand of an equation, with the attributes from which `choose` computes costs.
+    """Facts about one operand of an equation that determine the cost of a strategy.
 
     Attributes:
       layout: layout in which the operand was computed.
-      is_input: True for a sharded input of the program, and for a cast or rearrangement of one.
-      has: returns True if the operand was converted to a layout before (None: to the full value).
+      is_input: True for a sharded input of the program (parameters, say), and for a cast or
+        rearrangement of one. Gathering such an operand is a last resort.
+      has: function that returns True if a conversion of the operand to a layout is already stored,
+        and so costs nothing. None stands for the full value.
     """
 
     layout: ShardLayout
@@ -86,15 +93,16 @@ def choose(
     as_term: bool = False,
     known: Sequence[RowAxis] | None = None,
 ) -> Strategy:
-    """Return the cheapest strategy for an equation whose operands are sharded or partial sums.
+    """Return the strategy for an equation that communicates the fewest bytes.
 
     Args:
-      eqn: the equation.
-      operands: its operands.
+      eqn: the equation. At least one operand is sharded or a partial sum.
+      operands: facts about its operands.
       shards: number and mesh axes of the shards.
-      as_term: True if the output may remain a partial sum, so that its reduction costs nothing.
-      known: layouts of other values that have an order (`dtrans.rows.layout.RowOrder`); None if
-        no layout may have an order.
+      as_term: True if later equations can work with a partial sum, so that no all-reduce is needed
+        now.
+      known: layouts of other values whose entries are not in order (`dtrans.rows.layout.RowOrder`);
+        None if the result must keep its entries in order.
     """
     rows = [rows_or_shared(x.layout) for x in operands]
     cost = lambda way: _cost(eqn, operands, way, shards, as_term)
@@ -135,7 +143,9 @@ def _cost(
 def strategy_of(
     eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis] | None = None
 ) -> Strategy | None:
-    """Return the strategy for these layouts of the operands; None if the layouts conflict.
+    """Return the strategy that keeps all operands in given layouts; None if there is none.
+
+    For example, two operands that are sharded along different dimensions conflict.
 
     Args:
       eqn: the equation.

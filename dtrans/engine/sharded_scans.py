@@ -91,9 +91,15 @@ def _adds_to(eqn: JaxprEqn, value: Var) -> bool:
 
 
 def mask_padding(body: Any, consts: int, added: Sequence[bool]) -> ClosedJaxpr:
-    """Add a flag as an input of a scan's body: if it is False, the iteration adds no terms.
+    """Return the body of a scan with an additional flag that disables the iteration.
 
-    The flag is False for iterations over padding.
+    If shards run different numbers of real iterations, some iterations run on padding. Their flag
+    is False, and they add nothing to carried sums.
+
+    Args:
+      body: the body.
+      consts: number of its constant inputs.
+      added: for each carried value, True if iterations add to it.
     """
     flat = inline_calls(body, rules=True)
     b = Builder(flat)

@@ -33,7 +33,10 @@ from dtrans.rows.layout import RowAxis
 
 
 def write_strategy(w: ShardValues, eqn: JaxprEqn, way: Strategy) -> list[Atom]:
-    """Write an equation by a strategy; return this shard's outputs before they are reduced."""
+    """Write one equation by the strategy that was chosen for it; return this shard's outputs.
+
+    If the strategy has a reduction over shards, the outputs are this shard's terms.
+    """
     atoms = [w.read(a, row) for a, row in zip(eqn.invars, way.operands, strict=True)]
     if way.write:
         return _WRITE[way.write](w, eqn, way, atoms)
@@ -84,9 +87,13 @@ def _write_move(w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom])
 
 
 def _in_slots(w: ShardValues, piece: Atom, move: Move, atoms: Sequence[Atom]) -> Atom:
-    """Move entries of a piece to their positions (slots); fill `move.filled` with `atoms[-1]`.
+    """Return a piece whose entries are at their new positions.
 
-    `atoms[-1]` is the padding value of a `pad` equation.
+    Args:
+      w: writer of the program.
+      piece: the old piece.
+      move: the new positions.
+      atoms: operands of the equation. For a `pad` equation, the last one is the padding value.
     """
     if not move.keeps(piece.aval.shape[move.axis]):
         piece = _take_slots(w, piece, move)

@@ -71,7 +71,11 @@ Result = TypeVar("Result")
 
 
 class SplitWriter(ShardValues):
-    """Writer of the equations of one jaxpr for one shard."""
+    """Writer of one shard's program: takes the equations of the single-device program one by one.
+
+    For each equation, it chooses a strategy, converts the operands to the layouts that the strategy
+    needs, and writes the equation on this shard's pieces.
+    """
 
     # values that equations read only as pieces, with their layouts: only these pieces are computed
     only_as_rows: Mapping[Var, RowAxis] = MappingProxyType({})
@@ -104,7 +108,10 @@ class SplitWriter(ShardValues):
     # -- equations -------------------------------------------------------------------------------
 
     def equation(self, eqn: JaxprEqn) -> None:
-        """Write one equation; add outputs that differ between shards to `local_values`."""
+        """Write one equation of the single-device program for this shard.
+
+        Outputs that differ between shards are added to `local_values`.
+        """
         self.b.role = next((self.groups[v] for v in eqn.outvars if v in self.groups), "")
         self._write_equation(eqn)
         for v in eqn.outvars:
@@ -202,10 +209,11 @@ class SplitWriter(ShardValues):
                 self.inputs.add(v)
 
     def _has_entries_of(self, eqn: JaxprEqn, a: Atom, v: Var) -> bool:
-        """Return True if an output has the entries of an operand, perhaps cast or rearranged.
+        """Return True if an output contains only entries of an operand, cast or rearranged.
 
-        This includes an output that is one layer of a stacked operand. It also includes the
-        all-gather of an operand that is sliced over another mesh axis.
+        Such an output of a sharded input counts as an input, too, so that it is gathered only as a
+        last resort. This includes one layer of a stacked operand, and the all-gather of an operand
+        that is sliced over another mesh axis.
         """
         name, had = eqn.primitive.name, self.layout(a)
         if name not in ("slice", "dynamic_slice", "all_gather", "after"):
@@ -218,7 +226,7 @@ class SplitWriter(ShardValues):
         return collective_of(eqn) is not None or name == "after" or is_gathered or is_layer
 
     def covers_local(self, eqn: JaxprEqn) -> bool:
-        """Return True if an equation, or one in its bodies, is inside `dtrans.local`."""
+        """Return True if an equation, or an equation in its body, is inside `dtrans.local`."""
         return self.is_local or has_local_scope(eqn)
 
     def define_outputs(
@@ -243,11 +251,12 @@ class SplitWriter(ShardValues):
     def write(
         self, inner: Jaxpr, wanted: Callable[[int, ShardLayout], ShardLayout]
     ) -> tuple[list[Atom], list[ShardLayout]]:
-        """Write all equations; return the outputs and their layouts.
+        """Write all equations of a program or body; return its outputs, and their layouts.
 
         Args:
           inner: the jaxpr.
-          wanted: (index of an output, layout in which it was computed) -> layout to return it in.
+          wanted: function that chooses the layout of an output. It takes the index of the output,
+            and the layout in which the output was computed.
         """
         for eqn in inner.eqns:
             self.equation(eqn)
@@ -269,12 +278,15 @@ class SplitWriter(ShardValues):
     def write_inner(
         self, jaxpr: ClosedJaxpr, write: Callable[[SplitWriter], Result], within: str
     ) -> Result:
-        """Call `write` with a new writer for a body; return the result of `write`.
+        """Write the body of a loop, branch or call with a new writer.
 
         Args:
           jaxpr: the body, with calls inlined.
-          write: writes the equations of the body.
-          within: text of the equation that has the body.
+          write: function that writes the equations of the body with the new writer.
+          within: description of the equation that has the body, for errors and notes.
+
+        Returns:
+          The result of `write`.
         """
         return _written(jaxpr, self.shards, write, within, self.orders)[0]
 
@@ -297,7 +309,13 @@ class SplitWriter(ShardValues):
     def new_writer(
         self, only_as_rows: Mapping[Var, RowAxis], sums_to_scatter: Collection[Var] = ()
     ) -> SplitWriter:
-        """Return a new writer for the same jaxpr; the arguments set attributes with their names."""
+        """Return an empty writer for a second attempt at the same jaxpr.
+
+        Args:
+          only_as_rows: values that the first attempt needed only as pieces, with the layouts of the
+            pieces.
+          sums_to_scatter: partial sums to reduce-scatter, although several equations read them.
+        """
         writer = SplitWriter(self.source, self.shards, self.within)
         writer.bodies.plans, writer.orders = self.bodies.plans, self.orders
         writer.only_as_rows, writer.sums_to_scatter = only_as_rows, sums_to_scatter
@@ -305,10 +323,10 @@ class SplitWriter(ShardValues):
 
 
 class BodyWriter:
-    """Writer of equations that have bodies.
+    """Writer of equations that contain jaxprs: loops, branches, remat, and custom derivatives.
 
     Args:
-      outer: writer of the jaxpr with these equations.
+      outer: writer of the jaxpr that contains these equations.
     """
 
     def __init__(self, outer: SplitWriter) -> None:
@@ -385,7 +403,7 @@ class BodyWriter:
         return self.outer.write_inner(flat, write, reader)
 
     def write_bodies(self, eqn: JaxprEqn, plan: LoopPlan) -> None:
-        """Write a loop, branch or remat with the bodies of its plan."""
+        """Write a loop, branch or remat with bodies that `plan` has rewritten for this shard."""
         atoms = self.outer.in_layouts(eqn.invars, plan.operands)
         first: list[Atom] = []
         if any(b.takes_index for b in plan.bodies):
@@ -411,7 +429,11 @@ class BodyWriter:
         self.outer.define_outputs(eqn, plan.outs, outputs)
 
     def write_loss(self, eqn: JaxprEqn, ins: Sequence[ShardLayout]) -> None:
-        """Write a `value_and_grad` equation; the loss and its gradients are partial sums."""
+        """Write a `value_and_grad` equation, which contains the loss before its differentiation.
+
+        The shards divide the examples. So the loss, and gradients of replicated parameters, are
+        partial sums.
+        """
         loss, count, reader = eqn.params["loss"], eqn.params["count"], self.outer.describe(eqn)
         number = len(opened(loss).outvars)
         layouts_in: list[ShardLayout] = list(map(rows_or_shared, ins))
@@ -531,10 +553,17 @@ class BodyWriter:
 def written(
     jaxpr: ClosedJaxpr, shards: Shards, write: Callable[[SplitWriter], Result], within: str = ""
 ) -> Result:
-    """Call `write` with a new writer for a jaxpr; return the result of `write`.
+    """Write a jaxpr for one shard, and return the result of `write`.
 
-    If a layout in the new program has an order (`RowOrder`), a second program without orders is
-    written. The function returns the program that communicates fewer bytes.
+    Concatenations and slices can either move entries within shards, so that later values are not in
+    order, or gather the operands. If both are possible, both programs are written, and the one that
+    communicates fewer bytes is returned.
+
+    Args:
+      jaxpr: the jaxpr of one device.
+      shards: number and mesh axes of the shards.
+      write: function that writes the equations with a new writer.
+      within: description of the equation that has this body; "" for a program.
     """
     orders: list[RowAxis] = []
     first, writer = _written(jaxpr, shards, write, within, orders)

@@ -58,35 +58,21 @@ class Cuts:
             object.__setattr__(self, "at_loss", True)
 
     def extra_bytes(self, plan: PServerPlan) -> dict[str, int]:
-        """Return the memory of each server that `plan.costs()` does not count, in bytes.
+        """Return the additional memory on each server for these options, by endpoint, in bytes.
 
-        With `at_loss`, a server also stores the state before the newest step. If the server sends
-        parameters early, `plan.costs()` already counts the optimizer state of that older state.
-        With `replicas`, a server also stores its merged gradients of two steps, until its backup
-        has received them. For each copy of another server's state, it stores two states and at
-        most four sets of gradients.
+        The result is the memory beyond that of `plan.costs()`:
 
-        The copy of a table has only the rows that exist, but the result counts all rows. The result
-        counts neither buffers of connections, nor old values and gradients of a step's table rows.
+        - `at_loss`: a server keeps its parameters and optimizer state before the newest step. If
+        the server sends parameters
+          early, `plan.costs()` already counts the old optimizer state.
+        - `replicas`: a server keeps the merged gradients of its last two steps, until its backup
+        (the server that
+          stores its copy) has received them. For each server that it copies, a backup stores two
+          states and at
+          most four sets of gradients.
 
-        Args:
-          plan: the plan.
-
-        Raises:
-          ConfigError: the plan has only one server, with `replicas`.
-
-        Example:
-          >>> import jax.numpy as jnp, optax, dtrans
-          >>> tx = optax.adam(0.1)
-          >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), tx)
-          >>> init = lambda: (p := {"w": jnp.ones(1000)}, tx.init(p))
-          >>> main = dtrans.trace(step, *init(), jnp.ones((4, 1000)))
-          >>> rows, two = dtrans.BlockPlacement(min_block_size=1), "127.0.0.1:6174,127.0.0.1:6175"
-          >>> plan = dtrans.pserver(main, dtrans.trace(init), pservers=two, placement=rows)
-          >>> [sum(sizes.values()) for sizes in plan.server_bytes.values()]
-          [6004, 6004]
-          >>> list(dtrans.Cuts(every=100, replicas=1).extra_bytes(plan).values())
-          [30012, 30012]
+        For a table in a copy, the result counts all rows, although only existing rows are copied.
+        Buffers of connections do not count, nor do old values and gradients of a step's table rows.
         """
         by_kind = bytes_by_server(_without_tables(plan), plan.servers)
         sizes = {ep: sum(found.values()) for ep, found in by_kind.items()}
