@@ -4,7 +4,9 @@
     layers in split scopes     a trainer computes all rows, with its pieces of the parameters
 
 One call of the engine (`dtrans.engine.split`) writes the full step for one trainer. It all-gathers
-the rows of a split layer's operand, and reduce-scatters the layer's output or cotangent.
+the rows of a split layer's operand, and reduce-scatters the layer's output or cotangent. If only
+split layers read the batch, as with a split embedding and a split head, the layers between them
+still compute a trainer's rows.
 
 Source: `cluster.colocate_split_and_replicate` (EPL).
 """
@@ -12,6 +14,7 @@ Source: `cluster.colocate_split_and_replicate` (EPL).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from dtrans.batch.exact_step import ExactStep, batch_axes, full_type, rows_of
@@ -115,10 +118,11 @@ def _trainer(
         return {n: full_type(t, axes.get(n), options.trainers) for n, t in types.items()}
 
     together = source.specialize_flat([*full_types(source.inputs, all_axes).values()])
-    first = shard_program(together, state, axes, splits_results=True)
+    shard = partial(shard_program, state=state, batch=axes, splits_results=True, rows=all_axes)
+    first = shard(together)
 
     def write(program: Program) -> Program:
-        other = shard_program(program, state, axes, splits_results=True)
+        other = shard(program)
         if other.joined != first.joined:
             raise BatchError(
                 f"the results that {source.name} computes in parts differ between this batch size "

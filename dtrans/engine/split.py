@@ -29,9 +29,11 @@ from dtrans.engine.layout import Gathered, ShardLayout, Shards, sharded_along
 from dtrans.engine.loops import moved_bytes
 from dtrans.engine.writer import SplitWriter, written
 from dtrans.errors import ConfigError
+from dtrans.ir.dataflow import outputs_of, variables_read
 from dtrans.ir.display import short_type
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.rows.layout import SHARED, RowAxis
+from dtrans.step.scopes import in_split_scope
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,6 +75,7 @@ def split(
     outs: Mapping[int, int | None] | None = None,
     groups: Mapping[Var, str] = MappingProxyType({}),
     gathers_in_loops: bool = False,
+    rows: Mapping[int, int] = MappingProxyType({}),
 ) -> SplitProgram:
     """Rewrite a program for one shard, given the sharded dimensions of its inputs.
 
@@ -88,6 +91,8 @@ def split(
       groups: maps outputs of equations to labels of these equations, such as "backward". Each
         equation that replaces such an equation gets the same label.
       gathers_in_loops: as for `Shards`.
+      rows: index of an input -> dimension of its rows of the batch, if shards divide these rows
+        outside of `dtrans.split` scopes. `axes` omits inputs that only scopes read.
 
     Raises:
       ConfigError: an input, output or dimension does not exist; a sharded dimension is empty; or
@@ -117,9 +122,10 @@ def split(
         out_axes = tuple(wanted.get(i) for i in range(len(inner.outvars)))
         return SplitProgram(flat, in_axes, out_axes, 1, axis_name, ())
     among = Shards(shards, (axis_name,), gathers_in_loops=gathers_in_loops)
+    outside = rows_outside(flat, rows, among) if rows else {}
 
     def write(w: SplitWriter) -> SplitProgram:
-        w.groups = groups
+        w.groups, w.outside = groups, outside
         for v, axis in zip(inner.invars, in_axes, strict=True):
             w.take(v, SHARED if axis is None else sharded_along(axis), is_input=True)
         results, layouts = w.write(
@@ -135,6 +141,52 @@ def split(
         )
 
     return written(flat, among, write)
+
+
+def rows_outside(flat: ClosedJaxpr, rows: Mapping[int, int], shards: Shards) -> dict[Var, RowAxis]:
+    """Return the values that leave `dtrans.split` scopes, with the layout of their rows.
+
+    The layouts are those of data parallelism, in which scopes have no meaning. A value without
+    rows, or with rows in another order than on one device, is omitted.
+
+    Args:
+      flat: a program with inlined calls.
+      rows: index of an input -> dimension of its rows of the batch.
+      shards: number and mesh axes of the shards.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from dtrans.engine.layout import Shards
+      >>> from dtrans.engine.split import rows_outside
+      >>> from dtrans.step.scopes import split
+      >>> def loss(table, ids):
+      ...     with split():
+      ...         h = table[ids]
+      ...     return jnp.tanh(h).sum()
+      >>> jaxpr = jax.make_jaxpr(loss)(jnp.ones((6, 2)), jnp.arange(4))
+      >>> [row.axis for row in rows_outside(jaxpr, {1: 0}, Shards(2, ("data",))).values()]
+      [0]
+    """
+    inner = opened(flat)
+    computed = set(outputs_of([e for e in inner.eqns if in_split_scope(e)]))
+    read = variables_read([e for e in inner.eqns if not in_split_scope(e)])
+    leaving = [v for v in read if v in computed]
+    if not leaving:
+        return {}
+
+    def layouts(w: SplitWriter) -> dict[Var, RowAxis]:
+        for i, v in enumerate(inner.invars):
+            w.take(v, sharded_along(rows[i]) if i in rows else SHARED, is_input=True)
+        for eqn in inner.eqns:
+            w.equation(eqn)
+        found = {}
+        for v in leaving:
+            row = w.layout(v)
+            if isinstance(row, RowAxis) and row.order is None:
+                found[v] = row
+        return found
+
+    return written(flat, shards, layouts)
 
 
 def _output(computed: ShardLayout, axis: int | None, a: Atom, shards: Shards) -> ShardLayout:

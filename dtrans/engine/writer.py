@@ -61,7 +61,7 @@ from dtrans.ir.selection import number_items
 from dtrans.ops import collective_of
 from dtrans.rows.layout import SHARED, RowAxis, all_shared, row_axes, rows_or_shared
 from dtrans.step.capture import value_and_grad_p
-from dtrans.step.scopes import has_local_scope, in_local_scope
+from dtrans.step.scopes import has_local_scope, in_local_scope, in_split_scope
 
 
 _WITH_BODIES = frozenset({*REMAT, SCAN, WHILE, COND})
@@ -86,6 +86,9 @@ class SplitWriter(ShardValues):
     terms: Collection[Var] = frozenset()
     # layouts of values that equations need only as pieces (`row_demands`)
     demands: Mapping[Var, RowAxis] = MappingProxyType({})
+    # values of `dtrans.split` scopes that other equations read, with the layout of their rows
+    # (`dtrans.engine.split.rows_outside`): these equations run on rows of the batch
+    outside: Mapping[Var, RowAxis] = MappingProxyType({})
     # sharded state, which is gathered before an equation rearranges or broadcasts the state
     state: Set[Var] = frozenset()
     # output of an equation -> role that the builder assigns to the written equations
@@ -132,6 +135,10 @@ class SplitWriter(ShardValues):
 
     def _write_equation(self, eqn: JaxprEqn) -> None:
         self.needed_by(functools.partial(self.describe, eqn), eqn)
+        if self.outside and not in_split_scope(eqn):
+            for v in variables(eqn.invars):
+                if v in self.outside and not isinstance(self.layout(v), RowAxis):
+                    self._to_rows(v, self.outside[v])
         ins = list(map(self.layout, eqn.invars))
         reads_state = is_rearrangement(eqn) and not self.state.isdisjoint(variables(eqn.invars))
         if reads_state and eqn.outvars[0] not in self.demands:
@@ -207,6 +214,12 @@ class SplitWriter(ShardValues):
             a = eqn.invars[i if is_gather else 0]
             if self.operand(a).is_input and self._has_entries_of(eqn, a, v):
                 self.inputs.add(v)
+
+    def _to_rows(self, v: Var, row: RowAxis) -> None:
+        """Compute only a piece of a full value or sum from now on."""
+        self.scatter(v, row)
+        if self.layout(v) is SHARED:
+            self.define(v, row, self.read(v, row))
 
     def _has_entries_of(self, eqn: JaxprEqn, a: Atom, v: Var) -> bool:
         """Return True if an output contains only entries of an operand, cast or rearranged.

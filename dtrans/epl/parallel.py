@@ -13,6 +13,8 @@ import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import jax
+
 from dtrans.checks import check_known, check_one_of, group_options
 from dtrans.data_parallel.options import Reduce
 from dtrans.data_parallel.plan import CollectivePlan
@@ -25,7 +27,10 @@ from dtrans.pipeline_parallel.options import StageMemory, Stages
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.pipeline_parallel.transform import pipeline as pipeline_of
 from dtrans.step.batch_sharing import Batch
+from dtrans.step.halves import divide_step
 from dtrans.step.scopes import scopes_within
+from dtrans.step.startup import normalize_step
+from dtrans.zero.mixed_precision import low_precision
 from dtrans.zero.options import Precision
 
 
@@ -33,6 +38,11 @@ RECORDS = {"stages": Stages(), "memory": StageMemory(), "reduce": Reduce(), "bat
 ZERO_LEVELS = {"": 0, "v0": 1, "v1": 1}
 OFFLOAD_LEVELS = {"": False, "v0": True}
 COLOCATED = "cluster.colocate_split_and_replicate"
+# Values besides the defaults that colocation accepts, and keys with any value. XLA compiles the
+# update of a colocated plan as one program that overwrites leaf after leaf. So groups of leaves
+# (`num_apply_group`) need no other plan, and a clip in the optimizer reads reduced gradients.
+FIXED = {COLOCATED: True, "pipeline.num_stages": 1, "communication.clip_after_allreduce": True}
+TOGETHER = ("amp.level", "amp.loss_scale", "optimizer.num_apply_group")
 
 
 def pipeline(
@@ -145,16 +155,16 @@ def colocated(
     Args:
       main, startup: as in `pipeline`.
       config: EPL's configuration, with `cluster.colocate_split_and_replicate`.
-      options: the number of devices as `replicas`, and `batch`. By default, the `device_count` of
-        the scopes is the number of devices.
+      options: the number of devices as `replicas`, and `batch`. With "auto", as in EPL, the plan
+        uses all devices. By default, the `device_count` of the scopes is the number of devices.
 
     Raises:
       ConfigError: the number of devices is missing, or another option is set.
     """
-    fixed = {COLOCATED: True, "pipeline.num_stages": 1}
     for key, value in config.settings.items():
-        allowed = {str(x).lower() for x in (DEFAULTS[key], fixed.get(key, DEFAULTS[key]))}
-        if str(value).lower() not in allowed:  # texts may be in upper or lower case
+        allowed = {str(x).lower() for x in (DEFAULTS[key], FIXED.get(key, DEFAULTS[key]))}
+        # texts may be in upper or lower case
+        if key not in TOGETHER and str(value).lower() not in allowed:
             raise ConfigError(
                 f"{key} is {value!r}, which is not supported together with {COLOCATED}; leave out "
                 "one of the two keys"
@@ -164,16 +174,53 @@ def colocated(
         raise ConfigError(
             f"{others[0]} is not supported together with {COLOCATED}; leave {others[0]} out"
         )
-    counts = {s.device_count for s in scopes_within(main.jaxpr) if s.device_count is not None}
-    if "replicas" in options:
-        counts = {options["replicas"]}
+    mesh: dict[str, int | str] = {"data": _device_count(main, options), "model": "data"}
+    main, startup = normalize_step(main, startup)
+    main = _lowered(main, _precision(config["amp.level"], config["amp.loss_scale"]))
+    return nccl2(main, startup, mesh=mesh, batch=options.get("batch", Batch()))
+
+
+def _device_count(main: Program, options: Mapping[str, Any]) -> int:
+    """Return the number of devices that divide the batch and the split layers.
+
+    `replicate(1)` states that a replica has one device. It does not state the number of replicas.
+
+    Raises:
+      ConfigError: the number is missing, or scopes have different numbers.
+    """
+    replicas: int | str | None = options.get("replicas")
+    if replicas is not None:
+        return jax.device_count() if replicas == "auto" else replicas  # type: ignore[return-value]
+    counts = set()
+    for scope in scopes_within(main.jaxpr):
+        if (scope.kind, scope.device_count) != ("replicate", 1):
+            counts.add(scope.device_count)
+    counts.discard(None)
     if len(counts) != 1:
         raise ConfigError(
             f"{COLOCATED} needs one number of devices, but the device_count of the scopes is "
-            f"{sorted(counts) or 'missing'}; pass the number to dtrans.epl.pipeline as replicas="
+            f"{sorted(counts) or 'missing'}; pass the number, or 'auto' for all devices, to "
+            "dtrans.epl.pipeline as replicas="
         )
-    mesh: dict[str, int | str] = {"data": counts.pop(), "model": "data"}
-    return nccl2(main, startup, mesh=mesh, batch=options.get("batch", Batch()))
+    return counts.pop()
+
+
+def _lowered(main: Program, precision: Precision) -> Program:
+    """Return the step of one device with products and a loss scale of `precision`.
+
+    Raises:
+      ConfigError: the loss scale is dynamic.
+    """
+    scaling = precision.scaling
+    if precision.dtype is None:
+        return main
+    if scaling is not None and scaling.dynamic:
+        raise ConfigError(
+            f"amp.loss_scale is 'dynamic', which is not supported together with {COLOCATED}: the "
+            "plan has no state for a scale that changes; set amp.loss_scale to a number, such as "
+            "128, or leave amp.level out"
+        )
+    return low_precision(main, divide_step(main), precision.dtype, scaling, unscales=True)
 
 
 def _checkpoint(kind: str, collection: Collection[str]) -> str | Collection[str]:

@@ -13,7 +13,9 @@ parameter decides how the parameter is sharded:
     elementwise    A parameter (a bias) is sharded along the dimension in which another operand is
                    sharded.
 
-The equation may read the parameter itself or a view: a transpose, a cast, or added dimensions.
+The equation may read the parameter itself or a view: a transpose, a cast, or added dimensions. It
+may also read an elementwise function of parameters with the parameter's shape, such as a kernel
+that is divided by its norm.
 
 Source: EPL's `split` scopes (epl/ops/distributed_dense.py) shard the columns of every dense layer.
 Megatron shards columns in one layer, and rows in the next (Shoeybi et al., 2019).
@@ -145,6 +147,7 @@ class _AxisChooser:
         self.layouts: dict[Var, ShardLayout] = {}
         self.origins: dict[Var, Origin] = {}
         self.read: set[int] = set()  # parameters that equations in the scope read
+        self.weights: set[Var] = set()  # values that are computed from parameters only
         self._in_scope = False  # True in a body whose equation is in the scope
 
     def layout(self, a: Atom) -> ShardLayout:
@@ -179,6 +182,25 @@ class _AxisChooser:
                 self.layouts.update(zip(eqn.outvars, outs, strict=True))
             if _keeps_dimensions(eqn) and (origin := self.origin(eqn.invars[0])):
                 self.origins[eqn.outvars[0]] = (origin[0], _map_dimensions(eqn, origin[1]))
+            elif all(map(self._is_weight, eqn.invars)):
+                self._follow_weights(eqn)
+
+    def _is_weight(self, a: Atom) -> bool:
+        return isinstance(a, Literal) or a in self.origins or a in self.weights
+
+    def _follow_weights(self, eqn: JaxprEqn) -> None:
+        """Record the outputs of an equation that reads only parameters and constants.
+
+        An elementwise function of a parameter counts as a view of the parameter.
+        """
+        self.weights.update(eqn.outvars)
+        if not facts_of(eqn).elementwise or len(eqn.outvars) > 1:
+            return
+        (out,) = eqn.outvars
+        for a in eqn.invars:
+            if a.aval.shape == out.aval.shape and (origin := self.origin(a)):
+                self.origins[out] = origin
+                return
 
     def _follow_body(
         self, number: int, body: Any, facts: list[_Fact]

@@ -167,6 +167,7 @@ def shard_program(
     *,
     splits_results: bool = False,
     gathers_in_loops: bool = False,
+    rows: Mapping[str, int] = MappingProxyType({}),
 ) -> ShardedProgram:
     """Rewrite the program of one trainer for one device of the axis `state.axis`.
 
@@ -179,6 +180,8 @@ def shard_program(
       batch: arrays of the batch that the devices also divide: name -> dimension.
       splits_results: True if results may be sharded, too.
       gathers_in_loops: as for `dtrans.engine.layout.Shards`.
+      rows: array of the batch -> dimension of its rows, which the devices divide outside of
+        `dtrans.split` scopes.
     """
     dims = {n: s.axis for n, s in state.sliced.items()} | dict(batch)
     ins = {i: dims[n] for i, n in enumerate(program.in_names) if n in dims}
@@ -189,7 +192,8 @@ def shard_program(
     roles: dict[Var, str] = {}
     for eqn, role in zip(program.eqns, program.roles, strict=True):
         roles.update(dict.fromkeys(eqn.outvars, role))
-    options: Any = {"groups": roles, "gathers_in_loops": gathers_in_loops}
+    row_dims = {i: rows[n] for i, n in enumerate(program.in_names) if n in rows}
+    options: Any = {"groups": roles, "gathers_in_loops": gathers_in_loops, "rows": row_dims}
     write = partial(split, program.jaxpr, ins, state.size, state.axis, **options)
     shard = write(outs=outs)
     computed = dict(zip(program.out_names, shard.out_axes, strict=True))

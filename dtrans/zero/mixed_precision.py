@@ -54,7 +54,7 @@ from dtrans.ir.pytree import TreeSpec
 from dtrans.ir.selection import values_at
 from dtrans.ops import CASTS
 from dtrans.step.halves import DividedStep, divide_step
-from dtrans.step.marks import SEED
+from dtrans.step.marks import SEED, mark_p
 from dtrans.zero.live_ranges import is_cast
 from dtrans.zero.options import LossScaling
 
@@ -130,7 +130,12 @@ def _check_seeds(
 
 
 def low_precision(
-    main: Program, step: DividedStep, amp: str, scaling: LossScaling | None
+    main: Program,
+    step: DividedStep,
+    amp: str,
+    scaling: LossScaling | None,
+    *,
+    unscales: bool = False,
 ) -> Program:
     """Return the step with matrix products in 16 bits, and with a scaled loss.
 
@@ -141,6 +146,8 @@ def low_precision(
       amp: "bf16" or "fp16".
       scaling: the scaling of the loss. With a dynamic scale, the new step takes the state of the
         scale (`scale_spec`) as its third argument.
+      unscales: True if the new step divides its gradients by a fixed scale. By default, the caller
+        divides them after their reduction.
 
     Raises:
       GradientError: the start of the backward pass is unknown, since the step does not use
@@ -176,6 +183,9 @@ def low_precision(
         else:
             role = next(roles)
             writer.emit(eqn, rewrite=role in (FORWARD, BACKWARD))
+        if unscales and scaling is not None and eqn.primitive is mark_p:
+            (gradient,) = eqn.outvars
+            (writer.env[gradient],) = b.call(unscale, gradient, scalar(scaling.initial))
         found += [role] * (len(b.eqns) - len(found))
     lowered = Program(
         main.name,
@@ -187,7 +197,8 @@ def low_precision(
         ambiguous_outputs=main.ambiguous_outputs,
     )
     return main.rewritten(
-        lambda other: low_precision(other, divide_step(other), amp, scaling), result=lowered
+        lambda other: low_precision(other, divide_step(other), amp, scaling, unscales=unscales),
+        result=lowered,
     )
 
 

@@ -103,6 +103,36 @@ def tied(tx=None):
     return job_of(loss, params, (tokens_of(),), tx)
 
 
+def embedded(tx=None):
+    """Return a model in which only split layers read the batch: an embedding, and a head."""
+    params = {"table": array(WORDS, WIDTH) * 3, "w": array(WIDTH, WIDTH), "head": array(WIDTH, 7)}
+
+    def loss(params, tokens, labels):
+        with dtrans.split(name="table"):
+            h = params["table"][tokens]
+        h = jnp.tanh(h @ params["w"])
+        with dtrans.split(name="head"):
+            logits = h @ params["head"]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    tokens = tokens_of()
+    return job_of(loss, params, (tokens[:, 1:], tokens[:, 1:] % 7), tx)
+
+
+def normalized(tx=None):
+    """Return an MLP whose kernels are divided by their norms, as in weight normalization."""
+    params = {"up": array(WIDTH, INNER), "scale": array(INNER), "down": array(INNER, WIDTH)}
+
+    def loss(params, x, y):
+        with dtrans.split(name="mlp"):
+            up = params["up"] / jnp.linalg.norm(params["up"], axis=0) * params["scale"]
+            down = params["down"] / jnp.linalg.norm(params["down"])
+            h = jnp.tanh(x @ up) @ (down / jnp.abs(down).max(0))
+        return jnp.mean((x + h - y) ** 2)
+
+    return job_of(loss, params, (array(ROWS, WIDTH) * 4, array(ROWS, WIDTH, seed=1)), tx)
+
+
 def experts(tx=None, count=4, capacity=6):
     """Return a mixture of experts: top-1 routing with one-hot dispatch, capacity and auxiliary
     loss."""
@@ -194,6 +224,8 @@ STEPS = {
     "remat": lambda tx=None: transformer(tx, remat=True),
     "classifier": classifier,
     "tied": tied,
+    "embedded": embedded,
+    "normalized": normalized,
     "experts": experts,
     "dropout": dropout,
     "routed": routed,
@@ -467,6 +499,30 @@ def test_bytes_of_a_colocated_head():
     state = plan.on_mesh().init(jax.random.key(0))
     pieces = {shard.data.shape for shard in state.params["params/head/w"].addressable_shards}
     assert pieces == {(WIDTH, 4)}
+
+
+def test_layers_between_split_layers_compute_the_rows_of_a_trainer():
+    trainers = 4
+    of = embedded()
+    plan = planned(of, {"data": trainers, "model": "data"})
+    of_body = []
+    for e in equations(plan.program.jaxpr):
+        if e.primitive.name == "dot_general" and e.outvars[0].aval.shape == (WIDTH, WIDTH):
+            of_body.append(e)
+    assert [e.invars[0].aval.shape for e in of_body] == [(ROWS, TOKENS, WIDTH)]
+    # behind the embedding a reduce-scatter; before the head an all-gather; and the same in backward,
+    # where the gradient of the table is smaller than its cotangents
+    activation, table = trainers * ROWS * TOKENS * WIDTH * 8, 12 * WIDTH * 8
+    assert plan.traffic()["reduce_scatter", "data"] == 2 * activation + table
+    assert plan.traffic()["all_gather", "data"] == activation
+    tree_close(of.of(plan.on_mesh()), of.on_one_device(), 1e-12)
+
+
+def test_kernels_that_are_normalized_are_sharded():
+    plan = planned(normalized())
+    shapes = {n: plan.program.inputs[f"params/{n}"].shape for n in ("up", "down")}
+    assert shapes == {"up": (WIDTH, INNER // 2), "down": (INNER // 2, WIDTH)}
+    assert not plan.device_gathers
 
 
 def test_bytes_of_experts_on_the_devices_of_the_trainers():
