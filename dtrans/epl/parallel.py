@@ -191,11 +191,11 @@ def _device_count(main: Program, options: Mapping[str, Any]) -> int:
     replicas: int | str | None = options.get("replicas")
     if replicas is not None:
         return jax.device_count() if replicas == "auto" else replicas  # type: ignore[return-value]
-    counts = set()
+    counts: set[int] = set()
     for scope in scopes_within(main.jaxpr):
-        if (scope.kind, scope.device_count) != ("replicate", 1):
-            counts.add(scope.device_count)
-    counts.discard(None)
+        count = scope.device_count
+        if count is not None and (scope.kind, count) != ("replicate", 1):
+            counts.add(count)
     if len(counts) != 1:
         raise ConfigError(
             f"{COLOCATED} needs one number of devices, but the device_count of the scopes is "
