@@ -86,8 +86,11 @@ def axes_and_reads(
     shards: int,
     scope: Callable[[JaxprEqn], bool] | None = None,
     axes: Mapping[int, int] | None = None,
-) -> tuple[dict[int, int], set[int]]:
-    """Return the result of `default_axes`, and the parameters that equations in the scope read."""
+) -> tuple[dict[int, int], dict[int, str]]:
+    """Return the result of `default_axes`, and the parameters that equations in the scope read.
+
+    The second dict maps the index of such a parameter to the first primitive that reads it.
+    """
     flat = eliminate_dead(inline_calls(jaxpr))
     chooser = _AxisChooser(
         set(params), Shards(shards, ()), scope or (lambda eqn: True), dict(axes or {})
@@ -146,7 +149,8 @@ class _AxisChooser:
         self.axes = axes
         self.layouts: dict[Var, ShardLayout] = {}
         self.origins: dict[Var, Origin] = {}
-        self.read: set[int] = set()  # parameters that equations in the scope read
+        # parameters that equations in the scope read -> the first primitive that computes with it
+        self.read: dict[int, str] = {}
         self.weights: set[Var] = set()  # values that are computed from parameters only
         self._in_scope = False  # True in a body whose equation is in the scope
 
@@ -224,7 +228,11 @@ class _AxisChooser:
         """Choose how to shard the parameters that an equation reads, by the rules of the module."""
         for i, a in enumerate(eqn.invars):
             if isinstance(a, Var) and a in self.origins:
-                self.read.add(self.origins[a][0])
+                pos = self.origins[a][0]
+                if _keeps_dimensions(eqn):
+                    self.read.setdefault(pos, "")
+                else:
+                    self.read[pos] = self.read.get(pos) or eqn.primitive.name
             origin = self.origin(a)
             if origin is None:
                 continue

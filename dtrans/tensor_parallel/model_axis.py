@@ -110,12 +110,15 @@ def shard_state(step: DividedStep, axis: str, size: int) -> ModelState:
         if scopes:
             names = " and ".join(dict.fromkeys(map(str, scopes)))
             reason = f"reads no parameter that can be sharded in {names}"
+        without_rule = [f"{program.in_names[i]} in {name}" for i, name in read.items() if name]
+        if without_rule:
+            reason += f", since no rule divides {', '.join(without_rule)}"
         raise ConfigError(
             f"{size} devices of the mesh divide split layers, but {program.name} {reason}; put the "
-            "matrix products of large parameters into `with dtrans.split():`, or leave 'model' out "
-            "of mesh"
+            "products (`@`, einsum), convolutions or lookups of large parameters into "
+            "`with dtrans.split():`, or leave 'model' out of mesh"
         )
-    replicated = [program.in_names[i] for i in sorted(read.difference(chosen))]
+    replicated = [program.in_names[i] for i in sorted(read) if i not in chosen]
     sliced = {}
     for n, dim in {**dims, **state_axes(step, dims)}.items():
         sliced[n] = Sliced.from_shape(program.inputs[n].shape, dim, size)

@@ -688,6 +688,17 @@ def test_a_scope_without_parameters():
         planned(of)
 
 
+def test_a_scope_whose_parameters_no_rule_divides():
+    def loss(params, x):
+        with dtrans.split(name="experts"):
+            h = jax.lax.ragged_dot(x, params, jnp.array([3, 5]))
+        return jnp.mean(h**2)
+
+    words = r"no parameter.* in split\(name='experts'\), since no rule divides params in ragged_dot"
+    with pytest.raises(ConfigError, match=words):
+        planned(job_of(loss, array(2, 4, 6), (array(8, 4),)))
+
+
 def test_a_scope_for_another_number_of_devices():
     with pytest.raises(ConfigError, match="device_count=4, but 2 devices of the mesh divide split"):
         planned(classifier(device_count=4))
