@@ -1,9 +1,12 @@
-"""A trainer's requests for blocks of parameters. The request for blocks ends a step.
+"""A trainer's requests for parameters. A *block* is the part of a parameter on one server.
 
-recv           records the blocks of a parameter
-send_barrier   records the servers to which the end of the step is sent
-fetch_barrier  sends one request to each server for all recorded blocks, and waits for the blocks
-receive        does the same before an equation that may read the parameters
+One message to each server requests all blocks and ends the step. So the equations of a program that
+receive parameters are executed late:
+
+    recv           records the blocks of a parameter, and returns memory for them
+    send_barrier   records the servers that get gradients in this step
+    fetch_barrier  sends one request to each server for all recorded blocks, and waits for them
+    receive        does the same in a program without fetch_barrier
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from dtrans.run.parameter_server.server_connections import ServerConnections
 
 
 class BlockRequests:
-    """Requests of one trainer for blocks of parameters.
+    """Requests of one trainer for parameters. They are collected, and sent at the end of a step.
 
     Args:
       connections: the trainer's connections to servers.
@@ -33,7 +36,7 @@ class BlockRequests:
         self._barriered: tuple[str, ...] = ()
 
     def recv(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        """Return the arrays into which the blocks of a `recv` are written later."""
+        """Record a request for a parameter; return the arrays into which it will be written."""
         self._connections.identify(eqn)
         leaf = received_leaf(eqn)
         memory = self._pool.take(leaf.names[0], leaf.shape, leaf.dtype)
@@ -44,12 +47,12 @@ class BlockRequests:
         return [rows for _, _, rows in blocks]
 
     def send_barrier(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        """Record the servers of a `send_barrier`, until the request for blocks ends the step."""
+        """Record that all gradients of the step are sent; the next message says so."""
         self._barriered = eqn.params["endpoints"]
         return [None]
 
     def fetch_barrier(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        """End the step, and receive all recorded blocks; return their arrays."""
+        """End the step: request all recorded blocks, wait for them, and return their arrays."""
         landings = self._landings
         if "trainers" in eqn.params:
             self._connections.identify(eqn)
@@ -59,12 +62,12 @@ class BlockRequests:
         return [rows for _, _, rows in landings]
 
     def receive(self) -> None:
-        """Receive all recorded blocks, if there are any; this ends the step."""
+        """Request all recorded blocks, if any, and wait for them; this ends the step."""
         if self._landings:
             self._land(self._landings, self._barriered)
 
     def _land(self, landings: Sequence[Landing], endpoints: Sequence[str]) -> None:
-        """Send the message that ends the step, and wait for the answers.
+        """Send the message that ends the step to all servers, and wait for their answers.
 
         Args:
           landings: the blocks to receive, with memory for them.

@@ -1,4 +1,8 @@
-"""Leaves and table rows that communication equations send, receive or look up."""
+"""Arrays and table rows that communication equations send or receive: names, servers and rows.
+
+A `Leaf` says for a parameter or gradient which servers have its blocks (rows), and under which
+names.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,11 @@ from dtrans.protocol.trainer.traffic import Leaf
 
 
 def leaf_of(eqn: JaxprEqn, t: Any) -> Leaf:
-    """Return the leaf that a `send` of one operand sends, or that a `recv` of one output receives.
+    """Return the servers and names for an array that a `send` or `recv` equation communicates.
 
     Args:
-      eqn: the equation.
-      t: the type of the leaf.
+      eqn: an equation with one operand (`send`) or one output (`recv`).
+      t: shape and dtype of the array.
     """
     p = eqn.params
     merge, spans = p.get("merge", "sum"), p.get("spans", ())
@@ -27,7 +31,10 @@ def leaf_of(eqn: JaxprEqn, t: Any) -> Leaf:
 
 
 def received_leaf(eqn: JaxprEqn) -> Leaf:
-    """Return the leaf that a `recv` receives, as one array or as one array for each block."""
+    """Return the servers and names for the parameter that a `recv` equation receives.
+
+    The equation's output may be one array, or one array for each block (rows on one server).
+    """
     types = eqn.params["types"]
     if len(types) == 1:
         return leaf_of(eqn, types[0])
@@ -37,11 +44,11 @@ def received_leaf(eqn: JaxprEqn) -> Leaf:
 
 
 def sent_blocks(eqn: JaxprEqn, values: Sequence[Any]) -> list[tuple[str, str, Any]]:
-    """Return the blocks that a `send` sends: endpoint, name and array of each.
+    """Return what a `send` equation sends: (endpoint, name, array) for each server.
 
     Args:
       eqn: the equation.
-      values: the blocks, or the gradient from which they are cut.
+      values: the arrays to send, or one gradient that is cut into blocks of rows.
     """
     p = eqn.params
     if "sections" in p:
@@ -50,20 +57,25 @@ def sent_blocks(eqn: JaxprEqn, values: Sequence[Any]) -> list[tuple[str, str, An
 
 
 def positions_in(eqn: JaxprEqn, uniq: np.ndarray) -> Positions:
-    """Return the positions of each block's rows in the ids of a `prefetch` or `send_rows`."""
+    """Divide ids of table rows among the blocks of the table: return their positions in the ids.
+
+    Args:
+      eqn: a `prefetch` or `send_rows` equation, which has the rows of each block.
+      uniq: sorted ids of rows.
+    """
     return positions_of(uniq, eqn.params["spans"])
 
 
 def rows_wanted(
     eqn: JaxprEqn, uniq: np.ndarray, rows: np.ndarray, positions: Positions
 ) -> list[WantedRows]:
-    """Return the lookup of a `prefetch` in each block of its table.
+    """Return the requests for rows of a table: for each server, the ids and memory for the rows.
 
     Args:
-      eqn: the equation.
+      eqn: a `prefetch` equation.
       uniq: sorted ids of the rows.
       rows: memory for the rows.
-      positions: the positions of each block's rows in `uniq`.
+      positions: the positions of each server's rows in `uniq`.
     """
     p = eqn.params
     where = {"epmap": p["epmap"], "names": p["names"], "spans": p["spans"]}
@@ -71,10 +83,14 @@ def rows_wanted(
 
 
 def drop_padding(uniq: np.ndarray, table: Leaf) -> np.ndarray:
-    """Drop the padding of sorted ids: trailing entries equal to the table's number of rows."""
+    """Remove the padding of sorted row ids.
+
+    Ids are padded to a fixed length with the table's number of rows, which is not a valid id. For a
+    table of 9 rows, [1, 4, 9, 9] becomes [1, 4].
+    """
     return uniq[: np.searchsorted(uniq, sum(x.rows for x in table.spans))]
 
 
 def as_deltas(leaf: Leaf) -> Leaf:
-    """Return the leaf with other names of its blocks: the names under which deltas are sent."""
+    """Return the leaf with the names under which GEO-SGD sends changes of its blocks."""
     return dataclasses.replace(leaf, names=tuple(n + DELTA for n in leaf.names))

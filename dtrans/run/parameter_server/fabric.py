@@ -1,22 +1,25 @@
-"""Execution of one process's communication equations by messages to other processes.
+"""Executor of one process's communication equations, which exchanges messages with other processes.
 
-    send             appends blocks to a server's outbox. The outbox is sent when it is full, or
+A program for one process contains equations such as `send` and `recv`. To save messages, most of
+them are only recorded, and one message to each server ends the step:
+
+    send             adds gradients to a server's outbox. The outbox is sent when it is full, or
                      with the message that ends the step
-    send_barrier     records its servers; the message that ends the step includes the barrier
-    recv             records the blocks to receive, and their locations in the parameter's memory
+    send_barrier     records that the gradients are complete
+    recv             records the parameters to receive, and memory for them
     fetch_barrier    sends one message to each server: the rest of its outbox, the barrier and the
-                     request for blocks. Then it waits for the blocks. Asynchronous steps have no
-                     fetch_barrier: the same message is sent before the next equation, or at the
-                     end of the program (`settle`)
-    exchange         sends this trainer's values to the round's server, and waits for the results
-    prefetch         records the rows that a step looks up (`tables.row_lookups`)
-    send_rows        sends gradients of rows
+                     request for parameters. Then it waits for the parameters. Asynchronous steps
+                     have no fetch_barrier: the same message is sent before the next equation, or
+                     at the end of the program (`settle`)
+    exchange         sends this trainer's values to a server, and waits for the merged values
+    prefetch         records the table rows that a step looks up (`tables.row_lookups`)
+    send_rows        sends gradients of table rows
     init_on_use      returns placeholders of rows that are initialized on first use
                      (`tables.new_rows`)
     listen_and_serv  serves until all trainers have closed (`server`)
 
-`local_equations` executes equations without messages. `background` executes the equations of a
-communicator and of GEO-SGD. `server_connections` opens connections.
+`local_equations` executes equations without messages. `background` executes communication that
+overlaps the steps, and GEO-SGD. `server_connections` opens connections.
 
 A gradient is sent without a copy, from the memory in which XLA wrote the gradient. Blocks of a few
 KB are packed into one frame. A received block is copied once, from ZeroMQ's frame to the
@@ -71,10 +74,10 @@ T = TypeVar("T")
 
 
 class EndpointFabric:
-    """Dispatcher of one process's communication equations.
+    """Executor of one process's communication equations, by messages to other processes.
 
     `recv` and `prefetch` return arrays before the values have arrived. The values are written into
-    these arrays before the next equation that may read them, by `receive_rows`, or by `settle`.
+    these arrays before the next equation that may read them.
 
     Args:
       connections: a trainer's connections to its servers.
@@ -82,7 +85,7 @@ class EndpointFabric:
       watch: checks gradients before they are sent.
 
     Attributes:
-      storage: storage of a server's state.
+      storage: storage of a server's state, such as the folder of checkpoints.
     """
 
     def __init__(
@@ -118,7 +121,7 @@ class EndpointFabric:
         }
 
     def prepare(self, program: Program) -> None:
-        """Record which parameters and tables a program receives, before the program's first run."""
+        """Record the parameters and tables of a program, before the program's first run."""
         self._background.prepare(program)
         if program.plan is not None:
             if isinstance(program.plan, PServerPlan):
@@ -178,12 +181,16 @@ class EndpointFabric:
     def exchange(
         self, endpoint: str, number: int, how: Sequence[Sequence[Any]], values: Sequence[Any]
     ) -> list[Any]:
-        """Send this trainer's values to a server, which merges all trainers' values.
+        """Send this trainer's values to a server, and return the merged values of all trainers.
+
+        Examples are the loss, and sums over the full batch.
 
         Args:
-          endpoint: endpoint of the server.
-          number: number of the round in the step.
-          how: name and arguments of the collective that merges each value; see `dtrans.ops.rpc`.
+          endpoint: endpoint of the server that merges.
+          number: number of this exchange in the step.
+          how: for each value, name and arguments of the collective, such as ("all_reduce", "sum");
+            see
+            `dtrans.ops.rpc`.
           values: this trainer's values.
 
         Returns:
@@ -195,43 +202,48 @@ class EndpointFabric:
     # -- parameters ------------------------------------------------------------------------------
 
     def receive_rows(self) -> None:
-        """Receive the rows of all recorded lookups, with one request to each server."""
+        """Receive the table rows of all recorded lookups, with one request per server."""
         self._lookups.receive()
         self._background.receive_rows()
 
     def settle(self) -> None:
-        """Receive all recorded rows and blocks, with one request to each server."""
+        """Receive all table rows and parameters that are still to arrive."""
         self.receive_rows()
         self._blocks.receive()
 
     @property
     def geo(self) -> GeoTrainer | None:
-        """GEO-SGD of this trainer; None before its startup program has run."""
+        """GEO-SGD (local steps with pushed changes) of this trainer, after its startup program.
+
+        The property is None before the startup program.
+        """
         return self._background.geo
 
     def begin_with(self, cut: GeoCut, push_every: int) -> None:
-        """Begin GEO-SGD with a cut (snapshot) of this trainer when the startup program runs.
+        """Let GEO-SGD begin with a cut (snapshot), in a process that replaces a lost trainer.
+
+        The cut is used when the startup program runs.
 
         Args:
-          cut: the cut.
-          push_every: number of steps between two pushes.
+          cut: the snapshot.
+          push_every: number of steps between two pushes of changes.
         """
         self._background.cut = cut, push_every
 
     # -- between steps ---------------------------------------------------------------------------
 
     def announce(self, lookups: Sequence[tuple[JaxprEqn, np.ndarray]]) -> None:
-        """Request the rows of a later step without waiting for them.
+        """Request the table rows of a later step in advance, without waiting for them.
 
         Args:
-          lookups: `prefetch` equations, each with the ids of its rows.
+          lookups: the `prefetch` equations of this step, each with the ids of its rows.
         """
         self._check_open()
         self.settle()
         self._lookups.announce(lookups)
 
     def look_up(self, eqn: JaxprEqn, ids: np.ndarray) -> np.ndarray:
-        """Return rows of a table, for evaluation.
+        """Return current rows of a table, for evaluation between steps.
 
         Args:
           eqn: a `prefetch` equation of the table.
@@ -241,11 +253,14 @@ class EndpointFabric:
         return self._lookups.look_up(eqn, ids, self._background.look_up)
 
     def between(self, what: str, ask: Callable[[TrainerSteps], Operation[T]]) -> T:
-        """Run an operation with the servers between two steps; return its result.
+        """Run an operation with the servers between two steps, such as saving a checkpoint.
 
         Args:
           what: name of the operation, for errors.
           ask: function that starts the operation.
+
+        Returns:
+          The result of the operation.
 
         Raises:
           ConfigError: this trainer has received no parameters yet.
@@ -262,10 +277,11 @@ class EndpointFabric:
         return self.connections.run(ask(self._steps))
 
     def flush(self) -> None:
-        """Wait until the servers have received the gradients that a communicator has queued.
+        """Wait until the servers have received all gradients in the background thread's queue.
 
-        GEO-SGD repeats its pushes itself after a failure, so its communicator continues. A closed
-        job has sent all gradients.
+        With GEO-SGD, the method does nothing: the trainer itself repeats pushes after a failure.
+        After
+        `close`, all gradients are sent already.
         """
         if not self._closed and not self._background.keeps_running:
             self._background.drain()
@@ -287,13 +303,16 @@ class EndpointFabric:
         return values_at(server.serve(), names)
 
     def abandon(self) -> None:
-        """Close all connections without a message, since their epoch (part of the job) is over."""
+        """Close all connections without a message, because the job continues with new connections.
+
+        After the failure of a process, servers do not process messages from before the failure.
+        """
         self._closed = True
         self._background.drain(discard=True)
         self.connections.abandon()
 
     def close(self, error: BaseException | None) -> None:
-        """Leave every server. A second call does nothing.
+        """Leave every server at the end of the job. A second call does nothing.
 
         If the trainer leaves in the middle of a synchronous step, the servers treat it as failed.
 
@@ -327,11 +346,11 @@ class EndpointFabric:
 
 
 def _check_gradients(watch: NonfiniteCheck, eqn: JaxprEqn, values: Sequence[Any]) -> None:
-    """Check the gradients that an equation sends. Ignore equations that send no gradients.
+    """Check that the gradients of an equation are finite. Equations without gradients pass.
 
     Raises:
       NonfiniteError: a gradient has an infinity or a NaN.
-      ConfigError: the equation sends the deltas of GEO-SGD, not gradients.
+      ConfigError: the equation sends GEO-SGD's changes of parameters, not gradients.
     """
     if eqn.primitive is geo_send_p:
         raise ConfigError(

@@ -1,11 +1,13 @@
-"""GEO-SGD in a trainer: `dtrans.protocol.trainer.geo_steps` with JAX arrays and a communicator.
+"""GEO-SGD in a trainer process: it updates local parameters, and pushes its changes to servers.
 
-A push contains the changes of all parameters, and of the trainer's local rows of tables
-(`dtrans.protocol.tables.cached_rows`). The servers' answer contains all parameters, and the local
-rows that other trainers have changed.
+A *push* is a message with the changes of all parameters since the last push. In a job with
+embedding tables, the push also contains the changes of the rows that the trainer stores
+(`dtrans.protocol.tables.cached_rows`). The servers' answer contains all parameters, and those of
+the stored rows that other trainers have changed. `dtrans.protocol.trainer.geo_steps` has the
+algorithm. This module adds JAX arrays and the thread that communicates.
 
-After the failure of a process, servers have no record of a trainer's local rows. So the trainer
-looks up all its local rows again, after the servers have received its pending push.
+After the failure of a process, servers have no record of the rows that a trainer stores. So the
+trainer looks up all these rows again, after the servers have received its pending push.
 """
 
 from __future__ import annotations
@@ -28,46 +30,58 @@ from dtrans.protocol.trainer.traffic import Group, Leaf
 
 
 class PushQueue(Protocol):
-    """Interface to the queue for a GEO-SGD trainer's pushes, such as a `Communicator`."""
+    """Interface to the queue for a GEO-SGD trainer's pushes (messages with changes of parameters).
+
+    `Communicator` implements this interface with a thread.
+    """
 
     name: str
 
     def put(self, group: Group, steps: int, /) -> None:
-        """Queue a push that contains the changes of some steps."""
+        """Queue a push (changes of parameters) to be sent in the background.
+
+        Args:
+          group: the changes of each parameter and table.
+          steps: number of steps in which these changes were made.
+        """
 
     def newest(self) -> Mapping[str, Any]:
-        """Return the newest answer.
+        """Return the newest parameters from the servers.
 
-        The answer maps the index of each parameter, as text, to the parameter. It maps the name of
-        each table to the changed rows.
+        The result maps the index of each parameter, such as "0", to the parameter. It maps the name
+        of each
+        table to the rows that other trainers have changed.
         """
 
     def received(self) -> int:
-        """Return the number of pushes that the newest answer includes."""
+        """Return the number of pushes that the servers have applied in the newest parameters."""
 
     def barrier(self) -> None:
-        """Wait until the newest answer includes all pushes."""
+        """Wait until the newest parameters include all queued pushes."""
 
 
 class GeoTrainer:
-    """GEO-SGD of one trainer: local steps, pushes of changes, and pulls of parameters.
+    """GEO-SGD of one trainer: local steps, pushes of changes, and pulls of the servers' parameters.
 
     Args:
       communicator: sends pushes and receives parameters. Only this trainer uses it.
-      leaves: one leaf for each parameter, whose blocks have the names of deltas (`as_deltas`).
+      leaves: for each parameter, its servers and the names under which changes are sent
+        (`as_deltas`).
       trainers: the number of trainers.
       values: the parameters at the start.
-      tables: maps the name of each table to a leaf like those in `leaves`, and to its local rows.
-      received_before: by endpoint, the number of this trainer's steps that each server had received
-        before.
-      look_up: receives rows of tables; None in a job without cuts (snapshots). Its argument maps
-        the name of each table to sorted ids, and its result maps the name to the rows.
+      tables: for each table by name, the same as in `leaves`, and the rows that the trainer stores.
+      received_before: number of this trainer's steps that each server had received before this
+        process, by endpoint; 0 in a new job.
+      look_up: function that receives rows of tables. Its argument maps the name of each table to
+        sorted ids, and its result maps the name to the rows. None if the job has no snapshots
+        (cuts).
 
     Attributes:
       received_before: the argument `received_before`.
       note_push: function that is called before each push. Its first argument is the number of steps
         that are pushed up to this push. The second argument has the ids of the pushed rows, by name
-        of the table.
+        of
+        the table.
     """
 
     def __init__(
@@ -92,11 +106,13 @@ class GeoTrainer:
         self.note_push: Callable[[int, Mapping[str, np.ndarray]], object] = lambda count, ids: None
 
     def step(self, values: Sequence[Any], every: int, *, block_on_pull: bool) -> Sequence[Any]:
-        """End a step; return the parameters for the next step.
+        """End a step of the user's program; return the parameters for the next step.
+
+        If a push or the application of an answer is due, the method also communicates.
 
         Args:
           values: the parameters after the step.
-          every: the number of steps between two pushes.
+          every: the number of steps between two pushes, such as 10.
           block_on_pull: True to wait for the answer to each push.
         """
         self.end_step(values, every, block_on_pull=block_on_pull)
@@ -104,25 +120,29 @@ class GeoTrainer:
         return self.local
 
     def end_step(self, values: Sequence[Any], every: int, *, block_on_pull: bool) -> None:
-        """End a step without communication. The arguments are as for `step`."""
+        """Record the parameters after a step, without communication. `settle` communicates later.
+
+        Args:
+          values, every, block_on_pull: as for `step`.
+        """
         self._steps.end_step(values, every, block_on_pull=block_on_pull)
 
     @property
     def local(self) -> Sequence[Any]:
-        """Parameters for the next step."""
+        """This trainer's parameters for the next step."""
         return self._steps.local
 
     def rows(self, table: str) -> CachedRows:
-        """Return the local rows of a table."""
+        """Return the rows of a table that this trainer stores."""
         return self._tables[table][1]
 
     def leaf(self, table: str) -> Leaf:
-        """Return the leaf under which deltas of a table are pushed."""
+        """Return the servers of a table, and the names under which changes of its rows are sent."""
         return self._tables[table][0]
 
     @property
     def report(self) -> list[str]:
-        """Log lines: for each table, the number of local rows, and their size in bytes."""
+        """Lines for the log at the end: number and bytes of each table's rows on this trainer."""
         lines = []
         for table, (_, rows) in self._tables.items():
             lines.append(
@@ -132,7 +152,7 @@ class GeoTrainer:
         return lines
 
     def finish(self) -> None:
-        """Push the remaining changes.
+        """Push the changes since the last push, at the end of the job.
 
         Raises:
           StateError: the caller has donated the parameters that contain these changes.
@@ -148,7 +168,7 @@ class GeoTrainer:
             self.settle()
 
     def settle(self) -> None:
-        """Pull and push if they are due; wait for answers until the next step may begin."""
+        """Communicate until the next step may begin: send a push and apply answers, if due."""
         self._communicator.received()  # raises the error of a communicator that has ended
         self._steps.go_on()
         while self._steps.waits:
@@ -158,7 +178,7 @@ class GeoTrainer:
             self._steps.go_on()
 
     def _look_up_local_rows(self) -> None:
-        """Receive the current values of all local rows, for the next pull."""
+        """Receive all rows that this trainer stores again, after the failure of a process."""
         assert self._look_up is not None
         ids = {table: np.sort(local.ids) for table, (_, local) in self._tables.items()}
         for table, rows in self._look_up(ids).items():
@@ -168,14 +188,18 @@ class GeoTrainer:
     # -- failures ----------------------------------------------------------------------------------
 
     def counts(self, received: Mapping[str, int]) -> Mapping[str, int]:
-        """Return the number of steps that each server must count (`GeoSteps.counts`)."""
+        """Return the number of this trainer's steps that each server must record after a failure.
+
+        Args:
+          received: number of steps that each server has received, by endpoint.
+        """
         return self._steps.counts(received)
 
     def rejoin(self, communicator: PushQueue, received: Mapping[str, int]) -> None:
-        """Continue with another communicator, after the failure of a process.
+        """Continue after the failure of another process, with new connections.
 
         Args:
-          communicator: the communicator.
+          communicator: sends pushes over the new connections.
           received: number of this trainer's steps that each server has received, by endpoint.
         """
         self._communicator, self._must_refresh = communicator, bool(self._tables)
@@ -183,13 +207,14 @@ class GeoTrainer:
         self._steps.rejoin(received)
 
     def cut(self, step: int, params: Mapping[str, Any], local: Mapping[str, Any]) -> GeoCut:
-        """Return a cut (snapshot) of this trainer.
+        """Return a cut (snapshot) of this trainer, from which a new process can continue.
 
         Args:
           step: number of steps so far.
-          params: parameters before the next step, by the name of their first block. The names of
-            parameters in the cut are the same.
-          local: leaves that only this trainer has, by name.
+          params: parameters before the next step. A parameter has the name of its first block on a
+            server,
+            here and in the result.
+          local: arrays that only this trainer has, such as optimizer state, by name.
         """
         steps, names = self._steps, self._names
         changes = dict(zip(names, steps.unpushed([params[n] for n in names]), strict=True))
@@ -201,10 +226,14 @@ class GeoTrainer:
         return GeoCut(step, steps.count, pending, changes, by_name, local, tables)
 
     def resume(self, cut: GeoCut, push_every: int) -> None:
-        """Begin with a cut (snapshot), in a process that takes the place of a lost trainer.
+        """Begin with a cut (snapshot) in a process that replaces a lost trainer.
+
+        Servers may have received later pushes of the lost trainer. So only those changes of the cut
+        that
+        were not pushed later are added to the servers' parameters.
 
         Args:
-          cut: the cut.
+          cut: the snapshot.
           push_every: number of steps between two pushes.
         """
         begin = GeoReturn(cut, self.received_before, self._trainers, push_every)
@@ -231,7 +260,12 @@ class GeoTrainer:
     # -- the queue of `GeoSteps` -------------------------------------------------------------------
 
     def put(self, deltas: Values, steps: int) -> None:
-        """Queue a push: deltas of parameters, and deltas of local rows."""
+        """Queue a push of changes of parameters, and add the changes of table rows.
+
+        Args:
+          deltas: the change of each parameter.
+          steps: number of steps in which the changes were made.
+        """
         group: list[tuple[Leaf, Any]] = [*zip(self._leaves, deltas, strict=True)]
         for table, (leaf, local) in self._tables.items():
             self._rows_of_push[table] = local.pushed(self._trainers)
@@ -241,7 +275,13 @@ class GeoTrainer:
         self._communicator.put(group, steps)
 
     def repeat(self, deltas: Values, steps: int, endpoints: Collection[str]) -> None:
-        """Queue a push again, only for these servers."""
+        """Queue a push again for the servers that had not received it before a failure.
+
+        Args:
+          deltas: the change of each parameter.
+          steps: number of steps in which the changes were made.
+          endpoints: endpoints of these servers.
+        """
         group: list[tuple[Leaf, Any]] = []
         for leaf, x in zip(self._leaves, deltas, strict=True):
             group += _blocks_at(endpoints, leaf, np.asarray(x))
@@ -250,14 +290,14 @@ class GeoTrainer:
         self._communicator.put(group, steps)
 
     def received(self) -> int:
-        """Return the number of pushes that the newest answer includes.
+        """Return the number of pushes that the newest received parameters include.
 
-        Return -1 while local rows must be looked up after a failure.
+        After a failure, return -1 until the trainer has looked up its rows of tables again.
         """
         return -1 if self._must_refresh else self._communicator.received()
 
     def newest(self) -> Values:
-        """Return the newest parameters; add the changed rows of the same answer to local rows."""
+        """Return the newest parameters from the servers, and update the stored rows of tables."""
         newest = self._communicator.newest()
         for table, (_, rows) in self._tables.items():
             if table in newest:  # the first answer of a communicator contains no rows
@@ -270,7 +310,7 @@ class GeoTrainer:
 def _blocks_at(
     endpoints: Collection[str], leaf: Leaf, array: np.ndarray
 ) -> list[tuple[Leaf, np.ndarray]]:
-    """Return the blocks of an array on some servers, each as a leaf with its values."""
+    """Return an array's blocks (rows) for some servers, each with its server and name."""
     found = []
     for endpoint, name, rows in leaf.blocks(array):
         if endpoint in endpoints:
@@ -280,7 +320,7 @@ def _blocks_at(
 
 
 def pushed_leaves(eqn: JaxprEqn) -> list[Leaf]:
-    """Return the parameters that a `geo_send` pushes, without tables."""
+    """Return the parameters (without tables) that a `geo_send` pushes, with servers and names."""
     p, leaves = eqn.params, []
     # The operands after the parameters belong to tables. `zip` leaves them out, because it stops at
     # the end of its shortest argument.
@@ -293,11 +333,16 @@ def pushed_leaves(eqn: JaxprEqn) -> list[Leaf]:
 def split_push(
     eqn: JaxprEqn, values: Sequence[Any]
 ) -> tuple[Sequence[Any], list[tuple[str, Any, list[Any]]]]:
-    """Split the operands of a `geo_send`.
+    """Split the operands of a `geo_send` equation into parameters and rows of tables.
+
+    Args:
+      eqn: the equation.
+      values: its operands.
 
     Returns:
       The parameters, and one (name, ids, arrays) for each table. `ids` are the ids of the rows that
-      the step has looked up. `arrays` are the new values of these rows and of their state.
+      the
+      step has looked up. `arrays` are the new values of these rows and of their optimizer state.
     """
     count = len(eqn.params["names"])
     rest, tables = iter(values[count:]), []
@@ -307,7 +352,7 @@ def split_push(
 
 
 class DeviceArithmetic:
-    """`GeoArithmetic` for JAX arrays."""
+    """Arithmetic of GEO-SGD on JAX arrays, as `GeoSteps` needs it (`GeoArithmetic`)."""
 
     def copied(self, values: Values) -> Values:
         return _copied(list(values))

@@ -1,12 +1,14 @@
-"""Job of parameter servers in one process: trainers on a mesh, each server on one device.
+"""Job of parameter servers in one process: trainers on a mesh of devices, each server on a device.
 
-    pieces of the trainer program      jit(shard_map) over the `trainers` axis of the mesh
-    send                               device_put of each trainer's block to its server's device
-    optimize blocks of a server        one jit for each server and phase; it donates optimizer state
-    all_reduce                         device_put of each server's parts to the other servers
+The job executes the equations of the trainers' and servers' programs as follows:
+
+    compute between communication      jit(shard_map) over the `trainers` axis of the mesh
+    send                               device_put of each trainer's gradient to its server's device
+    update of a server                 one jit for each phase; it donates optimizer state
+    all_reduce between servers         device_put of each server's parts to the other servers
     recv                               device_put of each block to all devices of trainers
-    split_ids, prefetch, send_rows     rows are copied through the host (`tables.mesh_tables`)
-    exchange                           all-gather over the axis, then the server's computation
+    split_ids, prefetch, send_rows     table rows are copied through the host (`tables.mesh_tables`)
+    exchange between trainers          all-gather over the axis, then the server's computation
 
 A trainer computes with its own part of the batch only. It receives results of other trainers
 through servers, as in jobs of processes, or by an `exchange`. With fewer devices than trainers,
@@ -143,7 +145,7 @@ class MeshJob(Job):
     # -- methods of every job --------------------------------------------------------------------
 
     def init(self, *args: Any) -> MeshState:
-        """Return the first state, from the arguments of `init`."""
+        """Compute the first state, from the arguments of the user's `init`."""
         self._check_open()
         servers = {}
         for ep, programs in self.plan.servers.items():
@@ -203,7 +205,12 @@ class MeshJob(Job):
     def _step_of_shares(
         self, state: MeshState, arrays: Sequence[tuple[Any, Share]]
     ) -> tuple[Any, ...]:
-        """Take one step of trainers that have different numbers of rows."""
+        """Take one step with different numbers of rows on trainers (`dtrans.Batch.speeds`).
+
+        Args:
+          state: the job's state.
+          arrays: the arrays of the full batch, each with its split over trainers.
+        """
         key = tuple((x.shape, x.dtype) for x, _ in arrays)
         if key not in self._share_trainers:
             self._share_trainers[key] = ShareTrainers(self.plan, arrays)
@@ -216,27 +223,27 @@ class MeshJob(Job):
         return (self._newest(MeshState(params, servers)), *results)
 
     def _newest(self, state: MeshState) -> MeshState:
-        """Store a weak reference to the newest state, for `tables`; return the state."""
+        """Record the newest state, for `tables` and `check`; return the state."""
         self._last = weakref.ref(state)
         return state
 
     @property
     def tables(self) -> MeshTables:
-        """Tables of the job, for `lookup` and `export`."""
+        """The embedding tables of the job, with `lookup` and `export`."""
         return MeshTables(self.plan, self._last, self.check)
 
     def params(self, state: MeshState) -> Any:
-        """Return the parameters, including tables, in the pytree structure of `init`."""
+        """Return the parameters, including tables, in the pytree structure of the user's `init`."""
         spec = self.plan.main.args[0]
         return spec.unflatten_named(self._arrays(state, spec.names))
 
     def opt_state(self, state: MeshState) -> Any:
-        """Gather the optimizer state from the servers; return it in the structure of `init`."""
+        """Gather the optimizer state from the servers, in the structure of `init`."""
         spec = self.plan.main.args[1]
         return spec.unflatten_named(self._arrays(state, spec.names))
 
     def _arrays(self, state: MeshState, names: Collection[str]) -> dict[str, Any]:
-        """Return leaves: parameters of trainers, and tables and optimizer state of servers."""
+        """Return arrays of a state by name, from the trainers or servers that store them."""
         rows = group_by_origin(self.plan.overview)
         found: dict[str, Any] = {}
         for n in names:
@@ -271,7 +278,7 @@ class MeshJob(Job):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles that write checkpoints: the servers, and trainer 0."""
+        """Roles that write a part of a checkpoint: the servers, and trainer 0."""
         return (*self.plan.servers, TRAINER)
 
     def server_arrays(self, state: MeshState, endpoint: str) -> Mapping[str, Any]:
@@ -297,9 +304,10 @@ class MeshJob(Job):
         return MeshState(on_trainers, servers)
 
     def lower(self, state: MeshState, *batch: Any) -> LoweredStep:
-        """Return the compiled functions of a step with these arguments.
+        """Return the functions that a step compiles, for inspection.
 
-        The method takes a step with a copy of the state, and records the functions that it calls.
+        The method takes a step with a copy of the state, and records the functions that the step
+        calls.
         """
         with recording() as parts:
             self.step(jax.tree.map(jnp.copy, state), *batch)
@@ -309,7 +317,7 @@ class MeshJob(Job):
 
     @cached_property
     def _param_types(self) -> dict[str, Any]:
-        """Types of a state's parameters and rounding errors, by name."""
+        """Shape and dtype of the arrays that trainers have in a state, by name."""
         types = subset(self.plan.main.inputs, self.plan.main.args[0].names)
         types |= self.plan.compression.rounding_error_types
         for n in self.plan.tables.of:
@@ -320,9 +328,9 @@ class MeshJob(Job):
 
     @cached_property
     def _local(self) -> frozenset[str]:
-        """Names of the parameters and rounding errors that each trainer changes itself.
+        """Names of arrays that each trainer changes itself, such as batch statistics.
 
-        Their values may differ between trainers.
+        Their values may differ between trainers, so a state stores one value for each trainer.
         """
         main = self.plan.main
         if self.plan.trainers == 1:
@@ -333,6 +341,8 @@ class MeshJob(Job):
 
     def _shared(self, batch: Sequence[Any]) -> list[tuple[Any, Share]]:
         """Return the arrays of a batch, each with its split over trainers.
+
+        A split is, for example, the dimension whose rows trainers divide, or "replicated".
 
         Raises:
           BatchError: the arrays cannot be split over the trainers.
@@ -368,11 +378,13 @@ def simulated(plan: PServerPlan) -> MeshJob:
 
 
 class LateRowsJob(MeshJob):
-    """Simulated job in which table rows catch up on missed steps, as in jobs of processes.
+    """Job for `plan.verify()` whose table rows are updated late, as in jobs of processes.
 
-    A row without a gradient misses the step. Before the row is read, the server updates it for the
-    missed steps. `plan.verify()` traces the step of this job. In the trace, all rows catch up in
-    each step.
+    With an optimizer such as Adam, a step also changes rows without a gradient. A server process
+    skips
+    such a row, and makes up for the skipped updates before the row is read. `plan.verify()` traces
+    this
+    job to check this computation. In the trace, all rows are brought up to date in each step.
     """
 
     rows_are_late = True
@@ -434,10 +446,10 @@ def _check_unsplit(plan: PServerPlan, names: Sequence[str], unsplit_inputs: Any)
 
 
 def _assemble(rows: Sequence[VarDistributed], servers: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Return a leaf that is assembled from its blocks on servers.
+    """Return a full array, from the blocks (rows) that servers store.
 
     Args:
-      rows: the placement of each block of the leaf.
+      rows: server, name and position of each block.
       servers: the arrays of each server, by endpoint and name.
     """
     blocks = [servers[row.endpoint][row.slice_name] for row in rows]

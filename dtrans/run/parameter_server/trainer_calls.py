@@ -1,4 +1,4 @@
-"""Calls of one trainer's program: its program and arguments for each batch."""
+"""Choice of a trainer's program and arguments for each batch, by its number of rows."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from dtrans.step.batch_sharing import without_parts
 
 
 class StepCall(NamedTuple):
-    """Call of a trainer's program for one step.
+    """Program and arguments with which a trainer computes one step.
 
     Attributes:
       program: the trainer's program.
       batch: the program's arguments after its state.
       shared: the exact split of the batch over trainers; None if the plan has none.
-      rows: number of rows of the global batch if parts are uneven, else 0.
+      rows: number of rows of the full batch if trainers have different numbers of rows, else 0.
     """
 
     program: Program
@@ -35,7 +35,11 @@ class StepCall(NamedTuple):
 
 
 class TrainerCalls:
-    """Calls of one trainer's program for a step.
+    """Choice of the program for each batch of one trainer.
+
+    If the rows of a batch cannot be divided evenly, the trainer needs another program: the results
+    of
+    trainers then have different weights. Programs are stored, and used again for equal batches.
 
     Args:
       plan: the plan of the job.
@@ -52,11 +56,15 @@ class TrainerCalls:
         self._uneven_programs: dict[tuple[Any, ...], tuple[Program, ExactStep]] = {}
 
     def __call__(self, batch: Sequence[Any]) -> StepCall:
-        """Return the call for a batch: its program and arguments.
+        """Return the program and its arguments for a batch.
+
+        Args:
+          batch: this trainer's part of each batch argument, from `job.shard_batch`.
 
         Raises:
           BatchError: the rows of the parts do not fit the plan, or parts of a plan with
-            `Batch.speeds` are not from `job.shard_batch`.
+            `Batch.speeds` are
+            not from `job.shard_batch`.
           ConfigError: the batch is split unevenly, and the job may drop trainers.
         """
         arrays, rows = without_parts(batch)
@@ -72,13 +80,16 @@ class TrainerCalls:
         return StepCall(program, arrays, self._plan.shared, 0)
 
     def _uneven_call(self, batch: Sequence[Any], rows: int) -> StepCall:
-        """Return the call for an unevenly split batch, with padded arguments.
+        """Return the program and padded arguments for a batch that is split unevenly.
 
-        The padding gives each trainer the same number of rows, and does not affect results.
+        For example, 3 trainers have 4, 4 and 2 of 10 rows. Each part is padded to 4 rows, and the
+        program
+        gives the padding no weight. With `Batch.speeds`, each trainer has a program without
+        padding.
 
         Args:
           batch: this trainer's part of each batch argument.
-          rows: number of rows of the global batch.
+          rows: number of rows of the full batch.
         """
         plan, main, k = self._plan, self._plan.main, self._trainer_id
         if plan.shares is None:
