@@ -231,9 +231,10 @@ def check_plan(plan: Any) -> None:
 
 
 def check_saved_by_servers(plan: PServerPlan) -> None:
-    """Raise ConfigError unless servers store all arrays of a checkpoint.
+    """Raise ConfigError unless servers alone can save a complete checkpoint.
 
-    Trainers store optimizer state with `dtrans.Geo`, and leaves in `plan.frozen`.
+    They cannot if trainers store a part of the state: the optimizer state with `dtrans.Geo`, or the
+    parameters in `plan.frozen`, which no server updates.
     """
     check_plan(plan)
     if plan.frozen:

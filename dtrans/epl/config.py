@@ -234,11 +234,12 @@ def init(config: Config | Mapping[str, Any] | None = None) -> Config:
 
 
 def config_from(config: Config | Mapping[str, Any] | None, default: Config | None = None) -> Config:
-    """Convert the option `config` to a `Config`.
+    """Return the configuration for the argument `config` of a function.
 
     Args:
-      config: a configuration, or its settings.
-      default: the result for None. Without a default, it is the configuration of `init`.
+      config: a configuration, a dict with its settings, or None.
+      default: the configuration to return for None. If it is None, too, the function returns the
+        configuration that was passed to `dtrans.epl.init`, or else EPL's defaults.
     """
     if config is None:
         return default or _initialized.get("config") or Config()

@@ -123,7 +123,15 @@ class SeveralHosts(Site):
         endpoints: Sequence[str] = (),
         cuts: str | os.PathLike[str] | None = None,
     ) -> tuple[Role, ...]:
-        """Place and return every role of the job; endpoints are free ports of the role's host."""
+        """Assign each role of the job to a host, and return the roles with their endpoints.
+
+        Args:
+          mode: "pserver" or "nccl2".
+          trainers, pservers: numbers of roles.
+          endpoints: endpoints of the servers, if the job continues an earlier job; by default free
+            ports of the hosts.
+          cuts: the folder of the cuts (snapshots), which all hosts must share, or None.
+        """
         table = role_table(mode, trainers, pservers if mode == "pserver" else None)
         slots = _slots(len(table), self._hosts)
         names = [host.name for host in self._hosts]

@@ -86,7 +86,11 @@ def loops_of(forward: ForwardPass) -> list[int]:
 
 
 def split_iterations(forward: ForwardPass) -> ScanSplits:
-    """Return splits that make each iteration a separate scan: (0, 1, 2) for two iterations."""
+    """Return the division of each scan over layers into scans of one layer each.
+
+    A scan of two layers has the division (0, 1, 2): its parts begin at layers 0 and 1, and end at
+    2.
+    """
     lengths = [scan_length(forward.eqns[i]) for i in loops_of(forward)]
     return tuple(tuple(range(length + 1)) for length in lengths)
 

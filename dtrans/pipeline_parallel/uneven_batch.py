@@ -71,7 +71,11 @@ def _with_rows_on(axis: int, t: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _rows(plan: PipelinePlan, types: Mapping[str, Any]) -> int:
-    """Return the number of rows of a batch; 0 if arrays differ, or no array is split."""
+    """Return the number of rows of a batch.
+
+    Return 0 if this number is not defined: the arrays of the batch have different numbers of rows,
+    or no array is divided into micro-batches.
+    """
     found = set()
     for n in plan.batch:
         if types[n].ndim and not is_under(n, plan.options.batch.unsplit_inputs):

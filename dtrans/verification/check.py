@@ -227,13 +227,15 @@ class Comparison:
         *,
         compared: bool,
     ) -> dict[str, Any] | None:
-        """Return the one-device outputs at a point near a state, and compare if `compared` is True.
+        """Return the outputs of the one-device step at a random point near a state, and compare the
+        job's.
 
-        A near tie is a decision between two values that differ by no more than rounding. If all of
-        `TRIES` points have one, field elements decide the ties at one more point. Equal programs
-        then decide equally, so equal outputs count as compared. But a difference may come from the
-        decisions alone, so a difference does not count. An example is Adafactor: its first updates
-        all have the norm at which Adafactor clips, and later states have no tie.
+        At a near tie, rounding decides between two values (in a maximum, say), so the finite field
+        cannot. Then other points are tried. If all of `TRIES` points have a near tie, field
+        elements decide the ties at one more point. Equal programs then decide equally, so equal
+        outputs count as compared. Different outputs do not count, since the decisions alone may
+        cause the difference. An example is Adafactor: its first updates all have the norm at which
+        Adafactor clips.
 
         Returns:
           The outputs by name; None if none of the points could be evaluated.

@@ -97,12 +97,12 @@ CALLS = (
 
 
 class World:
-    """Evaluator of a program on all ranks of a mesh.
+    """Evaluator of a program in a finite field, for all ranks of a mesh at once.
 
     Args:
       axes: size of each mesh axis, by name; empty for a one-device program.
-      unknown: receives a reason for each equation without a rule.
-      log: receives each equation with its operands and outputs.
+      unknown: function that receives a reason for each equation without a rule.
+      log: function that receives each equation with its operands and outputs.
     """
 
     def __init__(
@@ -153,9 +153,10 @@ class World:
         return [read(a) for a in inner.outvars]
 
     def _live(self, jaxpr: Jaxpr) -> list[JaxprEqn]:
-        """Return the equations to evaluate; a cache saves time in loops.
+        """Return the equations whose outputs are read, so that other equations need no rule.
 
-        Dead equations may have no rule: `optax.lbfgs` reads only the dtype of an `empty`.
+        For example, `optax.lbfgs` reads only the dtype of an `empty`. The result is cached, since
+        loops evaluate the same body many times.
         """
         if id(jaxpr) not in self._live_equations:
             self._live_equations[id(jaxpr)] = jaxpr, live_equations(jaxpr.eqns, jaxpr.outvars)

@@ -159,7 +159,12 @@ def from_limbs(sums: Sequence[Array], bits: int = LIMB) -> Array:
 
 
 def matrix_product(x: Array, y: Array) -> Array:
-    """Return x @ y for stacks of matrices, by exact products of limbs in float64."""
+    """Return x @ y for stacks of matrices of field elements.
+
+    Elements have 61 bits, so float64 cannot multiply them exactly. Each element is divided into
+    parts of few bits (limbs). Matrix products of limbs are exact in float64, and are combined
+    afterwards.
+    """
     inner = x.shape[-1]
     found: Array | None = None
     for start in range(0, max(inner, 1), LONGEST):

@@ -56,14 +56,16 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Meaning:
-    """Relation of a value to a value of the step.
+    """Relation between a value of the job and a value of the one-device step.
+
+    Examples are "a copy of tanh (model.py:12)", a piece, and a partial sum.
 
     Attributes:
       kind: kind of the relation.
-      text: noun phrase that describes the relation, e.g. "a copy of tanh (model.py:12)".
-      of: the step's value; None for a constant, or if there is no relation.
-      factor: the value divided by the step's value.
-      is_copy: True if the value is a copy of the full step value.
+      text: noun phrase that describes the relation.
+      of: index of the one-device value; None for a constant, or if there is no relation.
+      factor: the job's value divided by the one-device value.
+      is_copy: True if the job's value is a copy of the full one-device value.
     """
 
     kind: Kind
@@ -251,10 +253,10 @@ class Meanings:
         return None
 
     def _factors(self, x: Array) -> list[Fraction]:
-        """Return the numbers that, multiplied with a step value, may give the array.
+        """Return the numbers by which an array may differ from a value of the one-device step.
 
-        The first factor is 1. Each other factor passes a quick test: the first or the last random
-        entry of the array, divided by the factor, occurs in the step.
+        The first factor is 1. Other factors pass a quick test: the first or last random entry of
+        the array, divided by the factor, occurs in the one-device step.
         """
         flat = x.ravel()
         places = np.flatnonzero(is_random(flat))

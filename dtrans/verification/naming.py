@@ -75,13 +75,14 @@ def find_causes(
 
 
 class _Walk:
-    """Walk from wrong outputs back to their causes.
+    """Search from wrong outputs of a job back to the computation that is at fault.
 
+    The log of a job has an entry for each computation: an equation with its operands and outputs.
     All methods identify a computation by its index in the log.
 
     Args:
       log: log of the job.
-      meanings: object that finds the meaning of a value of the job.
+      meanings: object that compares a value of the job with all values of the one-device step.
     """
 
     def __init__(self, log: ValueLog, meanings: Meanings) -> None:
@@ -110,9 +111,10 @@ class _Walk:
     # -- the region of values without a meaning --------------------------------------------------
 
     def _region(self, last: int) -> set[int]:
-        """Return `last`, and the earlier computations on which it depends through wrong values.
+        """Return the last wrong computation, and all earlier computations that made it wrong.
 
-        A wrong value here is an output without a meaning: without a known relation to a step value.
+        Here, an output is wrong if it is no copy, piece or partial sum of any value of the
+        one-device step.
         """
         found = {last}
         waiting = self._sources(last)
@@ -124,9 +126,10 @@ class _Walk:
         return found
 
     def _recovers(self, number: int) -> bool:
-        """Return True if the job computes a right value from a computation's outputs.
+        """Return True if the job computes a right value from the outputs of a computation.
 
-        A value is right if it has a meaning: it is a copy, piece or partial sum of a step value.
+        Then this computation was not at fault. A value is right if it is a copy, piece or partial
+        sum of a value of the one-device step.
         """
         waiting, seen = [number], set()
         while waiting:
@@ -144,12 +147,12 @@ class _Walk:
     # -- multiples -------------------------------------------------------------------------------
 
     def _before_use(self, number: int) -> int:
-        """Return the computation at fault if the search has ended at computation `number`.
+        """Return the computation at fault, given the first one with a wrong output.
 
-        All operands of computation `number` have a meaning: a known relation to a step value. The
-        computation may need step values themselves, not multiples of them. If an operand is a
-        multiple then, the computation that created the multiple is at fault. Otherwise `number`
-        itself is at fault.
+        All operands of computation `number` are related to values of the one-device step. But an
+        operand may be a multiple of such a value, although the computation needs the value itself.
+        Then the computation that created the multiple is at fault. Otherwise `number` itself is at
+        fault.
         """
         name = self._log.computations[number].name
         if name in HOMOGENEOUS or name in MOVES or name in GROUPS:
@@ -222,7 +225,7 @@ class _Walk:
         return {m.kind for m in self._meanings_of(number)}
 
     def _is_copy(self, number: int) -> bool:
-        """Return True if an output is a copy of a full step value on all ranks."""
+        """Return True if every rank has a full value of the one-device step as its output."""
         return any(m.is_copy for m in self._meanings_of(number))
 
     def _factor(self, number: int, of: int, last: Fraction) -> tuple[int, Fraction]:

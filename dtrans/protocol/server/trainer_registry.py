@@ -230,19 +230,23 @@ class TrainerRegistry:
             yield frames
 
     def back(self, address: bytes) -> None:
-        """Handle a listener's `connected` event: the trainer at this address is not lost."""
+        """Note that the trainer at an address is connected again, and so is not lost.
+
+        Args:
+          address: address in the listener's `connected` event.
+        """
         k = self.by_address.get(address)
         if k is not None:
             self.known[k].lost = None
 
     def lose(self, address: bytes, now: float) -> None:
-        """Handle the end of the connection at an address, whose last messages may be unread."""
+        """Note the end of the connection at an address. Its last messages may still be unread."""
         k = self.by_address.get(address)
         if k is not None:
             self.known[k].lost = now
 
     def died(self, k: int, how: str, now: float) -> None:
-        """Handle the end of trainer k's process, whose last messages may be unread."""
+        """Note the end of trainer k's process. Its last messages may still be unread."""
         self._losses.died(k, how, now)
 
     def part(self, k: int) -> None:

@@ -86,12 +86,16 @@ class DueRows:
 def due_messages(
     due: Sequence[tuple[DueRows, np.ndarray]],
 ) -> Iterator[tuple[int, list[tuple[str, np.ndarray]], dict[str, Any]]]:
-    """Combine announced rows into few messages; yield trainer, blocks and fields of each message.
+    """Combine the requested rows of later steps into messages to trainers.
 
-    One message contains rows of several tables for one step of one trainer.
+    A trainer may request rows some steps before it uses them. All rows that one trainer needs for
+    one step are sent in one message, also if they belong to several tables.
 
     Args:
-      due: the announced rows to send now, with their current values.
+      due: the rows to send now, each request with the current values of its rows.
+
+    Yields:
+      The id of the trainer, the arrays of the message by name, and the fields of its header.
     """
     # (trainer, step that uses the rows, `is_last`, True if only changed rows are sent) -> rows
     groups: dict[tuple[int, int, bool, bool], list[tuple[DueRows, np.ndarray]]] = {}

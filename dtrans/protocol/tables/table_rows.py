@@ -201,10 +201,11 @@ def wanted_of(
     spans: Sequence[BlockRowSet],
     positions: Positions | None = None,
 ) -> list[WantedRows]:
-    """Split a lookup of a table into one lookup for each block.
+    """Split a lookup of table rows by the blocks that store them, each on one server.
 
-    If a block's rows are consecutive in `rows`, the memory of its lookup is a view of `rows`.
-    Otherwise, the lookup has its own memory, and `put_in_place` copies the received rows to `rows`.
+    Received rows are written into `rows`. If the rows of a block are consecutive in `rows`, they
+    are received in place. Otherwise they are received in separate memory, and `put_in_place` copies
+    them.
 
     Args:
       uniq: increasing row ids in the table. Ids after the table's last row are padding.

@@ -44,12 +44,18 @@ class LostReports:
         return [x for x in self._folder.lost(epoch) if is_waiting(x.reporter, marks, running)]
 
     def name_of(self, report: LostReport) -> str:
-        """Return the role's name in a report of a lost role, which may contain an endpoint."""
+        """Return the name of the role that a report calls lost, such as "pserver 0".
+
+        Trainers know servers only by their endpoints, so a report may contain an endpoint instead.
+        """
         return self._by_endpoint.get(report.role, report.role)
 
 
 class FirstReport:
-    """The report of a lost role on which the launcher acts.
+    """Choice among the roles' reports that other roles are lost.
+
+    If a connection breaks, both ends may report each other. The launcher acts on the first report,
+    and ends only the role that this report names.
 
     Attributes:
       killed: the last role that was killed because of a report.
