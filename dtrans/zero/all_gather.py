@@ -1,21 +1,21 @@
-"""Stage 3: parameters are stored as slices, and gathered where equations read them.
+"""Stage 3 of ZeRO: ranks store slices of parameters, and gather a parameter when they need it.
 
     x = after w.slice, h        delays the gather until h is computed
     w = all_gather x
-    y = dot_general h w         the first equation of a window (`dtrans.zero.live_ranges`)
+    y = dot_general h w         the first equation that reads the gathered w
 
-A leaf stays gathered for a *window* of equations: from one equation that reads the leaf to another.
-The backward pass also reads the leaf, and gathers it again. Without `after`, XLA would merge two
-gathers of one slice, or start all gathers at once. With `prefetch=k`, a rank gathers a leaf k
-windows before the leaf is needed.
+A gathered parameter needs memory, so a rank keeps it only for a *window*: the equations from a
+first to a last reader (`dtrans.zero.live_ranges`). The forward pass has one window of a parameter,
+and the backward pass has another, for which the rank gathers the parameter again. Without `after`,
+XLA would merge two gathers of one slice, or start all gathers at once. With `prefetch=k`, a rank
+gathers a parameter k windows before it is needed.
 
 `dtrans.zero.slice_analysis` finds the values that can be computed as slices. A loop over layers
 takes slices of the stacked layers, gathers one layer in each iteration, and returns slices. A
 penalty such as sum(w ** 2) is computed on slices, and then summed over ranks. A loop that computes
-gradients of layers also scatters these gradients (`dtrans.zero.scatter_flow`). So no rank
-stores the stack of gathered layers, or the stack of full gradients. With a prefetch, the loop
-gathers the first leaf of the next layer while it computes the current layer
-(`dtrans.zero.prefetch`).
+gradients of layers also scatters these gradients (`dtrans.zero.scatter_flow`). So no rank stores
+the stack of gathered layers, or the stack of full gradients. With a prefetch, the loop gathers the
+first parameter of the next layer while it computes the current layer (`dtrans.zero.prefetch`).
 
 Source: stage 3 of ZeRO (arXiv 1910.02054). In Paddle, `_shard_parameter` of
 auto_parallel_sharding.py broadcasts a full variable to each operator that reads it.
@@ -53,20 +53,23 @@ Prefetch = tuple[Callable[[Any], Any], int]
 
 
 class Gatherer(SliceWriter):
-    """Writer of equations that gathers each sliced leaf before an equation reads the full leaf.
+    """Writer of a rank's forward and backward pass, which adds all-gathers of sliced parameters.
 
-    Call `begin` once, then `emit` with each equation in order.
+    The writer copies equations, and puts the all-gather of a parameter before the first equation
+    that reads the full parameter. Call `begin` once, then `emit` with each equation in order, then
+    `result` for each output. A *window* is the range of equations for which a parameter stays
+    gathered.
 
     Attributes:
       slice_results: the results to return as slices.
-      uses: the windows: for each leaf, the equations during which it stays gathered.
+      uses: the windows of all parameters.
     """
 
     slice_results: Collection[Var]
     uses: LiveRanges
 
     def begin(self, ends: Sequence[tuple[int, Atom]], slice_results: Collection[Var]) -> None:
-        """Choose the equations for which each leaf stays gathered. Call this method before `emit`.
+        """Choose the equations during which each parameter stays gathered; call this before `emit`.
 
         Args:
           ends: the results, as pairs (index of the equation that computes the value, value).
@@ -96,9 +99,10 @@ class Gatherer(SliceWriter):
     # -- equations ---------------------------------------------------------------------------------
 
     def emit(self, eqn: JaxprEqn) -> None:
-        """Write the gathers that the next equation needs, then the equation.
+        """Write the all-gathers that the next equation needs, then the equation itself.
 
-        If the equation runs on slices, `slice_of` writes it later, when its result is first read.
+        An equation that runs on slices is not written now. `slice_of` writes it when its result is
+        first read.
 
         Args:
           eqn: the next equation of the step; its calls are not inlined yet.
@@ -173,7 +177,14 @@ class Gatherer(SliceWriter):
     # -- gathers -----------------------------------------------------------------------------------
 
     def _gather_for(self, i: int, eqn: JaxprEqn | None) -> None:
-        """Write the all-gathers of leaves whose windows begin at equation `i`, and prefetches."""
+        """Write the all-gathers that must come before equation `i`.
+
+        They gather parameters that `i` is the first to read, and parameters to prefetch.
+
+        Args:
+          i: the index of the equation.
+          eqn: the equation; None for an output of the program.
+        """
         self._at = i
         windows = self.uses.windows
         while self._begun < len(windows) and windows[self._begun].first <= i:
@@ -197,9 +208,11 @@ class Gatherer(SliceWriter):
             self._next += len(group)
 
     def _anchor(self, eqn: JaxprEqn | None) -> Atom | None:
-        """Return the value that the next gather waits for: the last full float operand of `eqn`.
+        """Return the value that the next all-gather waits for.
 
-        If `eqn` has none, return the latest full float value that was computed.
+        Without such a value, XLA could start all gathers at the beginning, and use much memory. The
+        value is the last full float operand of `eqn`. If `eqn` has none, it is the latest full
+        float value that was computed.
         """
         for a in reversed(eqn.invars if eqn else ()):
             if isinstance(a, Var) and a not in self.roots and self._can_be_waited_for(a):
@@ -212,7 +225,12 @@ class Gatherer(SliceWriter):
         return exists and bool(v.aval.size) and bool(jnp.issubdtype(v.aval.dtype, jnp.floating))
 
     def _gather(self, windows: Sequence[LiveRange], anchor: Atom | None) -> None:
-        """Write one `all_gather` for all leaves with equal types and equal sliced dimensions."""
+        """Write the all-gathers of several windows: one for each type and sliced dimension.
+
+        Args:
+          windows: the windows of the parameters to gather.
+          anchor: the value that the gathers wait for; None for no delay.
+        """
         b = self.b
         groups: dict[tuple[Any, int], list[LiveRange]] = {}
         for window in windows:
@@ -280,14 +298,15 @@ class Gatherer(SliceWriter):
     def write_body(
         self, sliced: Collection[int], wires: Wiring
     ) -> tuple[ClosedJaxpr, Prefetch | None]:
-        """Write the loop body for which this writer was created, and return the body.
+        """Write the body of the loop for which this writer was created.
 
         Args:
           sliced: indices of the outputs to return as slices.
           wires: maps inputs and outputs of the body to operands and outputs of its equation.
 
         Returns:
-          A pair (new body, prefetch). If the loop prefetches no layer, `prefetch` is None.
+          A pair (new body, prefetch). `prefetch` has the function that gathers a layer, and the
+          position of the stack of layers. It is None if the loop prefetches no layer.
         """
         outvars = self.inner.outvars
         # a body may return one variable twice: as a slice and as a full value
@@ -310,10 +329,16 @@ class Gatherer(SliceWriter):
         return self.b.build(outs), prefetch
 
     def _prefetch_first(self, layers: Sequence[Var]) -> Prefetch | None:
-        """Add an input for the first layer that a loop's body gathers; return how to gather it.
+        """Make the first layer that a loop's body gathers an input of the body.
 
-        The loop gathers this layer one iteration earlier. If the first leaf that the body gathers
-        is not a layer of a scanned stack, change nothing and return None.
+        The loop then gathers this layer one iteration earlier, while it computes.
+
+        Args:
+          layers: the body's inputs that are one layer of a stack.
+
+        Returns:
+          The function that gathers the layer, and the position of its stack. None if the first
+          parameter that the body gathers is not in `layers`; the body is then unchanged.
         """
         windows, shards = self.uses.windows, self.shards
         if not windows or windows[0].leaf not in self.slice_inputs.slices:
@@ -339,15 +364,17 @@ class Gatherer(SliceWriter):
 def _segment(
     windows: Sequence[LiveRange], largest: float, is_available: Callable[[LiveRange], bool]
 ) -> list[LiveRange]:
-    """Return the windows at the start of a list whose leaves are gathered together.
+    """Return the next parameters to gather together, in one all-gather of limited size.
 
-    A window is a range of equations for which a leaf stays gathered. All returned windows are in
-    the same pass, forward or backward. The result is empty if the first leaf's slice is not ready.
+    A window is the range of equations for which a parameter stays gathered. All returned windows
+    are in the same pass, forward or backward. The result is empty if the slice of the first
+    parameter is not computed yet.
 
     Args:
-      windows: the windows whose leaves are not gathered yet.
-      largest: the limit in bytes for the sum of the leaves. A larger leaf is gathered alone.
-      is_available: returns True if the slice of a window's leaf can be computed.
+      windows: the windows of parameters that are not gathered yet.
+      largest: the limit in bytes for the sum of the parameters. A larger parameter is gathered
+        alone.
+      is_available: returns True if the slice of a window's parameter can be computed.
     """
     total = 0
     found: list[LiveRange] = []

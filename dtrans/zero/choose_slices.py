@@ -1,23 +1,23 @@
-"""Choice of the leaves to divide into one slice per rank, and of the dimension to divide.
+"""Choice of the parameters to divide into one slice for each rank, and of the divided dimension.
 
-All slices of a leaf have the same number of rows. If the number of ranks does not divide the rows,
+All slices of a parameter have the same size. If the number of ranks does not divide the dimension,
 the last slices end with *padding*. Padding is zero in the first state. Gathers drop padding, and
 norms omit it.
 
-A leaf is sliced along its first dimension. If that dimension is shorter than the number of ranks,
-as in the kernel of a convolution, the longest dimension is sliced. A stack that loops read layer by
-layer is sliced along a later dimension, so that each rank has a slice of every layer.
-These leaves are not sliced:
+A parameter is sliced along its first dimension. If that dimension is shorter than the number of
+ranks, as in the kernel of a convolution, the longest dimension is sliced. A stack that loops read
+layer by layer is sliced along a later dimension, so that each rank has a slice of every layer.
+These parameters are not sliced:
 
-  - leaves without dimensions;
-  - leaves that the update combines with each rank's part of the batch;
-  - leaves whose optimizer state is read outside the update;
-  - small leaves: slices would save few bytes, and each slice adds an operand to a collective;
-  - leaves that no gradient updates;
-  - leaves without optimizer state whose gradient is equal on all ranks without communication.
+  - parameters without dimensions;
+  - parameters that the update combines with each rank's part of the batch;
+  - parameters with optimizer state that is read outside the update;
+  - small parameters: slices would save few bytes, and each slice adds an operand to a collective;
+  - parameters that no gradient updates;
+  - parameters without optimizer state, if all ranks compute the same gradient anyway.
 
-The optimizer's state is sliced along the same rows as its leaf. If an update mixes rows (Muon,
-Shampoo), leaf and state are sliced too, and the update gathers the operands that it needs
+The optimizer's state is sliced like its parameter. If an update mixes rows (Muon, Shampoo),
+parameter and state are sliced too, and the update gathers the operands that it needs
 (`dtrans.zero.update`).
 
 Source: ZeRO divides variables into slices (Rajbhandari et al., arXiv 1910.02054). The sharding pass
@@ -53,17 +53,17 @@ from dtrans.zero.slice_analysis import GatherOptions, SliceAnalysis, SliceInputs
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slices:
-    """Choice of the leaves and the arrays of optimizer state to slice.
+    """Record of the parameters and optimizer state that ranks slice, and of the sliced dimensions.
 
     Attributes:
-      analysis: the row analysis of the optimize half: which values it computes row by row. The rows
-        of a leaf are the entries along its chosen dimension.
-      leaves: the sliced leaves, by name.
+      analysis: the analysis of the update: the values that it computes row by row. The rows of a
+        parameter are the entries along its sliced dimension.
+      leaves: the sliced parameters, by name.
       state: the sliced arrays of the optimizer's state, by name.
-      unsliced: the reason for each leaf that is not sliced, such as "it has no dimensions".
-      replicated: leaves whose gradients are equal on all ranks without communication.
-      divided: for leaves that another mesh axis divides, the divided dimension, which is not
-        sliced.
+      unsliced: the reason for each parameter that is not sliced, such as "it has no dimensions".
+      replicated: parameters whose gradients are equal on all ranks without communication.
+      divided: for parameters that another mesh axis divides, the divided dimension. This dimension
+        is not sliced.
     """
 
     analysis: RowAnalysis
@@ -75,7 +75,7 @@ class Slices:
 
     @property
     def sliced(self) -> dict[Name, Sliced]:
-        """Sliced inputs of the update: leaves, gradients and arrays of the state."""
+        """Sliced inputs of the update, by name: parameters, gradients, and optimizer state."""
         found: dict[Name, Sliced] = {Gradient(n): sliced for n, sliced in self.leaves.items()}
         found.update(self.leaves)
         found.update(self.state)
@@ -93,7 +93,7 @@ def choose_slices(
     planned: Slices | None = None,
     divided: Mapping[str, int] = MappingProxyType({}),
 ) -> Slices:
-    """Choose the leaves and arrays of state to slice, and the dimension to slice in each.
+    """Choose the parameters and arrays of optimizer state to slice, and the dimension of each.
 
     Args:
       step: the step, divided at its gradients.
@@ -148,7 +148,7 @@ def _choose_axes(
     planned: Slices | None,
     divided: Mapping[str, int],
 ) -> dict[str, int]:
-    """Return the dimension to slice, by leaf; omit leaves that cannot be sliced."""
+    """Return the dimension to slice of each parameter; omit parameters that cannot be sliced."""
     axes: dict[str, int] = {}
     for n in step.params:
         axis = choose_axis(step.program.inputs[n].shape, degree, divided=divided.get(n))
@@ -160,12 +160,13 @@ def _choose_axes(
 
 
 class _SliceRules:
-    """Rules that decide if a leaf is sliced; `choose_slices` describes most arguments.
+    """Rules that decide if a parameter is sliced; `choose_slices` describes most arguments.
 
     Args:
-      axes: the dimension to slice, for each leaf that can be sliced.
-      analysis: the row analysis of the optimize half.
-      homes: maps an array of the state to a pair (leaf, row dimension of the array).
+      axes: the dimension to slice, for each parameter that can be sliced.
+      analysis: the analysis of the update: the values that it computes row by row.
+      homes: maps an array of optimizer state to a pair: its parameter, and the array's dimension
+        that has the parameter's rows.
 
     Attributes:
       replicated: leaves whose gradients are equal on all ranks without communication.
@@ -220,9 +221,11 @@ class _SliceRules:
 
 
 def _find_state_homes(analysis: RowAnalysis) -> dict[str, tuple[str, RowAxis | None]]:
-    """Return a pair (leaf, row dimension) for each array of optimizer state, by name.
+    """Return the parameter to which each array of optimizer state belongs.
 
-    If the update mixes rows of the array, the row dimension is None.
+    Returns:
+      A dict: name of the array -> (parameter, dimension). The dimension has the parameter's rows.
+        It is None if the update mixes rows of the array.
     """
     found: dict[str, tuple[str, RowAxis | None]] = {}
     for name, var in analysis.inputs.items():
@@ -237,11 +240,18 @@ def _find_state_homes(analysis: RowAnalysis) -> dict[str, tuple[str, RowAxis | N
 def _choose_state_row(
     shape: tuple[int, ...], leaf: tuple[int, ...], axis: int, degree: int, least: int
 ) -> RowAxis | None:
-    """Return the dimension to slice in an array of state whose rows the update mixes.
+    """Choose the dimension to slice in an optimizer state array whose rows the update mixes.
 
-    If the array's shape ends with the leaf's shape, the array is sliced like the leaf. Another
-    array, such as a preconditioner, is sliced if it has at least `least` elements and a dimension
-    that is long enough. Return None for an array that is not sliced.
+    If the array's shape ends with the parameter's shape, the array is sliced like the parameter.
+    Another array, such as a preconditioner, is sliced if it has at least `least` elements and a
+    dimension that is long enough. Return None for an array that is not sliced.
+
+    Args:
+      shape: the shape of the array.
+      leaf: the shape of its parameter.
+      axis: the sliced dimension of the parameter.
+      degree: the number of ranks.
+      least: the minimum number of elements.
     """
     if shape[-len(leaf) :] == leaf:
         return sharded_along(len(shape) - len(leaf) + axis)
@@ -254,9 +264,16 @@ def _choose_state_row(
 def choose_axis(
     shape: tuple[int, ...], degree: int, first: int = 0, divided: int | None = None
 ) -> int | None:
-    """Return the dimension to slice: `first` or later, but not `divided`.
+    """Choose the dimension of an array to divide among ranks.
 
-    Return None if padding would more than double the dimension.
+    The first dimension is chosen if it is at least as long as the number of ranks. Otherwise the
+    longest dimension is chosen. Return None if padding would more than double this dimension.
+
+    Args:
+      shape: the shape of the array.
+      degree: the number of ranks.
+      first: the first dimension that may be chosen.
+      divided: a dimension that may not be chosen, because another mesh axis divides it.
     """
     dims = [d for d in range(first, len(shape)) if d != divided]
     if not dims:
@@ -297,9 +314,10 @@ def reason_by_shape(
 def slice_state_again(
     step: DividedStep, size: int, earlier: Sequence[Mapping[Any, Sliced]], least: int
 ) -> dict[str, Sliced]:
-    """Return slices of optimizer state over one more mesh axis, by name.
+    """Divide optimizer state over one more mesh axis, and return its slices by name.
 
-    An array is sliced along a dimension that no earlier axis slices, like its parameter.
+    With `Slicing(state_axes=("data", "sequence"))`, the axis "sequence" also divides the state. An
+    array is divided along a dimension that no earlier axis divides.
 
     Args:
       step: the step, divided at its gradients.
@@ -326,9 +344,10 @@ def slice_state_again(
 
 
 def _find_replicated_gradients(step: DividedStep) -> set[str]:
-    """Return the leaves whose gradients are equal on all ranks without a reduction.
+    """Return the parameters whose gradients are equal on all ranks without a reduction.
 
-    A gradient is equal on all ranks if it depends neither on the batch nor on the rank's index.
+    Such a gradient depends neither on the batch nor on the rank's index. An example is a penalty on
+    a parameter.
     """
     batch = values_at(step.program.invars, step.batch)
     local = local_values(step.program.inner.eqns, batch)
@@ -338,9 +357,11 @@ def _find_replicated_gradients(step: DividedStep) -> set[str]:
 def _choose_layer_axes(
     step: DividedStep, axes: Mapping[str, int], degree: int, divided: Mapping[str, int]
 ) -> dict[str, int]:
-    """Choose the dimension to slice in each leaf, so that the leaf's largest gather is smallest.
+    """Choose the dimension to slice in each parameter so that its largest all-gather is smallest.
 
-    Each attempt slices a later dimension of all leaves, and analyzes the step once.
+    A loop over layers gathers one layer in each iteration, if a later dimension of the stacked
+    parameter is sliced. If its first dimension is sliced, the rank must gather all layers. Each
+    attempt slices a later dimension of all parameters, and analyzes the step once.
 
     Args:
       step: the step, divided at its gradients.
