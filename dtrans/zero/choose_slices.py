@@ -404,9 +404,9 @@ def _choose_layer_axes(
 def summed_gradients(
     step: DividedStep, eqns: Sequence[JaxprEqn], leaves: Collection[str]
 ) -> dict[Var, str]:
-    """Return a dict with the gradients that only the update reads: variable -> leaf.
+    """Return the gradients that only the update reads, as a dict: variable -> parameter.
 
-    Loops may compute these gradients as slices.
+    Loops may compute these gradients as slices, because no rank needs the full gradient.
     """
     computed = set(outputs_of(eqns))
     unread = computed.difference(variables_read(eqns, step.program.inner.outvars))

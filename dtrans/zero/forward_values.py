@@ -1,10 +1,10 @@
-"""Forward values that an update reads: the loss, statistics of activations, counts of rows.
+"""Values of the forward pass that an update reads: the loss, statistics, counts of rows.
 
 A rank's update reads slices of parameters, and the rank's part of the batch. If the update computed
 `x @ w` from slices, the sum over ranks would mix different rows of the batch. So the forward pass
 computes the values that the update reads, from full parameters (`dtrans.step.handed_values`).
 
-If an equation of the update combines a leaf's rows with the batch, the leaf is not sliced
+If an equation of the update combines a parameter's rows with the batch, the parameter is not sliced
 (`leaves_that_meet_the_batch`).
 """
 
@@ -28,9 +28,11 @@ from dtrans.zero.rank_values import local_values
 
 
 def with_forward_values(step: DividedStep, options: ShardingOptions) -> DividedStep:
-    """Return the step with an update that takes forward values as inputs (`DividedStep.handed`).
+    """Return the step with an update that gets values of the forward pass as inputs.
 
-    If each rank updates complete leaves, the forward pass also computes values that need a
+    An example is an update that reads the loss.
+
+    If each rank updates complete parameters, the forward pass also computes values that need a
     collective. If the update computed them, only one rank would reach the collective.
     """
     if options.trainers == 1:
@@ -39,7 +41,7 @@ def with_forward_values(step: DividedStep, options: ShardingOptions) -> DividedS
 
 
 def differing_batch(step: DividedStep, options: Options) -> set[str]:
-    """Return the batch inputs that differ from rank to rank: split arrays and random keys."""
+    """Return the batch arrays that differ from rank to rank: split arrays and random keys."""
     found = set()
     for n in step.batch:
         t = step.program.inputs[n]
@@ -55,7 +57,10 @@ def differing_values(step: DividedStep, options: Options) -> set[Var]:
 
 
 def differing_inputs(step: DividedStep, options: Options) -> set[str]:
-    """Return the inputs of the update that differ from rank to rank."""
+    """Return the names of the update's inputs that differ from rank to rank.
+
+    They are batch arrays, or values of the forward pass that depend on them.
+    """
     values = differing_values(step, options)
     differing = differing_batch(step, options)
     for name, v in step.handed.items():
@@ -67,7 +72,9 @@ def differing_inputs(step: DividedStep, options: Options) -> set[str]:
 def leaves_that_meet_the_batch(
     analysis: RowAnalysis, differing: Collection[Name]
 ) -> dict[str, str]:
-    """Find leaves whose rows an update combines with values that differ from rank to rank.
+    """Find parameters that an update combines with each rank's own rows of the batch.
+
+    They cannot be sliced: each rank would combine a different slice with different rows.
 
     Args:
       analysis: the row analysis of the update.

@@ -1,7 +1,7 @@
-"""Results that a step computes from sliced gradients: a norm, a count of non-finite numbers.
+"""Results that a step computes from sliced gradients, such as a norm or a count of infinities.
 
-The equations of these results form an `OptimizeHalf` that updates no leaf. The engine rewrites
-it for slices like an update (`dtrans.zero.update`).
+Each rank has only slices of gradients. So the equations of these results are treated like an update
+that changes no parameter. The engine rewrites them for slices (`dtrans.zero.update`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class GradientResults:
 
     Args:
       step: the step, divided at its gradients.
-      leaves: the sliced leaves, by name.
-      computed: the values of the step that the program has computed so far.
+      leaves: the sliced parameters, by name.
+      computed: the values of the step that the rank's program has computed so far.
       differing: the values of the step that differ from rank to rank.
 
     Attributes:
-      half: computes the results from gradients, parameters and other values.
+      half: a jaxpr that computes the results from gradients, parameters and other values.
       others: the inputs of `half` that are neither gradients nor parameters: name -> variable of
         the step.
-      mixed: sliced leaves that the results combine with values that differ from rank to rank. The
-        results read these leaves and their gradients in full.
+      mixed: sliced parameters that the results combine with values that differ from rank to rank.
+        The results read these parameters and their gradients in full.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class GradientResults:
     def _name_inputs(
         self, step: DividedStep, b: Builder, eqns: Sequence[JaxprEqn], wanted: Sequence[Atom]
     ) -> dict[Var, Name]:
-        """Return a name for each input of `half`; fill `others`."""
+        """Return a name for each input of `half`; also record the other values in `others`."""
         names: dict[Var, Name] = {v: Gradient(n) for n, v in step.boundary.items()}
         names |= {v: n for n, v in step.program.invars.items() if n in step.params}
         computed = set(outputs_of(eqns))
@@ -91,7 +91,7 @@ class GradientResults:
         axes: Mapping[str, int],
         local: Collection[Name],
     ) -> Collection[str]:
-        """Return the leaves that results combine with values that differ from rank to rank."""
+        """Return the parameters that results combine with values that differ from rank to rank."""
         params: list[str] = []
         values: list[Atom] = []
         for v, n in self.inputs.items():

@@ -1,4 +1,7 @@
-"""Rewrite of loops so that residuals that depend only on parameters are not stored.
+"""Rewrite of loops over layers that recomputes residuals instead of storing them.
+
+A residual is a value that the forward pass stores for the backward pass. Some residuals depend only
+on parameters, such as a cast of each layer to bf16:
 
     forward: scan w -> h, stack of bf16(w)      becomes    forward: scan w -> h
     backward: scan (stack of bf16(w)) ...                  backward: scan w ..., begins with bf16(w)
@@ -33,9 +36,7 @@ from dtrans.zero.slice_analysis import SliceAnalysis, is_cheap
 
 
 class _LayerResidual(NamedTuple):
-    """Residual that a scan over layers computes only from parameters.
-
-    Each iteration computes it from one layer, and the scan outputs the stack of all iterations.
+    """Output of a loop over layers that depends only on parameters, one entry for each layer.
 
     Attributes:
       out: the index of the output.
@@ -49,7 +50,10 @@ class _LayerResidual(NamedTuple):
 
 
 def rematerialize_layers(analysis: SliceAnalysis, wanted: Collection[Atom]) -> list[JaxprEqn]:
-    """Rewrite loops over layers to recompute residuals that depend only on parameters.
+    """Rewrite loops over layers so that they do not store residuals that depend only on parameters.
+
+    The backward loops compute these residuals again. Otherwise a rank would store a copy of all
+    layers.
 
     Args:
       analysis: the analysis of the equations.
@@ -88,7 +92,7 @@ def rematerialize_layers(analysis: SliceAnalysis, wanted: Collection[Atom]) -> l
 
 
 def _readers_of(eqns: Sequence[JaxprEqn]) -> Mapping[Var, list[tuple[int, int]]]:
-    """Return the reads of each value, as pairs (index of the equation, index of the operand)."""
+    """Return, for each value, the equations that read it: pairs (index of equation, of operand)."""
     readers: dict[Var, list[tuple[int, int]]] = {}
     for i, eqn in enumerate(eqns):
         for k, a in enumerate(eqn.invars):
@@ -98,7 +102,7 @@ def _readers_of(eqns: Sequence[JaxprEqn]) -> Mapping[Var, list[tuple[int, int]]]
 
 
 def _is_read_by_slices(eqns: Sequence[JaxprEqn], readers: Sequence[tuple[int, int]]) -> bool:
-    """Return True if a value has readers, and all readers are loops that scan over the value."""
+    """Return True if all readers of a value are loops that read one entry in each iteration."""
     for i, k in readers:
         if eqns[i].primitive.name != SCAN or k not in wiring(eqns[i]).slices:
             return False
@@ -108,7 +112,7 @@ def _is_read_by_slices(eqns: Sequence[JaxprEqn], readers: Sequence[tuple[int, in
 def _find_residuals(
     analysis: SliceAnalysis, eqn: JaxprEqn, body: Jaxpr
 ) -> Iterator[_LayerResidual]:
-    """Yield the stacked outputs of a loop that depend only on one stack of layers."""
+    """Yield the stacked outputs of a loop that cheap equations compute from one stack of layers."""
     wires = wiring(eqn)
     stack_of: dict[Atom, int] = {}
     for k in wires.slices:
@@ -136,7 +140,7 @@ def _join(chains: Sequence[Sequence[JaxprEqn]], last: JaxprEqn) -> tuple[JaxprEq
 
 
 def _recompute(eqn: JaxprEqn, source: JaxprEqn, inner: Jaxpr, residual: _LayerResidual) -> JaxprEqn:
-    """Return a copy of the loop `eqn` that computes a residual from layers instead of reading it.
+    """Rewrite a loop so that it computes a residual from layers, instead of reading it.
 
     Args:
       eqn: the loop that reads the residual.

@@ -1,14 +1,14 @@
-r"""Windows: for each sliced leaf, the consecutive equations during which it stays gathered.
+r"""Windows: the equations during which a rank keeps a gathered parameter in memory.
 
-A leaf has one *window* in the forward pass and one in the backward pass. A window begins at the
-first equation that reads the leaf, and ends at the last. If many other leaves are gathered between
-two reads of a leaf, the leaf gets two windows. So an embedding that is tied to the last layer is
-gathered twice in the forward pass.
+A parameter has one *window* in the forward pass and one in the backward pass. A window begins at
+the first equation that reads the parameter, and ends at the last. If many other parameters are
+gathered between two reads, the parameter gets two windows. So an embedding that is tied to the last
+layer is gathered twice in the forward pass.
 
-A value is *derived* if it is cheap to compute and depends only on leaves: a cast, a transpose, a
-bias broadcast over the batch. Each window recomputes its derived values, so none is stored for
-the backward pass. If all equations of a window read the leaf in one smaller type, the
-slice is cast before the gather.
+A value is *derived* if it is cheap to compute and depends only on parameters: a cast, a transpose,
+a bias broadcast over the batch. Each window recomputes its derived values, so that they are not
+stored for the backward pass. If all equations of a window read the parameter in one smaller type,
+the slice is cast before the gather.
 
     w ---- convert to bf16 ---- dot_general         uses: dot_general, of w as bf16
       \--- transpose ---------- dot_general               dot_general, of w as f32
@@ -32,7 +32,7 @@ MAX_GATHERS_BETWEEN = 8
 
 @dataclasses.dataclass(eq=False)
 class LiveRange:
-    """Window: consecutive equations during which a leaf stays gathered.
+    """Window: the range of equations for which a parameter stays gathered.
 
     Attributes:
       leaf: the leaf's variable.
@@ -49,10 +49,10 @@ class LiveRange:
 
     @property
     def dtype(self) -> Any:
-        """Type in which the leaf is gathered.
+        """Type in which the parameter is gathered.
 
-        This is the leaf's type, with one exception: if all readers cast the leaf to one smaller
-        type, the leaf is gathered in the smaller type.
+        This is the parameter's type, with one exception. If all readers cast the parameter to one
+        smaller type, the gather sends this type.
         """
         leaf_dtype = self.leaf.aval.dtype
         if len(self.dtypes) != 1:
@@ -62,7 +62,9 @@ class LiveRange:
 
 
 class LiveRanges:
-    """Windows of all leaves. A window is a range of equations during which a leaf stays gathered.
+    """Windows of all parameters, computed from a list of equations.
+
+    A window is the range of equations for which a parameter stays gathered.
 
     Args:
       eqns: the equations, in order.
@@ -109,11 +111,11 @@ class LiveRanges:
             self._use(a, len(eqns), roles[-1] if roles else "")
 
     def window(self, leaf: Var, at: int) -> LiveRange:
-        """Return the leaf's window that contains equation `at`, which reads the leaf."""
+        """Return the window of a parameter to which equation `at`, one of its readers, belongs."""
         return self._at[leaf, at]
 
     def _types_of(self, v: Var) -> frozenset[tuple[Var, Any]]:
-        """Return the leaves from which `v` is computed, as pairs (leaf, type to gather it in)."""
+        """Return the parameters on which `v` depends, as pairs (parameter, type of its gather)."""
         if v not in self._types:
             self._types[v] = self._find_types(v)
         return self._types[v]
@@ -128,7 +130,13 @@ class LiveRanges:
         return frozenset().union(*map(self._types_of, ins))
 
     def _use(self, atom: Atom, i: int, role: str) -> None:
-        """Extend or begin the windows of the leaves that equation `i` needs to read `atom`."""
+        """Record that an equation reads a value: begin or extend the windows of its parameters.
+
+        Args:
+          atom: the value, a parameter or computed from parameters only.
+          i: the index of the equation.
+          role: the pass of the equation, "forward" or "backward".
+        """
         if isinstance(atom, Literal) or atom not in self.roots:
             return
         for leaf, dtype in self._types_of(atom):

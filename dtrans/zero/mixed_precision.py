@@ -2,13 +2,15 @@
 
     dot_general f32 x f32      becomes    convert, dot_general in 16 bits, convert back
 
-If only products read a weight, ranks convert their slices of the weight before the gather, which
-then sends half as many bytes. For this, a cast is written as early as possible: before a transpose,
-and before a loop over layers. Sums, norms, softmax, the loss and the update keep 32 bits.
+If only products read a weight, ranks convert their slices of the weight before the all-gather,
+which then sends half as many bytes. For this, a cast is written as early as possible: before a
+transpose, and before a loop over layers. Sums, norms, softmax, the loss and the update keep 32
+bits.
 
 bfloat16 has the range of float32. float16 has a smaller range, in which small gradients become
-zero. So with float16 the first cotangent of the backward pass is multiplied by a loss scale
-(`dtrans.step.marks`).
+zero. So with float16 the loss is scaled: the first cotangent of the backward pass
+(`dtrans.step.marks`) is multiplied by a large number, the loss scale. Gradients are divided by it
+before the update.
 
 Source: the white list of Paddle's AMP pass (auto_parallel_fp16.py, amp_lists.py); Micikevicius et
 al., Mixed Precision Training (arXiv 1710.03740).
@@ -68,7 +70,10 @@ SKIPPED = "loss_scale/skipped_steps"
 
 
 def scale_types(scaling: LossScaling | None) -> dict[str, Any]:
-    """Return the initial state of a dynamic loss scale, by name; empty for a fixed scale."""
+    """Return the initial state of a dynamic loss scale, by name: scale, counts of steps.
+
+    The result is empty for a fixed scale, or without a scale.
+    """
     if scaling is None or not scaling.dynamic:
         return {}
     return {
@@ -79,18 +84,24 @@ def scale_types(scaling: LossScaling | None) -> dict[str, Any]:
 
 
 def scale_spec() -> TreeSpec:
-    """Return the structure of a dynamic scale's state."""
+    """Return the pytree structure of the state of a dynamic loss scale."""
     fields = {n.split("/")[1]: jnp.zeros(()) for n in (GOOD, SCALE, SKIPPED)}
     return TreeSpec.from_tree(fields, "loss_scale")
 
 
 def scale_of(scaling: LossScaling, inputs: Mapping[str, Var]) -> Atom:
-    """Return the loss scale: an input of the step if the scale is dynamic, else a constant."""
+    """Return the loss scale as a value of a program: an input if it is dynamic, else a constant."""
     return inputs[SCALE] if scaling.dynamic else scalar(scaling.initial)
 
 
 def check_scale(scaling: LossScaling, dtype: Any, name: str) -> None:
-    """Raise ConfigError if a fixed scale overflows `dtype`, the type of the loss of step `name`."""
+    """Raise ConfigError if a fixed loss scale is too large for the type of the loss.
+
+    Args:
+      scaling: the scaling of the loss.
+      dtype: the type of the loss.
+      name: name of the step, for the message.
+    """
     if not scaling.dynamic and scaling.initial > float(jnp.finfo(dtype).max):
         raise ConfigError(
             f"loss_scaling={scaling.initial!r} is infinite in {dtype}, the type of the loss of "
@@ -137,7 +148,7 @@ def low_precision(
     *,
     unscales: bool = False,
 ) -> Program:
-    """Return the step with matrix products in 16 bits, and with a scaled loss.
+    """Rewrite a step so that its matrix products have 16 bits, and its loss is scaled.
 
     Args:
       main: the traced training step of one device.
@@ -223,9 +234,9 @@ def low_products(
 ) -> tuple[ClosedJaxpr, list[int]]:
     """Rewrite the matrix products of a function to 16 bits, before the function is differentiated.
 
-    Then the products in the derivative of the function also have 16 bits. All variables of the
-    function keep their names and types. Calls of functions with a custom derivative rule are
-    copied.
+    The products in the derivative of the function then also have 16 bits. Pipelines rewrite their
+    stages in this way. All variables of the function keep their names and types. Calls of functions
+    with a custom derivative rule are copied.
 
     Args:
       jaxpr: the function, with inlined calls.
@@ -256,7 +267,10 @@ def low_products(
 
 
 def low_gradients(step: DividedStep, dtype: Any) -> set[str]:
-    """Return the leaves whose gradients are cast from `dtype`, and so can be reduced in `dtype`."""
+    """Return the parameters whose gradients can be reduced in 16 bits without a loss of precision.
+
+    The step casts these gradients from `dtype` to 32 bits, so a cast back is exact.
+    """
 
     def rule(eqn: JaxprEqn, ins: Sequence[bool]) -> list[bool] | None:
         keeps = is_rearrangement(eqn) or eqn.primitive.name == "add_any"
@@ -272,7 +286,7 @@ def low_gradients(step: DividedStep, dtype: Any) -> set[str]:
 
 
 class _LowWriter:
-    """Writer that copies equations, and computes their matrix products in 16 bits.
+    """Writer that copies equations, but computes their matrix products in 16 bits.
 
     Args:
       b: the builder to write with.
@@ -334,7 +348,11 @@ class _LowWriter:
         self.b.eqns[-1] = self.b.eqns[-1].replace(outvars=[out], source_info=eqn.source_info)
 
     def low(self, atom: Atom) -> Atom:
-        """Return a value in 16 bits, cast as early as possible."""
+        """Return a value cast to 16 bits; an earlier cast of the same value is reused.
+
+        If a value is a transpose of another value, the other value is cast. So a cast of a
+        parameter can move before the all-gather.
+        """
         if atom.aval.dtype == self.dtype:
             return atom
         if isinstance(atom, Literal):
@@ -354,9 +372,9 @@ class _LowWriter:
         return self.b.call(converted(self.dtype), atom)[0]
 
     def _write_bodies(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> None:
-        """Write a loop, branch or call with 16-bit products in its bodies.
+        """Write a loop, branch or call, with 16-bit products in its bodies.
 
-        If a body casts a parameter, the operand is cast instead.
+        If a body only casts a parameter, the parameter is cast before the loop instead.
         """
         name = eqn.primitive.name
         operands = list(atoms)
@@ -423,7 +441,13 @@ def _is_only_cast(body: Jaxpr, v: Var, dtype: Any) -> bool:
 
 
 def _narrow_inputs(body: ClosedJaxpr, narrow: Sequence[bool], dtype: Any) -> ClosedJaxpr:
-    """Return a body whose inputs marked in `narrow` already have type `dtype`; omit their casts."""
+    """Change the type of some inputs of a body to `dtype`, and remove the casts of these inputs.
+
+    Args:
+      body: the body.
+      narrow: for each input, True to change its type.
+      dtype: the new type.
+    """
     inner = opened(body)
     b = Builder(body)
     env: dict[Var, Atom] = {}
@@ -457,7 +481,7 @@ def _names_algorithm(eqn: JaxprEqn) -> bool:
 
 
 def _widens(eqn: JaxprEqn, dtype: Any) -> bool:
-    """Return True if an equation casts from `dtype`, so that a cast back to `dtype` is exact."""
+    """Return True if an equation casts a value from `dtype`, so that a cast back loses nothing."""
     return is_cast(eqn) and bool(eqn.invars[0].aval.dtype == dtype)
 
 
@@ -471,9 +495,10 @@ def multiply_seed(seed: jax.Array, scale: jax.Array) -> jax.Array:
 
 @functools.cache
 def next_scale(s: LossScaling) -> Callable[..., tuple[jax.Array, ...]]:
-    """Return a function that updates the state of a dynamic loss scale.
+    """Return the function that updates a dynamic loss scale after each step.
 
-    Its arguments are:
+    The scale grows after many steps with finite gradients, and shrinks after a step with an
+    infinite gradient. The arguments of the function are:
 
     - finite: True if all gradients of this step are finite;
     - good: the number of finite steps in a row;
@@ -497,7 +522,10 @@ def next_scale(s: LossScaling) -> Callable[..., tuple[jax.Array, ...]]:
 
 
 def unscale(g: jax.Array, scale: jax.Array) -> jax.Array:
-    """Divide a gradient by the loss scale in at least 32 bits: the scale may overflow float16."""
+    """Divide a gradient by the loss scale.
+
+    The division uses at least 32 bits, because the scale may be infinite in float16.
+    """
     wide = jnp.promote_types(g.dtype, jnp.float32)
     return (g.astype(wide) / scale.astype(wide)).astype(g.dtype)
 

@@ -1,4 +1,4 @@
-"""Options of sharding: slices of the state, 16-bit types, loss scaling."""
+"""Options of `dtrans.sharding`: slices of parameters and state, 16-bit types, loss scaling."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclasses.dataclass(frozen=True)
 class LossScaling:
-    """Scaling of a loss so that gradients in 16 bits do not underflow.
+    """Loss scale: a factor that keeps small gradients in 16 bits from becoming zero.
+
+    The loss is multiplied by the scale, and gradients are divided by it before the update.
 
     Attributes:
       initial: the first scale.
@@ -66,7 +68,7 @@ class LossScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Types in which a step computes.
+    """Types in which a step computes: matrix products may have 16 bits.
 
     Attributes:
       dtype: "bf16" or "fp16", the type of matrix products (`dtrans.zero.mixed_precision`). None
@@ -109,19 +111,23 @@ class Precision:
 
     @classmethod
     def from_option(cls, value: Any) -> Precision:
-        """Convert the option `precision` (a `Precision`, its `dtype`, or None) to a `Precision`."""
+        """Convert the user's option `precision` to a `Precision`.
+
+        Args:
+          value: a `Precision`, its `dtype` ("bf16" or "fp16"), or None.
+        """
         return value if isinstance(value, cls) else cls(value)
 
     @property
     def scaling(self) -> LossScaling | None:
-        """Scaling of the loss; None if the loss is not scaled."""
+        """Loss scaling, after a number was converted to a `LossScaling`; None if there is none."""
         assert self.loss_scaling is None or isinstance(self.loss_scaling, LossScaling)
         return self.loss_scaling
 
 
 @dataclasses.dataclass(frozen=True)
 class Slicing:
-    """Options for dividing parameters into slices, and for gathering the slices.
+    """Options for the division of parameters into slices, and for the all-gathers of these slices.
 
     Attributes:
       partition: "rows" slices each parameter. "greedy_even" and "use_order" assign each parameter
@@ -191,7 +197,7 @@ class Slicing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingOptions(Options):
-    """All options of `dtrans.sharding`, which describes each of them."""
+    """All options of a call of `dtrans.sharding`; its docstring describes each of them."""
 
     stage: int
     degree: int
@@ -247,11 +253,18 @@ class ShardingOptions(Options):
 
     @property
     def _scatters_micro_steps(self) -> bool:
-        """True if each micro-step scatters its gradients, so that ranks accumulate slices."""
+        """True if ranks reduce-scatter gradients after each micro-step.
+
+        The ranks then accumulate slices.
+        """
         return self.num_micro_batch > 1 and self.stage > 1
 
     def _check_micro_steps(self) -> None:
-        """Raise ConfigError if an option needs a rank's full gradient after all micro-steps."""
+        """Raise ConfigError if an option needs full gradients, which ranks do not have.
+
+        In stages 2 and 3, ranks scatter gradients after each micro-step. So no rank has a full
+        gradient after all micro-steps.
+        """
         if not self._scatters_micro_steps:
             return
         where = f"{self._micro_steps} in stage {self.stage}: each micro-step scatters its gradients"
@@ -286,7 +299,7 @@ class ShardingOptions(Options):
 
     @property
     def prefetch(self) -> int:
-        """Number of parameters that stage 3 gathers before equations need them."""
+        """Number of parameters that stage 3 gathers before they are needed."""
         if self.slices.prefetch is not None:
             return self.slices.prefetch
         return 1 if self.slices.overlap else 0

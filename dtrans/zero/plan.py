@@ -1,4 +1,4 @@
-"""Plan of sharding: the program of all ranks, the bytes that they store and communicate."""
+"""Plan of `dtrans.sharding`: the program of all ranks, and the bytes that they store and send."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ShardingPlan(CollectivePlan):
-    """Plan of sharded data-parallel training, from `dtrans.sharding`.
+    """Plan of sharded data-parallel training (ZeRO), which `dtrans.sharding` returns.
 
     It also has the attributes of `CollectivePlan`.
 
     Attributes:
-      slices: the leaves that are divided into slices, and the reason why each other leaf is not.
+      slices: the parameters that are divided into slices, and the reason why each other one is not.
       gathers: the values that the update gathers, with reasons.
-      owned: the owner of each leaf, if each rank updates complete leaves. None if leaves are
-        sliced.
+      owned: the owner of each parameter, if each rank updates complete parameters. None if
+        parameters are sliced.
     """
 
     options: ShardingOptions
@@ -53,7 +53,10 @@ class ShardingPlan(CollectivePlan):
         return scale_types(self.options.precision.scaling)
 
     def for_trainers(self, trainers: int) -> ShardingPlan:
-        """Return the plan for another number of ranks, with another number of groups.
+        """Return the plan of the same step for another number of ranks.
+
+        The number of ranks in a group stays the same, and the number of groups changes. For
+        degree=4, 12 ranks form 3 groups.
 
         Raises:
           ConfigError: the number is not a multiple of the degree.
@@ -97,7 +100,7 @@ class ShardingPlan(CollectivePlan):
 
     @cached_property
     def notes(self) -> list[str]:
-        """Remarks to print below the table of the plan."""
+        """Sentences for the user about this plan, which are printed below its table."""
         notes = [] if self.shared is None else list(self.shared.notes)
         stored = ", ".join(f"{count:,} bytes of {kind}" for kind, count in self.memory().items())
         notes.append(f"each rank holds {stored}")

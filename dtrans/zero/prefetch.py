@@ -4,9 +4,10 @@
                                             scan: gather the next layer, compute
                                             compute the last layer
 
-The scan carries the gathered layer. The last layer is computed after the scan, because no layer is
-left to gather. So a prefetch gathers no additional bytes. Each iteration indexes the stacked
-operands. A scan over a stack shifted by one layer would need a copy of the stack.
+So the all-gather overlaps with computation. The scan carries the gathered layer. The last layer is
+computed after the scan, because no layer is left to gather. So a prefetch gathers no additional
+bytes. Each iteration indexes the stacked operands. A scan over a stack shifted by one layer would
+need a copy of the stack.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def prefetch_layers(
     types: Sequence[Any],
     outvars: list[Var],
 ) -> JaxprEqn:
-    """Return a loop over layers, as one equation, that gathers each layer one iteration earlier.
+    """Rewrite a loop over layers so that it gathers each layer one iteration earlier.
 
     Args:
       eqn: the loop over layers, a `scan`.
@@ -50,6 +51,9 @@ def prefetch_layers(
       stack: the position of the layers among the stacked operands.
       types: the types of the loop's operands: constants, carried values, stacks.
       outvars: the variables of the loop's outputs.
+
+    Returns:
+      One equation, which replaces the loop.
     """
     wires, length = wiring(eqn), scan_length(eqn)
     first_stack, carried = wires.slices[0], len(wires.carried)

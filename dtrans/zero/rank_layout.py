@@ -1,4 +1,4 @@
-"""Layout of a step on ranks: which arrays are slices, and how gradients are reduced."""
+"""Decisions before a rank's program is written: sliced arrays, and reductions of gradients."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ from dtrans.zero.update import slice_half
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RankLayout:
-    """Layout of a step on ranks: which arrays are slices, and how gradients are reduced.
+    """Decisions about the program of a rank: sliced arrays, and reductions of gradients.
 
-    The layout is valid for every batch size, unless the update contains the batch size.
+    `write_rank` writes the program from this object. The object is valid for every batch size,
+    unless the update contains the batch size.
 
     Attributes:
       options: the options of `dtrans.sharding`.
       merges: maps each result to the rule that merges the results of ranks, such as "mean".
-      slices: the sliced leaves and state.
-      half: the optimize half of a rank.
+      slices: the sliced parameters and optimizer state.
+      half: the update that a rank runs.
       gathers: the values that the update gathers, with reasons.
-      owned: the owner of each leaf, if each rank updates complete leaves. None if leaves are
-        sliced.
-      groups: maps each leaf to its stage in a pipeline. Each collective contains leaves of only one
-        stage.
+      owned: the owner of each parameter, if each rank updates complete parameters. None if
+        parameters are sliced.
+      groups: maps each parameter to its stage in a pipeline. Each collective contains parameters of
+        only one stage.
       sums: inputs that contain slices of gradients, which a pipeline has already summed.
     """
 
@@ -70,15 +71,15 @@ class RankLayout:
         planned: Slices | None = None,
         divided: Mapping[str, int] = MappingProxyType({}),
     ) -> RankLayout:
-        """Choose the layout of a step.
+        """Choose the slices of a step's parameters and state, and rewrite its update for slices.
 
         Args:
           step: the step, divided at its gradients.
           options: the options of `dtrans.sharding`.
           merges: maps each result to the rule that merges the results of ranks.
-          planned: the slices for another batch size, to use again because a job stores its state
-            in them.
-          divided: maps leaves to a dimension that the model axis divides.
+          planned: the slices that were chosen for another batch size. They are used again, because
+            a job stores its state in them.
+          divided: maps parameters to a dimension that the model axis divides.
 
         Raises:
           ConfigError: with this `partition`, one rank updates a complete leaf, but the update reads
@@ -114,7 +115,7 @@ class RankLayout:
         return cls(options, merges, slices, half, gathers)
 
     def for_update(self, planned: DividedStep, again: DividedStep) -> RankLayout:
-        """Return the layout for another batch size, with the same slices.
+        """Return the layout of the same step for another batch size, with the same slices.
 
         Args:
           planned: the step at this layout's batch size.
@@ -134,19 +135,22 @@ class RankLayout:
 
     @property
     def sliced(self) -> dict[str, Sliced]:
-        """Sliced inputs of the step, by name."""
+        """Inputs of the step that are slices on each rank, by name."""
         leaves = self.slices.leaves if self.options.slices_params else {}
         return {**leaves, **self.slices.state, **self.sums}
 
     @property
     def owner(self) -> Mapping[str, int] | None:
-        """Rank that owns each leaf; None if leaves are sliced."""
+        """Rank that stores and updates each parameter; None if parameters are sliced."""
         return None if self.owned is None else self.owned.owner
 
     # -- gradients -------------------------------------------------------------------------------
 
     def layer_gradients(self, step: DividedStep) -> dict[Var, str]:
-        """Return a dict with the gradients that loops scatter layer by layer: variable -> leaf."""
+        """Return the gradients that loops reduce-scatter layer by layer: variable -> parameter.
+
+        Stages 2 and 3 have such gradients, if a loop over layers computes them.
+        """
         options = self.options
         if options.stage == 1 or self._weights_or_clips or options.reduce.compress is not None:
             return {}
@@ -165,7 +169,10 @@ class RankLayout:
         return found
 
     def spec_of(self, step: DividedStep) -> Callable[[str], ScatterSpec]:
-        """Return a function from a leaf's name to a description of how its gradient is reduced."""
+        """Return a function that describes how the gradient of a parameter is reduced.
+
+        The argument of the function is the name of a parameter.
+        """
         layers = set(self.layer_gradients(step).values())
         compress: dict[str, str] = {}
         dtype = self.options.precision.dtype
@@ -175,7 +182,7 @@ class RankLayout:
         return scatter_specs(self.slices.leaves, layers, compress, self.replicated, self.groups)
 
     def buckets(self, step: DividedStep) -> tuple[Bucket, ...]:
-        """Return the buckets of gradients, in the order in which they are reduced."""
+        """Return the lists of gradients that are reduced together, in order."""
         if self.owned is not None:
             return self.owned.buckets(step, self.options)
         gradients = subset(step.gradients, ready_order(step))
@@ -183,7 +190,7 @@ class RankLayout:
 
     @property
     def replicated(self) -> Collection[str]:
-        """Leaves whose gradients are not reduced, because they are equal on all ranks.
+        """Parameters with the same gradient on all ranks, which needs no reduction.
 
         The result is empty if each rank weights or clips its gradients. It is also empty if
         gradients of micro-batches are summed: then only one rank adds a gradient that does not

@@ -1,4 +1,4 @@
-"""Program of a rank.
+"""Writer of the program that every rank runs.
 
     inputs                slices of sharded arrays; other arrays in full
     forward, backward     copied; or written by `Gatherer`, if parameters or gradients are slices
@@ -53,19 +53,20 @@ HalfWriterOf = Callable[[Sequence[JaxprEqn], Sequence[str], Sequence[tuple[int, 
 def write_rank(
     step: DividedStep, layout: RankLayout, gradients: WriteGradients | None = None
 ) -> Program:
-    """Write the program that each rank runs.
+    """Write the program that every rank runs.
 
     Args:
       step: the step, divided at its gradients.
-      layout: the layout of the step.
+      layout: the decisions about slices and reductions.
       gradients: a function that writes equations for the gradients. By default, the forward and
-        backward pass of `step` computes them.
+        backward pass of `step` computes them. A pipeline passes a function, because its stages
+        compute the gradients.
     """
     return RankWriter(step, layout, gradients).write()
 
 
 class RankWriter:
-    """Writer of the program that each rank runs; `write_rank` describes the arguments."""
+    """Writer of the program that every rank runs; `write_rank` describes the arguments."""
 
     def __init__(
         self, step: DividedStep, layout: RankLayout, gradients: WriteGradients | None = None
@@ -90,7 +91,7 @@ class RankWriter:
         self.local = self._take_inputs()
 
     def _take_inputs(self) -> dict[str, Atom]:
-        """Add the inputs of the program; return them by name."""
+        """Add the inputs of the rank's program, and return them by name."""
         step, b, options, invars = self.step, self.b, self.options, self.source.invars
         slices = self.layout.sliced
         types = {n: s.rank_type(self.source.inputs[n]) for n, s in slices.items()}
@@ -147,7 +148,10 @@ class RankWriter:
     # -- forward and backward --------------------------------------------------------------------
 
     def _write_means(self, found: dict[str, Atom]) -> Scatterer:
-        """Write forward, backward and the reductions; add the step's results to `found`.
+        """Write the forward pass, the backward pass and the reductions of gradients.
+
+        Args:
+          found: the step's outputs by name; this method adds the results, such as the loss.
 
         Returns:
           The writer of the reductions; its `means` are the reduced gradients.
@@ -199,15 +203,18 @@ class RankWriter:
         on_gradient: Callable[[str, Atom], None],
         local: Mapping[str, Atom],
     ) -> dict[str, Atom]:
-        """Write forward and backward; return the outputs by name.
+        """Write the forward and backward pass of a step or a micro-step.
 
         Args:
           b: the builder to write with.
           step: the step, or a micro-step.
           results: the outputs to compute.
-          on_gradient: called with each leaf and its gradient. Stages 2 and 3 call it as soon as the
-            gradient is computed, stage 1 after the backward pass.
+          on_gradient: called with each parameter and its gradient. Stages 2 and 3 call it as soon
+            as the gradient is computed, stage 1 after the backward pass.
           local: the rank's inputs by name.
+
+        Returns:
+          The outputs by name.
         """
         delayed: list[tuple[str, Atom]] = []
         delay = lambda leaf, grad: delayed.append((leaf, grad))
@@ -221,10 +228,10 @@ class RankWriter:
         return found
 
     def _arrange(self, step: DividedStep) -> Arrange:
-        """Return a function that rewrites forward and backward equations before they are written.
+        """Return a function that optimizes forward and backward equations before they are written.
 
-        It fuses transposes. In stage 3, it also rewrites loops so that they recompute residuals
-        that depend only on parameters.
+        The function fuses transposes. In stage 3, it also rewrites loops so that they recompute
+        residuals that depend only on parameters.
         """
         options, jaxpr, vars_of = self.options, step.program.jaxpr, step.program.invars
         rows: dict[Var, RowAxis] = {}
@@ -247,7 +254,7 @@ class RankWriter:
         return arrange
 
     def _gatherer(self, b: Builder, step: DividedStep, local: Mapping[str, Atom]) -> HalfWriterOf:
-        """Return a function that creates the writer of forward and backward, a `Gatherer`."""
+        """Return a function that creates a `Gatherer`, which gathers sliced parameters."""
         vars_of = step.program.invars
         layers = self.layout.layer_gradients(step)
         gather_options = self._gather_options(step, layers)
@@ -279,7 +286,7 @@ class RankWriter:
         return writer
 
     def _gather_options(self, step: DividedStep, layers: Mapping[Var, str]) -> GatherOptions:
-        """Return the options of the gathers and scatters that forward and backward contain."""
+        """Return the options for all-gathers and reduce-scatters in forward and backward."""
         options = self.options
         dtypes = {n: g.aval.dtype for g, n in layers.items()}
         if options.precision.dtype is not None:
@@ -299,9 +306,13 @@ class RankWriter:
         )
 
     def _accumulate(self, results: Sequence[str]) -> Outputs:
-        """Write all micro-steps; return results and summed gradients.
+        """Write all micro-steps, which add up their gradients.
 
-        In stages 2 and 3 the gradients are slices.
+        Args:
+          results: names of the outputs to compute.
+
+        Returns:
+          The results, and the summed gradients by parameter. In stages 2 and 3 these are slices.
         """
         options, step = self.options, self.step
         window = MicroSteps.from_options(step, options, self.layout.merges)
@@ -327,9 +338,9 @@ class RankWriter:
 
 
 class _MicroStepScatterer(Scatterer):
-    """Writer of the reduce-scatters within one micro-step, over the ranks of a group.
+    """Writer of the reduce-scatters in one micro-step, over the ranks of one group.
 
-    After the last micro-step, another writer sums gradients over groups and averages them.
+    The sums over groups follow only after the last micro-step, and another writer writes them.
     """
 
     adds_up = False

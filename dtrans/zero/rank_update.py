@@ -1,4 +1,7 @@
-"""Writer of a rank's equations after the reductions: unscaling, update, gathers, results."""
+"""Writer of the rest of a rank's program: unscaling, update, gathers, results of gradients.
+
+These equations follow the reductions of gradients.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,12 @@ from dtrans.zero.update import slice_half
 
 
 class RankUpdate:
-    """Writer of the equations after the reductions of gradients.
+    """Writer of the equations of a rank's program that follow the reductions of gradients.
 
     Args:
       b: the builder to write with.
       step: the step, divided at its gradients.
-      layout: the layout of the step.
+      layout: the decisions about slices and reductions.
       local: the rank's inputs, and the forward values that the update reads, by name.
       scale: the scale of the loss; None if the loss is not scaled.
     """
@@ -50,10 +53,15 @@ class RankUpdate:
     # -- the update ------------------------------------------------------------------------------
 
     def update(self, means: Mapping[str, Atom]) -> dict[str, Atom]:
-        """Write the update; return new parameters and state by name.
+        """Write the optimizer's update of this rank's slices.
+
+        If ranks store full parameters between steps, the new slices are then gathered.
 
         Args:
-          means: the reduced gradients by leaf.
+          means: the reduced gradients by parameter.
+
+        Returns:
+          The new parameters and optimizer state by name.
         """
         b, half = self.b, self.layout.half
         b.role = OPTIMIZE
@@ -71,7 +79,7 @@ class RankUpdate:
         return found
 
     def _slice_of(self, leaf: str) -> Atom:
-        """Return the rank's slice of a parameter."""
+        """Return this rank's slice of a parameter, cut from the full parameter if necessary."""
         s, options, b = self.leaves[leaf], self.options, self.b
         if options.slices_params:
             return self.local[leaf]
@@ -81,7 +89,7 @@ class RankUpdate:
         return b.call(rows_from(s.axis, s.part, s.padded), self.local[leaf], start)[0]
 
     def _gather(self, slices: Mapping[str, Atom]) -> dict[str, Atom]:
-        """Gather leaves from their slices, bucket by bucket; return the full leaves by name."""
+        """Write all-gathers that combine slices to full arrays, and return these arrays by name."""
         b, options = self.b, self.options
         b.role = DIST
         found: dict[str, Atom] = {}
@@ -106,7 +114,10 @@ class RankUpdate:
         return found
 
     def _gather_buckets(self, slices: Mapping[str, Atom]) -> list[list[str]]:
-        """Divide leaves into groups of equal stage, dtype and sliced axis: one all-gather each."""
+        """Divide parameters into lists of limited size; each list is gathered by one all-gather.
+
+        All parameters of a list have the same pipeline stage, dtype and sliced dimension.
+        """
         limit = self.options.reduce.bucket_MB * 2**20
         groups = self.layout.groups
         kind = lambda n: (groups.get(n, 0), str(slices[n].aval.dtype), self.leaves[n].axis)
@@ -125,10 +136,15 @@ class RankUpdate:
     # -- results of gradients --------------------------------------------------------------------
 
     def gradient_results(self, means: Mapping[str, Atom]) -> dict[str, Atom]:
-        """Write the results that the step computes from gradients; use slices if possible.
+        """Write the results that the step computes from gradients, such as a gradient norm.
+
+        The equations use slices, and gather an array only if they must.
 
         Args:
-          means: the reduced gradients by leaf.
+          means: the reduced gradients by parameter.
+
+        Returns:
+          The results by name.
         """
         step, b, options = self.step, self.b, self.options
         if not step.from_gradients:
@@ -166,11 +182,14 @@ class RankUpdate:
     # -- loss scaling ----------------------------------------------------------------------------
 
     def unscale_gradients(self, means: Mapping[str, Atom]) -> tuple[dict[str, Atom], Atom | None]:
-        """Write equations that divide gradients by the loss scale.
+        """Divide the gradients by the loss scale, and check that they are finite.
+
+        Args:
+          means: the reduced gradients by parameter.
 
         Returns:
-          A pair (divided gradients by leaf, finite). `finite` is True if all gradients of all ranks
-          are finite. Without a dynamic scale, `finite` is None.
+          A pair (divided gradients by parameter, finite). `finite` is True if all gradients of all
+          ranks are finite. Without a dynamic scale, `finite` is None.
         """
         b, scaling = self.b, self.options.precision.scaling
         if scaling is None or self.scale is None:
@@ -188,7 +207,7 @@ class RankUpdate:
         return unscaled, finite
 
     def skip_unless(self, finite: Atom, found: Mapping[str, Atom]) -> dict[str, Atom]:
-        """Write equations that keep the old parameters and state if a gradient is not finite.
+        """Keep the old parameters and state if a gradient is not finite, and adapt the loss scale.
 
         Args:
           finite: True if all gradients are finite.

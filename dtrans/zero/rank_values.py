@@ -1,7 +1,7 @@
-"""Values that differ from rank to rank, in a step and in the bodies of its loops and branches.
+"""Analysis of values that differ from rank to rank, also inside of loops and branches.
 
 A value is *local* if it depends on the batch or on the index of the rank. All other values are
-equal on every rank.
+equal on every rank, and need no communication.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dtrans.ops import trainer_index_p
 def local_values(
     eqns: Sequence[JaxprEqn], seeds: Iterable[Var], completed: Collection[Primitive] = ()
 ) -> set[Var]:
-    """Return the values that differ from rank to rank.
+    """Find the values that differ from rank to rank.
 
     Args:
       eqns: the equations, in order.
@@ -29,11 +29,14 @@ def local_values(
 
 
 def local_inside(eqn: JaxprEqn, local: Collection[Var]) -> list[set[Var]]:
-    """Return for each body of `eqn` the values inside that differ from rank to rank.
+    """Find the values in the bodies of a loop or branch that differ from rank to rank.
 
     Args:
       eqn: the equation.
       local: values outside the equation that differ from rank to rank.
+
+    Returns:
+      For each body, the set of these values.
     """
     start = {a: True for a in eqn.invars if isinstance(a, Var) and a in local}
     (entered,) = forward(_differing(()), [eqn], start).entered.values()

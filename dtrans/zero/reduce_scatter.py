@@ -1,12 +1,14 @@
 """Reduction of gradients to slices: first over the ranks of a group, then over groups.
 
-    gradient of          reduction
-    a sliced leaf        reduce_scatter of the padded gradient in a group; all_reduce over groups
-    layers in a loop     the loop scatters each layer's gradient; all_reduce over groups
-    a leaf in full       all_reduce over all ranks
-    a replicated leaf    none: every rank computes the same gradient, and takes its slice
+    gradient of              reduction
+    a sliced parameter       reduce_scatter of the padded gradient in a group; all_reduce over
+    groups
+    layers in a loop         the loop scatters each layer's gradient; all_reduce over groups
+    a full parameter         all_reduce over all ranks
+    a replicated gradient    none: every rank computes the same gradient, and takes its slice
 
-In stage 2, a gradient is reduced as soon as its bucket is complete.
+Gradients are packed into buckets. In stage 2, a bucket is reduced as soon as its last gradient is
+computed.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from dtrans.zero.options import ShardingOptions
 
 @dataclasses.dataclass(frozen=True)
 class ScatterSpec(ReduceSpec):
-    """Options for the reduction of one gradient, as slices or in full.
+    """Description of how one gradient is reduced: to slices or in full.
 
     Attributes:
       axis: the dimension along which the gradient is scattered. None for a full gradient.
@@ -48,15 +50,15 @@ def scatter_specs(
     replicated: Collection[str] = (),
     groups: Mapping[str, int] | None = None,
 ) -> Callable[[str], ScatterSpec]:
-    """Return a function that describes how the gradient of a leaf is reduced.
+    """Return a function that describes how the gradient of a parameter is reduced.
 
     Args:
-      slices: the sliced leaves, by name.
-      layers: the leaves whose gradients are scattered in loops.
-      compress: maps a leaf to the type in which its gradient is reduced, such as "bf16". Other
+      slices: the sliced parameters, by name.
+      layers: the parameters whose gradients are scattered in loops.
+      compress: maps a parameter to the type in which its gradient is reduced, such as "bf16". Other
         gradients keep their type.
-      replicated: leaves whose gradients are equal on all ranks.
-      groups: maps a leaf to the stage of a pipeline that computes its gradient.
+      replicated: parameters whose gradients are equal on all ranks.
+      groups: maps a parameter to the stage of a pipeline that computes its gradient.
     """
     groups = groups or {}
 
@@ -73,7 +75,10 @@ def scatter_specs(
 
 
 class Scatterer(Reducer):
-    """Writer of gradient reductions; for a sliced leaf, `means` returns a slice of the gradient.
+    """Writer of gradient reductions that result in slices for sliced parameters.
+
+    Call `add` for each gradient and `finish` at the end. `means` then has the reduced gradients:
+    slices for sliced parameters, full arrays for others.
 
     Args:
       slices: the sliced leaves, by name.
@@ -104,7 +109,11 @@ class Scatterer(Reducer):
     def add(self, leaf: str, grad: Atom) -> None:
         """Add a gradient to its bucket, and reduce the bucket if it is complete.
 
-        A replicated gradient is not reduced: the rank takes its slice.
+        A gradient that is equal on all ranks is not reduced: the rank takes its slice.
+
+        Args:
+          leaf: the name of the parameter.
+          grad: the gradient.
         """
         if not self.spec_of(leaf).is_replicated:
             super().add(leaf, grad)
@@ -122,7 +131,15 @@ class Scatterer(Reducer):
         self.means[leaf] = grad
 
     def sums(self, bucket: Bucket, sent: Sequence[Atom]) -> Sequence[Atom]:
-        """Write the sums over all ranks; return slices if the bucket's leaves are sliced."""
+        """Write the sums over all ranks of the gradients in a bucket.
+
+        Args:
+          bucket: the bucket; either all or none of its parameters are sliced.
+          sent: this rank's gradients.
+
+        Returns:
+          The sums, or this rank's slices of the sums if the parameters are sliced.
+        """
         spec, options = self.spec_of(bucket.leaves[0]), self.options
         if spec.axis is None:
             return super().sums(bucket, sent)

@@ -1,8 +1,10 @@
-"""Analysis of gradients that loops can scatter: each iteration scatters one layer's gradient.
+"""Analysis of gradients that a loop can reduce-scatter itself, one layer in each iteration.
 
-The update needs slices of a gradient. If the gradient is a sum of terms, slices of the terms
-suffice. The search follows the terms from the last equation to the first. It passes through
-equations that are linear and compute each row from one row:
+The update needs only slices of a gradient. If a loop over layers computes the gradient, each
+iteration can scatter the gradient of its layer. So no rank stores the full gradient of all layers.
+If the gradient is a sum of terms, slices of the terms suffice. The search follows the terms from
+the last equation to the first. It passes through equations that are linear and compute each row
+from one row:
 
     g = add_any a b          slices of g are computed from slices of a and of b
     a = pad a'               (layers 0 to 8)
@@ -40,7 +42,7 @@ from dtrans.zero.rank_values import local_inside, operands_among
 
 @dataclasses.dataclass(eq=False)
 class ScatterFlow:
-    """Values of a backward pass that each rank computes as slices instead of in full.
+    """Values of a backward pass that each rank computes as slices, instead of in full.
 
     Attributes:
       rows: the dimension along which each of these values is sliced (`RowAxis`).
@@ -54,7 +56,7 @@ class ScatterFlow:
     loops: dict[int, dict[int, RowAxis]] = dataclasses.field(default_factory=dict)
 
     def operands(self, eqns: Sequence[JaxprEqn]) -> dict[int, Collection[int]]:
-        """Return, by index of an equation, the indices of operands that it reads as slices."""
+        """Return the indices of the sliced operands of each equation that runs on slices."""
         return {i: self.operands_at(i, eqns[i]) for i in (*self.steps, *self.loops)}
 
     def operands_at(self, i: int, eqn: JaxprEqn) -> Collection[int]:
@@ -64,7 +66,10 @@ class ScatterFlow:
         return [k for k, out in wiring(eqn).carried.items() if out in self.loops[i]]
 
     def ends_of(self, v: Var, makers: Mapping[Var, tuple[int, JaxprEqn]]) -> tuple[int, bool]:
-        """Find the values that ranks reduce-scatter to compute slices of `v`.
+        """Find the values that must be reduce-scattered so that ranks get slices of `v`.
+
+        The result shows if slices of `v` save memory: they do if these values are smaller, or in
+        loops.
 
         Args:
           v: the value.
@@ -95,7 +100,12 @@ def makers_of(eqns: Sequence[JaxprEqn]) -> dict[Var, tuple[int, JaxprEqn]]:
 
 
 def rows_of_outputs(outvars: Sequence[Atom], rows: Mapping[int, RowAxis]) -> dict[Var, RowAxis]:
-    """Convert the keys of `rows` from output indices to output variables; omit literals."""
+    """Return the sliced dimension of each output, by the output's variable; omit literals.
+
+    Args:
+      outvars: the outputs.
+      rows: the sliced dimension of outputs, by their index.
+    """
     found: dict[Var, RowAxis] = {}
     for k, row in rows.items():
         out = outvars[k]
@@ -111,7 +121,7 @@ def scatter_flow(
     ends: Iterable[Atom] = (),
     inputs: Collection[Var] = (),
 ) -> ScatterFlow:
-    """Find the values that ranks must compute as slices to get slices of the wanted gradients.
+    """Find the values that a rank must compute as slices to get slices of the wanted gradients.
 
     Args:
       eqns: the equations, in order.
@@ -128,7 +138,7 @@ def scatter_flow(
 
 
 class _Search:
-    """Search for values to compute as slices, from the last equation to the first.
+    """Search for values to compute as slices; visits equations from the last to the first.
 
     `scatter_flow` describes the arguments.
     """
@@ -150,7 +160,10 @@ class _Search:
             self.reads.update(variables(eqn.invars))
 
     def visit(self, i: int) -> None:
-        """Request slices of the operands of equation `i`, if slices of its outputs are wanted."""
+        """Record that equation `i` runs on slices, if slices of its outputs are wanted.
+
+        The slices of its operands are then wanted, too.
+        """
         eqn, flow = self.eqns[i], self.flow
         rows = {k: flow.rows[v] for k, v in enumerate(eqn.outvars) if v in flow.rows}
         if not rows:
@@ -165,7 +178,12 @@ class _Search:
                     self._want(a, row)
 
     def _want(self, a: Atom, row: RowAxis | None) -> None:
-        """Record that slices of operand `a` are wanted, if no other equation reads `a`."""
+        """Record that slices of a value are wanted, if no other equation reads the value.
+
+        Args:
+          a: an operand.
+          row: its sliced dimension; None if the equation reads the operand in full.
+        """
         if row is None or not isinstance(a, Var):
             return
         may_be_slice = a in self.local and a in self.sliceable and a not in self.wanted
@@ -173,7 +191,7 @@ class _Search:
             self.flow.rows[a] = row
 
     def _enter(self, i: int, rows: Mapping[int, RowAxis]) -> None:
-        """Search the body of a loop or remat, if slices of its outputs are wanted."""
+        """Search the body of a loop or `jax.checkpoint`, if slices of its outputs are wanted."""
         eqn = self.eqns[i]
         body, wires = opened(*bodies(eqn)), wiring(eqn)
         carried = {out: body.invars[k] for k, out in wires.carried.items()}
@@ -210,7 +228,7 @@ def _prune(
     local: Collection[Var],
     inputs: Collection[Var],
 ) -> None:
-    """Remove the equations that would use no less memory on slices.
+    """Let equations run on full values again where slices save no memory.
 
     To compute slices, an equation scatters its operands instead of its output. So slices save
     memory only if loops scatter the operands, or if the operands are smaller than the output.
@@ -247,7 +265,11 @@ def _prune(
 
 
 def _step_on_rows(eqn: JaxprEqn, row: RowAxis, local: Collection[Var]) -> Step | None:
-    """Return how an equation runs on slices; None unless it is linear in its `local` operands."""
+    """Return the description of how an equation runs on slices of its output.
+
+    Return None unless the equation is linear in its operands that differ from rank to rank
+    (`local`).
+    """
     summed = operands_among(eqn, local)
     if not linear_group(eqn, summed):
         return None
@@ -260,7 +282,7 @@ def _step_on_rows(eqn: JaxprEqn, row: RowAxis, local: Collection[Var]) -> Step |
 def _saves_memory(
     inner: ScatterFlow, body: Jaxpr, k: int, wires: Wiring, carried: Var | None
 ) -> bool:
-    """Return True if a body needs less memory when it computes output `k` as slices.
+    """Return True if a loop's body needs less memory when it computes output `k` as slices.
 
     Args:
       inner: the values that the body can compute as slices.

@@ -1,8 +1,9 @@
-"""Analysis that finds the values that a rank can compute from its slices of leaves.
+"""Analysis that finds the values that a rank can compute from its slices of parameters.
 
-A leaf is sliced along one dimension (`RowAxis`). An equation runs on slices if it computes each row
-from one row of a leaf: a cast of a stack, some layers of a stack, a layer at an index. So a loop
-can take slices of a stack. A layer is gathered only for an equation that mixes its rows:
+A parameter is sliced along one dimension (`RowAxis`). An equation runs on slices if it computes
+each row from one row of a parameter: a cast of a stack, some layers of a stack, a layer at an
+index. So a loop can take slices of a stack. A layer is gathered only for an equation that mixes its
+rows:
 
     w: (16, D, D), sliced along its second dimension
     stack = convert w          computed as slices; the loop scans over them
@@ -60,17 +61,17 @@ _WITH_SLICED_BODIES = frozenset({SCAN, COND, *REMAT})
 
 @dataclasses.dataclass(frozen=True)
 class GatherOptions:
-    """Options of the equations that gather leaves and scatter gradients.
+    """Options for the equations that gather parameters and scatter gradients.
 
     Attributes:
       axis_name: the named axis of the ranks.
       degree: the number of ranks.
-      dtypes: maps a leaf to the type in which its gradient is reduced. Other gradients keep their
-        type.
-      prefetch: the number of leaves that are gathered before equations need them.
+      dtypes: maps a parameter to the type in which its gradient is reduced. Other gradients keep
+        their type.
+      prefetch: the number of parameters that are gathered before equations need them.
       prefetch_in_loops: the same number for the bodies of loops.
       segment: the limit in bytes up to which consecutive gathers are combined.
-      once: True if a leaf is gathered once, for both forward and backward.
+      once: True if a parameter is gathered once, for both forward and backward.
     """
 
     axis_name: str
@@ -84,7 +85,7 @@ class GatherOptions:
 
 @dataclasses.dataclass(frozen=True)
 class SliceInputs:
-    """Inputs that are slices, such as parameters, and gradients that must become slices.
+    """Inputs of a list of equations that are slices, and gradients that must become slices.
 
     Attributes:
       rows: the inputs that are slices, with the layout of each: the leaf and the sliced dimension.
@@ -104,7 +105,7 @@ class SliceInputs:
 
 @dataclasses.dataclass(frozen=True)
 class SlicedBodies:
-    """Bodies of a loop, a branch, or a remat that take or return slices.
+    """Bodies of a loop, a branch, or `jax.checkpoint` that take or return slices.
 
     Attributes:
       passed: the operands that the bodies take as slices: index -> layout in the body.
@@ -118,7 +119,9 @@ class SlicedBodies:
 
 
 class SliceAnalysis(SplitWriter):
-    """Analysis that finds the values that a rank can compute from its slices of leaves.
+    """Analysis that finds the values that a rank can compute from its slices of parameters.
+
+    Subclasses also write the equations.
 
     Args:
       b: the builder to write with.
@@ -177,11 +180,14 @@ class SliceAnalysis(SplitWriter):
     # -- results -----------------------------------------------------------------------------------
 
     def roots_of(self, atoms: Iterable[Atom]) -> frozenset[Var]:
-        """Return the leaves, or parts of leaves, to gather for the full values of `atoms`."""
+        """Return the values that a rank must gather to compute the full values of `atoms`.
+
+        They are parameters, or parts of parameters, such as one layer of a stack.
+        """
         return frozenset().union(*(self.roots.get(a, ()) for a in atoms if isinstance(a, Var)))
 
     def read_full(self, atoms: Iterable[Atom]) -> None:
-        """Record that an equation reads the full values of `atoms`."""
+        """Record that an equation reads `atoms` in full, so that they must be gathered."""
         self.full |= self.roots_of(atoms)
 
     def position_of(self, atom: Atom) -> int:
@@ -193,7 +199,10 @@ class SliceAnalysis(SplitWriter):
         return self._position.get(atom, last) if isinstance(atom, Var) else last
 
     def largest_gathers(self) -> dict[str, int]:
-        """Return for each leaf the number of elements of its largest gather."""
+        """Return the number of elements of the largest all-gather of each parameter.
+
+        `choose_slices` compares these numbers to choose the dimension to slice.
+        """
         sizes = [(self.rows[v].leaf, int(v.aval.size)) for v in self.full]
         for entered in self.entered.values():
             for body in entered.bodies:
@@ -206,7 +215,13 @@ class SliceAnalysis(SplitWriter):
     # -- layouts -----------------------------------------------------------------------------------
 
     def _add_slices(self, v: Var, row: RowAxis, roots: Iterable[Var]) -> None:
-        """Record that a value can be computed as slices."""
+        """Record that a value can be computed as slices.
+
+        Args:
+          v: the value.
+          row: its sliced dimension, and the parameter that it depends on.
+          roots: the values to gather for the full value of `v`.
+        """
         self.rows[v], self.roots[v] = row, frozenset(roots)
         self.layouts[v] = self._engine_layout(v, row)
 
@@ -215,11 +230,11 @@ class SliceAnalysis(SplitWriter):
         return self.rows.get(atom) if isinstance(atom, Var) else None
 
     def _engine_layout(self, atom: Atom, row: RowAxis) -> RowAxis:
-        """Return the engine's form of a layout: simple, and without the name of the leaf."""
+        """Convert a layout to the form of `dtrans.engine`, which has no parameter's name."""
         return self.shards.plain(dataclasses.replace(row, leaf=""), atom.aval.shape[row.axis])
 
     def _rank_type(self, v: Var, row: RowAxis) -> Any:
-        """Return the type of a rank's slice."""
+        """Return the shape and dtype of a rank's slice of a value."""
         return self.shards.part_type(v.aval, self._engine_layout(v, row))
 
     # -- equations ---------------------------------------------------------------------------------
@@ -245,11 +260,19 @@ class SliceAnalysis(SplitWriter):
                 self.read_full(self.reads[i])
 
     def _reduces_full(self, i: int, way: Strategy) -> bool:
-        """Return True if equation `i` reduces slices of a leaf that another equation gathers."""
+        """Return True if equation `i` reduces slices of a parameter that is gathered anyway.
+
+        The reduction of the full parameter then needs no collective.
+        """
         return bool(way.reduce) and not self.full.isdisjoint(self.roots_of(self.eqns[i].invars))
 
     def _follow_equation(self, i: int, eqn: JaxprEqn) -> Collection[int]:
-        """Record how an equation runs on slices; return the indices of the sliced operands."""
+        """Record how an equation runs on slices, if it can.
+
+        Returns:
+          The indices of the operands that it reads as slices; empty if it reads all of them in
+          full.
+        """
         way = self._strategy(eqn)
         if way is None:
             return ()
@@ -293,7 +316,11 @@ class SliceAnalysis(SplitWriter):
     # -- bodies ------------------------------------------------------------------------------------
 
     def _enter(self, i: int, eqn: JaxprEqn) -> Collection[int]:
-        """Analyze the bodies of an equation; return the operands that the bodies take as slices."""
+        """Analyze the bodies of a loop, a branch or `jax.checkpoint`.
+
+        Returns:
+          The indices of the operands that the bodies take as slices.
+        """
         wires, wanted = wiring(eqn), self.scattering.loops.get(i, {})
         passed = {} if self.how.once else self._passable(eqn, wires)
         local = local_inside(eqn, self.local) if passed or wanted else []
@@ -312,7 +339,10 @@ class SliceAnalysis(SplitWriter):
         return passed
 
     def _passable(self, eqn: JaxprEqn, wires: Wiring) -> dict[int, RowAxis]:
-        """Return the operands that bodies may take as slices: index -> layout in the bodies."""
+        """Return the operands that the bodies of an equation may take as slices, if this helps.
+
+        The result maps the index of an operand to its sliced dimension in the bodies.
+        """
         found: dict[int, RowAxis] = {}
         picks = eqn.invars[0]
         if (
@@ -334,7 +364,7 @@ class SliceAnalysis(SplitWriter):
         inside: Sequence[SliceAnalysis],
         wanted: Mapping[int, RowAxis],
     ) -> None:
-        """Record the outputs that all bodies can compute as slices."""
+        """Record the outputs of a loop or branch that all its bodies can compute as slices."""
         fixed = {*wanted, *wires.carried.values()}
         for k, v in enumerate(eqn.outvars):
             row, *others = [body._row(body.inner.outvars[k]) for body in inside]
@@ -387,10 +417,10 @@ class SliceAnalysis(SplitWriter):
 
 
 def is_cheap(eqn: JaxprEqn) -> bool:
-    """Return True for elementwise equations and rearrangements.
+    """Return True if an equation is elementwise, or only rearranges elements.
 
-    A rank gathers the operands of these equations and computes the results, instead of gathering
-    the results.
+    A rank gathers the operands of such an equation, and computes its result again where it is
+    needed. So the result needs no gather, and no memory in between.
     """
     return facts_of(eqn).elementwise or is_rearrangement(eqn)
 

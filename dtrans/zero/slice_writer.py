@@ -1,7 +1,7 @@
-"""Writer of equations on slices of leaves; `dtrans.zero.slice_analysis` finds these equations.
+"""Writer of equations on slices of parameters; `dtrans.zero.slice_analysis` selects them.
 
 `dtrans.zero.scatter_flow` decides where gradients are summed over ranks and scattered.
-`dtrans.zero.all_gather` decides when leaves are gathered.
+`dtrans.zero.all_gather` decides when parameters are gathered.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ from dtrans.zero.slice_analysis import GatherOptions, SliceAnalysis, SliceInputs
 
 
 class _EqualValues(CountedValues):
-    """Writer of slices of values that are equal on all ranks, and so need no communication."""
+    """Writer that takes slices of values which are equal on all ranks, without communication."""
 
     def _is_counted(self, var: Atom, axis: int) -> bool:
         return True
 
 
 class SliceWriter(SliceAnalysis):
-    """Writer of equations that run on slices of leaves, and of their reductions over ranks.
-
-    `SliceAnalysis` describes the arguments.
+    """Writer of equations that run on slices of parameters, and of their reductions over ranks.
 
     Attributes:
       env: maps a value of the step to the variable that replaces it: this rank's slice of a
@@ -67,7 +65,7 @@ class SliceWriter(SliceAnalysis):
         return super().read(atom, row)
 
     def slice_of(self, var: Var) -> Atom:
-        """Return the slice of a value; the first call writes the equation that computes it."""
+        """Return this rank's slice of a value; the first call writes its equation."""
         key = var, self.layouts[var]
         if key not in self._values:
             i = self._position[var]
@@ -75,7 +73,10 @@ class SliceWriter(SliceAnalysis):
         return self._values[key]
 
     def is_available(self, var: Var, i: int) -> bool:
-        """Return True if the slice of a value can be computed before equation `i`."""
+        """Return True if a rank can compute its slice of a value before equation `i`.
+
+        A prefetch may gather only a value that is available.
+        """
         at = self._position.get(var, -1)
         if at < 0 or (var, self.layouts.get(var)) in self._values:
             return True
@@ -87,13 +88,13 @@ class SliceWriter(SliceAnalysis):
 
     @contextlib.contextmanager
     def communicating(self) -> Iterator[None]:
-        """Give the role of communication to all equations that are written in this context."""
+        """Give the role `dist` (communication) to equations written in this `with` block."""
         role, self.b.role = self.b.role, DIST
         yield
         self.b.role = role
 
     def write_reduction(self, i: int) -> None:
-        """Write a reduction over slices: each rank reduces its slice, then an all-reduce."""
+        """Write a reduction of a sliced value: each rank reduces its slice, then all-reduce."""
         eqn, way = self.eqns[i], self.ways[i]
         (part,) = self.carry_out(eqn, way)
         over = self.shards.over
@@ -104,7 +105,12 @@ class SliceWriter(SliceAnalysis):
         self.env[eqn.outvars[0]] = total
 
     def scatter_sum(self, var: Var, row: RowAxis) -> Atom:
-        """Sum a value over ranks by a reduce-scatter; return this rank's slice of the sum."""
+        """Sum a gradient over ranks by a reduce-scatter, and return this rank's slice of the sum.
+
+        Args:
+          var: the gradient, or a term of it.
+          row: the dimension to scatter along, and the parameter.
+        """
         grad, grad_dtype = self.env.get(var, var), jnp.dtype(var.aval.dtype)
         dtype = jnp.dtype(self.how.dtypes.get(row.leaf, grad_dtype))
         with self.communicating():
@@ -117,7 +123,14 @@ class SliceWriter(SliceAnalysis):
         return scattered
 
     def wanted_slice(self, atom: Atom, row: RowAxis) -> Atom:
-        """Sum a term of a gradient over ranks; return this rank's slice of the sum."""
+        """Return this rank's slice of the sum over ranks of one term of a gradient.
+
+        A term that is equal on all ranks is multiplied by the number of ranks instead.
+
+        Args:
+          atom: the term.
+          row: the dimension to scatter along, and the parameter.
+        """
         if isinstance(atom, Var) and atom in self.scattering.rows:
             return self.env[atom]
         if isinstance(atom, Var) and atom in self.local:
@@ -129,7 +142,7 @@ class SliceWriter(SliceAnalysis):
         return self.b.call(times(self.how.degree), piece)[0]
 
     def write_on_rows(self, i: int) -> None:
-        """Write equation `i` with slices of gradients as operands."""
+        """Write equation `i` of the backward pass so that it computes a slice of its output."""
         eqn, step = self.eqns[i], self.scattering.steps[i]
         summed = linear_group(eqn, operands_among(eqn, self.local))
         atoms: list[Atom] = []

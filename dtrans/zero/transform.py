@@ -1,4 +1,7 @@
-"""Sharding: data-parallel training in which every rank stores a slice of the state (ZeRO 1, 2, 3).
+"""`dtrans.sharding`: data-parallel training in which trainers divide the state (ZeRO 1, 2, 3).
+
+In ordinary data parallelism, every trainer stores all parameters and optimizer state. Here each
+trainer, called a *rank*, stores a part of them:
 
     stage    stored as slices       communication
     1        optimizer state        gradients are reduce-scattered after the backward pass
@@ -87,7 +90,10 @@ def sharding(
     reduce: Reduce | str = Reduce(),
     batch: Batch | str = Batch(),
 ) -> ShardingPlan:
-    """Plan data-parallel training with sharded optimizer state, gradients and parameters.
+    """Plan data-parallel training in which trainers divide the state among them (ZeRO).
+
+    Each trainer, called a rank, stores slices of the optimizer state; in stage 3, also of
+    parameters. The numbers are those of ordinary data parallelism, but each rank needs less memory.
 
     Args:
       main: `dtrans.trace(step, params, opt_state, *batch)`, for any batch shape.
@@ -173,7 +179,7 @@ def sharding(
 def _from_mesh(
     mesh: Mapping[str, int], degree: int | None, slices: Slicing
 ) -> tuple[int, int, int]:
-    """Return the sizes of the axes "data", "model" and "sequence"."""
+    """Read the sizes of the axes "data", "model" and "sequence" from the option `mesh`."""
     others = {
         f"degree={degree}": degree is not None,
         f"axis_name={slices.axis_name!r}": slices.axis_name != Slicing().axis_name,
@@ -191,7 +197,7 @@ def _from_mesh(
 
 
 def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> ShardingPlan:
-    """Plan sharding from checked options."""
+    """Plan sharding from options that `dtrans.sharding` has checked."""
     refuse_collectives(main)
     plain = divide_if_possible(main, options)
     check_names(plain, options)
@@ -292,9 +298,15 @@ def _write_uneven(
     planned: RankLayout,
     types: Sequence[jax.ShapeDtypeStruct],
 ) -> Program:
-    """Return a rank's program for a batch that the number of ranks does not divide.
+    """Write a rank's program for a batch that the number of ranks does not divide.
 
-    Ranks store the state in the planned slices.
+    The job stores its state in the planned slices, so the new program must use the same slices.
+
+    Args:
+      shared: the step for each number of rows.
+      options: the options of `dtrans.sharding`.
+      planned: the layout of the plan.
+      types: types of the step's inputs, with the new batch.
 
     Raises:
       BatchError: the update of the padded step needs other slices.
@@ -312,7 +324,7 @@ def _write_uneven(
 
 
 def in_precision(plain: DividedStep, main: Program, precision: Precision) -> DividedStep:
-    """Return the step with matrix products in 16 bits, if `precision` has a `dtype`."""
+    """Return the step with matrix products in 16 bits, if the user asked for a 16-bit type."""
     if precision.dtype is None:
         return plain
     return divide_step(

@@ -1,9 +1,9 @@
 """Sharding of a step whose gradients cannot be found, such as DP-SGD or a zeroth-order method.
 
-The engine writes all outputs of the step (`dtrans.batch.trainer_step`). Ranks divide the batch, and
-store slices of the state: optimizer state in each stage, parameters in stage 3. Where an equation
-needs a full array, the rank gathers the array. So results are those of one device for any step.
-Stages 1 and 2 are the same, because no gradient is known.
+Ranks divide the batch, and store slices of the state: optimizer state in each stage, parameters in
+stage 3. The engine rewrites all equations of the step for one rank (`dtrans.batch.trainer_step`).
+Where an equation needs a full array, the rank gathers the array. So results are those of one device
+for any step. Stages 1 and 2 are the same, because no gradient is known.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def slice_undivided(step: DividedStep, options: ShardingOptions) -> Slices:
 
 
 def _reason_by_update(program: Program, name: str) -> str:
-    """Return the reason why an array of the state cannot be sliced, whatever its shape; else ""."""
+    """Return the reason why an array of the state is never sliced; "" if its shape decides."""
     if program.outvars[name] is program.invars[name]:
         return "it is not updated"
     if jnp.issubdtype(program.inputs[name].dtype, jax.dtypes.extended):
@@ -65,6 +65,6 @@ def _reason_by_update(program: Program, name: str) -> str:
 
 
 def find_stored_dims(slices: Slices, options: ShardingOptions) -> Mapping[str, int]:
-    """Return the sliced dimension of each array that ranks store as slices between steps."""
+    """Return the sliced dimension of each array that ranks store as slices, by name."""
     stored = {**slices.state, **(slices.leaves if options.slices_params else {})}
     return {n: sliced.axis for n, sliced in stored.items()}
