@@ -1,11 +1,14 @@
-"""Micro-steps: a trainer's scan over the micro-batches of its part of the batch.
+"""Micro-steps: each trainer processes its part of the batch in several smaller parts.
 
     accumulate    scan: forward, backward, add up         --> one gradient, results
     local steps   scan: forward, backward, optimize       --> parameters, optimizer state, results
 
-The scan does not communicate. It carries the parameters that a trainer updates locally, such as
-batch statistics. In local steps it carries all state. `jax.random.fold_in` gives each micro-step
-different random keys.
+Accumulation (`num_micro_batch`) saves memory for activations. Local steps (`local_sgd`) save
+communication: a trainer takes several complete steps before trainers average their state.
+
+The scan over micro-steps does not communicate. It carries the parameters that a trainer updates
+locally, such as batch statistics. In local steps it carries all state. `jax.random.fold_in` gives
+each micro-step different random keys.
 
 Sources of local steps: Stich, Local SGD Converges Fast and Communicates Little (arXiv 1805.09767);
 Yu, Jin, Yang (arXiv 1905.03817), who also average the optimizer's state. Paddle's `LocalSGD`
@@ -42,7 +45,7 @@ Outputs = tuple[dict[str, Atom], dict[str, Atom]]  # (output name -> value, leaf
 
 @dataclasses.dataclass(frozen=True)
 class MicroSteps:
-    """Rules to split a trainer's batch into micro-steps, and to merge the outputs of micro-steps.
+    """Rules to split a trainer's part of the batch into micro-steps, and to merge their outputs.
 
     Attributes:
       count: the number of micro-steps.
@@ -82,7 +85,13 @@ class MicroSteps:
     def from_options(
         cls, step: DividedStep, options: Options, merges: Mapping[str, str]
     ) -> MicroSteps:
-        """Return the micro-steps of a trainer with these options."""
+        """Derive the micro-steps of a trainer from the options of the plan.
+
+        Args:
+          step: the step of a trainer, divided at its gradients.
+          options: the options of the data-parallel strategy.
+          merges: the merge rule of each output, such as "mean".
+        """
         types, shared = step.program.inputs, options.shared
         axes: Mapping[str, int]
         split = [n for n in step.batch if not is_under(n, options.batch.unsplit_inputs)]
@@ -115,7 +124,9 @@ def write_micro_steps(
     inputs: Mapping[str, Atom] | None = None,
     half: Callable[[Builder, DividedStep], Outputs] | None = None,
 ) -> Outputs:
-    """Write forward and backward of all micro-steps, which read the same parameters.
+    """Write the forward and backward pass as a scan over micro-steps, which adds up gradients.
+
+    All micro-steps read the same parameters. The caller reduces the sum over trainers once.
 
     Args:
       b: the builder to write with; it has the step's inputs.
@@ -174,8 +185,9 @@ def write_micro_steps(
 
 
 def write_local_steps(b: Builder, step: DividedStep, window: MicroSteps) -> dict[str, Atom]:
-    """Write complete steps of one trainer, one after the other.
+    """Write several complete training steps of one trainer, without communication (local SGD).
 
+    Each step reads one part of the trainer's batch, and the state that the previous step returned.
     `write_micro_steps` describes arguments and errors.
 
     Returns:
@@ -193,7 +205,7 @@ def write_local_steps(b: Builder, step: DividedStep, window: MicroSteps) -> dict
 
 
 def _micro_program(source: Program, window: MicroSteps) -> Program:
-    """Return the step, traced again for the rows of one micro-step."""
+    """Trace the step again with the number of rows that one micro-step has."""
     types = [*micro_types(source, window.axes, window.count, window.noun).values()]
     if window.precomputed is None:
         return source.specialize_flat(types)
@@ -201,7 +213,10 @@ def _micro_program(source: Program, window: MicroSteps) -> Program:
 
 
 def _write_precomputed(b: Builder, step: DividedStep, window: MicroSteps) -> dict[str, Atom]:
-    """Write the values that are computed before the scan of micro-steps; return them by name."""
+    """Write the values that a trainer computes before its micro-steps, and return them by name.
+
+    They depend on the full batch, but on no parameter, such as a dropout mask.
+    """
     if window.precomputed is None:
         return {}
     source = step.program
@@ -215,7 +230,7 @@ def _write_precomputed(b: Builder, step: DividedStep, window: MicroSteps) -> dic
 def micro_types(
     source: Program, axes: Mapping[str, int], count: int, noun: str
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the types of a micro-step's inputs, by name.
+    """Return the types of a micro-step's inputs, by name: batch arrays have fewer rows.
 
     Args:
       source: the step of a trainer.
@@ -242,7 +257,7 @@ def micro_types(
 
 
 class _Body:
-    """Micro-step as a function from input arrays to output arrays, both by name."""
+    """One micro-step as a function of arrays by name, which returns arrays by name."""
 
     def __init__(self, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str]) -> None:
         self.types = dict(zip(outs, avals(opened(jaxpr).outvars), strict=True))
@@ -254,7 +269,9 @@ class _Body:
 
 
 class _Scan:
-    """Function that runs all micro-steps in a scan, and returns merged and carried outputs.
+    """Function that runs all micro-steps in a scan.
+
+    It returns the merged outputs, then the carried outputs of the last micro-step.
 
     Args:
       names: the names of the function's arguments, the inputs of a micro-step.
@@ -317,7 +334,12 @@ class _Scan:
         return start
 
     def _merge(self, merged: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the sums and maxima after one more micro-step with these outputs."""
+        """Add the outputs of one more micro-step to the sums and maxima.
+
+        Args:
+          merged: the sums and maxima so far.
+          outputs: the outputs of the micro-step.
+        """
         weight = None
         if self.window.example_count is not None:
             weight = jnp.asarray(outputs[self.window.example_count])
@@ -334,7 +356,10 @@ class _Scan:
         return found
 
     def _finish(self, merged: Mapping[str, Any], stacks: Mapping[str, Any]) -> dict[str, Any]:
-        """Divide sums to means, restore types, and join the outputs of micro-steps."""
+        """Compute the final outputs from the sums and maxima, and from stacks of outputs.
+
+        Sums become means if the rule is "mean". Concatenated outputs are joined.
+        """
         found, total = dict(merged), self._total_weight(merged)
         for n in self.summed:
             if self.ways[n] == "mean":
@@ -359,7 +384,7 @@ class _Scan:
 def _write_scan(
     b: Builder, step: DividedStep, scan: _Scan, inputs: Mapping[str, Atom]
 ) -> dict[str, Atom]:
-    """Write the scan over micro-steps; return its outputs by name.
+    """Write the scan over micro-steps into a trainer's program, and return its outputs by name.
 
     Args:
       b: the builder to write with.
@@ -375,7 +400,7 @@ def _write_scan(
 
 
 def _lowest_value(t: Any) -> jax.Array:
-    """Return an array of type `t` filled with the type's lowest value, such as -inf."""
+    """Return an array filled with the lowest value of its type: the start of a maximum."""
     if jnp.issubdtype(t.dtype, jnp.bool_):
         return jnp.zeros(t.shape, t.dtype)
     if jnp.issubdtype(t.dtype, jnp.inexact):

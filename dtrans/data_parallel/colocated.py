@@ -1,12 +1,12 @@
-"""Colocation: trainers divide the batch, and also the parameters of `dtrans.split` scopes.
+"""Plans in which the same devices divide both the batch and the parameters of `split` layers.
 
     layers outside of scopes   a trainer computes its rows of the batch
     layers in split scopes     a trainer computes all rows, with its pieces of the parameters
 
-One call of the engine (`dtrans.engine.split`) writes the full step for one trainer. It all-gathers
-the rows of a split layer's operand, and reduce-scatters the layer's output or cotangent. If only
-split layers read the batch, as with a split embedding and a split head, the layers between them
-still compute a trainer's rows.
+The user passes `mesh={"data": n, "model": "data"}`. One call of the engine (`dtrans.engine.split`)
+writes the full step for one trainer. It all-gathers the rows of a split layer's operand, and
+reduce-scatters the layer's output or cotangent. If only split layers read the batch, as with a
+split embedding and a split head, the layers between them still compute a trainer's rows.
 
 Source: `cluster.colocate_split_and_replicate` (EPL).
 """
@@ -39,7 +39,7 @@ def plan_colocated(
     options: Options,
     replan: Callable[[Options], CollectivePlan],
 ) -> CollectivePlan:
-    """Plan a step whose trainers also divide the parameters of `dtrans.split` scopes.
+    """Plan a step whose trainers divide the batch, and the parameters of `dtrans.split` layers.
 
     Args:
       plain: the step, divided at its gradients.
@@ -103,14 +103,17 @@ def _trainer(
     axes: Mapping[str, int],
     options: Options,
 ) -> tuple[TrainerStep, dict[str, int]]:
-    """Write the step of one trainer; return it, and the split dimension of each split result.
+    """Write the step of one trainer.
 
     Args:
       plain: the step, traced on one trainer's part of the batch.
-      state: the state that trainers divide.
+      state: the parameters and optimizer state that trainers divide.
       all_axes: the dimension of the rows of each batch array that has rows.
       axes: the dimension of the rows of each batch array that trainers divide.
       options: the options of the data-parallel strategy.
+
+    Returns:
+      The trainer's step; and for each result of which it computes a part, the divided dimension.
     """
     source = plain.program
 

@@ -1,8 +1,9 @@
-"""Parts of a plan that depend on the axes of a trainer's devices.
+"""Rewrite of a trainer's program for one of its devices, if a trainer has several devices.
 
-A strategy first plans trainers with one device. Then `DeviceParts.on_model_axis` rewrites the
-trainer's programs for one device of the model axis (`dtrans.tensor_parallel.model_axis`), and
-`on_sequence_axis` for one device of the sequence axis (`dtrans.data_parallel.sequence_axis`).
+A strategy first plans trainers with one device. If the user's mesh has a model axis, the devices of
+a trainer divide parameters. `DeviceParts.on_model_axis` then rewrites the program for one device
+(`dtrans.tensor_parallel.model_axis`). If the mesh has a sequence axis, they divide sequences, and
+`on_sequence_axis` rewrites the program (`dtrans.data_parallel.sequence_axis`).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from dtrans.tensor_parallel.model_axis import ModelState, ShardedProgram, shard_
 
 @dataclasses.dataclass(frozen=True)
 class DeviceParts:
-    """Fields of `CollectivePlan` that a model axis changes.
+    """Parts of a `CollectivePlan` that change if a trainer has several devices.
 
     Attributes:
-      program: the program of a trainer or device.
-      buckets: the buckets of gradients.
+      program: the program of a trainer, or of one of its devices.
+      buckets: the buckets of gradients, which are reduced together.
       for_uneven_batch: see `CollectivePlan`.
       device_gathers: pairs (axis, value that the devices of this axis gather).
     """
@@ -43,7 +44,7 @@ class DeviceParts:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def on_model_axis(self, state: ModelState, types: Mapping[str, Any]) -> DeviceParts:
-        """Return the parts for one device of the model axis.
+        """Return these parts for one of the devices that divide a trainer's parameters.
 
         Args:
           state: the state that the devices of a trainer divide.
@@ -54,7 +55,7 @@ class DeviceParts:
         return parts._rewritten(state.axis, lambda program: shard_program(program, state))
 
     def on_sequence_axis(self, axis: SequenceAxis) -> DeviceParts:
-        """Return the parts for one device of the sequence axis."""
+        """Return these parts for one of the devices that divide a trainer's sequences."""
         return self._rewritten(axis.name, axis.shard, axis.full_types)
 
     def _rewritten(
@@ -63,12 +64,13 @@ class DeviceParts:
         shard: Callable[[Program], ShardedProgram],
         full_types: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
     ) -> DeviceParts:
-        """Return the parts with programs for one device of an axis.
+        """Rewrite all programs for one device of a mesh axis.
 
         Args:
           axis: name of the axis.
           shard: rewrites a program for one device.
-          full_types: as `types` of `Program.rewritten`.
+          full_types: function from the types of a device's arrays to those of the trainer, for
+            `Program.rewritten`. By default, they are equal.
         """
         write_uneven = self.for_uneven_batch
         rewrite = lambda program: shard(program).program
@@ -85,7 +87,7 @@ class DeviceParts:
 
 
 def _bucket_of_device(bucket: Bucket, types: Mapping[str, Any], state: ModelState) -> Bucket:
-    """Return a bucket with the bytes that a device sends to its reduction."""
+    """Return a bucket with the number of bytes that one device sends to its reduction."""
     full = piece = 0
     for leaf in bucket.leaves:
         t, sliced = types[leaf], state.sliced.get(leaf)

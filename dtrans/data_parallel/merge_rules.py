@@ -1,10 +1,11 @@
 """Choice of the rule that merges the trainers' values of an output, such as "mean" or "concat".
 
-The outputs are results and batch statistics; with local steps, also all state. A rule in the user's
-`merge` has priority. Other rules are inferred from two traces: the step of one trainer, and the
-step on the full batch. Results that are larger in the second trace grow with the batch. Propagation
-over the equations finds the values that depend on rows of the batch, and the values that depend
-only on the number of rows. If no rule can be inferred, the plan raises an error.
+With `batch="local"`, each trainer computes its own loss, batch statistics and other outputs, but a
+job returns one value. With local steps, all state must be merged, too. A rule in the user's `merge`
+has priority. Other rules are inferred from two traces: the step of one trainer, and the step on the
+full batch. Results that are larger in the second trace grow with the batch, and are concatenated.
+Propagation over the equations finds the values that depend on rows of the batch, and the values
+that depend only on the number of rows. If no rule can be inferred, the plan raises an error.
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ from dtrans.step.halves import DividedStep
 
 
 def check_merge(name: str, way: str, t: Any, *, is_state: bool, options: Options) -> None:
-    """Raise ConfigError if the rule `way` cannot merge an output of type `t`."""
+    """Raise ConfigError if a merge rule cannot merge an output.
+
+    Args:
+      name: the name of the output.
+      way: the rule, such as "mean" or "concat".
+      t: the type of the output.
+      is_state: True if the output is a parameter or optimizer state.
+      options: the options of the data-parallel strategy.
+    """
     if is_state and way in ("concat", "each"):
         raise ConfigError(
             f"merge[{name!r}]={way!r}: {name} is state, which must be equal on every "
@@ -63,12 +72,18 @@ def check_merge(name: str, way: str, t: Any, *, is_state: bool, options: Options
 
 
 def infer_merges(step: DividedStep, options: Options, count_remedy: str = "") -> dict[str, str]:
-    """Return the merge rule of each result, and of each parameter that trainers update locally.
+    """Choose the rule that merges each output over trainers.
+
+    The outputs are results of the step, and parameters that trainers update locally (batch
+    statistics).
 
     Args:
       step: the step of one trainer.
       options: the options of the data-parallel strategy.
       count_remedy: the advice in the error for state that depends on the number of rows.
+
+    Returns:
+      A rule by output name, such as {"loss": "mean"}.
 
     Raises:
       ConfigError: no rule can be inferred, or the user's rule cannot merge the output.
@@ -88,7 +103,7 @@ def infer_merges(step: DividedStep, options: Options, count_remedy: str = "") ->
 
 
 class _MergeRules:
-    """Inference of merge rules from two traces: with one trainer's rows, and with the full batch.
+    """Inference of merge rules from two traces: with one trainer's rows, and with all rows.
 
     Args:
       step: the step of one trainer.
@@ -111,7 +126,7 @@ class _MergeRules:
             self.row_counts = _find_row_counts(step, self.full_step)
 
     def _trace_full_step(self) -> Program | None:
-        """Trace the step on the full batch; return None if no rule depends on this trace."""
+        """Trace the step on the full batch; return None if no rule depends on the second trace."""
         may_grow = []
         is_needed = False
         for n in (*self.step.results, *self.local_state):
@@ -150,7 +165,7 @@ class _MergeRules:
         return "same"
 
     def _check_user_rule(self, name: str, way: str) -> str:
-        """Return the user's rule for an output, after a check.
+        """Return the user's merge rule for an output, if it keeps the state of all trainers equal.
 
         Raises:
           ConfigError: the rule is "same" for state that differs between trainers.
@@ -165,7 +180,7 @@ class _MergeRules:
         return way
 
     def _check_growth(self, name: str, full: Any) -> str:
-        """Return the rule "concat" for a result that grows with the batch, after a check.
+        """Return the rule "concat" for a result with one entry for each row of the batch.
 
         Raises:
           ConfigError: the result does not grow along its first dimension.
@@ -180,7 +195,11 @@ class _MergeRules:
         return "concat"
 
     def _merge_batch_value(self, name: str) -> str:
-        """Return the rule of an output that depends on rows of the batch."""
+        """Return the merge rule of an output that depends on the contents of rows.
+
+        Raises:
+          ConfigError: the output is an integer, and only the user knows its rule.
+        """
         options, t = self.options, self.step.program.outputs[name]
         if jnp.issubdtype(t.dtype, jnp.inexact):
             return (options.reduce.op or "mean") if name in self.step.results else "mean"
@@ -216,10 +235,10 @@ def _local_state(step: DividedStep, options: Options) -> list[str]:
 
 
 def mergeable_state(step: DividedStep, options: Options) -> Sequence[str]:
-    """Return the names of the state for which users may choose merge rules.
+    """Return the state arrays for which a user may choose merge rules.
 
-    With local steps, users may choose rules for all arrays of the state. Without local steps, they
-    may choose rules for leaves that the optimizer does not update, such as batch statistics.
+    With local steps (`local_sgd`), these are all state arrays. Otherwise, they are the parameters
+    that the optimizer does not update, such as batch statistics.
     """
     if options.local_sgd is not None:
         return (*step.params, *step.opt_state)
@@ -229,7 +248,7 @@ def mergeable_state(step: DividedStep, options: Options) -> Sequence[str]:
 def _trace_full_batch(
     step: DividedStep, options: Options, parts: int, may_grow: Sequence[str]
 ) -> Program | None:
-    """Trace the step of one trainer again, on the full batch.
+    """Trace the step of one trainer again, with the number of rows of the full batch.
 
     Args:
       step: the step of one trainer.
@@ -266,10 +285,11 @@ def _trace_full_batch(
 
 
 def _find_row_counts(step: DividedStep, full_step: Program) -> dict[Var, int]:
-    """Return the values that depend on the number of rows, but not on the contents of rows.
+    """Find the values that depend on the number of rows, but not on the contents of rows.
 
-    The function compares each equation of a trainer's step with the same equation of the full step.
-    If the two steps have different equations, the result is empty.
+    The function compares each equation of a trainer's step with the same equation of the full step:
+    a constant such as `len(x)` differs. If the two steps have different equations, the result is
+    empty.
     """
     here, there = step.program.eqns, inline_calls(full_step.jaxpr).jaxpr.eqns
     if len(here) != len(there):
@@ -294,7 +314,7 @@ def _differ(x: JaxprEqn, y: JaxprEqn) -> bool:
 
 
 def _find_batch_values(step: DividedStep, options: Options) -> dict[Var, int]:
-    """Return the values that differ between trainers because they depend on the batch."""
+    """Find the values that differ between trainers, because they depend on a trainer's rows."""
     program = step.program
     inner = program.inner
     ins = program.invars
@@ -316,9 +336,17 @@ def _find_batch_values(step: DividedStep, options: Options) -> dict[Var, int]:
 
 
 def _constant_way(name: str, here: Literal, there: Atom | None, parts: int, noun: str) -> str:
-    """Return the merge rule of an output that is constant in both traces.
+    """Return the merge rule of an output that is a constant in both traces.
 
-    For example, a number of rows is 4 on one of two trainers and 8 on the full batch: "sum".
+    For example, a number of rows is 4 on one of two trainers and 8 on the full batch. The rule is
+    then "sum".
+
+    Args:
+      name: the name of the output.
+      here: its value with one trainer's rows.
+      there: its value with all rows.
+      parts: the number of parts of the batch.
+      noun: the word for a trainer in errors.
     """
     if not isinstance(there, Literal) or np.array_equal(here.val, there.val):
         return "same"

@@ -1,4 +1,4 @@
-"""Options of gradient reduction (`Reduce`) and of nccl2 mode."""
+"""Options of `dtrans.nccl2`, and of the reduction of gradients (`Reduce`) in all strategies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MERGES = (*REDUCED, "concat", "each", "same")
 
 @dataclasses.dataclass(frozen=True)
 class Reduce:
-    """Options of the reduction of gradients over trainers, ranks, or replicas of a stage.
+    """Options to sum gradients over trainers: buckets, compression, clipping.
 
     Attributes:
       op: "mean", or "sum" for a loss that is a sum over the batch. Leave it out with
@@ -100,17 +100,24 @@ class Reduce:
             )
 
     def clip_per_micro_batch(self, num_micro_batch: int) -> float | None:
-        """Return the norm for clipping each micro-batch's gradients; None for no clip."""
+        """Return the norm to which each micro-batch's gradients are clipped; None for no clip."""
         applies = num_micro_batch > 1 and self.clip_local_per == "micro_batch"
         return self.clip_local_norm if applies else None
 
     def clip_per_step(self, num_micro_batch: int) -> float | None:
-        """Return the norm for clipping a trainer's sum over micro-batches; None for no clip."""
+        """Return the norm to which a trainer's summed gradients are clipped; None for no clip.
+
+        The sum is over all micro-batches of the trainer.
+        """
         return self.clip_local_norm if self.clip_per_micro_batch(num_micro_batch) is None else None
 
     @classmethod
     def from_option(cls, value: Any) -> Reduce:
-        """Convert the option `reduce` (a `Reduce`, or its `op`) to a `Reduce`."""
+        """Convert the user's option `reduce` to a `Reduce`.
+
+        Args:
+          value: a `Reduce`, or its `op`, "mean" or "sum".
+        """
         if value in ("mean", "sum"):
             return cls(value)
         check_type("reduce", value, cls, "'mean', 'sum' or a dtrans.Reduce")
@@ -120,7 +127,7 @@ class Reduce:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """All options of `dtrans.nccl2`, which describes each of them."""
+    """All options of a call of `dtrans.nccl2`; its docstring describes each of them."""
 
     trainers: int
     axis_name: str
@@ -178,7 +185,7 @@ class Options:
             )
 
     def check_exact(self) -> None:
-        """Raise ConfigError if an option needs batch='local', but `batch` is "exact"."""
+        """Raise ConfigError if an option is set that makes sense only with `batch="local"`."""
         b = self.batch
         if not b.exact:
             b.check_axes()
@@ -197,12 +204,15 @@ class Options:
 
     @property
     def need_of_gradients(self) -> str:
-        """Advice for errors about the first option that is set and needs gradients; else ""."""
+        """Advice for the user if an option is set that needs known gradients; "" if none is set.
+
+        An error about gradients that were not found ends with this advice.
+        """
         used = [text for text, is_used in self._needs_of_gradients().items() if is_used]
         return used[0] if used else ""
 
     def _needs_of_gradients(self) -> dict[str, bool]:
-        """Return a dict: remedy for an option that needs gradients -> True if the option is set."""
+        """Return the options that need gradients: maps advice to True if the option is set."""
         compress, clip = self.reduce.compress, self.reduce.clip_local_norm
         return {
             "pass batch='exact'": not self.batch.exact,
@@ -217,13 +227,20 @@ class Options:
 
     @property
     def local(self) -> Self:
-        """Copy of these options with batch='local'."""
+        """Copy of these options with `batch="local"`."""
         reduce = dataclasses.replace(self.reduce, op=self.reduce.op or "mean")
         batch = dataclasses.replace(self.batch, kind="local", axes=0)
         return dataclasses.replace(self, batch=batch, reduce=reduce)
 
     def with_shared(self, shared: ExactStep) -> Self:
-        """Return the options for one trainer's step, after a batch with batch="exact" was split."""
+        """Return the options that write one trainer's step, after the batch was split exactly.
+
+        The trainer's step then contains its own communication. So it is written like a step with
+        `batch="local"`.
+
+        Args:
+          shared: the split of the batch.
+        """
         unsplit = tuple(n for n in shared.step.batch if n not in shared.axes)
         batch = dataclasses.replace(
             self.batch, kind="local", axes=0, merge=shared.merges, unsplit_inputs=unsplit
@@ -233,7 +250,7 @@ class Options:
 
     @property
     def micro_steps(self) -> int:
-        """Number of parts into which each trainer splits its batch."""
+        """Number of parts into which each trainer splits its rows of the batch."""
         return self.num_micro_batch if self.local_sgd is None else self.local_sgd
 
     @property
@@ -248,9 +265,10 @@ class Options:
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """Mesh axes as pairs (name, size).
+        """Mesh axes of the trainers as pairs (name, size).
 
-        Hierarchical reductions need two axes: over nodes, and over the trainers of a node.
+        There is one axis, except for hierarchical reductions. These need two axes: over nodes, and
+        over the trainers of a node.
         """
         if not self.trainers_per_node:
             return ((self.axis_name, self.trainers),)
@@ -261,7 +279,7 @@ class Options:
 
     @property
     def over(self) -> tuple[str, ...]:
-        """Names of the mesh axes."""
+        """Names of the mesh axes of the trainers, over which gradients are reduced."""
         return tuple(name for name, _ in self.axes)
 
 
@@ -269,7 +287,7 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 
 
 class MeshSizes(NamedTuple):
-    """Sizes of the axes in the option `mesh`.
+    """Number of devices along each axis of the user's `mesh`.
 
     Attributes:
       data: number of trainers.
@@ -284,7 +302,7 @@ class MeshSizes(NamedTuple):
 
 
 def sizes_of_mesh(mesh: Any) -> MeshSizes:
-    """Return the sizes of the axes in the option `mesh`.
+    """Check the user's option `mesh`, and return the size of each axis.
 
     Raises:
       ConfigError: the mesh is no mapping from names of axes to positive integers, or has another

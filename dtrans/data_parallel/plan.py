@@ -1,4 +1,4 @@
-"""Plan of a data-parallel job: the program of all trainers, and the bytes that it communicates."""
+"""Plan of a data-parallel job: the program of all trainers, and the bytes that they communicate."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Bucket: the gradients that one reduction sums.
+    """Gradients that one reduction sums over trainers.
 
     Attributes:
       name: the name, such as "bucket/0".
@@ -48,7 +48,14 @@ class Bucket:
 
 
 def collectives(jaxpr: Any, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
-    """Yield pairs (equation of a collective, number of times that it runs in a step)."""
+    """Yield the equations of a program that communicate, with the number of times that each runs.
+
+    An equation in the body of a scan runs once in each iteration.
+
+    Args:
+      jaxpr: the program.
+      times: number of times that the program runs.
+    """
     for eqn in opened(jaxpr).eqns:
         if collective_of(eqn) is not None:
             yield eqn, times
@@ -59,7 +66,9 @@ def collectives(jaxpr: Any, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class CollectivePlan(Plan):
-    """Plan of data-parallel training, from `dtrans.nccl2`.
+    """Plan of data-parallel training over collectives, which `dtrans.nccl2` returns.
+
+    All trainers run the same program.
 
     Attributes:
       main: the step, with calls inlined and a role for each equation.
@@ -105,17 +114,20 @@ class CollectivePlan(Plan):
 
     @property
     def owned(self) -> Any:
-        """Owner of each leaf, if sharding assigns each leaf to one rank; None otherwise."""
+        """Rank that owns each parameter; None if ranks do not own full parameters."""
         return None
 
     @property
     def sliced(self) -> Mapping[str, Any]:
-        """State that trainers store as slices between steps; empty except in sharding."""
+        """State that trainers store as slices between steps, by name; empty except in sharding."""
         return {}
 
     @cached_property
     def cuts(self) -> Mapping[str, Mapping[str, Sliced]]:
-        """State that devices store as slices between steps: name -> mesh axis -> slices."""
+        """Slices of state arrays over mesh axes: name of the array -> mesh axis -> slices.
+
+        An array may be divided over several axes. Arrays that devices store in full are absent.
+        """
         cuts: dict[str, dict[str, Sliced]] = {}
         for name, sliced in self.sliced.items():
             cuts[name] = {self.options.over[-1]: sliced}
@@ -138,7 +150,7 @@ class CollectivePlan(Plan):
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """Mesh axes as pairs (name, size): the axes of the trainers, then of their devices."""
+        """Mesh axes as pairs (name, size): first those of the trainers, then of their devices."""
         return (*self.options.axes, *self.device_axes)
 
     @property
@@ -173,7 +185,7 @@ class CollectivePlan(Plan):
 
     @property
     def extra_state(self) -> Mapping[str, Any]:
-        """Initial state in addition to parameters and optimizer state, by name."""
+        """Initial values of state that the plan adds to the user's state, such as a loss scale."""
         return {}
 
     # -- running ---------------------------------------------------------------------------------
@@ -214,7 +226,7 @@ class CollectivePlan(Plan):
         return function
 
     def for_trainers(self, trainers: int) -> CollectivePlan:
-        """Return the plan for another number of trainers.
+        """Return the plan of the same step for another number of trainers.
 
         If `trainers_per_node` does not divide the new number, reductions are not hierarchical.
         """
@@ -260,11 +272,11 @@ class CollectivePlan(Plan):
         return self.bytes_over(*self.axis_names)
 
     def traffic(self) -> dict[tuple[str, str], int]:
-        """Return the bytes of the collectives in a step; keys are pairs (primitive, axis).
+        """Return the bytes that collectives move in a step, by primitive and mesh axis.
 
         A gather counts the bytes of its output, and a reduction the bytes of its input. So a gather
-        of all parameters counts the size of the model. In a ring of N devices, each link carries
-        (N - 1)/N of this number for a gather or reduce-scatter, and twice that for an all-reduce.
+        of all parameters counts the size of the model. In a ring of N devices, each link carries (N
+        - 1)/N of this number for a gather or reduce-scatter, and twice that for an all-reduce.
         """
         found: dict[tuple[str, str], int] = {}
         for eqn, times in collectives(self.program.jaxpr):
@@ -298,7 +310,7 @@ class CollectivePlan(Plan):
 
     @cached_property
     def notes(self) -> list[str]:
-        """Remarks to print below the table of the plan."""
+        """Sentences for the user about this plan, which are printed below its table."""
         notes = [] if self.shared is None else list(self.shared.notes)
         if self.has_mesh:
             for (kind, axis), count in self.traffic().items():
@@ -324,7 +336,7 @@ class CollectivePlan(Plan):
 
     @property
     def device_notes(self) -> list[str]:
-        """Remarks about the work of a trainer's devices."""
+        """Sentences for the user about a trainer's devices: divided layers, gathered values."""
         if self.model_state is None:
             remedy = "to divide it over m devices, pass mesh={'data': n, 'model': m}"
             notes = list(ignored_split_notes(self.main.jaxpr, remedy))

@@ -1,13 +1,15 @@
 """Reduction of gradients over trainers, in buckets.
 
+A *bucket* is a list of gradients that one collective reduces together.
+
     gradients   clipped, weighted, compressed
     all_reduce  one for each bucket. With nodes: reduce_scatter, all_reduce and all_gather. With
                 chains: each reduction waits for the previous reduction of its chain
     means       sums converted to the gradient's type, divided by the number of trainers
 
 A `Reducer` receives each gradient when the program computes it. After the last gradient of a
-bucket, the `Reducer` writes the bucket's reduction. After local steps it reduces parameters and
-optimizer state instead.
+bucket, the `Reducer` writes the bucket's reduction. So the reduction can overlap with the rest of
+the backward pass. After local steps it reduces parameters and optimizer state instead.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from dtrans.step.local_clip import clip_to_norm, limited_norms
 
 @dataclasses.dataclass(frozen=True)
 class ReduceSpec:
-    """Options for the reduction of one gradient; equal for all gradients of a bucket.
+    """Description of how one gradient is reduced; equal for all gradients of a bucket.
 
     Attributes:
       compress: the type to which the gradient is cast for the reduction, such as "bf16". None for
@@ -66,13 +68,16 @@ def assign_buckets(
     options: Options,
     kind: Callable[[str], ReduceSpec] = lambda leaf: SAME_FOR_ALL,
 ) -> tuple[Bucket, ...]:
-    """Assign values to buckets; sort the buckets by the time at which their last value is computed.
+    """Divide gradients into buckets, each of which is reduced by one collective.
+
+    The buckets are in the order in which their last gradient is computed. After local steps, the
+    values are arrays of the state instead of gradients.
 
     Args:
-      values: the value to reduce for each leaf, in the order in which the program computes them.
-        Several leaves may share one value.
+      values: the value to reduce for each parameter, in the order in which the program computes
+        them. Several parameters may share one value.
       options: the options of the data-parallel strategy.
-      kind: returns how the value of a leaf is reduced.
+      kind: returns how the value of a parameter is reduced.
     """
     reduced: dict[str, Atom] = {}
     for leaf, value in values.items():
@@ -97,9 +102,10 @@ def assign_buckets(
 def _group_leaves(
     values: Mapping[str, Atom], options: Options, kind: Callable[[str], ReduceSpec]
 ) -> list[list[str]]:
-    """Divide leaves into buckets: equal dtype, equal `ReduceSpec`, limited size.
+    """Divide parameters into lists of limited size, for one reduction each.
 
-    Leaves that share one value are in one group.
+    All gradients of a list have one dtype and one `ReduceSpec`. Parameters that share one gradient
+    are in one list.
     """
     limits = bucket_sizes(avals(values.values()), options)
     open_groups: dict[Any, list[str]] = {}
@@ -126,9 +132,10 @@ def _group_leaves(
 def bucket_sizes(types: Sequence[Any], options: Options) -> dict[Any, float]:
     """Return the maximum size of a bucket in bytes, by dtype.
 
-    `max_buckets` is divided among the dtypes in proportion to their numbers of gradients. The first
-    dtype also gets the remainder. If a dtype gets n buckets, the maximum size of its buckets is
-    (bytes of its gradients)/(n - 1), as in EPL.
+    The option `max_buckets` limits the number of buckets of all dtypes. This number is divided
+    among the dtypes in proportion to their numbers of gradients. The first dtype also gets the
+    remainder. If a dtype gets n buckets, the maximum size of its buckets is (bytes of its
+    gradients)/(n - 1), as in EPL. Without `max_buckets`, the size is `bucket_MB`.
 
     Source of `max_buckets`: epl/communicators/coalescing.py.
     """
@@ -150,13 +157,22 @@ def bucket_sizes(types: Sequence[Any], options: Options) -> dict[Any, float]:
 
 
 def reduced_type(dtype: Any, kind: ReduceSpec, options: Options) -> Any:
-    """Return the type in which a gradient of type `dtype` is reduced."""
+    """Return the type in which a gradient is sent and summed, such as bfloat16.
+
+    Args:
+      dtype: the type of the gradient.
+      kind: how the gradient is reduced.
+      options: the options of the data-parallel strategy.
+    """
     to = kind.compress or options.reduce.compress
     return dtype if to is None else CASTS[to]
 
 
 class Reducer:
-    """Writer of equations that reduce gradients over trainers, or state after local steps.
+    """Writer of the equations that average gradients over trainers (or state, after local steps).
+
+    Call `add` for each gradient, in the order of the backward pass, then `finish`. `means` has the
+    results.
 
     Args:
       b: the builder to write with.
@@ -207,7 +223,12 @@ class Reducer:
         self._here: set[Var] = set(b.invars)
 
     def add(self, leaf: str, grad: Atom) -> None:
-        """Add a gradient; if its bucket is complete now, reduce the bucket."""
+        """Add a gradient to its bucket; if it is the last one of the bucket, reduce the bucket.
+
+        Args:
+          leaf: the name of the parameter.
+          grad: the gradient.
+        """
         # if several leaves share one gradient, reduce it once
         self.grads[leaf] = self._of.setdefault(id(self._values[leaf]), grad)
         bucket = self.bucket_of.get(leaf)
@@ -221,7 +242,11 @@ class Reducer:
             self._flush()
 
     def finish(self) -> None:
-        """Clip gradients to `clip_local_norm` if it is set, and reduce the remaining buckets."""
+        """Reduce the remaining buckets, after the last gradient was added.
+
+        With `clip_local_norm`, all gradients are first clipped here, because the norm needs all of
+        them.
+        """
         if self.clip_norm is not None and self.grads:
             grads, bound = list(self.grads.values()), float(self.clip_norm)
             if self.scale is None:
@@ -250,7 +275,7 @@ class Reducer:
         self.b.role = role
 
     def _reduce(self, bucket: Bucket) -> None:
-        """Write the reduction of a bucket, and the operations before and after it."""
+        """Write the reduction of a bucket, and add the results to `means`."""
         if self.options.trainers == 1:
             self.means |= subset(self.grads, bucket.leaves)
             return
@@ -280,7 +305,7 @@ class Reducer:
             self.means |= {n: mean for n in bucket.leaves if self.grads[n] is grad}
 
     def _prepare_part(self, x: Atom, bucket: Bucket) -> Atom:
-        """Write the division, weight and compression of a gradient before its reduction."""
+        """Weight and compress a gradient before its reduction."""
         b, options = self.b, self.options
         if self._divides_first(x):
             x = b.call(_divide(options.trainers), x)[0]
@@ -291,7 +316,7 @@ class Reducer:
         return x
 
     def _finish_sum(self, grad: Atom, total: Atom, bucket: Bucket) -> Atom:
-        """Restore the type of a reduced sum, and divide it by the number of trainers for a mean."""
+        """Convert a reduced sum to the gradient's type, and divide it if a mean is wanted."""
         b, options = self.b, self.options
         if (to := self._compress(bucket)) is not None:
             wire, t = WireType(to, options.reduce.compress_scale), grad.aval
@@ -301,7 +326,15 @@ class Reducer:
         return total
 
     def sums(self, bucket: Bucket, sent: Sequence[Atom]) -> Sequence[Atom]:
-        """Write the sums of a bucket's values over trainers, and return them."""
+        """Write the sums of a bucket's gradients over trainers.
+
+        Args:
+          bucket: the bucket.
+          sent: this trainer's gradients.
+
+        Returns:
+          The sums, in the order of `sent`.
+        """
         if self.options.trainers_per_node:
             return self._hierarchical_sum(bucket.name, sent)
         return self._sum(bucket.name, sent, self.options.over)
@@ -311,7 +344,7 @@ class Reducer:
         return self.kind(bucket.leaves[0]).compress or self.options.reduce.compress
 
     def _chain(self, parts: list[Atom]) -> list[Atom]:
-        """Make operands wait for the previous reduction of their chain (`reduce.chains`)."""
+        """Make a reduction wait for an earlier one, so that at most `reduce.chains` overlap."""
         if self.options.reduce.chains is None:
             return parts
         before = self._chains.get(self._reduced % self.options.reduce.chains, ())
@@ -320,7 +353,7 @@ class Reducer:
         return self.b.call(together, *parts, *before)[: len(parts)]
 
     def _divides_first(self, x: Atom) -> bool:
-        """Return True if the mean divides before the sum, because a sum in float16 may overflow."""
+        """Return True if values must be divided before their sum, which may overflow in float16."""
         return (
             self.options.local_sgd is not None
             and self.example_count is None
@@ -334,7 +367,7 @@ class Reducer:
         return self.b.call(_divide(self.options.trainers), total)[0]
 
     def _by_count(self, x: Atom) -> Atom:
-        """Multiply a trainer's value by its weight in the mean; without weights, return `x`.
+        """Multiply a trainer's value by its share of all examples; without weights, return `x`.
 
         This precedes the sum over trainers, because a sum of unweighted values might overflow.
         """
@@ -356,9 +389,10 @@ class Reducer:
         return self.b.bind(all_reduce_p, *parts, op="sum", name=name, owners=(), over=tuple(over))
 
     def _hierarchical_sum(self, name: str, parts: Sequence[Atom]) -> Sequence[Atom]:
-        """Write a hierarchical sum: reduce-scatter in nodes, sum across nodes, gather in nodes.
+        """Write a sum in three steps: reduce-scatter in nodes, sum across nodes, gather in nodes.
 
-        Vectors are padded to a multiple of the number of trainers in a node.
+        Fewer bytes cross the slow links between nodes. Vectors are padded to a multiple of the
+        number of trainers in a node.
         """
         b, (exter, inter), size = self.b, self.options.over, self.options.trainers_per_node
         flat = [b.call(_flatten(size), x)[0] for x in parts]
@@ -374,7 +408,9 @@ class Reducer:
     def reduce_results(
         self, outs: Mapping[str, Atom], merges: Mapping[str, str], before: Mapping[str, Atom]
     ) -> dict[str, Atom]:
-        """Merge trainers' results and statistics; write one reduction for each operation.
+        """Merge the results and statistics of all trainers by their merge rules.
+
+        One collective is written for each operation (sum, maximum).
 
         Args:
           outs: the outputs of a trainer, by name.
@@ -438,9 +474,10 @@ def _weighted_share(x: jax.Array, example_count: jax.Array, total: jax.Array) ->
 
 @functools.cache
 def _clip_scaled_to_norm(norm: float, by: str) -> Callable[..., Sequence[jax.Array]]:
-    """Return a function (scale, *gradients) that clips the gradients of a scaled loss.
+    """Return a function (scale, *gradients) that clips gradients of a scaled loss.
 
-    The function clips by the norm of gradients / scale.
+    Such gradients are too large by the factor `scale`, so the norm is computed from gradients /
+    scale.
     """
 
     def fn(scale: jax.Array, *grads: jax.Array) -> Sequence[jax.Array]:

@@ -1,7 +1,8 @@
-"""Inputs of each trainer, and results that the step computes from reduced gradients.
+"""Inputs of a trainer's program, and results that the step computes from reduced gradients.
 
 Each trainer folds its index into the random keys of the batch, and so draws different numbers. A
-result that depends on gradients, such as their norm, is computed from the reduced gradients.
+result that depends on gradients, such as their norm, is computed from the reduced gradients, so
+that all trainers have the same result.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from dtrans.step.observers import refuse_twice
 def take_inputs(
     b: Builder, step: DividedStep, options: Options, sliced: Mapping[str, Any] | None = None
 ) -> dict[Var, Var]:
-    """Add the step's inputs to a program, with new variables for random keys and slices.
+    """Add the step's inputs to the program of a trainer.
+
+    Random keys and slices get new variables: a trainer's key and slice differ from the step's.
 
     Args:
       b: the builder of the program.
@@ -52,7 +55,7 @@ def take_inputs(
 
 
 def fold_keys(b: Builder, keys: Mapping[Var, Var], options: Options) -> None:
-    """Write equations that fold the index of the trainer into random keys.
+    """Write equations that give each trainer its own random keys, by folding in its index.
 
     Args:
       b: the builder of the program.
@@ -69,9 +72,18 @@ def fold_keys(b: Builder, keys: Mapping[Var, Var], options: Options) -> None:
 def write_from_gradients(
     b: Builder, step: DividedStep, outs: Mapping[str, Atom], means: Mapping[str, Atom]
 ) -> dict[str, Atom]:
-    """Write the results that depend on reduced gradients; return them by name.
+    """Write the results that depend on reduced gradients, such as a gradient norm.
 
     Also write callbacks that read gradients or outputs of the update.
+
+    Args:
+      b: the builder of the trainer's program.
+      step: the training step, divided at its gradients.
+      outs: the step's outputs by name.
+      means: the reduced gradients by parameter.
+
+    Returns:
+      The results by name.
     """
     if not step.from_gradients and not step.late:
         return {}

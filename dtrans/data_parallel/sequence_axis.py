@@ -1,9 +1,10 @@
-"""Sequence axis of a mesh: the devices that divide the sequences of a batch.
+"""Sequence parallelism: the devices of a trainer divide the sequences of the batch.
 
-A device has its part of each sequence, so it stores and computes only this part of the activations.
-Layers that treat tokens alone (norms, products with kernels, losses) need no communication.
-Attention gathers keys and values, and the gradient of a kernel is a sum over the devices. All of
-this follows from the rules of the engine (`dtrans.engine.split`).
+The user's mesh has an axis "sequence". A device has its part of each sequence, so it stores and
+computes only this part of the activations. Layers that treat tokens alone (norms, products with
+kernels, losses) need no communication. Attention gathers keys and values, and the gradient of a
+kernel is a sum over the devices. All of this follows from the rules of the engine
+(`dtrans.engine.split`).
 
 Source: Li et al., Sequence Parallelism (arXiv 2105.13120). Difference: keys and values are
 all-gathered; they do not travel in a ring. In a ring, each device starts a loop over blocks of keys
@@ -31,7 +32,7 @@ from dtrans.tensor_parallel.model_axis import ModelState, ShardedProgram, shard_
 
 @dataclasses.dataclass(frozen=True)
 class SequenceAxis:
-    """Sequence axis of a plan.
+    """Mesh axis of the devices that divide sequences, and the arrays that they divide.
 
     Attributes:
       size: number of devices that divide each sequence.
@@ -46,7 +47,7 @@ class SequenceAxis:
 
     @property
     def notes(self) -> list[str]:
-        """Notes of a plan: the divided arrays of the batch."""
+        """Sentences for the user about the arrays that the devices divide, for the plan's notes."""
         by_dim: dict[int, list[str]] = {}
         for name, dim in self.dims.items():
             by_dim.setdefault(dim, []).append(name)
@@ -58,16 +59,16 @@ class SequenceAxis:
         return notes
 
     def shard(self, program: Program) -> ShardedProgram:
-        """Rewrite the program of one trainer for one device. Its results are replicated."""
+        """Rewrite the program of a trainer for one device; all devices get equal results."""
         state = ModelState(self.name, self.size, self.state, (), ())
         return shard_program(program, state, self.dims, gathers_in_loops=True)
 
     def full_types(self, types: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the types of a trainer's arrays from those of a device."""
+        """Return the types of a trainer's arrays from the types of one device's arrays."""
         return {n: full_type(t, self.dims.get(n), self.size) for n, t in types.items()}
 
     def part_type(self, name: str, t: Any) -> Any:
-        """Return the type of a device's part of an array of the batch.
+        """Return the type of one device's part of a batch array.
 
         Raises:
           BatchError: the number of devices does not divide the sequences.
@@ -89,7 +90,9 @@ class SequenceAxis:
 
 
 def find_sequence_axis(step: DividedStep, options: Options) -> SequenceAxis | None:
-    """Return the sequence axis of a step; None if the user's mesh has no such axis.
+    """Find the batch arrays whose sequences the devices divide.
+
+    Return None if the user's mesh has no axis "sequence".
 
     Args:
       step: the single-device step, divided at its gradients.

@@ -12,9 +12,15 @@ from dtrans.ops import broadcast_p, gen_nccl_id_p
 
 
 def rendezvous_startup(plan: CollectivePlan, trainer_id: int, endpoints: Sequence[str]) -> Program:
-    """Return the program that computes one trainer's first state from the arguments of init.
+    """Return the program that one trainer process runs to get the first state.
 
-    The program ends with a broadcast, so that all trainers have the state of trainer 0.
+    The processes first meet (rendezvous). Each one then runs init. At the end trainer 0 broadcasts
+    its state, so that all trainers start equally.
+
+    Args:
+      plan: the plan.
+      trainer_id: index of the trainer.
+      endpoints: addresses of all trainers, `host:port`.
 
     Source: `DistributeTranspiler._transpile_nccl2`, and `ParallelExecutor::BCastParamsToDevices`
     (Paddle).

@@ -15,7 +15,9 @@ from dtrans.ir.pytree import short_repr
 )
 @dataclasses.dataclass(frozen=True)
 class CollectiveState:
-    """State of a job: a pytree of arrays by name, equal on every trainer.
+    """State of a data-parallel job: parameters and optimizer state as arrays by name.
+
+    Every trainer has the same state, or slices of it in sharding.
 
     Attributes:
       params: the parameters.

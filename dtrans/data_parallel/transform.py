@@ -1,4 +1,4 @@
-"""nccl2 mode: data parallelism in which trainers average gradients with collectives.
+"""`dtrans.nccl2`: data parallelism in which trainers average gradients with collectives.
 
     forward, backward     each trainer computes gradients of its part of the batch
     all_reduce            over a named axis, right after the last gradient of a bucket, so that XLA
@@ -20,7 +20,7 @@ are not copied to one buffer. JAX lowers this equation to one `stablehlo.all_red
 operand. XLA's combiner merges these again, even across buckets, up to thresholds in XLA's flags.
 
 Source: `DistributeTranspiler._transpile_nccl2` and the fused all-reduce of ParallelExecutor
-  (Paddle).
+(Paddle).
 """
 
 from __future__ import annotations
@@ -114,7 +114,11 @@ def nccl2(
     batch: Batch | str = Batch(),
     axis_name: str = "trainers",
 ) -> CollectivePlan:
-    """Plan data-parallel training of a traced step over collectives.
+    """Plan data-parallel training in which trainers average their gradients with collectives.
+
+    Each trainer computes gradients of its part of the batch. An all-reduce sums them, and every
+    trainer computes the same update. The plan runs nothing; call `plan.on_mesh()` or
+    `plan.on_cluster()` next.
 
     Args:
       main: `dtrans.trace(step, params, opt_state, *batch)`, for any batch shape.
@@ -190,7 +194,7 @@ def nccl2(
 def _from_mesh(
     mesh: Mapping[str, int | str], trainers: int | None, trainers_per_node: int, axis_name: str
 ) -> MeshSizes:
-    """Return the sizes of the axes."""
+    """Read the sizes of the axes from the option `mesh`, and refuse options that it replaces."""
     others = {
         f"trainers={trainers}": trainers is not None,
         f"trainers_per_node={trainers_per_node}": trainers_per_node != 0,
@@ -201,7 +205,7 @@ def _from_mesh(
 
 
 def plan_data_parallel(main: Program, startup: Program, options: Options) -> CollectivePlan:
-    """Plan data-parallel training from checked options."""
+    """Plan data-parallel training from options that `dtrans.nccl2` has checked."""
     refuse_collectives(main)
     plain = divide_if_possible(main, options)
     check_names(plain, options)
@@ -242,7 +246,9 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
 
 
 def divide_if_possible(main: Program, options: Options) -> DividedStep:
-    """Divide a step at its gradients. If the gradients cannot be found, leave the step undivided.
+    """Divide a step at its gradients, or leave it undivided if no gradients are found.
+
+    The engine can split the batch of an undivided step, too, if no option needs gradients.
 
     Raises:
       GradientError: the program is not a training step, or an option needs the gradients.
@@ -258,9 +264,10 @@ def divide_if_possible(main: Program, options: Options) -> DividedStep:
 
 
 def callers(options: Options) -> tuple[str, str]:
-    """Return two phrases that name the trainers that call host callbacks, such as "trainer 0".
+    """Return two phrases for notes that name the trainers which call host callbacks.
 
-    The first phrase is for callbacks in forward and backward, the second for all other callbacks.
+    An example of a phrase is "trainer 0". The first phrase is for callbacks in forward and
+    backward, the second for all other callbacks.
     """
     noun = options.noun
     each = f"each {noun}, with its own values"
@@ -274,7 +281,13 @@ def callers(options: Options) -> tuple[str, str]:
 def write_uneven(
     shared: ExactStep, options: Options, types: Sequence[jax.ShapeDtypeStruct]
 ) -> Program:
-    """Return the program for a batch that the number of trainers does not divide."""
+    """Write a trainer's program for a batch that the number of trainers does not divide.
+
+    Args:
+      shared: the split of the batch, which can be derived for other numbers of rows.
+      options: the options of the data-parallel strategy.
+      types: the types of the step's inputs, with the new batch.
+    """
     other = shared.for_types(types)
     return write_trainer(other.step, options.with_shared(other), other.merges)
 
@@ -285,7 +298,10 @@ def share_step(
     main: Program | None,
     pieces: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[DividedStep, OptionsT, ExactStep | None]:
-    """Derive the step of one trainer.
+    """Derive the step of one trainer from the step of one device.
+
+    With `batch="exact"`, the trainer's step contains the communication that makes its results equal
+    to those of the full batch.
 
     Args:
       plain: the training step, divided at its gradients.
@@ -324,7 +340,7 @@ def share_step(
 
 
 def _refuse_differing_gradients(step: DividedStep, options: Options) -> None:
-    """Raise GradientError if a gradient depends on another gradient, which differs by trainer."""
+    """Raise GradientError if a gradient depends on a gradient that would differ by trainer."""
     if options.local_sgd is None:
         refuse_nested(step, options.trainers, options.noun)
     if options.trainers > 1:
@@ -336,9 +352,9 @@ def _refuse_differing_gradients(step: DividedStep, options: Options) -> None:
 
 
 def _refuse_mixed_rows(name: str, shared: ExactStep, options: Options, *, is_sum: bool) -> None:
-    """Raise ConfigError if an option needs a step that is a sum over parts of the batch.
+    """Raise ConfigError if a step is not a sum over parts of the batch, but an option needs this.
 
-    Options that need a sum over parts are local clips and micro-steps.
+    The options are local clips and micro-steps.
 
     Args:
       name: the name of the step.
@@ -364,7 +380,12 @@ def _refuse_mixed_rows(name: str, shared: ExactStep, options: Options, *, is_sum
 def _by_micro_steps(
     step: DividedStep, options: Options, main: Program | None
 ) -> tuple[ExactStep, PrecomputedMicroSteps | None]:
-    """Split the batch over all micro-steps; return the split, and the inputs to precompute."""
+    """Split the batch over the micro-steps of all trainers.
+
+    Returns:
+      The split; and the values that trainers compute from the full batch before their micro-steps.
+      The second is None if there are no such values.
+    """
     axes, parts = batch_axes(step, options.batch), options.trainers * options.num_micro_batch
     of_part = micro_types(step.program, axes, options.num_micro_batch, options.noun)
     # If the step is a sum over parts, prefer to run the step itself on each part. The alternative
@@ -393,7 +414,7 @@ def _by_micro_steps(
 def _refuse_sized(step: DividedStep, full: DividedStep, options: Options) -> None:
     """Raise ConfigError if the update, or a result of gradients, depends on the batch or its size.
 
-    After the micro-steps, each trainer would compute the update or result from only its rows.
+    After the micro-steps, each trainer would compute this update or result from only its rows.
 
     Args:
       step: the step with a trainer's part of the batch.
@@ -414,7 +435,12 @@ def _refuse_sized(step: DividedStep, full: DividedStep, options: Options) -> Non
 
 
 def check_names(step: DividedStep, options: Options) -> None:
-    """Raise ConfigError if an option names an unknown array, or a rule cannot merge an output."""
+    """Raise ConfigError if an option names an array that the step lacks, or a wrong merge rule.
+
+    Args:
+      step: the training step, divided at its gradients.
+      options: the options `merge`, `unsplit_inputs`, `example_count` and `compress` are checked.
+    """
     state = mergeable_state(step, options)
     mergeable = (*step.results, *state)
     for name, way in options.batch.merge.items():
@@ -443,9 +469,9 @@ def check_names(step: DividedStep, options: Options) -> None:
 
 
 def _check_gradient_results(step: DividedStep) -> None:
-    """Raise GradientError if a result reads a derivative that is not the gradient of a leaf.
+    """Raise GradientError if a result reads a derivative that is not a gradient of a parameter.
 
-    The plan reduces only gradients of leaves, so this derivative would differ between trainers.
+    The plan reduces only gradients of parameters, so this derivative would differ between trainers.
     """
     source = step.program
     results = [a for n, a in source.outvars.items() if n in step.from_gradients]
@@ -459,7 +485,13 @@ def _check_gradient_results(step: DividedStep) -> None:
 
 
 def check_example_count(step: DividedStep, options: Options, name: str) -> None:
-    """Raise ConfigError if a result cannot be `example_count`, the weight of gradients."""
+    """Raise ConfigError if a result cannot be used as the weight of a trainer's gradients.
+
+    Args:
+      step: the training step, divided at its gradients.
+      options: the options of the data-parallel strategy.
+      name: the name of the result.
+    """
     if name not in step.results:
         raise ConfigError(
             f"example_count={name!r} is not a result of the step; name one of "
@@ -478,7 +510,10 @@ def check_example_count(step: DividedStep, options: Options, name: str) -> None:
 
 
 def refuse_collectives(main: Program) -> None:
-    """Raise GradientError if the step has collectives, since gradients would be reduced twice."""
+    """Raise GradientError if the user's step has collectives, such as `jax.lax.psum`.
+
+    Its gradients would be reduced twice.
+    """
     for eqn in equations(main.jaxpr):
         # ignore integer axes: jax.vmap turns a psum over its axis into a sum over this dimension
         is_local = all(isinstance(n, (int, np.integer)) for n in axes_of(eqn))
@@ -496,7 +531,10 @@ def refuse_collectives(main: Program) -> None:
 def reduced_values(
     step: DividedStep, options: Options, merges: Mapping[str, str]
 ) -> dict[str, Atom]:
-    """Return the values to reduce: gradients in backward order, or state after local steps."""
+    """Return the values that trainers average: gradients, or state after local steps.
+
+    Gradients are in the order in which the backward pass computes them.
+    """
     if options.local_sgd is None:
         return subset(step.gradients, ready_order(step))
     outs = step.program.outvars
@@ -509,7 +547,7 @@ def write_trainer(
     merges: Mapping[str, str],
     kind: Callable[[str], ReduceSpec] = lambda leaf: SAME_FOR_ALL,
 ) -> Program:
-    """Return the program of a trainer, which reduces gradients (or state) and results.
+    """Write the program that each trainer runs, with the reductions of gradients and results.
 
     Args:
       step: the step of one trainer.
@@ -548,7 +586,11 @@ def _write_shared_update(
     outs: Mapping[str, Atom],
     kind: Callable[[str], ReduceSpec],
 ) -> dict[str, Atom]:
-    """Write a step whose update reads reduced gradients; return its outputs by name."""
+    """Write a trainer's step whose update reads the reduced gradients.
+
+    Returns:
+      The outputs by name.
+    """
     vars_of = step.program.invars
     if options.num_micro_batch == 1 and runs_loops_of_forward(step, step.batch):
         step = hand_over(step, step.batch)
@@ -594,7 +636,11 @@ def _write_averaged_state(
     merges: Mapping[str, str],
     outs: Mapping[str, Atom],
 ) -> dict[str, Atom]:
-    """Write a trainer's local steps and the mean of all trainers' state; return the outputs."""
+    """Write a trainer's local steps, then the average of all trainers' state (local SGD).
+
+    Returns:
+      The outputs by name.
+    """
     found = {**outs, **write_local_steps(b, step, MicroSteps.from_options(step, options, merges))}
     values = reduced_values(step, options, merges)
     reducer = Reducer(b, values, options, found.get(options.batch.example_count or ""))
