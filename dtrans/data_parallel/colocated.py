@@ -113,7 +113,7 @@ def _trainer(
       options: the options of the data-parallel strategy.
 
     Returns:
-      The trainer's step; and for each result of which it computes a part, the divided dimension.
+      The trainer's step; and the divided dimension of each result that trainers compute in parts.
     """
     source = plain.program
 

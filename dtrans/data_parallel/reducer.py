@@ -68,7 +68,7 @@ def assign_buckets(
     options: Options,
     kind: Callable[[str], ReduceSpec] = lambda leaf: SAME_FOR_ALL,
 ) -> tuple[Bucket, ...]:
-    """Divide gradients into buckets, each of which is reduced by one collective.
+    """Divide gradients into buckets; one collective reduces each bucket.
 
     The buckets are in the order in which their last gradient is computed. After local steps, the
     values are arrays of the state instead of gradients.
@@ -161,7 +161,7 @@ def reduced_type(dtype: Any, kind: ReduceSpec, options: Options) -> Any:
 
     Args:
       dtype: the type of the gradient.
-      kind: how the gradient is reduced.
+      kind: description of how the gradient is reduced.
       options: the options of the data-parallel strategy.
     """
     to = kind.compress or options.reduce.compress

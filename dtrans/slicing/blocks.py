@@ -1,4 +1,4 @@
-"""Blocks of leaves, the units that are updated together, and the placement of blocks on servers."""
+"""Blocks (rows of a parameter on one server), and the placement of blocks on servers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIED = "its update reads another leaf"
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Rows of one leaf on one server.
+    """Rows of one parameter that one server stores and updates.
 
     Attributes:
       leaf: path of the leaf, `params/dense/kernel`.
@@ -49,19 +49,30 @@ class Block:
 
     @classmethod
     def from_leaf(cls, leaf: str, aval: Any, endpoint: str = "") -> Block:
-        """Return a block that contains a full leaf."""
+        """Return a block that contains all rows of a parameter.
+
+        Args:
+          leaf: the name of the parameter.
+          aval: its type.
+          endpoint: the server of the block.
+        """
         span = RowRange(0, aval.shape[0]) if aval.ndim else None
         return cls(leaf, 0, 1, span, tuple(aval.shape), aval.dtype, endpoint)
 
     def named(self, base: str) -> str:
-        """Return the name of this block's rows of array `base`, e.g. `opt_state/0/mu/w.block0`."""
+        """Return the name of this block's rows of an array, such as `opt_state/0/mu/w.block0`.
+
+        Args:
+          base: the name of the array: the parameter, its gradient, or an array of its optimizer
+            state.
+        """
         if self.count == 1:
             return base
         return f"{base}.{self.word}{self.index}"
 
     @property
     def name(self) -> str:
-        """Name of the block: `params/w.block0`, or `params/w` if the leaf has one block."""
+        """Name of the block: `params/w.block0`, or `params/w` for the only block of `params/w`."""
         return self.named(self.leaf)
 
     @property
@@ -80,17 +91,29 @@ class Block:
         return self.size * np.dtype(self.dtype).itemsize
 
     def gradient(self, trainer_id: int, trainers: int) -> str:
-        """Return Paddle's name of a trainer's gradient: `params/w@GRAD.block0.trainer_1`."""
+        """Return the name under which a trainer sends the gradient of this block.
+
+        The name is Paddle's: `params/w@GRAD.block0.trainer_1`.
+
+        Args:
+          trainer_id: index of the trainer.
+          trainers: number of trainers; for 1, the name has no suffix for the trainer.
+        """
         return _from_trainer(self.named(self.leaf + GRAD), trainer_id, trainers)
 
     def gradients(self, trainers: int, op: str) -> BlockGradient:
-        """Describe the gradient of this block: the "mean" or "sum" of the trainers' gradients."""
+        """Describe how a server merges the trainers' gradients of this block.
+
+        Args:
+          trainers: number of trainers.
+          op: "mean" or "sum".
+        """
         sent = {k: self.gradient(k, trainers) for k in range(trainers)}
         return BlockGradient(self.gradient(0, 1), self.leaf, self.index, sent, op)
 
 
 def argument(name: str, trainers: int) -> BlockGradient:
-    """Return a `BlockGradient` for a step argument that the update reads.
+    """Describe how a server receives a step argument, such as a learning rate, from the trainers.
 
     All trainers send the same value. If the argument is `rate`, trainer 1 sends it under the name
     `rate@ARG.trainer_1`.
@@ -112,18 +135,22 @@ def _from_trainer(name: str, trainer_id: int, trainers: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Blocks that a server updates together: one block, or leaves that an equation combines."""
+    """Blocks that a server must update together.
+
+    A unit is usually one block. It has several full parameters if an equation of the update
+    combines them.
+    """
 
     blocks: tuple[Block, ...]
 
     @property
     def name(self) -> str:
-        """Name of the first block."""
+        """Name of the unit, which is the name of its first block."""
         return self.blocks[0].name
 
     @property
     def span(self) -> RowSet | None:
-        """Rows of a leaf that the unit contains; None for full leaves."""
+        """Rows of the parameter that the unit contains; None if it contains full parameters."""
         first = self.blocks[0]
         if first.count == 1 and not first.is_table:
             return None
@@ -137,13 +164,17 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Assignment of blocks to servers.
+    """Assignment of all blocks to parameter servers.
+
+    A block is a range of rows of one parameter.
 
     Attributes:
-      endpoints: the servers, in order.
-      blocks: maps each leaf to its blocks.
-      groups: the `dtrans.rows.analysis.Group` of each leaf that cannot be sliced, by leaf.
-      order: all leaves that can be sliced, in the order in which they were assigned to servers.
+      endpoints: the addresses of the servers, in order.
+      blocks: maps each parameter to its blocks.
+      groups: for each parameter that cannot be divided, its group: the parameters that are updated
+        together (`dtrans.rows.analysis.Group`).
+      order: all parameters that can be divided, in the order in which they were assigned to
+        servers.
     """
 
     endpoints: tuple[str, ...]
@@ -153,7 +184,7 @@ class Placement:
 
     @cached_property
     def units(self) -> dict[str, tuple[Unit, ...]]:
-        """Units of each server (endpoint), in leaf order."""
+        """Units of each server: lists of blocks that the server updates together."""
         found: dict[str, list[Unit]] = {ep: [] for ep in self.endpoints}
         for leaf, blocks in self.blocks.items():
             if leaf not in self.groups:
@@ -167,15 +198,19 @@ class Placement:
 
     @cached_property
     def unsliced(self) -> dict[str, str]:
-        """Leaves that cannot be sliced, each with the reason."""
+        """Parameters that cannot be divided into rows, each with the reason."""
         return {n: g.reason or TIED for n, g in self.groups.items()}
 
     @cached_property
     def table(self) -> tuple[Block, ...]:
-        """All blocks, in leaf order."""
+        """All blocks, in the order of the parameters."""
         return tuple(b for blocks in self.blocks.values() for b in blocks)
 
     def map(self, fn: Callable[[Block], Block]) -> Placement:
-        """Return a placement in which `fn(block)` replaces each block."""
+        """Return a placement with changed blocks, such as blocks with other servers.
+
+        Args:
+          fn: function that returns the block to use in place of a block.
+        """
         changed = {leaf: tuple(map(fn, blocks)) for leaf, blocks in self.blocks.items()}
         return dataclasses.replace(self, blocks=changed)

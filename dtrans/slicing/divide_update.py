@@ -1,9 +1,11 @@
-"""Parts of a synchronous server's update, which can run at different times.
+"""Division of a synchronous server's update into parts, which can run at different times.
 
-A *part* is one large optimize block, some rows of a very large one, or all small blocks together. A
-part needs no output of other parts. Blocks without gradients, such as learning rate schedules, are
-*common*: every part computes them again, because they are cheap. All parts together have the bits
-of one compiled update.
+A server receives gradients one after the other. If the update has parts, the server can update one
+parameter while it waits for the next gradient. A server's programs are called optimize blocks; each
+updates some rows of a parameter. A *part* is one large optimize block, some rows of a very large
+one, or all small ones together. A part needs no output of other parts. Programs without gradients,
+such as learning rate schedules, are *common*: every part computes them again, because they are
+cheap. All parts together have the bits of one compiled update.
 
 The programs of a plan do not contain parts. A server divides its update when the server starts.
 `dtrans.run.parameter_server.update_parts` runs the parts.
@@ -44,7 +46,7 @@ COMMON_BYTES = 4 << 10  # maximum bytes of the outputs that every part computes 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PartBlocks:
-    """Optimize blocks of one part.
+    """Programs (optimize blocks) that one part of a server's update runs.
 
     Attributes:
       blocks: the blocks: common ones first. Parts with equal programs have the same tuple.
@@ -64,9 +66,10 @@ class PartBlocks:
 
 
 def divide_update(serve: JaxprEqn) -> tuple[PartBlocks, ...]:
-    """Divide a server's update into parts; return an empty tuple if the update must run at once.
+    """Divide a server's update into parts that can run at different times.
 
-    These updates must run at once:
+    The server calls this function when it starts. The result is empty if the update must run at
+    once. These updates must run at once:
 
     - An update with values that several blocks compute together, such as a norm of all gradients.
     - An update that reads step arguments. The server first compares the values of all trainers.
@@ -101,7 +104,7 @@ def divide_update(serve: JaxprEqn) -> tuple[PartBlocks, ...]:
 
 
 def copied_state_bytes(serve: JaxprEqn) -> int:
-    """Return the bytes of the optimizer state that a server stores twice.
+    """Return the bytes of optimizer state that a server stores twice, for the plan's costs.
 
     A server whose update has parts stores the state before the step until the last part is
     complete.
@@ -134,10 +137,10 @@ def _state_types(serve: JaxprEqn) -> dict[str, Any]:
 def _common_and_groups(
     serve: JaxprEqn,
 ) -> tuple[list[OptimizeBlock], list[list[OptimizeBlock]]] | None:
-    """Return the common blocks, and groups of blocks that are independent of other groups.
+    """Return the programs that every part runs, and lists of programs that can be separate parts.
 
-    There is one group for each large block, and then one group of all small blocks. Return None if
-    blocks depend on each other, or if all blocks are small.
+    There is one list for each large program, and then one list with all small programs. Return None
+    if the programs depend on each other, or if all programs are small.
     """
     blocks = serve.params["optimize_blocks"]
     tables = serve.params.get("tables")
@@ -168,7 +171,13 @@ def _gradient_bytes(block: OptimizeBlock) -> int:
 def _are_independent(
     serve: JaxprEqn, common: Sequence[OptimizeBlock], blocks: Sequence[OptimizeBlock]
 ) -> bool:
-    """Return True if no block needs results of a block with gradients."""
+    """Return True if each program needs only gradients, state, and outputs of common programs.
+
+    Args:
+      serve: the server's `listen_and_serv` equation.
+      common: the programs without gradients.
+      blocks: the programs with gradients.
+    """
     gradients = list(itertools.chain.from_iterable(b.grads for b in blocks))
     if any(g.op == "same" for g in gradients):
         return False
@@ -193,12 +202,12 @@ def _are_independent(
 def _shared_values(
     common: Sequence[OptimizeBlock], blocks: Sequence[OptimizeBlock], state: Container[str]
 ) -> frozenset[str]:
-    """Return the names of the common values that several blocks read.
+    """Return the names of the common values that several blocks read, so that parts return them.
 
-    XLA rewrites `x / s` to `x * (1 / s)` if `s` has one reader. A part returns the shared values,
-    so each of them has several readers in every part, as in the update of all blocks. One equation
-    may compute several names. XLA merges equal results of different equations only after this
-    rewriting, so such results have separate readers.
+    This keeps the bits of the full update. XLA rewrites `x / s` to `x * (1 / s)` if `s` has one
+    reader. A part returns the shared values, so each of them has several readers in every part, as
+    in the update of all blocks. One equation may compute several names. XLA merges equal results of
+    different equations only after this rewriting, so such results have separate readers.
     """
     sources: dict[str, Any] = {}  # name of a value -> the block and variable that compute it
     for b in common:
@@ -221,7 +230,7 @@ def _shared_values(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _BlockPieces:
-    """Division of a block by rows.
+    """Division of one large block into ranges of rows, which are updated separately.
 
     Attributes:
       ranges: rows of each piece.
@@ -235,10 +244,10 @@ class _BlockPieces:
 
 
 def _divide_block(block: OptimizeBlock, serve: JaxprEqn) -> _BlockPieces | None:
-    """Divide a block by rows.
+    """Divide the update of a large block into updates of ranges of its rows.
 
     Return None if the update of a row depends on other rows, or on the position of the row. Also
-    if the block is small, or if another block reads its state.
+    return None if the block is small, or if another block reads its state.
     """
     ranges = _row_ranges(block)
     analysis = _analyse_rows(block) if ranges else None
@@ -257,13 +266,13 @@ def _divide_block(block: OptimizeBlock, serve: JaxprEqn) -> _BlockPieces | None:
 
 
 def _row_ranges(block: OptimizeBlock) -> list[RowRange]:
-    """Return nearly equal ranges of the rows of a block's gradient; [] if the block stays whole.
+    """Return nearly equal ranges of the rows of a block; [] if the block is not divided.
 
     Each range begins at a multiple of `ALIGNMENT` bytes, because JAX copies other gradients before
-    it reads them. Vectors stay whole, and each range has two rows or more. XLA's loop over a vector
-    or a single row of odd length rounds differently: adan on 700,001 elements differs from adan on
-    their first half (jax 0.10.2). A block also stays whole if trainers send its gradient packed,
-    because the bytes have no rows.
+    it reads them. Vectors are not divided, and each range has two rows or more. XLA's loop over a
+    vector or a single row of odd length rounds differently: adan on 700,001 elements differs from
+    adan on their first half (jax 0.10.2). A block is also not divided if trainers send its gradient
+    packed, because the bytes have no rows.
     """
     if len(block.grads) != 1:
         return []
@@ -282,7 +291,7 @@ def _row_ranges(block: OptimizeBlock) -> list[RowRange]:
 
 
 def _analyse_rows(block: OptimizeBlock) -> RowAnalysis | None:
-    """Return the row analysis of a block, or None if its rows depend on each other.
+    """Analyze a block's update; return None if the new value of a row depends on other rows.
 
     Sums along other axes also give None, because XLA may add in another order for other shapes.
     """
@@ -303,7 +312,14 @@ def _analyse_rows(block: OptimizeBlock) -> RowAnalysis | None:
 
 
 def _keeps_bits(eqns: Sequence[JaxprEqn], flow: Flow) -> bool:
-    """Return True if every element on rows is copied, or computed from elements at its position."""
+    """Return True if the update of some rows has the same bits as the update of all rows.
+
+    Then every element is copied, or computed from elements at its position.
+
+    Args:
+      eqns: the equations of the update.
+      flow: the equations that compute rows, with their layouts.
+    """
     producers = producers_of(eqns)
     for i, step in flow.steps.items():
         for a, row in zip(eqns[i].invars, step.operands, strict=True):
@@ -319,7 +335,7 @@ def _keeps_bits(eqns: Sequence[JaxprEqn], flow: Flow) -> bool:
 
 
 def _is_uniform(atom: Atom, producers: Mapping[Var, JaxprEqn]) -> bool:
-    """Return True if all elements of a value are known to be equal."""
+    """Return True if all elements of a value are equal, such as a broadcast scalar."""
     if isinstance(atom, Literal) or not atom.aval.ndim:
         return True
     eqn = producers.get(atom)
@@ -332,7 +348,7 @@ def _is_uniform(atom: Atom, producers: Mapping[Var, JaxprEqn]) -> bool:
 
 
 def _write_piece(block: OptimizeBlock, analysis: RowAnalysis, rows: RowRange) -> OptimizeBlock:
-    """Return a block's program for some of its rows."""
+    """Rewrite a block's update so that it updates only some rows."""
     half = analysis.half
     outs = [analysis.layout(a) for a in half.outvars.values()]
     writer = RowWriter(Builder(half.jaxpr), analysis.flow, rows, {})

@@ -17,10 +17,11 @@ from dtrans.ops import BlockGradient, OptimizeBlock
 
 
 def reduce_gradients(gradient: BlockGradient, sent: Sequence[jax.Array], t: Any) -> jax.Array:
-    """Return the sum or mean of the trainers' gradients; for the reduction "same", the first one.
+    """Merge the trainers' gradients of one block, as a server does before its update.
 
     Args:
-      gradient: the gradient of a block.
+      gradient: description of the gradient; its `op` is "mean", "sum", or "same" (take the first
+        one).
       sent: the arrays that the trainers sent.
       t: the gradient's type.
     """
@@ -35,7 +36,14 @@ def reduce_gradients(gradient: BlockGradient, sent: Sequence[jax.Array], t: Any)
 
 
 def sent_by(block: OptimizeBlock, present: Collection[int]) -> OptimizeBlock:
-    """Rewrite a server's program to read only the gradients of the trainers in `present`."""
+    """Rewrite a server's program so that it reads gradients only of some trainers.
+
+    A server calls this function after a trainer has left the job.
+
+    Args:
+      block: the program.
+      present: indices of the remaining trainers.
+    """
     grads = []
     for g in block.grads:
         sent = {k: n for k, n in g.sent.items() if k in present}

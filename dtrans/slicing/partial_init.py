@@ -1,15 +1,17 @@
-"""Program for some rows of the outputs of an init function.
+"""Programs that compute only some rows of the outputs of an init function.
 
-A parameter server needs only the rows `start:stop` of a leaf, and computes a row of a table when
-that row is first used. From the last equation to the first, the wanted *parts* of outputs determine
-the wanted parts of operands (`dtrans.rows.parts`). Then the equations are written in order, each
-for its wanted parts. If an equation has no rule (a QR decomposition, a permutation, a loop), its
-outputs are computed in full and then sliced.
+A parameter server stores only some rows of a parameter, and computes a row of a table when that row
+is first used. So it should not compute all rows of the initial value.
+
+From the last equation to the first, the wanted *parts* (slices) of outputs determine the wanted
+parts of operands (`dtrans.rows.parts`). Then the equations are written in order, each for its
+wanted parts. If an equation has no rule (a QR decomposition, a permutation, a loop), its outputs
+are computed in full and then sliced.
 
 No full value is computed for zeros, ones and constants, and for `jax.random.normal`, `uniform` and
 `truncated_normal` with the default generator (`dtrans.rows.random_bits`). The same holds for arrays
 that are scaled, reshaped, transposed or concatenated from these, and for optimizer state that
-depends on these. Orthogonal initialisers compute the full leaf.
+depends on these. Orthogonal initialisers compute the full parameter.
 
 The traversal is a loop because recursion would be too deep: the init of a deep model splits one key
 a thousand times in a row.
@@ -28,7 +30,7 @@ from dtrans.rows.slices import Slice, Start
 
 
 def write_parts(b: Builder, jaxpr: ClosedJaxpr, wanted: Sequence[Want]) -> list[Atom]:
-    """Write the equations that compute some slices of the values of an init.
+    """Write the equations that compute some slices of an init function's outputs.
 
     Args:
       b: builder of a program with the inputs of `jaxpr`.
@@ -75,11 +77,11 @@ def write_parts(b: Builder, jaxpr: ClosedJaxpr, wanted: Sequence[Want]) -> list[
 def write_rows(
     b: Builder, jaxpr: ClosedJaxpr, wanted: Sequence[tuple[Atom, int]], numbers: Var
 ) -> list[Atom]:
-    """Write the equations of an init for the rows with given ids.
+    """Write the equations that compute the initial values of table rows with given ids.
 
     The rows equal the rows of the full outputs bit for bit. Ids may repeat. If `makes_rows` is
-    False for an output, that output is computed in full, and its rows are gathered. For an id out
-    of bounds, the result is some row.
+    False for an output, the output is computed in full, and its rows are gathered. For an id out of
+    bounds, the result is some row.
 
     Args:
       b, jaxpr: as in `write_parts`.
@@ -112,6 +114,14 @@ def write_rows(
 def makes_rows(jaxpr: ClosedJaxpr, output: Atom, axis: int) -> bool:
     """Return True if `write_rows` computes rows of an output without computing the full output.
 
+    Plans of embedding tables call this function: a server then initializes a row at its first
+    lookup.
+
+    Args:
+      jaxpr: the init, with calls inlined.
+      output: an output of `jaxpr`.
+      axis: dimension of the rows.
+
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from dtrans.ir.inline import inline_calls
@@ -125,7 +135,9 @@ def makes_rows(jaxpr: ClosedJaxpr, output: Atom, axis: int) -> bool:
 
 
 class _Plan:
-    """Slices of each value to compute, and how the equations of an init compute these slices.
+    """Slices of each value of an init that must be computed, and the way to compute them.
+
+    A *recipe* computes a slice of an equation's output from slices of its operands.
 
     Attributes:
       sliced: pairs (value, slice), if the slice is taken from the full value.
@@ -157,25 +169,25 @@ class _Plan:
                 self._slice_full(value)
 
     def _slice_full(self, value: Atom) -> None:
-        """Record that the wanted slices of a value are sliced from the full value."""
+        """Record that a value must be computed in full, and its wanted slices are cut from it."""
         self.sliced += [(value, part) for part in self._parts(value)]
 
     def steps(self) -> Iterator[tuple[JaxprEqn, list[tuple[Want, Recipe]] | None]]:
-        """Yield pairs (equation, recipes): each recipe computes a wanted slice of an output.
+        """Yield the equations in order, each with the recipes for the wanted slices of its outputs.
 
-        `recipes` is None if the equation runs on full arrays.
+        The recipes are None if the equation runs on full arrays.
         """
         return ((eqn, self._recipes[i]) for i, eqn in enumerate(self.eqns))
 
     def normal(self, want: Want) -> Want:
-        """Replace the slice in a pair (value, slice) by None if the slice covers the full value."""
+        """Replace a slice that covers the full value by None, in a pair (value, slice)."""
         atom, part = want
         if part is None or isinstance(atom, Literal) or part.is_all(atom.aval):
             return atom, None
         return want
 
     def _of(self, eqn: JaxprEqn) -> list[tuple[Want, Recipe]] | None:
-        """Return how to compute each wanted slice of an equation's outputs from operand slices.
+        """Return the recipes that compute the wanted slices of an equation's outputs.
 
         Return None if the equation must be computed in full.
         """

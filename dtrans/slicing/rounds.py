@@ -1,11 +1,12 @@
-"""Cross-server values, and the exchange round after which each is known.
+"""Values that parameter servers exchange within an update, and the order of the exchanges.
 
-A value that depends on the rows of a leaf is computed on the servers of this leaf. The leaf is the
-*home* of the value. Leaves of a group have one home. Shared values are computed on every server
-that reads them. A *cross-server value* is computed at a home and read on other servers:
+Each server stores and updates some parameters. The *home* of a value is the parameter whose servers
+compute the value, because it depends on rows of this parameter. Parameters that are updated
+together have one home. Shared values, such as a learning rate, are computed on every server that
+reads them. A *cross-server value* is computed at a home and read on other servers:
 
-    a reduction over the rows of a leaf               each block has a part; the parts are combined
-    a value of an unsliced leaf                       its server sends it
+    a reduction over the rows of a parameter          each block has a part; the parts are combined
+    a value of a parameter that is not divided        its server sends it
 
 Servers exchange these values in rounds. Values of level 0 are known without an exchange, values of
 level n + 1 after round n. LAMB after a clip by global norm has three rounds: one for the norm of
@@ -30,14 +31,14 @@ from dtrans.rows.layout import SHARED, Colocated, row_axes
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CrossServerValue:
-    """Value, such as a norm, that the servers of one leaf compute and other servers read.
+    """Value, such as a norm, that some servers compute and other servers read.
 
     Attributes:
       name: name on every server, e.g. `all_reduce/3`.
-      var: variable of the value.
+      var: variable of the value in the update.
       op: operation, e.g. "all_reduce", that combines the parts of the value, one from each block.
       part: type of a part.
-      home: leaf whose servers compute the parts.
+      home: parameter whose servers compute the parts.
       level: number of exchanges before the parts are computed. One more exchange gives the value.
     """
 
@@ -50,18 +51,20 @@ class CrossServerValue:
 
 
 class ExchangeRounds:
-    """Levels of all values of an update: the number of exchanges after which a value is known.
+    """Analysis of an update: the number of exchanges between servers before each value is known.
 
-    Servers exchange values, such as norms, in rounds. Level 0 needs no exchange.
+    A norm of all gradients needs one exchange, in which servers add up their terms. The learning
+    rate needs none. We call this number the *level* of the value. A value has two levels: one on
+    the servers of its own parameter (`at_home`), and one on all other servers (`shared`).
 
     Args:
-      analysis: row analysis of the half.
-      exact: leaves whose sums over rows are added exactly (`dtrans.ops.exact_sum`).
+      analysis: row analysis of the update.
+      exact: parameters whose sums over rows are added exactly (`dtrans.ops.exact_sum`).
 
     Attributes:
-      crossings: maps variables to their cross-server values.
-      eqns_of: maps each leaf to the indices of the equations that its servers run, in order.
-      makers: maps each variable, except cross-server values, to the equation that computes it.
+      crossings: the values that servers exchange, by variable.
+      eqns_of: maps each parameter to the indices of the equations that its servers run, in order.
+      makers: maps each variable, except exchanged values, to the equation that computes it.
     """
 
     def __init__(self, analysis: RowAnalysis, exact: Collection[str] = ()) -> None:
@@ -92,13 +95,13 @@ class ExchangeRounds:
         self._dependent = propagate(self.eqns, dict.fromkeys(analysis.half.inner.invars, 1), {})
 
     def depends(self, var: Var) -> bool:
-        """Return True if a value depends on an input; False for a constant."""
+        """Return True if a value depends on an input of the update, False for a constant."""
         return bool(self._dependent.get(var))
 
     # -- homes and levels ------------------------------------------------------------------------
 
     def home_of(self, i: int) -> str | None:
-        """Return the leaf whose servers run equation `i`; None if every server may run it."""
+        """Return the parameter whose servers run equation `i`; None if every server may run it."""
         step = self.analysis.flow.steps.get(i)
         if step is None:
             return None
@@ -109,26 +112,31 @@ class ExchangeRounds:
         return None
 
     def at_home(self, var: Var) -> int:
-        """Return the number of exchanges after which the servers of a value's leaf know it."""
+        """Return the number of exchanges before the servers of a value's own parameter know it."""
         return self._at_home.get(var, 0)
 
     def shared(self, atom: Atom) -> int:
-        """Return the number of exchanges after which all servers know a value."""
+        """Return the number of exchanges before all servers know a value."""
         if isinstance(atom, Literal):
             return 0
         return self._shared.get(atom, 0)
 
     def of_eqn(self, i: int) -> int:
-        """Return the number of exchanges before an equation that runs on one leaf's servers."""
+        """Return the number of exchanges before a server can run equation `i`.
+
+        The equation must depend on rows of a parameter.
+        """
         out = self.eqns[i].outvars[0]
         if out in self._parts:
             return self._parts[out]
         return self.at_home(out)
 
     def read(self, atom: Atom, home: str | None) -> int:
-        """Return the number of exchanges after which the servers of leaf `home` know a value.
+        """Return the number of exchanges before the servers of one parameter know a value.
 
-        If `home` is None, all servers must know the value.
+        Args:
+          atom: the value.
+          home: the parameter; None for all servers.
         """
         layout = self.analysis.layout(atom)
         if home is not None and layout is not SHARED and self.analysis.home(layout) == home:
@@ -137,10 +145,11 @@ class ExchangeRounds:
         return self.shared(atom)
 
     def derived(self, var: Var) -> bool:
-        """Return True if servers send a value's operands, from which readers compute the value.
+        """Return True if other servers compute a value themselves, from operands that are sent.
 
-        Servers send operands that are smaller, such as a scalar that is broadcast. They also send
-        operands of equal size that are known one exchange earlier. The value's leaf is unsliced.
+        Sending the operands is better if they are smaller, such as a scalar that is broadcast. It
+        is also better if they have equal size and are known one exchange earlier. The parameter of
+        the value is not divided.
         """
         i = self.producers.get(var)
         if i is None or not isinstance(self.analysis.layout(var), Colocated):
@@ -185,7 +194,12 @@ class ExchangeRounds:
             self._cross(out, op, home, self._parts[out])
 
     def _note_read(self, atom: Atom, home: str | None) -> None:
-        """Record that the servers of leaf `home` (None: all servers) read a value."""
+        """Record that servers read a value; if they do not compute it, it must be exchanged.
+
+        Args:
+          atom: the value.
+          home: the parameter whose servers read the value; None for all servers.
+        """
         layout = self.analysis.layout(atom)
         if not isinstance(layout, Colocated) or self.analysis.home(layout) == home:
             return
@@ -208,6 +222,9 @@ class ExchangeRounds:
 
 
 def _can_be_exact(eqn: JaxprEqn) -> bool:
-    """Return True for a sum over all axes in a dtype that `dtrans.ops.exact_sum` supports."""
+    """Return True if an equation is a sum that `dtrans.ops.exact_sum` can compute.
+
+    The sum must be over all axes, and in a supported dtype.
+    """
     out = eqn.outvars[0].aval
     return eqn.primitive.name == "reduce_sum" and not out.shape and out.dtype.name in DIGITS

@@ -1,11 +1,12 @@
-"""Division of an update among servers: state, inputs and computed values of each server.
+"""Division of an update among servers: the values that each server stores, reads and computes.
 
-The units of all servers are written first (`dtrans.slicing.unit_program`). They determine the
-shared values that each server reads. A server computes a shared value by itself, unless it is a
-cross-server value, which servers exchange (`dtrans.slicing.rounds`). *Shared state* depends on rows
-only through reductions, such as Adafactor's column sums. Every server that reads an array of shared
-state stores a copy of the array. An array that no server reads is on all servers. All copies are
-equal.
+First, the programs that update each block are written (`dtrans.slicing.unit_program`). They
+determine the shared values that each server reads, such as a learning rate. A server computes a
+shared value by itself, unless servers exchange it (`dtrans.slicing.rounds`).
+
+*Shared state* depends on rows only through reductions, such as Adafactor's column sums. Every
+server that reads an array of shared state stores a copy of the array. An array that no server reads
+is on all servers. All copies are equal.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from dtrans.step.halves import Gradient
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServerSpec:
-    """Work of one server: the leaves that it updates, and the values that it reads and computes.
+    """Work of one server: the parameters that it updates, the values that it reads and computes.
 
     Attributes:
-      units: blocks or leaves that the server updates together, with their programs.
-      computed: shared values that the server computes.
-      crossings: cross-server values that the server reads.
+      units: blocks or parameters that the server updates together, with their programs.
+      computed: shared values, such as a learning rate, that the server computes.
+      crossings: values that the server gets by an exchange with other servers.
       inputs: inputs of the update on which shared values depend; units have further inputs.
       shared_state: names of the shared state that the server stores.
     """
@@ -51,23 +52,26 @@ class ServerSpec:
         return found
 
     def parts_of(self, crossing: CrossServerValue) -> list[str]:
-        """Return the names of this server's terms of a reduced value, such as a squared norm."""
+        """Return the names of the terms that this server adds to an exchanged value.
+
+        For a norm of all gradients, there is one term for each block on this server.
+        """
         return [part_name(unit, crossing) for unit in self._units_of.get(crossing.home, ())]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UpdateSpec:
-    """Division of an optimizer's update among servers.
+    """Division of an optimizer's update among all servers, from which their programs are written.
 
     Attributes:
-      rounds: the equations, and the number of exchanges after which each value is known.
-      placement: placement of the leaves on servers.
-      trainers: number of trainers; each sends a gradient of each leaf.
+      rounds: the equations, and the number of exchanges before each value is known.
+      placement: placement of the parameters on servers.
+      trainers: number of trainers; each sends a gradient of each parameter.
       arguments: step arguments that the update reads; trainers send them.
       requested: shared state that trainers request before each step.
-      exact: leaves whose sums over rows have the same bits for every placement.
+      exact: parameters whose sums over rows have the same bits for every placement.
       names: maps each name in the update to a description of its value, for errors.
-      owners: maps each leaf to the servers that compute terms of its norms and similar values.
+      owners: maps each parameter to the servers that compute terms of its norms and similar values.
       servers: endpoint -> work of the server; a server without work is absent.
       over: for each value that servers exchange, the servers that compute a term of the value or
         read the value (dict by value).
@@ -86,28 +90,41 @@ class UpdateSpec:
 
     @property
     def analysis(self) -> RowAnalysis:
-        """Row analysis of the update for this placement."""
+        """Analysis of the update: the values that it computes row by row, for this placement."""
         return self.rounds.analysis
 
     @property
     def shared_state(self) -> tuple[str, ...]:
-        """Names of the optimizer state that belongs to no leaf, such as a step count."""
+        """Names of the optimizer state that belongs to no parameter, such as a count of steps."""
         return self.analysis.state_of[None]
 
     def stays(self, crossing: CrossServerValue) -> bool:
-        """Return True if only one server computes and reads a value, so that no exchange is needed.
+        """Return True if a value needs no exchange, because one server computes and reads it.
 
         With exact sums, a single server also runs the exchange: XLA would compile the program
         without exchanges differently, and the results would round differently.
+
+        Args:
+          crossing: the value.
         """
         return len(self.over[crossing.var]) == 1 and not self.exact
 
     def holder_of(self, name: str) -> str:
-        """Return the first server that stores an array of shared state, to ask for it."""
+        """Return the first server that stores an array of shared state.
+
+        Trainers request the array from this server.
+
+        Args:
+          name: name of the array.
+        """
         return next(ep for ep, server in self.servers.items() if name in server.shared_state)
 
     def readers_of(self, name: str) -> tuple[str, ...]:
-        """Return the servers that read a step argument."""
+        """Return the servers that read a step argument, such as a learning rate.
+
+        Args:
+          name: name of the argument.
+        """
         return tuple(ep for ep, server in self.servers.items() if name in server.inputs)
 
 
@@ -122,17 +139,20 @@ def analyse_update(
 ) -> UpdateSpec:
     """Divide an optimizer's update among servers.
 
+    The result says for each server the parameters that it updates, and the values that it computes
+    or exchanges. `write_server` then writes the programs.
+
     Args:
-      analysis: row analysis of the optimize half.
-      placement: placement of the leaves on servers.
-      trainers: number of trainers; the update of a leaf reads the mean of their gradients.
-      summed: leaves for which the update reads the sum of the gradients instead of the mean.
+      analysis: row analysis of the update.
+      placement: placement of the parameters on servers.
+      trainers: number of trainers; the update of a parameter reads the mean of their gradients.
+      summed: parameters for which the update reads the sum of the gradients instead of the mean.
       arguments: step arguments that the update reads; trainers send them to the servers.
       requested: shared state that trainers request before each step.
-      exact: leaves whose sums over rows must have the same bits for every placement.
+      exact: parameters whose sums over rows must have the same bits for every placement.
 
     Raises:
-      ConfigError: the name of a leaf is also the name of a block, a gradient or another value.
+      ConfigError: the name of a parameter is also the name of a block, a gradient or another value.
     """
     endpoints_of: dict[str, set[str]] = {}
     for b in placement.table:
@@ -195,10 +215,15 @@ def analyse_update(
 def claim(
     names: MutableMapping[str, str], name: str, what: str = "a value that the optimizer computes"
 ) -> str:
-    """Reserve a name and return it; `what` describes the value that has the name.
+    """Reserve a name for a value, and return the name.
+
+    Args:
+      names: the reserved names, each with a description of its value.
+      name: the name to reserve.
+      what: description of the value.
 
     Raises:
-      ConfigError: the name already refers to something else.
+      ConfigError: the name already refers to another value.
     """
     other = names.setdefault(name, what)
     if other != what:
@@ -209,12 +234,12 @@ def claim(
 def _server_spec(
     rounds: ExchangeRounds, units: tuple[UnitProgram, ...], state: Iterable[str] = ()
 ) -> ServerSpec:
-    """Return the work of a server: its updates, and all shared values that these updates read.
+    """Find all values that one server must compute, exchange and store, from its updates.
 
     Args:
-      rounds: equations, and the levels of all values.
-      units: units of the server.
-      state: shared state that the server stores, even if its units do not read it.
+      rounds: equations, and the number of exchanges before each value is known.
+      units: programs of the blocks on the server.
+      state: shared state that the server stores, even if its updates do not read it.
     """
     analysis = rounds.analysis
     computed, crossings = set[Var](), set[Var]()

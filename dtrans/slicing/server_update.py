@@ -1,6 +1,7 @@
-"""Update of one server, as optimize blocks.
+"""Writer of the programs that one server runs in a step, Paddle's optimize blocks.
 
-The blocks run in the order of their levels (`dtrans.slicing.rounds`):
+Servers exchange some values, such as norms, during an update. So a server runs one set of programs
+before the first exchange (level 0), one after it (level 1), and so on (`dtrans.slicing.rounds`):
 
     level 0    lr_sched           counts and schedules: values that do not depend on rows
                params/w.block0    equations that need no cross-server value; parts of reductions
@@ -10,7 +11,7 @@ The blocks run in the order of their levels (`dtrans.slicing.rounds`):
                ...
 
 `dtrans.slicing.server_spec` determines the values that each server computes, and
-`dtrans.slicing.unit_program` writes its units.
+`dtrans.slicing.unit_program` writes the programs of each block.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from dtrans.slicing.unit_program import LevelProgram, LevelWriter
 class ServerVariable:
     """Array that a server stores, such as rows of a parameter or of optimizer state.
 
+    The description says how the initial value is taken from an output of init.
+
     Attributes:
       of: name of the step's array that provides the initial value.
       block: index of the block to which the variable belongs.
@@ -63,18 +66,22 @@ class ServerVariable:
 
     @property
     def origin(self) -> str:
-        """Name of the full array that contains the rows of the variable."""
+        """Name of the full array from which the server stores rows."""
         return self.beside or self.of
 
     def stored_type(self, aval: Any) -> Any:
-        """Return the type of this variable; `aval` is the type of the full array."""
+        """Return the shape and dtype in which a server stores this variable.
+
+        Args:
+          aval: the type of the full array.
+        """
         stored = aval if self.part is None else self.part.of(aval)
         return stored if self.wire is None else self.wire.type_of(stored)
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerWork:
-    """Programs that one server runs in a step (optimize blocks), and the arrays that it stores.
+    """Programs that one server runs in a step, and the arrays that it stores.
 
     Attributes:
       blocks: optimize blocks in the order in which they run.
@@ -88,7 +95,7 @@ class ServerWork:
 
     @property
     def grads(self) -> dict[str, int]:
-        """Number (from 1) of the optimize block that reads a gradient, by the gradient's name."""
+        """Position (from 1) of the program that reads a gradient, by the gradient's name."""
         found: dict[str, int] = {}
         for i, block in enumerate(self.blocks, 1):
             found |= dict.fromkeys((g.name for g in block.grads), i)
@@ -96,7 +103,11 @@ class ServerWork:
 
 
 def write_server(spec: UpdateSpec, endpoint: str) -> ServerWork:
-    """Write the programs (optimize blocks) that one server runs in a step.
+    """Write the programs (Paddle's optimize blocks) that one server runs in a step.
+
+    Args:
+      spec: the division of the update among servers.
+      endpoint: the address of the server.
 
     Raises:
       ConfigError: the name of a leaf is also the name of a step argument or of a shared value.
@@ -135,11 +146,13 @@ def write_server(spec: UpdateSpec, endpoint: str) -> ServerWork:
 
 
 def inline_update(b: Builder, work: ServerWork, values: Mapping[str, Atom]) -> dict[str, Atom]:
-    """Write the update of a job with a single server into a program.
+    """Write the update of a server into another program.
+
+    Pipelines and trainers that update rows of tables use it: one program then runs the full update.
 
     Args:
       b: builder of the program.
-      work: blocks of the server.
+      work: programs of the server.
       values: state and gradients, by name.
 
     Returns:
@@ -157,7 +170,7 @@ def inline_update(b: Builder, work: ServerWork, values: Mapping[str, Atom]) -> d
 
 
 def _variables(spec: UpdateSpec, server: ServerSpec) -> dict[str, ServerVariable]:
-    """Return the arrays that a server stores: rows of leaves and of state, and full arrays."""
+    """Return the arrays that a server stores: rows of parameters and of state, and full arrays."""
     variables: dict[str, ServerVariable] = {}
     analysis = spec.analysis
     for u in server.units:
@@ -173,7 +186,14 @@ def _variables(spec: UpdateSpec, server: ServerSpec) -> dict[str, ServerVariable
 
 
 def _rows_of(name: str, block: int, span: RowSet | None, row: Any) -> ServerVariable:
-    """Return the variable for the rows `span` of an array with layout `row`."""
+    """Describe the array that a server stores for some rows of a parameter or of its state.
+
+    Args:
+      name: name of the full array.
+      block: index of the block.
+      span: the rows of the parameter; None for all rows.
+      row: layout of the full array: the dimension that has the parameter's rows.
+    """
     if span is None or not isinstance(row, RowAxis):
         return ServerVariable(name, block)
     if isinstance(span, RowBuckets):
@@ -185,7 +205,10 @@ def _rows_of(name: str, block: int, span: RowSet | None, row: Any) -> ServerVari
 def _take_arguments(
     spec: UpdateSpec, server: ServerSpec, claimed: ChainMap[str, str]
 ) -> list[OptimizeBlock]:
-    """Return the program that receives step arguments from trainers; [] without arguments."""
+    """Return the program that receives step arguments from trainers, in a list.
+
+    The list is empty if the server reads no argument.
+    """
     analysis = spec.analysis
     names = [n for n in analysis.input_names.values() if n in server.inputs & spec.arguments]
     if not names:
@@ -206,10 +229,11 @@ def _take_arguments(
 def _write_shared(
     rounds: ExchangeRounds, server: ServerSpec
 ) -> tuple[dict[int, LevelProgram], dict[Var, str]]:
-    """Write the programs that compute a server's shared values.
+    """Write the programs that compute values without a parameter, such as a learning rate.
 
-    Return two dicts. The first contains the programs, by the number of exchanges before a program.
-    The second contains the names of the shared values that other programs read, by value.
+    Returns:
+      Two dicts. The first contains the programs, by the number of exchanges before a program. The
+      second contains the names of the shared values that other programs read, by value.
     """
     analysis, level_of = rounds.analysis, rounds.shared
     writers: dict[int, LevelWriter] = {}
@@ -255,7 +279,10 @@ def _write_shared(
 def _joins(
     spec: UpdateSpec, server: ServerSpec, endpoint: str
 ) -> dict[int, list[CrossServerValue]]:
-    """Return the values, such as norms, that this server reduces, by number of the exchange."""
+    """Return the values, such as norms, that this server reduces in each exchange.
+
+    The keys are the numbers of the exchanges.
+    """
     found: dict[int, list[CrossServerValue]] = {}
     for var, crossing in spec.rounds.crossings.items():
         if endpoint not in spec.over[var]:
@@ -269,7 +296,7 @@ def _joins(
 def _join(
     spec: UpdateSpec, server: ServerSpec, crossings: Sequence[CrossServerValue]
 ) -> OptimizeBlock:
-    """Write the reduction of values, such as norms: first on this server, then over servers."""
+    """Write one exchange: add up values, such as norms, on this server, then over all servers."""
     b = Builder(spec.analysis.half.jaxpr)
     in_names: list[str] = []
     joined: list[Atom] = []

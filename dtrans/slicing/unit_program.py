@@ -1,10 +1,12 @@
-"""Programs that update a unit: one for each level with equations of the unit.
+"""Programs that update one block, or several parameters together (a *unit*).
 
-A *unit* is a block of one leaf's rows, or a group of leaves that cannot be sliced. The equations of
-the unit's leaves are rewritten for the rows of the block (`dtrans.rows.writer`). A *level* is the
-part of the update between two exchanges of the servers. If a later level reads a value, the level
-that computes the value returns it. Shared values are inputs. They have variables instead of names,
-because each server names them differently (`dtrans.slicing.server_update`).
+Servers exchange some values, such as norms, during an update. A *level* is the part of the update
+between two exchanges. So a unit has one program for each level with equations of the unit. The
+equations of the unit's parameters are rewritten for the rows of the block (`dtrans.rows.writer`).
+
+If a later level reads a value, the level that computes the value returns it. Shared values, such as
+a learning rate, are inputs. They have variables instead of names, because each server names them
+differently (`dtrans.slicing.server_update`).
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ from dtrans.step.halves import Gradient
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LevelProgram:
-    """Program of the equations of a unit that run between two exchanges of servers.
+    """Program that a server runs between two exchanges with other servers, to update one unit.
 
-    A unit is a block, or several leaves, that a server updates together. A program without a unit
-    computes shared values.
+    A unit is a block, or several parameters that are updated together. A program without a unit
+    computes shared values, such as a learning rate.
 
     Attributes:
       jaxpr: the equations.
@@ -53,19 +55,26 @@ class LevelProgram:
     def block(
         self, name: str, role: str, level: int, name_of: Callable[[Var], str]
     ) -> OptimizeBlock:
-        """Return this program as an optimize block; `name_of` returns names of shared values."""
+        """Convert this program to the form that a server runs, an `OptimizeBlock`.
+
+        Args:
+          name: name of the optimize block.
+          role: its role, such as "optimize".
+          level: number of exchanges before the program.
+          name_of: returns the name of a shared value on this server.
+        """
         in_names = tuple(n if isinstance(n, str) else name_of(n) for n in self.reads)
         return OptimizeBlock(name, role, self.jaxpr, in_names, self.out_names, level, self.grads)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnitProgram:
-    """Programs that update one unit: a block, or several leaves that a server updates together.
+    """Programs that update one unit: a block, or several parameters together.
 
     Attributes:
       unit: the unit.
-      home: first leaf of the unit.
-      names: name of a leaf or of its state -> name of the unit's block of that array.
+      home: first parameter of the unit.
+      names: name of a parameter or of its state -> name of the unit's block of that array.
       levels: number of exchanges before a program -> program.
     """
 
@@ -76,7 +85,7 @@ class UnitProgram:
 
     @property
     def shared(self) -> set[Var]:
-        """Variables of the shared values that the programs read."""
+        """Variables of the shared values, such as a learning rate, that the programs read."""
         found: set[Var] = set()
         for program in self.levels.values():
             found.update(v for v in program.reads if isinstance(v, Var))
@@ -84,7 +93,7 @@ class UnitProgram:
 
 
 def part_name(unit: Unit, crossing: CrossServerValue) -> str:
-    """Return the name of a unit's term of a value, such as a norm, that servers reduce."""
+    """Return the name of the term that a unit adds to an exchanged value, such as a norm."""
     return f"{unit.name}/{crossing.name}"
 
 
@@ -93,7 +102,7 @@ class LevelWriter:
 
     Args:
       rounds: equations of the update, with the exchange after which each value is known.
-      rows: rows of the block; None for full leaves, and for a program of shared values.
+      rows: rows of the block; None for full parameters, and for a program of shared values.
       read_unit: returns the input for a value of the unit; None for a shared value.
       computes: takes a shared value; returns True if this program computes it.
     """
@@ -115,12 +124,17 @@ class LevelWriter:
         self.outs: dict[str, Atom] = {}
 
     def take(self, name: str | Var, aval: Any) -> Var:
-        """Add an input and return its variable; see `LevelProgram.reads`."""
+        """Add an input to the program, and return its variable.
+
+        Args:
+          name: name of the input; for a shared value, its variable.
+          aval: its type.
+        """
         self._reads.append(name)
         return self.b.input(aval)
 
     def _outside(self, var: Var) -> Atom | None:
-        """Return a program input for a shared value; None if this program computes the value."""
+        """Return an input for a shared value; None if this program computes the value itself."""
         crossing = self._rounds.crossings.get(var)
         if crossing is None:
             if self._computes(var) or not self._rounds.depends(var):
@@ -140,7 +154,7 @@ class LevelWriter:
 def write_unit(
     rounds: ExchangeRounds, unit: Unit, gradients: Sequence[BlockGradient]
 ) -> UnitProgram:
-    """Write the programs that update one unit: a block, or leaves that are updated together.
+    """Write the programs that a server runs to update one block, or several parameters together.
 
     Args:
       rounds: equations of the update, with the exchange after which each value is known.
@@ -183,13 +197,13 @@ def write_unit(
 
 
 class _UnitLevels:
-    """Writers of the programs that update one unit: one for each number of earlier exchanges.
+    """Writers of the programs that update one unit, by the number of earlier exchanges.
 
     Args:
-      rounds: equations of the update, with the level of each value: the number of exchanges after
-        which the value is known.
+      rounds: equations of the update, with the level of each value: the number of exchanges before
+        the value is known.
       unit: the unit.
-      inputs: variable of a leaf or of its state -> name of the unit's block of that array.
+      inputs: variable of a parameter or of its state -> name of the unit's block of that array.
 
     Attributes:
       writers: level -> writer.
@@ -203,7 +217,7 @@ class _UnitLevels:
         self._handed: dict[Var, str] = {}  # value that a later level reads -> name of the value
 
     def at(self, level: int) -> LevelWriter:
-        """Return the writer of the program that runs after `level` exchanges between servers."""
+        """Return the writer of the program that runs after `level` exchanges of the servers."""
         if level not in self.writers:
             span = self._unit.span
             rows = BucketRows(span) if isinstance(span, RowBuckets) else span
@@ -224,9 +238,10 @@ class _UnitLevels:
         return w.writer.env[var]
 
     def _from_earlier(self, level: int, var: Var) -> str | None:
-        """Add a value to the outputs of the earlier program that computes it; return its name.
+        """Make an earlier program return a value that a later program reads.
 
-        Return None if no earlier program computes the value.
+        Returns:
+          The name of the value; None if no earlier program computes it.
         """
         before = self.of.get(var, level)
         if before == level or var not in self.writers[before].writer.env:
@@ -236,7 +251,14 @@ class _UnitLevels:
         return name
 
     def emit(self, position: int) -> None:
-        """Write an equation of the update for this unit; terms of norms and sums become outputs."""
+        """Write an equation of the update for the rows of this unit.
+
+        Its result may be a term of a norm or another value that servers exchange. The program then
+        returns this term.
+
+        Args:
+          position: index of the equation in the update.
+        """
         rounds, level = self._rounds, self._rounds.of_eqn(position)
         eqn, step = rounds.eqns[position], rounds.analysis.flow.steps[position]
         w = self.at(level)
@@ -256,7 +278,7 @@ class _UnitLevels:
             self.of[v] = level
 
     def of_output(self, out: Atom, home: str) -> int:
-        """Return the number of exchanges before the new value of a leaf or of state is known."""
+        """Return the number of exchanges before a new parameter or state array is known."""
         if isinstance(out, Literal):
             return min(self.writers, default=0)
         if out in self.of and out not in self._rounds.crossings:
@@ -267,10 +289,7 @@ class _UnitLevels:
 
 
 def _digits(w: LevelWriter, eqn: JaxprEqn, step: Step) -> list[Atom]:
-    """Write one block's term of a sum that has the same bits for every placement of blocks.
-
-    The entries of each row are summed in floats, and the rows are added exactly.
-    """
+    """Write one block's term of an exact sum, which has the same bits for every placement."""
     (row,) = step.operands
     assert row is not None
     return w.b.call(_digits_of_rows(row.axis, row.width), w.writer.read(eqn.invars[0], row))
