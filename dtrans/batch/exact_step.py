@@ -1,12 +1,14 @@
-"""Exact sharding of a step's batch: the step of one trainer, and the merge of its outputs.
+"""Division of a step's batch among trainers (`batch="exact"`), and the merge of their outputs.
 
     exact   trainers compute the numbers of one device on the full batch: where a value depends on
             the full batch, the step communicates
     local   each trainer runs the step on its part, and gradients are averaged, as in Paddle and
             torch DDP
 
-Many exact steps need no communication, because one device's step is the mean, or the sum, of the
-user's step on the parts (`dtrans.batch.scaled`). Then each trainer runs the user's step itself.
+For a masked mean, for example, the mean of the trainers' means is not one device's mean: trainers
+must add up their counts. But many exact steps need no communication, because one device's step is
+the mean, or the sum, of the user's step on the parts (`dtrans.batch.scaled`). Then each trainer
+runs the user's step itself.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ Types = Sequence[jax.ShapeDtypeStruct]  # types of the inputs of a step
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExactStep:
-    """Step for one trainer, whose batch is one part of the full batch.
+    """Step of one trainer on its part of the batch, and rules that merge the trainers' outputs.
+
+    Merged by these rules, the outputs equal those of one device on the full batch, if `proven` is
+    True or `step` communicates.
 
     Attributes:
       step: step of one trainer, on its part of the batch.
@@ -41,18 +46,18 @@ class ExactStep:
       merges: the merge over trainers of each result, and of each parameter that trainers compute:
         "mean", "sum", "same" (all are equal) or "concat".
       joined: dimension along which each "concat" result is concatenated.
-      axes: sharded dimension of each batch array; other arrays are replicated.
+      axes: divided dimension of each batch array; other arrays are replicated.
       rows: number of rows in the full batch.
       part: the step that `dtrans.engine` wrote for one trainer, with a list of its collectives.
       proven: True if `step` is the user's step itself, which needs no communication.
-      for_types: returns the sharded step for other types of the inputs. Parts have
-        `ceil(rows / trainers)` rows.
+      for_types: returns the trainer's step for other types of the inputs. Parts have `ceil(rows /
+        trainers)` rows.
       unpaired: source line of the equation at which the proof failed; empty if unknown.
       shares: number of rows of each trainer, if they differ by `Batch.speeds`. `step` and `part`
         are then for trainer 0.
-      for_trainer: returns the sharded step of a trainer, if `shares` is set. The arguments are the
-        types of the inputs with the full batch, and the index of the trainer. A number n instead
-        of types stands for n times the planned batch.
+      for_trainer: returns the step of any trainer, if `shares` is set. The arguments are the types
+        of the inputs with the full batch, and the index of the trainer. A number n instead of types
+        stands for n times the planned batch.
     """
 
     step: DividedStep
@@ -70,7 +75,7 @@ class ExactStep:
 
     @property
     def local_note(self) -> str:
-        """Note of a plan with `batch="local"`: says if the job computes one device's numbers."""
+        """Note of a plan with `batch="local"`: says if results equal those of one device."""
         if self.proven and self.reduce == "mean":
             return f"exact: mean over {self.rows} rows"
         how = "local: each trainer computes on its own part, and the results are averaged"
@@ -83,7 +88,10 @@ class ExactStep:
 
     @property
     def reason(self) -> str:
-        """Text for errors: the operation that depends on the full batch, and its source line."""
+        """Text for errors: the operation that needs the full batch, and its source line.
+
+        An example is "all_reduce for model.py:12".
+        """
         if self.part.exchanged:
             what, line = self.part.exchanged[0].op, self.part.exchanged[0].line
         elif self.part.gathers:
@@ -99,12 +107,15 @@ class ExactStep:
 
     @property
     def undivided_state(self) -> tuple[str, ...]:
-        """State that trainers compute themselves if gradients cannot be found; else empty."""
+        """State arrays that trainers compute themselves, because no gradients were found.
+
+        Empty for a step with known gradients: its optimizer then computes the state.
+        """
         return self.step.params if self.step.undivided else ()
 
     @property
     def notes(self) -> list[str]:
-        """Texts for the notes of a plan with `batch="exact"`."""
+        """Notes of a plan with `batch="exact"`, which list the communication across the batch."""
         scope = ""
         if self.part.local:
             scope = ", with dtrans.local() reductions over each trainer's rows"
@@ -142,16 +153,20 @@ def shard_step(
 ) -> ExactStep:
     """Write the step of one trainer, so that all trainers together compute one device's numbers.
 
+    The result is the user's step itself if this is proven to be correct. Otherwise the engine
+    writes a step that communicates (`trainer_step`).
+
     Args:
       step: the user's step, traced on a trainer's part, as `DividedStep.with_reported` returns it.
-      batch: the arrays to shard, and the dimension of their rows.
+      batch: the arrays to divide, and the dimension of their rows.
       trainers: number of trainers.
       over: mesh axes of the trainers.
       adapt: function that rewrites the step that `dtrans.engine` wrote.
       alone: function of `merges`. It returns True if the strategy can run the user's step on each
         part, and merge its outputs by these rules.
       pieces: sliced dimension of each array of state that trainers store in pieces.
-      open_state: True if partial sums are allowed for parameters that trainers compute.
+      open_state: True if trainers may return terms of a sum for parameters that they compute, such
+        as batch statistics.
       noun: noun for a trainer in errors.
     """
     source = step.program
@@ -215,14 +230,15 @@ def shard_by_speed(
     over: Sequence[str],
     adapt: Callable[[TrainerStep], TrainerStep],
 ) -> ExactStep:
-    """Write the step of trainer 0, if trainers have different numbers of rows (`Batch.speeds`).
+    """Write the step of each trainer, if trainers have different numbers of rows (`Batch.speeds`).
 
-    Each trainer has a separate program for its rows. The sum of the trainers' gradients is one
+    Each trainer has a separate program for its rows. The result contains the step of trainer 0, and
+    a function that writes the step of any trainer. The sum of the trainers' gradients is one
     device's gradient.
 
     Args:
       step: the user's step, traced on an equal part of the batch.
-      batch: the arrays to shard, the dimension of their rows, and the speeds.
+      batch: the arrays to divide, the dimension of their rows, and the speeds.
       trainers: number of trainers.
       over: mesh axes of the trainers.
       adapt: function that rewrites the step that `dtrans.engine` wrote.
@@ -263,11 +279,14 @@ def shard_by_speed(
 
 
 def shard_alone(step: DividedStep, batch: Batch, parts: int, name: str) -> ExactStep:
-    """Shard the batch of a step into parts that exchange only gradients and results.
+    """Divide the batch of a step into parts that exchange only gradients and results.
+
+    Asynchronous trainers cannot communicate within a step. So the user's step itself must run on
+    each part. If this does not give one device's numbers, the function raises an error.
 
     Args:
       step: the user's step, traced on a part.
-      batch: the arrays to shard, and the dimension of their rows.
+      batch: the arrays to divide, and the dimension of their rows.
       parts: number of parts.
       name: name of the strategy in errors.
 
@@ -289,11 +308,11 @@ def shard_alone(step: DividedStep, batch: Batch, parts: int, name: str) -> Exact
 def parts_error(
     step: DividedStep, shared: ExactStep, name: str, kind: str = "local"
 ) -> ConfigError:
-    """Return the error for a step whose parts would have to communicate.
+    """Return the error for a step whose parts would have to communicate, but cannot.
 
     Args:
       step: the step.
-      shared: the sharded step, with a list of its communication.
+      shared: the trainer's step, with a list of its communication.
       name: description of the parts, e.g. "micro-batches".
       kind: the value of `batch` that the error proposes.
     """
@@ -306,7 +325,7 @@ def parts_error(
 
 
 def batch_axes(step: DividedStep, batch: Batch) -> dict[str, int]:
-    """Return the row dimension of each batch array that is sharded.
+    """Return the dimension to divide of each batch array, by name; omit replicated arrays.
 
     Raises:
       ConfigError: an array does not have the dimension; or `batch.axes` is a tuple whose length
@@ -336,7 +355,10 @@ def batch_axes(step: DividedStep, batch: Batch) -> dict[str, int]:
 
 
 def _is_key_data(program: Program, name: str) -> bool:
-    """Return True if a batch array is a raw random key (`jax.random.PRNGKey`)."""
+    """Return True if a batch array is a raw random key (`jax.random.PRNGKey`).
+
+    Its two numbers are not rows.
+    """
     v = program.invars[name]
     if v.aval.shape != (2,):
         return False
@@ -344,7 +366,15 @@ def _is_key_data(program: Program, name: str) -> bool:
 
 
 def rows_of(program: Program, axes: Mapping[str, int], noun: str) -> int:
-    """Return the number of rows in the batch of a program; 0 if no array is sharded.
+    """Return the number of rows in the batch of a program.
+
+    Args:
+      program: the step.
+      axes: dimension of the rows of each batch array that is divided.
+      noun: noun for a trainer in errors.
+
+    Returns:
+      The number of rows; 0 if no array is divided.
 
     Raises:
       BatchError: the batch arrays have different numbers of rows.
@@ -363,7 +393,11 @@ def rows_of(program: Program, axes: Mapping[str, int], noun: str) -> int:
 
 
 def split_merges(ways: Mapping[str, str | int]) -> tuple[dict[str, str], dict[str, int]]:
-    """Split merges into rules and axes: {"a": 1} becomes ({"a": "concat"}, {"a": 1})."""
+    """Split merges into rules and dimensions: {"a": 1} becomes ({"a": "concat"}, {"a": 1}).
+
+    Args:
+      ways: for each output a rule, or the dimension along which its parts are concatenated.
+    """
     merges: dict[str, str] = {}
     joined: dict[str, int] = {}
     for name, way in ways.items():
@@ -375,7 +409,7 @@ def split_merges(ways: Mapping[str, str | int]) -> tuple[dict[str, str], dict[st
 
 
 def full_type(t: Any, axis: int | None, trainers: int) -> jax.ShapeDtypeStruct:
-    """Return the type of a value whose parts have type `t`.
+    """Return the shape and dtype of an array, from those of one trainer's part of the array.
 
     Args:
       t: type of a part.

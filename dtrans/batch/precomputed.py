@@ -1,9 +1,10 @@
-"""Precomputed values, which depend on the full batch, but on no trained parameter.
+"""Values that a job computes from the full batch, before it computes with parts of the batch.
 
-Examples are the number of entries in a mask, a dropout mask, or a permutation of rows. A separate
-program computes these values from the full batch, before the steps of the parts run. Each part gets
-its rows of each value, or the full value. Then the rest of the step may need no communication: for
-example, a masked mean is a sum over parts once its divisor is known.
+Examples are the number of entries in a mask, a dropout mask, or a permutation of rows. They depend
+on no trained parameter. A separate program computes these values from the full batch, before the
+steps of the parts run. Each part gets its rows of each value, or the full value. Then the rest of
+the step may need no communication: for example, a masked mean is a sum over parts once its divisor
+is known.
 
     step      params, opt_state, *batch                       ->  its results
     becomes   *batch                                          ->  @given/0, @given/1, ...
@@ -39,7 +40,7 @@ ROOT = "@given"  # prefix of the names of precomputed values
 
 @dataclasses.dataclass(frozen=True)
 class Spot:
-    """Position of a value in a step: equation `eqn`, output `out`.
+    """Position of a value in a step, which stays valid if the step is traced for other shapes.
 
     Attributes:
       in_loss: True if `eqn` is an index in the loss function, False for an index in the step.
@@ -54,7 +55,7 @@ class Spot:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Precomputed:
-    """Values to compute once from the full batch, because a part of the batch is not enough.
+    """Description of the values that a job computes from the full batch before it runs the parts.
 
     An example is the number of tokens in the batch. The values depend on no trained parameter.
 
@@ -72,7 +73,7 @@ class Precomputed:
     equations: tuple[str, ...]
 
     def _flat(self, program: Program) -> FlatStep:
-        """Inline the calls of a step, and check that it has the primitives in `equations`."""
+        """Inline the calls of a step, and check that its equations are those of the plan."""
         step = FlatStep(program)
         if step.primitives != self.equations:
             raise BatchError(
@@ -82,7 +83,7 @@ class Precomputed:
         return step
 
     def with_precomputed(self, program: Program) -> Program:
-        """Return a step that takes the precomputed values as its last arguments.
+        """Return a step that gets the precomputed values as its last arguments.
 
         Raises:
           BatchError: the step has other equations than the planned step.
@@ -112,7 +113,7 @@ class Precomputed:
         return program.with_jaxpr(jaxpr, args=args, labels={})
 
     def _loss(self, step: FlatStep, eqn: JaxprEqn, arguments: Mapping[Spot, Var]) -> JaxprEqn:
-        """Return the loss equation with the precomputed values as additional operands."""
+        """Add the precomputed values to the operands of the equation with the loss function."""
         inside: dict[Var, Atom] = {}
         operands = list(eqn.invars)
         new_inputs = []
@@ -134,9 +135,10 @@ class Precomputed:
         return eqn.replace(invars=operands, params={**eqn.params, "loss": eliminate_dead(new)})
 
     def precompute_program(self, program: Program) -> Program:
-        """Return a program that computes the precomputed values of a full batch.
+        """Return the program that computes the precomputed values from a full batch.
 
-        `program` is the step on the full batch.
+        Args:
+          program: the step on the full batch.
 
         Raises:
           BatchError: the step has other equations than the planned step.
@@ -162,7 +164,10 @@ class Precomputed:
 
 
 def with_rows_first(main: Program, axes: Mapping[str, int]) -> Program:
-    """Return a step that takes batch arrays with rows as dimension 0, and transposes them back.
+    """Rewrite a step so that its batch arrays have their rows as dimension 0.
+
+    Pipelines split arrays along dimension 0. The new step transposes the arrays back, and continues
+    as before.
 
     Args:
       main: the step.
@@ -203,7 +208,10 @@ def _move_rows(axis: int) -> Callable[[Any], Any]:
 
 
 class FlatStep:
-    """Step with calls inlined. If the loss is one equation (captured), `body` is its jaxpr."""
+    """Step with its calls inlined, so that a `Spot` can name a value in the step or in its loss.
+
+    If the loss is one equation (captured), `body` is its jaxpr.
+    """
 
     def __init__(self, program: Program) -> None:
         keep = ("loss", "loss_seed", COLLECT)
@@ -219,12 +227,15 @@ class FlatStep:
 
     @property
     def primitives(self) -> tuple[str, ...]:
-        """Names of the primitives of the step, then of its loss, in order."""
+        """Names of the primitives of the step, then those of its loss function, in order.
+
+        Two traces of a step are compared by these names.
+        """
         return tuple(e.primitive.name for e in (*self.inner.eqns, *opened(self.body).eqns))
 
     @property
     def operands(self) -> dict[Var, Atom]:
-        """Input variable of the loss function -> the step's value that is passed to it."""
+        """Values that the step passes to its loss function, by the function's input variable."""
         atoms = () if self.loss is None else self.loss.invars
         return dict(zip(opened(self.body).invars, atoms, strict=True))
 
@@ -234,7 +245,14 @@ class FlatStep:
         return of.eqns[spot.eqn].outvars[spot.out]
 
     def without_loss(self, outs: Sequence[Var]) -> tuple[ClosedJaxpr, Collection[Var]]:
-        """Return a jaxpr that computes `outs`, and its free variables; the loss is inlined."""
+        """Extract the equations that compute some values; the loss function is inlined.
+
+        Args:
+          outs: values of the step or of its loss function.
+
+        Returns:
+          The jaxpr, and the variables that it reads.
+        """
         body, operands = opened(self.body), self.operands
         inlined = _with_operands(operands, body.eqns)
         eqns = [*self.inner.eqns[: self.at], *inlined, *self.inner.eqns[self.at + 1 :]]
@@ -251,5 +269,5 @@ class FlatStep:
 
 
 def _with_operands(env: Mapping[Var, Atom], eqns: Iterable[JaxprEqn]) -> list[JaxprEqn]:
-    """Return copies of equations in which `env[v]` replaces each operand v that is in `env`."""
+    """Copy equations, with other operands: `env[v]` replaces v."""
     return [e.replace(invars=read_from(env, e.invars)) for e in eqns]

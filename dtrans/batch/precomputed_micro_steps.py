@@ -1,9 +1,10 @@
-"""Micro-batches of a pipeline and micro-steps of trainers, which cannot communicate.
+"""Division of a batch into micro-batches of a pipeline, or micro-steps of trainers.
 
-The engine writes the step of one part of the batch (`dtrans.batch.written_parts`). If this step
-contains no communication, the sum of the parts' results is the result of the step on the full
-batch. Values that need communication are precomputed. A pipeline has a program for these values. In
-other jobs, each trainer computes them from its part of the batch, before its micro-steps.
+These parts of the batch are computed one after the other, so they cannot communicate. The engine
+writes the step of one part (`dtrans.batch.written_parts`). If this step contains no communication,
+the sum of the parts' results is the result of the step on the full batch. Values that need
+communication are precomputed. A pipeline has a program for these values. In other jobs, each
+trainer computes them from its part of the batch, before its micro-steps.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from dtrans.step.halves import divide_step
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PrecomputedMicroSteps:
-    """Micro-steps of trainers, and the programs that compute the values to pass to micro-steps.
+    """Programs of a trainer with micro-steps: one computes values first, the other is a micro-step.
 
     Attributes:
-      full_step: step on the full batch; a captured loss is one equation (`dtrans.step.capture`).
+      full_step: step on the full batch; the loss is one equation if possible
+        (`dtrans.step.capture`).
       values: the writer of the parts, with the precomputed values that parts read.
       part: the step on one part of the batch, derived from `full_step`.
-      axes: sharded dimension of each batch array.
+      axes: divided dimension of each batch array.
       trainers: number of trainers.
       over: mesh axes of the trainers.
     """
@@ -57,7 +59,9 @@ class PrecomputedMicroSteps:
         return differentiated(self.values.part_of(full_step, part))
 
     def of_trainer(self, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        """Return the program that computes precomputed values from a trainer's part of the batch.
+        """Return the program that a trainer runs before its micro-steps, to precompute values.
+
+        The program may communicate with other trainers.
 
         Args:
           types: types of the step's inputs, with the batch of one trainer.
@@ -80,7 +84,12 @@ class PrecomputedMicroSteps:
         return program.with_jaxpr(jaxpr, labels={})
 
     def _of(self, types: Sequence[jax.ShapeDtypeStruct], parts: int) -> Program:
-        """Return the step on a batch of `parts` parts; `types` are the input types of one part."""
+        """Return the step on a batch that consists of several parts.
+
+        Args:
+          types: types of the step's inputs for one part.
+          parts: number of parts.
+        """
         full_types = []
         for name, t in zip(self.full_step.in_names, types, strict=True):
             full_types.append(full_type(t, self.axes.get(name), parts))
@@ -96,11 +105,12 @@ def shard_by_parts(
     noun: str,
     part: Program | None = None,
 ) -> tuple[ExactStep, WrittenParts]:
-    """Shard the batch of a step into parts, such as micro-batches, that need no communication.
+    """Divide the batch of a step into parts that cannot communicate, such as micro-batches.
 
     Args:
-      full_step: step on the full batch; a captured loss is one equation (`dtrans.step.capture`).
-      axes: sharded dimension of each batch array.
+      full_step: step on the full batch; the loss is one equation if possible
+        (`dtrans.step.capture`).
+      axes: divided dimension of each batch array.
       fixed: untrained state on which precomputed values may depend.
       parts: number of parts.
       over: mesh axes of the parts.
@@ -108,9 +118,8 @@ def shard_by_parts(
       part: the user's step, traced on a part; None if the update may depend on the batch size.
 
     Returns:
-      The sharded step, and the writer of its parts. If the parts need communication, the sharded
-      step is not `proven`, and the program in its attribute `part` contains the
-      communication.
+      The step of a part, and the writer of all parts. If the parts would need communication, the
+      step is not `proven`, and its attribute `part` contains the communication.
     """
     return full_step.once(
         _Sharing(tuple(axes.items()), tuple(fixed), parts, tuple(over), noun, part)
@@ -119,7 +128,7 @@ def shard_by_parts(
 
 @dataclasses.dataclass(frozen=True)
 class _Sharing:
-    """Arguments of `shard_by_parts`, as a hashable function whose result `Program.once` caches."""
+    """Arguments of `shard_by_parts` as a hashable object, for the cache of `Program.once`."""
 
     axes: tuple[tuple[str, int], ...]
     fixed: tuple[str, ...]

@@ -1,4 +1,7 @@
-"""Proof that one device's step is the mean, or the sum, of the user's step on the parts.
+"""Proof that one device's step is the mean, or the sum, of the user's step on parts of the batch.
+
+If the proof succeeds, each trainer runs the user's step unchanged, and only gradients and results
+are merged. For a mean over rows, for example, gradients are averaged.
 
 The proof compares two programs: the user's step traced on a part, and the *derived* step. The
 engine writes the derived step for a trainer, from the step on the full batch
@@ -59,10 +62,11 @@ from dtrans.step.marks import mark_p
 
 @dataclasses.dataclass(frozen=True)
 class PartScale:
-    """Exponents that relate outputs of the user's step on a part to one device's outputs.
+    """Result of the proof: outputs that are means over the batch, and outputs that are sums.
 
-    An output is trainers**exponent times the part's term of one device's sum. The exponent is 1 for
-    a mean over the batch, and 0 for a sum.
+    One device's output is a sum with one term for each trainer. The user's step on a trainer's part
+    returns this term times trainers**exponent. The exponent is 1 for a mean over the batch, and 0
+    for a sum.
 
     Attributes:
       gradients: exponent of all gradients: 0 (to sum over trainers) or 1 (to average).
@@ -78,7 +82,10 @@ Power = int | None
 
 
 class _NoScaleError(Exception):
-    """Raised if equations cannot be paired or exponents do not fit; the text is a source line."""
+    """Failure of the proof: equations differ, or exponents do not fit.
+
+    The text of the exception is a source line.
+    """
 
 
 def scale_of_parts(
@@ -127,7 +134,7 @@ def scale_of_parts(
 
 
 def _half(program: Program, gradients: Mapping[str, Atom], results: Sequence[str]) -> ClosedJaxpr:
-    """Return a jaxpr that computes some gradients and results of a step."""
+    """Extract the equations that compute some gradients and results of a step."""
     inner = program.inner
     outs = [*gradients.values(), *values_at(program.outvars, results)]
     positions, _ = backward_slice(inner.eqns, outs)
@@ -137,7 +144,9 @@ def _half(program: Program, gradients: Mapping[str, Atom], results: Sequence[str
 
 
 class _Pairing:
-    """Proof that pairs the equations of two programs, and finds the ratio of each pair of values.
+    """Comparison of two programs with the same equations; finds the ratio of each pair of values.
+
+    Each ratio is trainers**exponent.
 
     Args:
       trainers: number of trainers.
@@ -149,7 +158,12 @@ class _Pairing:
         self.scaled = scaled
 
     def powers(self, pair: Sequence[ClosedJaxpr], ins: Sequence[Power]) -> list[Power]:
-        """Compute exponents of outputs of two paired jaxprs from the exponents of inputs."""
+        """Compare two jaxprs, and return the exponent of each pair of outputs.
+
+        Args:
+          pair: the two jaxprs.
+          ins: exponent of each pair of inputs.
+        """
         here, there = map(opened, pair)
         if len(here.invars) != len(there.invars):
             raise _NoScaleError
@@ -207,7 +221,7 @@ class _Pairing:
         return [power(*p) for p in outs]
 
     def ratio(self, here: Any, there: Any) -> Power:
-        """Return the exponent for which `here` equals `there` times trainers**exponent."""
+        """Return the exponent of two constants: `here` equals `there` times trainers**exponent."""
         if here.dtype == object or here.shape != there.shape:
             raise _NoScaleError
         if np.array_equal(here, there, equal_nan=here.dtype.kind in "fc"):
@@ -218,7 +232,12 @@ class _Pairing:
         raise _NoScaleError
 
     def of_equation(self, x: JaxprEqn, y: JaxprEqn, ins: Sequence[Power]) -> list[Power]:
-        """Return the exponents of the outputs of two paired equations."""
+        """Return the exponents of the outputs of two paired equations.
+
+        Args:
+          x, y: the equations.
+          ins: exponent of each pair of operands.
+        """
         name, count = x.primitive.name, len(x.outvars)
         if name in (SCAN, WHILE, COND, *REMAT):
             return self.of_bodies(x, y, ins)
@@ -246,10 +265,17 @@ class _Pairing:
     def of_product(
         self, eqn: JaxprEqn, groups: Sequence[Sequence[int]], ins: Sequence[Power]
     ) -> Power:
-        """Return the exponent of an output that is linear in each of several groups of operands.
+        """Return the exponent of the output of a product or a sum.
 
-        All operands of a group must have the same exponent, and the exponents of groups are added.
-        Other operands must have exponent 0. The exponent of a divisor is subtracted.
+        The output is linear in each of several groups of operands. The terms of a sum are one
+        group, and the factors of a product are several. All operands of a group must have the same
+        exponent, and the exponents of groups are added. Other operands must have exponent 0. The
+        exponent of a divisor is subtracted.
+
+        Args:
+          eqn: the equation.
+          groups: the groups, as lists of operand indices.
+          ins: exponent of each operand.
         """
         grouped = set(itertools.chain(*groups))
         others = [p or 0 for i, p in enumerate(ins) if i not in grouped]
@@ -264,7 +290,10 @@ class _Pairing:
         return total
 
     def of_loss(self, x: JaxprEqn, y: JaxprEqn, ins: Sequence[Power]) -> list[Power]:
-        """Return the exponents of a loss that is one equation (captured), and of its gradients."""
+        """Return the exponents of the results and gradients of an equation `value_and_grad`.
+
+        Such an equation contains a loss that is not differentiated yet (`dtrans.step.capture`).
+        """
         if any(ins):
             raise _NoScaleError
         losses = [inline_calls(e.params["loss"], rules=True) for e in (x, y)]
@@ -282,7 +311,7 @@ class _Pairing:
         return self.powers(calls, ins)
 
     def of_bodies(self, x: JaxprEqn, y: JaxprEqn, ins: Sequence[Power]) -> list[Power]:
-        """Return the exponents of the outputs of a loop, a branch or remat."""
+        """Return the exponents of the outputs of a loop, a branch or `jax.checkpoint`."""
         name = x.primitive.name
         here, there = _inlined_bodies(x), _inlined_bodies(y)
         if len(here) != len(there) or not _have_equal_params(x, y, params_besides_bodies):
@@ -319,7 +348,14 @@ class _Pairing:
 
 
 def _merge_exponents(several: Sequence[Sequence[Power]]) -> list[Power]:
-    """Merge the exponents from several bodies; raise _NoScaleError if they differ for a value."""
+    """Return the common exponent of each value in several lists.
+
+    Args:
+      several: lists of exponents, such as one list for each branch of a condition.
+
+    Raises:
+      _NoScaleError: the lists have different exponents for a value.
+    """
     found: list[Power] = []
     for powers in zip(*several, strict=True):
         known = {p for p in powers if p is not _ZERO}

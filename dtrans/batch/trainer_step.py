@@ -1,9 +1,10 @@
 """Step of one trainer on its part of the batch, derived from the step on the full batch.
 
-The forward and backward pass of the full step are rewritten for one shard (`dtrans.engine`), with
-replicated parameters and sharded batch arrays. Where a value depends on the full batch, the program
-communicates: for the two sums of a masked mean, say, or the statistics of a batch normalisation.
-Numbers that depend on the batch size, and random numbers of rows, equal the numbers of one device.
+The engine (`dtrans.engine`) rewrites the forward and backward pass of the full step for one
+trainer, with replicated parameters and a divided batch. Where a value depends on the full batch,
+the program communicates: for the two sums of a masked mean, say, or the statistics of a batch
+normalisation. Numbers that depend on the batch size, and random numbers of rows, equal the numbers
+of one device.
 
 Gradients are partial sums: the sum over trainers is one device's gradient. The gradients are marked
 (`dtrans.step.marks`), and the user's update follows unchanged. A strategy divides this program at
@@ -71,7 +72,9 @@ INDEX = "@number"  # name of the argument that is the trainer's index
 
 @dataclasses.dataclass(frozen=True)
 class Exchanged:
-    """Collective in the forward or backward pass, except reductions of gradients and results.
+    """One communication in a trainer's forward or backward pass; plans and errors list them.
+
+    Reductions of gradients and results do not count.
 
     Attributes:
       op: `all_reduce`, `all_gather`, `all_to_all` or `reduce_scatter`.
@@ -86,7 +89,9 @@ class Exchanged:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainerStep:
-    """Step of one trainer. Trainers with equal numbers of rows run the same program.
+    """Step of one trainer, which the engine derived from the step on the full batch.
+
+    Trainers with equal numbers of rows run the same program.
 
     Attributes:
       program: (params, opt_state, *part of the batch) -> results; marked gradients are partial
@@ -126,14 +131,18 @@ def trainer_step(
 ) -> TrainerStep:
     """Derive the step of one trainer from the step on the full batch.
 
+    The derived step computes one device's numbers, and communicates where a value depends on the
+    full batch.
+
     Args:
       step: step traced on the full batch, as `DividedStep.with_reported` returns it.
-      axes: sharded dimension of each sharded batch array; other arrays are replicated.
+      axes: divided dimension of each divided batch array; other arrays are replicated.
       trainers: number of trainers. Each part has `ceil(size / trainers)` entries; padding does not
         change any result.
       over: mesh axes of the trainers.
       pieces: sliced dimension of each array of state that trainers store in pieces.
-      open_state: True if partial sums are allowed for parameters that trainers compute.
+      open_state: True if trainers may return terms of a sum for parameters that they compute, such
+        as batch statistics.
       noun: noun for a trainer in errors.
       takes_index: True to pass the trainer's index as the last argument, if the program reads it.
       shares: number of rows of each trainer, if they differ; the step is then for one trainer.

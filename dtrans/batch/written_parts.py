@@ -1,8 +1,8 @@
 """Steps on parts of the batch, written so that the parts need no communication.
 
 Micro-batches of a pipeline, and micro-steps of trainers, cannot communicate. The engine derives
-their step from the step on the full batch. A captured loss is rewritten before it is
-differentiated:
+their step from the step on the full batch. If the loss is one equation that is not differentiated
+yet (captured), the engine rewrites the loss first:
 
     loss(params, batch)                     the loss of the user's step
     term(params, part, given, number)       term of a part; the loss is the sum of all terms
@@ -47,11 +47,13 @@ from dtrans.step.halves import divide_step
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WrittenParts:
-    """Writer of the step on one part of the batch, which takes precomputed values as arguments.
+    """Writer of the step on one part of the batch, such as a micro-batch.
+
+    This step takes precomputed values of the full batch as its last arguments.
 
     Attributes:
       values: the precomputed values, except the indices of parts.
-      axes: sharded dimension of each batch array.
+      axes: divided dimension of each batch array.
       parts: number of parts.
       over: mesh axes of the parts.
       noun: noun for a part in errors.
@@ -73,7 +75,7 @@ class WrittenParts:
 
     @property
     def rows(self) -> dict[str, int]:
-        """Precomputed values whose rows are divided among parts: name -> 0, the row dimension."""
+        """Precomputed values that are divided among parts: name -> 0, the dimension of rows."""
         count = len(self.values.spots) + self.numbered
         names = (f"{ROOT}/{i}" for i in range(count))
         return {n: 0 for n in names if n not in self.full}
@@ -83,7 +85,11 @@ class WrittenParts:
         return f"{ROOT}/{len(self.values.spots)}"
 
     def step_of(self, full_step: Program) -> TrainerStep:
-        """Derive the step on one part of the batch from the step on the full batch."""
+        """Derive the step on one part of the batch, which may still communicate.
+
+        Args:
+          full_step: step on the full batch.
+        """
         program = full_step
         if self.values.spots:
             program = self.values.with_precomputed(full_step)
@@ -97,7 +103,9 @@ class WrittenParts:
         )
 
     def part_of(self, full_step: Program, found: TrainerStep | None = None) -> Program:
-        """Return the step on one part of the batch; its last arguments are precomputed values.
+        """Return the step on one part of the batch, without communication.
+
+        Its last arguments are precomputed values.
 
         Args:
           full_step: step on the full batch.
@@ -131,7 +139,7 @@ class WrittenParts:
         return full_step.rewritten(self.part_of, self._full_types, result=part)
 
     def _full_types(self, types: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Convert input types of the step on one part of the batch to those for the full batch."""
+        """Return input types for the full batch, from input types of the step on one part."""
         found = {}
         for name, t in types.items():
             if not is_under(name, [ROOT]):
@@ -139,7 +147,11 @@ class WrittenParts:
         return found
 
     def precompute_program(self, full_step: Program) -> Program:
-        """Return the program that computes the precomputed values of a full batch."""
+        """Return the program that computes all precomputed values from a full batch.
+
+        Args:
+          full_step: step on the full batch.
+        """
         program = self.values.precompute_program(full_step)
         if not self.numbered:
             return program
@@ -154,7 +166,10 @@ class WrittenParts:
 
 
 def adds_up(part: TrainerStep) -> bool:
-    """Return True if the step on one part of the batch needs no communication."""
+    """Return True if a step on a part of the batch needs no communication.
+
+    The sum of the parts' results is then the result of the full batch.
+    """
     return not (part.exchanged or part.gathers)
 
 
@@ -167,11 +182,12 @@ def written_parts(
     noun: str,
     part: Program | None = None,
 ) -> tuple[WrittenParts, TrainerStep]:
-    """Find the values to precompute, and write the step on one part of the batch.
+    """Find the values to compute from the full batch, and write the step on one part.
 
     Args:
-      full_step: step on the full batch, with a captured loss if possible.
-      axes: sharded dimension of each batch array.
+      full_step: step on the full batch; the loss is one equation if possible
+        (`dtrans.step.capture`).
+      axes: divided dimension of each batch array.
       parts: number of parts.
       fixed: untrained state on which precomputed values may depend.
       over: mesh axes of the parts.
@@ -211,10 +227,11 @@ def _values_to_precompute(
     fixed: Collection[str],
     part: Program | None,
 ) -> dict[Spot, bool | None]:
-    """Find the values to precompute; return for each position True, False or None.
+    """Find the values that a part cannot compute alone, and that depend on no trained parameter.
 
     A part would need communication, or its index, to compute these values. If `part` is passed,
-    numbers in the update that depend on the batch size are included.
+    numbers in the update that depend on the batch size are included. The result has an entry for
+    each of these values:
 
       True    each part gets its rows of the value
       False   each part gets the full value
@@ -270,7 +287,7 @@ def _values_to_precompute(
 
 
 def _sized(flat: FlatStep, part: Program, spots: Sequence[Spot]) -> set[Spot]:
-    """Return the positions among `spots` whose values depend on the batch size.
+    """Return the positions of values that depend on the batch size.
 
     Args:
       flat: step on the full batch.
@@ -284,9 +301,10 @@ def _sized(flat: FlatStep, part: Program, spots: Sequence[Spot]) -> set[Spot]:
 
 
 def _untrained_values(flat: FlatStep, fixed: Collection[str]) -> list[Spot]:
-    """Find untrained values that trained equations read, or that are outputs; return positions.
+    """Find the last values in a step that do not depend on trained parameters.
 
-    A value or equation is *trained* if it depends on a trained parameter.
+    Equations that do depend on trained parameters read these values, or they are outputs. The
+    result has their positions.
     """
     p = flat.program
     batch = set(all_names(p.args[2:]))
@@ -330,7 +348,10 @@ def _untrained_values(flat: FlatStep, fixed: Collection[str]) -> list[Spot]:
 
 
 def _moves_rows(eqn: JaxprEqn) -> bool:
-    """Return True for a transpose that moves dimension 0; each part transposes its rows itself."""
+    """Return True for a transpose that moves dimension 0.
+
+    Such an equation is not precomputed: each part transposes its own rows.
+    """
     return eqn.primitive.name == "transpose" and eqn.params["permutation"][0] != 0
 
 
@@ -343,7 +364,10 @@ def _numbers_type(rows: int) -> Any:
 
 
 def without_effects(program: Program) -> Program:
-    """Remove prints and callbacks from a step, because users expect them to see the full batch."""
+    """Remove prints and callbacks from a step.
+
+    Each part of the batch would call them, but users expect them to see the full batch.
+    """
     return program.rewritten(_drop_effects)
 
 
