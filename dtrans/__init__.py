@@ -38,6 +38,7 @@ from dtrans.parameter_server.options import (
 from dtrans.parameter_server.overview import VarDistributed, VarsDistributed
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.tables.options import Rows
+from dtrans.parameter_server.topk import TopK
 from dtrans.parameter_server.transform import pserver
 from dtrans.pipeline_parallel.device_layout import Cluster
 from dtrans.pipeline_parallel.options import StageMemory, Stages
@@ -109,6 +110,7 @@ __all__ = [
     "SummaryWriter",
     "Sync",
     "TablesReport",
+    "TopK",
     "UnevenPart",
     "VarBlock",
     "VarDistributed",

@@ -85,9 +85,11 @@ from dtrans.ops.split_concat import concat_p as concat_p, split_byref_p as split
 from dtrans.ops.trainer_index import trainer_index_p as trainer_index_p
 from dtrans.ops.wire_types import (
     CASTS as CASTS,
+    TOPK as TOPK,
     WIRE_TYPES as WIRE_TYPES,
     WireType as WireType,
     decoded as decoded,
     encode_with_feedback as encode_with_feedback,
+    encode_with_momentum as encode_with_momentum,
     encoded as encoded,
 )

@@ -4,16 +4,22 @@
     int8         integers from -127 to 127, times one scale
     e3m0         4 bits for each number: a sign, and 0 or one of seven powers of two, times one
                  scale
+    topk         the largest numbers of an array, with their indices
 
-Types with a scale are *packed*: an encoded array is a vector of bytes. The first four bytes are the
-scale, a float32 number. The integers follow, or pairs of 4-bit numbers. If an array contains an
-infinity or a NaN, no number of the decoded array is finite.
+The last three types are *packed*: an encoded array is a vector of bytes. With int8 and e3m0, the
+first four bytes are the scale, a float32 number. The integers follow, or pairs of 4-bit numbers. If
+an array contains an infinity or a NaN, no number of the decoded array is finite. With topk, the
+values come first, in the array's own type, and then their int32 indices. An array that would have
+as many bytes in this form is sent whole.
 
-Rounding to a packed type loses small numbers. *Error feedback* adds the rounding error of a step to
-the array of the next step. So the error of a sum over steps stays bounded.
+Packed types lose small numbers. *Error feedback* adds the rounding error of a step to the array of
+the next step. So the error of a sum over steps stays bounded. With topk, the rounding error
+consists of the numbers that were not sent. *Momentum correction* adds up momenta in place of
+gradients, so that a number that is sent late has the weight that momentum would have given it.
 
 Source: error feedback: Seide et al., 1-Bit Stochastic Gradient Descent (Interspeech 2014). E3M0:
-Douillard et al., Streaming DiLoCo (arXiv 2501.18512).
+Douillard et al., Streaming DiLoCo (arXiv 2501.18512). Momentum correction: Lin et al., Deep
+Gradient Compression (arXiv 1712.01887).
 """
 
 from __future__ import annotations
@@ -33,7 +39,9 @@ from dtrans._jax import ShapedArray
 
 CASTS = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 WIRE_TYPES = (*CASTS, "int8", "e3m0")
+TOPK = "topk"
 SCALE_BYTES = 4
+INDEX_BYTES = 4  # an int32 index of topk
 LARGEST = 127  # largest integer of int8; -128 is unused, so that signs are symmetric
 # A product of an integer and a scale with 16 bits is exact in float32. So results do not depend on
 # the compiler's choice between separate and fused multiplication and addition.
@@ -46,8 +54,10 @@ class WireType:
     """Type in which an array is sent.
 
     Attributes:
-      name: one of `WIRE_TYPES`.
+      name: one of `WIRE_TYPES`, or "topk".
       factor: multiplies the array before a cast, and divides the array after the inverse cast.
+      densities: with topk, the fraction of the numbers to send, at each level of a ramp-up.
+      level: index of the density that `encode` and `type_of` use. `decode` takes any level.
 
     Example:
       >>> import jax.numpy as jnp
@@ -61,17 +71,46 @@ class WireType:
 
     name: str
     factor: float = 1.0
+    densities: tuple[float, ...] = ()
+    level: int = 0
 
     @property
     def is_packed(self) -> bool:
-        """True if an encoded array is a vector of bytes, with a scale at its start."""
+        """True if an encoded array is a vector of bytes."""
         return self.name not in CASTS
+
+    @property
+    def is_sparse(self) -> bool:
+        """True for topk."""
+        return self.name == TOPK
+
+    @property
+    def levels(self) -> tuple[WireType, ...]:
+        """This type at each level of a ramp-up."""
+        count = max(1, len(self.densities))
+        return tuple(dataclasses.replace(self, level=i) for i in range(count))
+
+    def sent_count(self, t: Any) -> int | None:
+        """Return the number of values that topk sends of an array; None if it sends the array.
+
+        Args:
+          t: the array, or its type.
+        """
+        size, width = math.prod(t.shape), np.dtype(t.dtype).itemsize
+        count = max(1, round(self.densities[self.level] * size))
+        return count if count * (width + INDEX_BYTES) < size * width else None
 
     def type_of(self, t: Any) -> ShapedArray:
         """Return the type of the encoded array, for an array of type `t`."""
         if not self.is_packed:
             return ShapedArray(t.shape, np.dtype(CASTS[self.name]))
         size = math.prod(t.shape)
+        if self.is_sparse:
+            count = self.sent_count(t)
+            if count is None:
+                return ShapedArray(t.shape, np.dtype(t.dtype))
+            width = np.dtype(t.dtype).itemsize + INDEX_BYTES
+            return ShapedArray((count * width,), np.dtype(np.uint8))
         if self.name == "e3m0":
             size = -(-size // 2)
         return ShapedArray((SCALE_BYTES + size,), np.dtype(np.uint8))
@@ -81,6 +120,9 @@ class WireType:
         if not self.is_packed:
             scaled = x if self.factor == 1.0 else x * self.factor
             return scaled.astype(CASTS[self.name])
+        if self.is_sparse:
+            count = self.sent_count(x)
+            return x if count is None else _largest(x.reshape(-1), count)
         wide = x.reshape(-1).astype(jnp.promote_types(x.dtype, jnp.float32))
         largest = jnp.max(jnp.abs(wide)).astype(jnp.float32)
         if self.name == "int8":
@@ -101,6 +143,12 @@ class WireType:
         if not self.is_packed:
             x = sent.astype(t.dtype)
             return x if self.factor == 1.0 else x / self.factor
+        if self.is_sparse:
+            if sent.dtype != np.uint8:
+                return sent.astype(t.dtype)
+            values, indices = _split_largest(sent, t.dtype)
+            x = jnp.zeros(math.prod(t.shape), t.dtype).at[indices].set(values, mode="drop")
+            return x.reshape(t.shape)
         first = sent[:SCALE_BYTES].reshape(1, SCALE_BYTES)
         scale, codes = jax.lax.bitcast_convert_type(first, jnp.float32), sent[SCALE_BYTES:]
         if self.name == "int8":
@@ -145,6 +193,26 @@ def _from_powers(pairs: jax.Array, scale: jax.Array) -> jax.Array:
     return jnp.where(codes >> 3, -size, size)
 
 
+def _largest(x: jax.Array, count: int) -> jax.Array:
+    """Return the largest numbers of a vector and their indices, as bytes."""
+    _, indices = jax.lax.top_k(jnp.abs(x), count)
+    indices = indices.astype(jnp.int32)
+    parts = [jax.lax.bitcast_convert_type(a, jnp.uint8) for a in (x[indices], indices)]
+    return jnp.concatenate([a.reshape(-1) for a in parts])
+
+
+def _split_largest(sent: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Return the values and the indices in the bytes of `_largest`."""
+    width = np.dtype(dtype).itemsize
+    count = sent.size // (width + INDEX_BYTES)
+    values = sent[: count * width].reshape(count, width)
+    indices = sent[count * width :].reshape(count, INDEX_BYTES)
+    return (
+        jax.lax.bitcast_convert_type(values, dtype),
+        jax.lax.bitcast_convert_type(indices, jnp.int32),
+    )
+
+
 @functools.cache
 def encoded(wire: WireType) -> Callable[[jax.Array], jax.Array]:
     """Return a function that encodes an array."""
@@ -171,8 +239,61 @@ def encode_with_feedback(
     Returns:
       The encoded sum, and its rounding error. If the sum is not finite, the error does not change.
     """
-    total = x + rounding_error
-    sent = wire.encode(total)
-    # Servers decode to the type of `x`. For 16-bit leaves, this rounds once more.
-    rest = total - wire.decode(sent, x)
+    return _encode_total(wire, x + rounding_error, rounding_error, x)
+
+
+def encode_with_momentum(
+    wire: WireType,
+    x: jax.Array,
+    rounding_error: jax.Array,
+    momentum: jax.Array,
+    factor: float,
+    *,
+    nesterov: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Encode the sum of momenta that were not sent, by Deep Gradient Compression.
+
+        momentum       <- factor * momentum + x
+        rounding_error <- rounding_error + momentum
+
+    The largest numbers of `rounding_error` are sent, and are then zero in both arrays (*factor
+    masking*). If the array is sent whole, only `rounding_error` is set to zero. So the sum of the
+    trainers' messages is the momentum of one device.
+
+    Args:
+      wire: the wire type, topk.
+      x: the gradient.
+      rounding_error, momentum: the results of the last step, arrays like `x`.
+      factor: the factor of momentum.
+      nesterov: True for Nesterov momentum.
+
+    Returns:
+      The encoded array, the new rounding error and the new momentum. Where results are not finite,
+      the old values stay.
+    """
+    if nesterov:
+        new = factor * (momentum + x)
+        total = (new + x) + rounding_error
+    else:
+        new = factor * momentum + x
+        total = new + rounding_error
+    sent, rest = _encode_total(wire, total, rounding_error, x)
+    new = jnp.where(jnp.isfinite(new), new, momentum)
+    if wire.sent_count(x) is not None:
+        _, indices = _split_largest(sent, x.dtype)
+        new = new.reshape(-1).at[indices].set(0).reshape(new.shape)
+    return sent, rest, new
+
+
+def _encode_total(
+    wire: WireType, total: jax.Array, rounding_error: jax.Array, t: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Encode an array that includes the last rounding error; return it and the new error.
+
+    Args:
+      t: the gradient, whose type servers decode to.
+    """
+    sent = wire.encode(total.astype(t.dtype) if wire.is_sparse else total)
+    # Servers decode to the type of the gradient. For 16-bit leaves, this rounds once more.
+    rest = total - wire.decode(sent, t)
     return sent, jnp.where(jnp.isfinite(rest), rest, rounding_error)

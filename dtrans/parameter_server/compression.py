@@ -9,18 +9,24 @@
 Packed types (`dtrans.ops.wire_types`) have error feedback: a trainer adds the rounding error of a
 leaf's gradient to its next gradient. Rounding errors are part of the trainer's state,
 `(params, rounding_errors)`. They begin with zeros, and differ between trainers.
+
+With `dtrans.TopK`, `rounding_errors` may also contain the momentum of each leaf, and with a ramp-up
+the number of steps. The steps select the *level*, the density of the messages. Trainers have a
+program for each level. A server recognizes the level by the type of a message.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dtrans._jax import ShapedArray
 from dtrans.errors import ConfigError
@@ -29,14 +35,25 @@ from dtrans.ir.builder import Builder
 from dtrans.ir.cost import nbytes
 from dtrans.ir.pytree import TreeSpec, tuple_of
 from dtrans.ir.selection import values_at
-from dtrans.ops import OptimizeBlock, WireType, encode_with_feedback, encoded
+from dtrans.ops import (
+    TOPK,
+    OptimizeBlock,
+    WireType,
+    encode_with_feedback,
+    encode_with_momentum,
+    encoded,
+)
 from dtrans.parameter_server.options import Mode, Sync
+from dtrans.parameter_server.topk import TopK
 from dtrans.slicing.blocks import Block, Placement, Unit
 from dtrans.slicing.server_update import ServerWork
 from dtrans.step.halves import DividedStep
+from dtrans.step.local_clip import clip_to_norm
 
 
 ROUNDING_ERROR = "rounding_error"  # prefix of names: `rounding_error/params/w`
+MOMENTUM = "momentum"  # prefix of names in the rounding errors: `momentum/params/w`
+STEPS = "steps"  # name of the number of steps in the rounding errors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +63,42 @@ class Compression:
     Attributes:
       gradients: leaf -> type in which its gradient is sent. Other gradients are not encoded.
       params: leaf -> type in which its blocks are sent. Other parameters are not encoded.
-      rounding_errors: leaf -> type of its rounding error, for gradients with error feedback.
+      rounding_errors: leaf -> type of its rounding error, for gradients with error feedback. With
+        `dtrans.TopK`, also `momentum/LEAF` -> type of its momentum, and `steps` -> type of the
+        number of steps.
+      topk: the option `dtrans.TopK`; None for other types.
+      level: level of the ramp-up.
     """
 
     gradients: Mapping[str, WireType] = dataclasses.field(default_factory=dict)
     params: Mapping[str, WireType] = dataclasses.field(default_factory=dict)
     rounding_errors: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    topk: TopK | None = None
+    level: int = 0
+
+    @property
+    def levels(self) -> tuple[Compression, ...]:
+        """The compression at each level of a ramp-up."""
+        if self.topk is None:
+            return (self,)
+        return tuple(map(self._at_level, range(len(self.topk.levels))))
+
+    def _at_level(self, level: int) -> Compression:
+        gradients = {}
+        for leaf, wire in self.gradients.items():
+            gradients[leaf] = dataclasses.replace(wire, level=level)
+        return dataclasses.replace(self, gradients=gradients, level=level)
+
+    def level_of(self, rounding_errors: Mapping[str, Any]) -> int:
+        """Return the level of a trainer's next step.
+
+        Args:
+          rounding_errors: the trainer's rounding errors, by their names in this object.
+        """
+        if self.topk is None or STEPS not in self.rounding_errors:
+            return self.level
+        steps = int(np.ravel(rounding_errors[STEPS])[0])
+        return sum(first <= steps for first, _ in self.topk.levels) - 1
 
     @property
     def is_used(self) -> bool:
@@ -95,12 +142,17 @@ class Compression:
           reaction: the job's option `on_nonfinite`.
         """
         if self.rounding_errors and reaction != "ignore":
-            wire = next(iter(self.gradients.values()))
             raise ConfigError(
-                f"on_nonfinite={reaction!r} cannot be combined with compress={wire.name!r}: "
+                f"on_nonfinite={reaction!r} cannot be combined with {self.packing_option}: "
                 "trainers pack gradients into bytes, which have no infinities or NaN; leave one of "
                 "the two options out"
             )
+
+    @property
+    def packing_option(self) -> str:
+        """The user's option that packs gradients, for errors."""
+        wire = next(iter(self.gradients.values()))
+        return "compress=dtrans.TopK(...)" if wire.is_sparse else f"compress={wire.name!r}"
 
     @cached_property
     def notes(self) -> list[str]:
@@ -108,11 +160,20 @@ class Compression:
         notes = []
         if self.gradients:
             wire = next(iter(self.gradients.values()))
-            feedback = ""
-            if self.rounding_errors:
+            does, feedback = f"round gradients to {wire.name}", ""
+            if self.topk is not None:
+                does = "send the largest numbers of gradients"
+                feedback = ", and add the other numbers to their next gradients"
+                if self.topk.momentum:
+                    does = "send the largest numbers of momenta"
+                    feedback = (
+                        f", with the factor {self.topk.momentum}, and add the other numbers to "
+                        "their next momenta; the optimizer of the step should have no momentum"
+                    )
+            elif self.rounding_errors:
                 feedback = ", and add their rounding errors to their next gradients"
             notes.append(
-                f"results are not those of one device: trainers round gradients to {wire.name} "
+                f"results are not those of one device: trainers {does} "
                 f"({_listed(self.gradients)}){feedback}"
             )
         if self.params:
@@ -169,11 +230,12 @@ def choose_compression(
             "sent without compression; leave one of the two options out"
         )
     gradients, params = dict[str, WireType](), dict[str, WireType]()
+    topk = mode.compress if isinstance(mode.compress, TopK) else None
     if mode.compress is not None:
-        wire = WireType(mode.compress, mode.compress_scale)
+        wire = _gradient_wire(mode)
         for leaf, gradient in step.gradients.items():
-            _check_real(leaf, gradient.aval, f"compress={mode.compress!r}")
-            if leaf not in averages and _is_smaller(wire, placement.blocks[leaf]):
+            _check_real(leaf, gradient.aval, f"compress={mode.compress_text}")
+            if leaf not in averages and _is_encoded(wire, placement.blocks[leaf], topk):
                 gradients[leaf] = wire
     if mode.compress_params is not None:
         wire = WireType(mode.compress_params)
@@ -186,8 +248,33 @@ def choose_compression(
     for leaf, wire in gradients.items():
         if wire.is_packed:
             aval = step.gradients[leaf].aval
-            rounding_errors[leaf] = ShapedArray(aval.shape, sum_type(aval.dtype))
-    return Compression(gradients, params, rounding_errors)
+            rounding_errors[leaf] = t = ShapedArray(aval.shape, sum_type(aval.dtype))
+            if topk is not None and topk.momentum:
+                rounding_errors[f"{MOMENTUM}/{leaf}"] = t
+    if topk is None or not gradients:
+        return Compression(gradients, params, rounding_errors)
+    if len(topk.levels) > 1:
+        rounding_errors[STEPS] = ShapedArray((), np.dtype(np.int32))
+    return Compression(gradients, params, rounding_errors, topk).levels[-1]
+
+
+def _gradient_wire(mode: Sync) -> WireType:
+    """Return the type of the option `compress`."""
+    if isinstance(mode.compress, TopK):
+        return WireType(TOPK, densities=tuple(x for _, x in mode.compress.levels))
+    assert mode.compress is not None
+    return WireType(mode.compress, mode.compress_scale)
+
+
+def _is_encoded(wire: WireType, blocks: Sequence[Block], topk: TopK | None) -> bool:
+    """Return True if a leaf's gradient is encoded at one level or more.
+
+    With momentum correction, trainers compute the momentum of each leaf, so that each leaf needs
+    the encoding. It may send all blocks of the leaf whole.
+    """
+    if topk is not None and topk.momentum:
+        return jnp.issubdtype(blocks[0].dtype, jnp.floating)
+    return any(_is_smaller(x, blocks) for x in wire.levels)
 
 
 def _check_real(leaf: str, aval: Any, option: str) -> None:
@@ -211,15 +298,19 @@ def _is_smaller(wire: WireType, blocks: Sequence[Block]) -> bool:
 
 
 @functools.cache
-def encoded_blocks(wire: WireType, sections: tuple[int, ...]) -> Callable[..., Sequence[jax.Array]]:
+def encoded_blocks(
+    wire: WireType, sections: tuple[int, ...], topk: TopK | None = None, clip: float | None = None
+) -> Callable[..., Sequence[jax.Array]]:
     """Return a function of a gradient that returns the encoded blocks.
 
-    With a packed type, the second argument is the rounding error of the last gradient. The last
-    result is the new rounding error.
+    With a packed type, the second argument is the rounding error of the last gradient, and the last
+    result is the new rounding error. With momentum correction, the momentum follows it in both.
 
     Args:
       wire: the type.
       sections: the number of rows of each block.
+      topk: the option `dtrans.TopK`; None for other types.
+      clip: the largest norm of the gradient; None for no clip.
     """
 
     def split(x: jax.Array) -> list[jax.Array]:
@@ -234,15 +325,24 @@ def encoded_blocks(wire: WireType, sections: tuple[int, ...]) -> Callable[..., S
     def encode(x: jax.Array) -> list[jax.Array]:
         return list(map(wire.encode, split(x)))
 
-    def encode_packed(x: jax.Array, rounding_error: jax.Array) -> list[jax.Array]:
-        sent, rests = [], []
-        for part, old in zip(split(x), split(rounding_error), strict=True):
-            code, rest = encode_with_feedback(wire, part, old)
-            sent.append(code)
-            rests.append(rest)
-        return [*sent, rests[0] if len(rests) == 1 else jnp.concatenate(rests)]
+    def encode_part(part: jax.Array, *state: jax.Array) -> Sequence[jax.Array]:
+        if topk is None or not topk.momentum:
+            return encode_with_feedback(wire, part, *state)
+        return encode_with_momentum(wire, part, *state, topk.momentum, nesterov=topk.nesterov)
+
+    def encode_packed(x: jax.Array, *state: jax.Array) -> list[jax.Array]:
+        if clip is not None:
+            (x,) = clip_to_norm(clip)(x)
+        parts = zip(split(x), *map(split, state), strict=True)
+        sent, *states = zip(*itertools.starmap(encode_part, parts), strict=True)
+        return [*sent, *(xs[0] if len(xs) == 1 else jnp.concatenate(xs) for xs in states)]
 
     return encode_packed if wire.is_packed else encode
+
+
+def count_step(steps: jax.Array) -> jax.Array:
+    """Return the number of steps after the next step."""
+    return steps + 1
 
 
 @functools.cache

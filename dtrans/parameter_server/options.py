@@ -17,6 +17,7 @@ from dtrans.checks import (
 from dtrans.errors import ConfigError
 from dtrans.ops import CASTS, ON_TRAINER_EXIT, WIRE_TYPES, CommunicatorConfig
 from dtrans.parameter_server.dispatch import PSDispatcher, RoundRobin, check_dispatcher
+from dtrans.parameter_server.topk import TopK
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.local_clip import check_local_clip
 
@@ -69,9 +70,10 @@ class Sync:
         - "int8": one byte for each number, and a scale for each block.
         - "e3m0": half a byte for each number (the nearest power of two), and a scale for each
           block.
+        - a `dtrans.TopK`: the largest numbers, with their indices.
 
-        With "int8" and "e3m0" a trainer adds the rounding errors of a step to its next gradients
-        (error feedback).
+        With "int8", "e3m0" and `dtrans.TopK` a trainer adds the rounding errors of a step to its
+        next gradients (error feedback).
       compress_scale: the factor that multiplies gradients before the cast to "bf16" or "fp16", and
         divides them after it.
       compress_params: "bf16" or "fp16": the type in which servers send parameters. Servers update
@@ -87,29 +89,35 @@ class Sync:
     """
 
     runtime_split: bool = False
-    compress: str | None = None
+    compress: str | TopK | None = None
     compress_scale: float = 1.0
     compress_params: str | None = None
 
     def __post_init__(self) -> None:
         check_flag("runtime_split", self.runtime_split)
-        check_one_of("compress", self.compress, (*WIRE_TYPES, None))
+        if not isinstance(self.compress, TopK):
+            check_one_of("compress", self.compress, (*WIRE_TYPES, None))
         check_one_of("compress_params", self.compress_params, (*CASTS, None))
         check_number("compress_scale", self.compress_scale, "a positive number", lambda x: x > 0)
         if self.compress not in CASTS and self.compress_scale != 1.0:
             raise ConfigError(
                 f"compress_scale={self.compress_scale!r} needs compress='bf16' or 'fp16', but "
-                f"compress is {self.compress!r}; leave compress_scale out"
+                f"compress is {self.compress_text}; leave compress_scale out"
             )
         if self.runtime_split:
             why = "trainers encode each block before they send it; leave one of the two options out"
             check_together(self.compression, why, "runtime_split=True")
 
     @property
+    def compress_text(self) -> str:
+        """The value of `compress`, for errors."""
+        return "dtrans.TopK(...)" if isinstance(self.compress, TopK) else repr(self.compress)
+
+    @property
     def compression(self) -> dict[str, bool]:
         """Text of each option that compresses messages -> True if the option is set."""
         return {
-            f"compress={self.compress!r}": self.compress is not None,
+            f"compress={self.compress_text}": self.compress is not None,
             f"compress_params={self.compress_params!r}": self.compress_params is not None,
         }
 

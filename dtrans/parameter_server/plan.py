@@ -236,6 +236,25 @@ class PServerPlan(Plan):
         """
         return self.trainer_startup_program(0)
 
+    @cached_property
+    def levels(self) -> tuple[PServerPlan, ...]:
+        """The plan at each level of the ramp-up of `dtrans.TopK`; other plans have one level.
+
+        The plans differ in the programs of trainers, and in the bytes of a step. This plan is the
+        last one.
+        """
+        plans = []
+        for compression in self.compression.levels:
+            if compression.level == self.compression.level:
+                plans.append(self)
+                continue
+            assert isinstance(self.trainer_side, TrainerSide)
+            side = self.trainer_side.with_compression(compression)
+            plans.append(
+                dataclasses.replace(self, trainer_side=side, compression=compression)
+            )
+        return tuple(plans)
+
     def trainer_program(self, trainer_id: int) -> Program:
         """Return one trainer's program; raise ConfigError for an unknown id."""
         check_trainer_id(trainer_id, self.trainers)

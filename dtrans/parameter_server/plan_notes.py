@@ -19,6 +19,7 @@ def plan_notes(plan: Any) -> list[str]:
     """
     notes = _batch_notes(plan)
     notes += plan.compression.notes
+    notes += _level_notes(plan)
     notes += _server_notes(plan)
     notes += plan.traffic.notes
     for leaf, reason in plan.placement.unsliced.items():
@@ -52,6 +53,21 @@ def _batch_notes(plan: Any) -> list[str]:
             "local: each trainer computes its own numbers, and the updates average these; dtrans "
             f"could not compare them with one device's numbers: {e}"
         ]
+
+
+def _level_notes(plan: Any) -> list[str]:
+    """Return the bytes at each level of a ramp-up."""
+    if plan.compression.topk is None:
+        return []
+    levels = plan.compression.topk.levels
+    notes = []
+    for (first, density), at in zip(levels, plan.levels, strict=True):
+        what = "full gradients" if density == 1 else f"{density:.3%} of the numbers of a gradient"
+        notes.append(
+            f"from step {first} on, a trainer sends {what}: {at.bytes_per_step['send']:,} bytes "
+            "per step, with indices"
+        )
+    return notes
 
 
 def _server_notes(plan: Any) -> list[str]:

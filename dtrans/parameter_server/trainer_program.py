@@ -43,8 +43,11 @@ from dtrans.ops import (
 )
 from dtrans.parameter_server.averaged_leaves import add_averages
 from dtrans.parameter_server.compression import (
+    MOMENTUM,
     ROUNDING_ERROR,
+    STEPS,
     Compression,
+    count_step,
     encoded_blocks,
     sent_name,
     zeros,
@@ -142,6 +145,11 @@ class TrainerSide:
     def runtime_split(self) -> bool:
         """True if `send` and `recv` cut full leaves into blocks at run time."""
         return self.comm.runtime_split
+
+    def with_compression(self, compression: Compression) -> TrainerSide:
+        """Return the writer of programs that send gradients in other types."""
+        comm = dataclasses.replace(self.comm, compression=compression)
+        return dataclasses.replace(self, comm=comm)
 
     def program(self, trainer_id: int) -> Program:
         """Return the program of one trainer: (params, *batch) -> (params, loss[, aux])."""
@@ -334,13 +342,20 @@ class TrainerCommWriter:
         # The outputs of `send` equations are operands of a barrier, so that it follows the sends.
         self.tokens: list[Var] = []
         self._tables: TableWriter | None = None
-        self._rounding_errors: dict[str, Var] = {}  # leaf -> error before the step
+        self._rounding_errors: dict[str, Var] = {}  # name -> rounding error before the step
         self.new_rounding_errors: dict[str, Any] = {}  # name -> rounding error after the step
 
     def take_rounding_errors(self) -> None:
-        """Add an input for each rounding error to the program."""
-        for leaf, t in self.comm.compression.rounding_errors.items():
-            self._rounding_errors[leaf] = self.b.input(t)
+        """Add an input for each rounding error to the program, and count the step."""
+        types = self.comm.compression.rounding_error_types
+        for name in self.comm.compression.rounding_error_spec.names:
+            self._rounding_errors[name] = self.b.input(types[name])
+        steps = f"{ROUNDING_ERROR}/{STEPS}"
+        if steps in self._rounding_errors:
+            self.b.role = DIST
+            (self.new_rounding_errors[steps],) = self.b.call(
+                count_step, self._rounding_errors[steps]
+            )
 
     def on_rows(self, step: DividedStep) -> Callable[..., HalfWriter] | None:
         """Return a function that creates the writer of a step with tables; None without tables."""
@@ -409,20 +424,32 @@ class TrainerCommWriter:
             self.b.labels.update(zip(parts, names, strict=True))
         self.b.role = RPC
         params = {"epmap": _endpoints(blocks), "names": names, **self._merge(leaf)}
-        params |= {**self._at_run_time(blocks), **self.common}
+        params |= {**self._at_run_time(blocks), **self.common, **self._level(leaf)}
         self.tokens += self.b.bind(send_p, *parts, **params)
+
+    def _level(self, leaf: str) -> dict[str, Any]:
+        """Return the equation parameter `level`, the level of a ramp-up."""
+        compression = self.comm.compression
+        if leaf not in compression.gradients or len(compression.levels) == 1:
+            return {}
+        return {"level": compression.level}
 
     def _encode(self, leaf: str, grad: Any) -> list[Any]:
         """Write the equations that encode the blocks of a gradient; return the encoded blocks."""
         self.b.role = DIST
         wire = self.comm.compression.gradients[leaf]
         sections = _row_counts(self.placement.blocks[leaf])
-        if leaf not in self._rounding_errors:
-            return self.b.call(encoded_blocks(wire, sections), grad)
-        *parts, rest = self.b.call(
-            encoded_blocks(wire, sections), grad, self._rounding_errors[leaf]
-        )
-        self.new_rounding_errors[f"{ROUNDING_ERROR}/{leaf}"] = rest
+        compression = self.comm.compression
+        # the order of `encoded_blocks`: the rounding error, then the momentum
+        names = [f"{ROUNDING_ERROR}/{leaf}", f"{ROUNDING_ERROR}/{MOMENTUM}/{leaf}"]
+        state = {n: self._rounding_errors[n] for n in names if n in self._rounding_errors}
+        clip = None
+        if compression.topk is not None:
+            clip = compression.topk.clip_at(compression.level, self.comm.trainers)
+        encode = encoded_blocks(wire, sections, compression.topk, clip)
+        encoded = self.b.call(encode, grad, *state.values())
+        parts = encoded[: len(sections)]
+        self.new_rounding_errors.update(zip(state, encoded[len(sections) :], strict=True))
         return parts
 
     def _merge(self, leaf: str) -> dict[str, Any]:

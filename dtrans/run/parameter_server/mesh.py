@@ -38,6 +38,7 @@ from dtrans.ir.cost import nbytes
 from dtrans.ir.pytree import all_names, is_under
 from dtrans.ir.selection import subset, values_at
 from dtrans.job import Job, on_first_device
+from dtrans.parameter_server.compression import ROUNDING_ERROR
 from dtrans.parameter_server.overview import VarDistributed
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.state import MeshState
@@ -136,7 +137,7 @@ class MeshJob(Job):
         self._names = names
         self._unsplit = {n for n in names if is_under(n, unsplit_inputs)}
         self._servers = MeshServers(plan, self.placement, donate=donate, late=self.rows_are_late)
-        # compiled trainer programs, by the shapes and dtypes of a batch
+        # compiled trainer programs, by the level, and the shapes and dtypes of a batch
         self._runners: dict[tuple[Any, ...], MeshTrainerPrograms] = {}
         self._share_trainers: dict[tuple[Any, ...], ShareTrainers] = {}
         # Weak reference to the newest state, for which `check` skips the comparison of types.
@@ -188,7 +189,7 @@ class MeshJob(Job):
         arrays = self._shared(batch_arrays(self.plan.main.args[2:], batch, self.plan.main.inputs))
         if self.plan.shares is not None:
             return self._step_of_shares(state, arrays)
-        runner = self._runner(arrays)
+        runner = self._runner(arrays, self._level(state))
         servers = {ep: dict(arrays) for ep, arrays in state.servers.items()}
         fabric = MeshStepFabric(self._servers, servers, self.watch, runner)
         params = values_at(state.params, runner.param_names)
@@ -360,13 +361,27 @@ class MeshJob(Job):
         check_rows(rows_of(self._names, arrays), trainers, option, uneven=uneven)
         return arrays
 
-    def _runner(self, arrays: Sequence[tuple[Any, Share]]) -> MeshTrainerPrograms:
-        """Return the compiled trainer program for the shapes and dtypes of a batch."""
-        key = tuple((x.shape, x.dtype) for x, _ in arrays)
+    def _level(self, state: MeshState) -> int:
+        """Return the level of the next step, in the ramp-up of `dtrans.TopK`."""
+        compression = self.plan.compression
+        errors = {}
+        for n in compression.rounding_errors:
+            errors[n] = state.params[f"{ROUNDING_ERROR}/{n}"]
+        return compression.level_of(errors)
+
+    def _runner(self, arrays: Sequence[tuple[Any, Share]], level: int) -> MeshTrainerPrograms:
+        """Return the compiled trainer program for the shapes and dtypes of a batch.
+
+        Args:
+          arrays: the arrays of the batch, each with its split over trainers.
+          level: level of the ramp-up of `dtrans.TopK`.
+        """
+        key = level, *((x.shape, x.dtype) for x, _ in arrays)
         if key not in self._runners:
-            program, merges = shared_program(self.plan, arrays)
+            plan = self.plan.levels[level]
+            program, merges = shared_program(plan, arrays)
             self._runners[key] = MeshTrainerPrograms(
-                program, arrays, self.placement.mesh, self.plan, self._local, merges
+                program, arrays, self.placement.mesh, plan, self._local, merges
             )
         return self._runners[key]
 

@@ -52,14 +52,16 @@ class TrainerCalls:
     ) -> None:
         self._plan, self._trainer_id = plan, trainer_id
         self._on_trainer_loss = on_trainer_loss
-        # program and exact split of unevenly split batches, by the types of the global batch
+        # program and exact split of unevenly split batches, by the level of the plan and the types
+        # of the global batch
         self._uneven_programs: dict[tuple[Any, ...], tuple[Program, ExactStep]] = {}
 
-    def __call__(self, batch: Sequence[Any]) -> StepCall:
+    def __call__(self, batch: Sequence[Any], level: int | None = None) -> StepCall:
         """Return the program and its arguments for a batch.
 
         Args:
           batch: this trainer's part of each batch argument, from `job.shard_batch`.
+          level: level of the ramp-up of `dtrans.TopK`; None for the last level.
 
         Raises:
           BatchError: the rows of the parts do not fit the plan, or parts of a plan with
@@ -68,18 +70,19 @@ class TrainerCalls:
           ConfigError: the batch is split unevenly, and the job may drop trainers.
         """
         arrays, rows = without_parts(batch)
+        plan = self._plan if level is None else self._plan.levels[level]
         if rows:
-            return self._uneven_call(arrays, rows)
+            return self._uneven_call(plan, arrays, rows)
         if self._plan.shares is not None:
             raise BatchError(
                 "the arrays of the batch are no dtrans.UnevenParts, but dtrans.Batch(speeds=...) "
                 "gives trainers different numbers of rows, so a step needs the number of rows of "
                 "the full batch; pass job.step(state, *job.shard_batch(*batch))"
             )
-        program = self._plan.trainer_program(self._trainer_id)
+        program = plan.trainer_program(self._trainer_id)
         return StepCall(program, arrays, self._plan.shared, 0)
 
-    def _uneven_call(self, batch: Sequence[Any], rows: int) -> StepCall:
+    def _uneven_call(self, plan: PServerPlan, batch: Sequence[Any], rows: int) -> StepCall:
         """Return the program and padded arguments for a batch that is split unevenly.
 
         For example, 3 trainers have 4, 4 and 2 of 10 rows. Each part is padded to 4 rows, and the
@@ -88,10 +91,11 @@ class TrainerCalls:
         padding.
 
         Args:
+          plan: the plan, at the level of the step.
           batch: this trainer's part of each batch argument.
           rows: number of rows of the full batch.
         """
-        plan, main, k = self._plan, self._plan.main, self._trainer_id
+        main, k = plan.main, self._trainer_id
         if plan.shares is None:
             check_uneven(rows, plan.trainers, plan.takes_uneven_batches)
         if self._on_trainer_loss in DROPS and plan.shares is None:
@@ -114,7 +118,7 @@ class TrainerCalls:
         padded = uneven_rows(names, arrays, rows, k, size, here)
 
         batch_types = [resize(x, share, lambda _: rows) for x, share in arrays]
-        key = tuple((t.shape, t.dtype) for t in batch_types)
+        key = plan.compression.level, *((t.shape, t.dtype) for t in batch_types)
         if key not in self._uneven_programs:
             state = values_at(main.inputs, all_names(main.args[:2]))
             types = [*map(array_type, state), *batch_types]

@@ -137,9 +137,8 @@ def _check_plan(plan: Any) -> None:
             "trainers, so plan.simulate() computes the same result; use it instead"
         )
     if plan.compression.rounding_errors:
-        wire = next(iter(plan.compression.gradients.values()))
         raise ConfigError(
-            f"replay: with compress={wire.name!r}, gradients depend on rounding "
+            f"replay: with {plan.compression.packing_option}, gradients depend on rounding "
             "errors of earlier steps, which trainers lose when they start again; replay a plan "
             "with compress='bf16', or without compress"
         )

@@ -169,7 +169,7 @@ class TrainerJob(RoleJob):
         self.check(state)
         self.check_return()
         self._cuts.before_step(self._executor, self._step_count, state)
-        call = self._calls(batch)
+        call = self._calls(batch, self._level(state))
         try:
             outputs = self._executor.run(call.program, *state, *call.batch)
             outputs = merge_results(self.plan, self._executor.exchange, outputs, call)
@@ -184,6 +184,11 @@ class TrainerJob(RoleJob):
             )
         self._step_count += 1
         return (tuple(outputs[: len(state)]), *outputs[len(state) :])
+
+    def _level(self, state: tuple[Any, ...]) -> int:
+        """Return the level of the next step, in the ramp-up of `dtrans.TopK`."""
+        compression = self.plan.compression
+        return compression.level_of(state[0][1] if compression.rounding_errors else {})
 
     def prefetch(self, *batch: Any) -> bool:
         """Request the table rows that a later step looks up, without waiting for them.

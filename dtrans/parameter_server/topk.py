@@ -1,0 +1,102 @@
+"""Option of Deep Gradient Compression: trainers send the largest numbers of each gradient.
+
+A trainer stores the numbers that it has not sent, and adds them to the next gradient. During the
+*ramp-up*, the fraction of sent numbers decreases from level to level. Each level has its own
+programs for trainers, because the size of a message is part of its type. The trainer's state
+counts the steps, and the count selects the level.
+
+Source: Lin et al., Deep Gradient Compression (arXiv 1712.01887), and Paddle's
+`DGCMomentumOptimizer`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from functools import cached_property
+
+from dtrans.checks import check_flag, check_int, check_number
+from dtrans.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK:
+    """Options of Deep Gradient Compression, for `dtrans.Sync(compress=dtrans.TopK(...))`.
+
+    Attributes:
+      density: the fraction of the numbers of a block to send, such as 0.001. A sequence is a
+        ramp-up. Paddle's `sparsity` is 1 - density.
+      begin_step: number of steps before the first density. These steps send full gradients.
+      ramp_steps: number of steps of a ramp-up, divided evenly over the densities. The last density
+        stays in use afterwards.
+      momentum: the factor of momentum. Trainers then send sums of momenta in place of sums of
+        gradients (momentum correction), and the optimizer of the step should be SGD without
+        momentum. 0 for no momentum.
+      nesterov: True for Nesterov momentum.
+      clip_norm: each trainer scales the gradient of a leaf so that its norm is at most
+        `clip_norm / sqrt(trainers)`, except in the steps before `begin_step`; None for no clip.
+
+    Raises:
+      ConfigError: a value is out of range, or two options contradict each other.
+
+    Example:
+      >>> import dtrans
+      >>> dtrans.TopK((0.25, 0.0625, 0.001), begin_step=10, ramp_steps=100).levels
+      ((0, 1.0), (10, 0.25), (44, 0.0625), (77, 0.001))
+    """
+
+    density: float | Iterable[float] = 0.001
+    begin_step: int = 0
+    ramp_steps: int = 1
+    momentum: float = 0.0
+    nesterov: bool = False
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        wanted = "a number above 0, and at most 1"
+        if isinstance(self.density, Iterable) and not isinstance(self.density, str):
+            object.__setattr__(self, "density", tuple(self.density))
+            for i, x in enumerate(self.densities):
+                check_number(f"density[{i}]", x, wanted, lambda x: 0 < x <= 1)
+        else:
+            check_number("density", self.density, wanted, lambda x: 0 < x <= 1)
+        if not self.densities:
+            raise ConfigError("density is empty; pass one number for each level of the ramp-up")
+        check_int("begin_step", self.begin_step, "a number of steps, 0 or more", least=0)
+        check_int("ramp_steps", self.ramp_steps, "a positive number of steps")
+        check_number("momentum", self.momentum, "a number from 0 to 1", lambda x: 0 <= x < 1)
+        check_flag("nesterov", self.nesterov)
+        check_number("clip_norm", self.clip_norm, "a positive number", lambda x: x > 0, or_none=True)
+        if self.nesterov and not self.momentum:
+            raise ConfigError(
+                "nesterov=True needs momentum, but momentum is 0; pass momentum=0.9, or leave "
+                "nesterov out"
+            )
+        if self.ramp_steps > 1 and len(self.densities) == 1:
+            raise ConfigError(
+                f"ramp_steps={self.ramp_steps} needs several densities, but density has one; pass "
+                "density=(0.25, 0.0625, 0.015625, 0.004, 0.001), or leave ramp_steps out"
+            )
+
+    @property
+    def densities(self) -> tuple[float, ...]:
+        """The densities of the ramp-up, or the only density."""
+        return self.density if isinstance(self.density, tuple) else (self.density,)
+
+    @cached_property
+    def levels(self) -> tuple[tuple[int, float], ...]:
+        """The first step of each level, and the level's density."""
+        # Paddle's `get_period_sparsity` has index i from step ramp_steps * i / count on
+        count, found = len(self.densities), {}
+        if self.begin_step:
+            found[0] = 1.0
+        for i, density in enumerate(self.densities):
+            found[self.begin_step - (-i * self.ramp_steps // count)] = float(density)
+        return tuple(found.items())
+
+    def clip_at(self, level: int, trainers: int) -> float | None:
+        """Return the largest norm of a leaf's gradient on a trainer; None for no clip."""
+        if self.clip_norm is None or self.levels[level][0] < self.begin_step:
+            return None
+        return self.clip_norm / math.sqrt(trainers)
