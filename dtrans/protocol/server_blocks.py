@@ -77,6 +77,8 @@ class ServerBlocks:
         values that it has last sent to each trainer.
       tables: maps the name of each block of a table to its specification.
       adds_changes: True if trainers send changes of parameters, which the server adds (GEO-SGD).
+      levels: if the types of gradients depend on a level, which the trainers' messages name: the
+        types at each level, like `gradients`.
     """
 
     endpoint: str
@@ -91,6 +93,7 @@ class ServerBlocks:
     backed: frozenset[str] = frozenset()
     tables: Mapping[str, TableSpec] = dataclasses.field(default_factory=dict)
     adds_changes: bool = False
+    levels: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

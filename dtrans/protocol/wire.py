@@ -10,7 +10,8 @@ ones are in brackets):
                    heard, connection,                            cut, every, count]
                    back, local, epoch,                 rewind    epoch
                    incarnation]
-    send           step, pieces + frames[, steps]      blocks    step, pieces + frames
+    send           step, pieces + frames[, steps,      blocks    step, pieces + frames
+                   level]
     send_barrier   step                                waiting   reason
     recv           step[, blocks, changed, count]      refuse    reason[, last]
                                                        changed   step, table, count,
@@ -87,6 +88,9 @@ End of a step: the last message of a step also stands for the messages that woul
 The step of this `recv` is the next step. A synchronous trainer sends this `recv` before the
 gradients if they need several messages. The server then sends each block, or each piece of a large
 block, when its new value is complete.
+
+Levels: if the sizes of gradients change between steps (the ramp-up of `dtrans.TopK`), `level` in a
+`send` is the index of the sizes; the default is 0. All messages of a step have the same level.
 
 Rounds: `values` contains [dtype, shape, way] for each value, where `way` is the collective with its
 arguments (`dtrans.protocol.server.trainer_rounds`). The values are sent as blocks with the names
@@ -220,7 +224,7 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
         **{"back": bool, "local": bool, "connection": int, "epoch": int},
         **{"incarnation": int},
     },
-    "send": {"steps": int, "blocks": list, "count": int},
+    "send": {"steps": int, "blocks": list, "count": int, "level": int},
     "send_barrier": {"blocks": list},
     "recv": {"blocks": list, "changed": bool, "count": int},
     "prefetch": {"ahead": int, "request": int},

@@ -86,11 +86,12 @@ class TrainerTurns:
         exits: TrainerExits,
         say: Say,
     ) -> None:
-        self._arguments, self._update = served.arguments, update
+        self._arguments, self._levels, self._update = served.arguments, served.levels, update
         self._trainers, self._say = trainers, say
         self._rows, self._exits = rows, exits
         pool = BufferPool()
         self._grads = {n: pool.take(n, t.shape, t.dtype) for n, t in served.gradients.items()}
+        self._endpoint = served.endpoint
         self.by_trainer = _turns_of(served, self._grads, rows, trainers.count)
         self._sizes = {n: nbytes(t) for n, t in served.params.items()}
         self._reads: list[set[str]] = []  # gradients that each part reads
@@ -116,8 +117,27 @@ class TrainerTurns:
         """
         grads = self.by_trainer[k].grads
         if not grads.begun:
+            self._use_level(k, message, grads)
             self._rows.begin(k, message, grads)
         grads.take(message)
+
+    def _use_level(self, k: int, message: wire.Message, grads: Inbox) -> None:
+        """Provide memory for gradients of the level that trainer k's first message names."""
+        if not self._levels:
+            return
+        level = message.fields.get("level", 0)
+        if not 0 <= level < len(self._levels):
+            raise WireError(
+                f"trainer {k} sent gradients of level {level}, but pserver {self._endpoint} has "
+                f"levels 0 to {len(self._levels) - 1}"
+            )
+        memory, pool = {}, BufferPool()
+        for n, t in self._levels[level].items():
+            x = grads.memory.get(n)
+            if x is not None and (x.shape, x.dtype) != (t.shape, t.dtype):
+                memory[n] = pool.take(n, t.shape, t.dtype)
+        grads.renew(memory)
+        self._grads |= memory
 
     def reach_barrier(self, k: int, step: int) -> None:
         """Record that trainer k has sent `send_barrier`.

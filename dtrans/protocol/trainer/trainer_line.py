@@ -35,6 +35,7 @@ class TrainerLine(ServerConnection):
 
     Attributes:
       step: step number of the next messages.
+      level: level of the next gradients, if their types depend on a level.
       ahead: announced table rows, which later steps will use.
       awaited: number of the request whose answer the trainer waits for; 0 if it has no number.
       saved: maps the request number of each `save` to the answer; None until the answer arrives.
@@ -46,7 +47,7 @@ class TrainerLine(ServerConnection):
 
     def __init__(self, *terms: Any, deadline: float, **named_terms: Any) -> None:
         super().__init__(*terms, **named_terms)
-        self.step = 0
+        self.step = self.level = 0
         self.ahead = ComingRows(self.endpoint)
         self.awaited = self._asked = 0
         self.saved: dict[int, wire.Message | None] = {}
@@ -89,6 +90,8 @@ class TrainerLine(ServerConnection):
         fields: dict[str, Any] = {"step": self.step}
         if steps != 1:
             fields["steps"] = steps
+        if self.level:
+            fields["level"] = self.level
         *first_messages, (pieces, frames) = wire.messages(gradients)
         for first_pieces, first_frames in first_messages:
             self._say("send", first_frames, pieces=first_pieces, **fields)

@@ -53,11 +53,13 @@ class TrainerSteps:
         server has of this trainer. With GEO-SGD, the trainer does this later.
       announced: the lookups that the trainer has announced for later steps.
       in_step: True from the first gradient of a synchronous step until its last block is received.
+      level: level of the gradients, if their types depend on a level.
     """
 
     def __init__(self, line: Callable[[str], TrainerLine]) -> None:
         self.sync_mode = self.tells_counts = True
         self.in_step = False
+        self.level = 0
         self._line = line
         self._outbox: dict[str, list[tuple[str, Any]]] = {}
         self._outbox_bytes: dict[str, int] = {}
@@ -154,6 +156,7 @@ class TrainerSteps:
                     news["count"] = count
             self._asked[endpoint] = table
             rest = self._outbox.pop(endpoint, [])
+            line.level = self.level
             line.end_step(
                 rest, sent=endpoint in self._sent_to, barrier=endpoint in barriered, **news
             )

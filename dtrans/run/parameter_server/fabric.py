@@ -169,6 +169,8 @@ class EndpointFabric:
 
     def _send(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         self.connections.identify(eqn)
+        if "level" in eqn.params:
+            self._steps.level = eqn.params["level"]
         for endpoint, name, x in sent_blocks(eqn, [np.asarray(x) for x in values]):
             self._steps.send(endpoint, name, x)
         return [None]

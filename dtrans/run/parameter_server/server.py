@@ -302,11 +302,18 @@ class Server:
 
 
 def _sizes(update: ServerUpdate) -> dict[str, int]:
-    """Return a map from the name of each array that a step sends or receives to its bytes."""
+    """Return a map from the name of each array that a step sends or receives to its bytes.
+
+    If the type of an array depends on a level, the bytes are those of the largest type.
+    """
     types = dict(update.grad_types)
     for n in (*update.params, *update.tables):
         types[n] = words_type(update.types[n])
-    return {n: nbytes(t) for n, t in types.items()}
+    sizes = {n: nbytes(t) for n, t in types.items()}
+    for level in update.grad_levels:
+        for n, t in level.items():
+            sizes[n] = max(sizes[n], nbytes(t))
+    return sizes
 
 
 def _decides_signals() -> bool:

@@ -168,6 +168,7 @@ class ServerUpdate:
             backed,
             tables,
             adds_changes=adds_changes,
+            levels=self.grad_levels,
         )
 
     def _served_rows(self, name: str, table: TableBlock) -> TableSpec:
@@ -262,6 +263,20 @@ class ServerUpdate:
             for g in b.grads:
                 found |= dict.fromkeys(g.sent.values(), g.sent_type(inputs[g.name].aval))
         return found
+
+    @cached_property
+    def grad_levels(self) -> tuple[dict[str, Any], ...]:
+        """Types of encoded gradients at each level of a ramp-up; empty without a ramp-up."""
+        found: list[dict[str, Any]] = []
+        for b in self.blocks:
+            for g in b.grads:
+                levels = () if g.wire is None else g.wire.levels
+                if len(levels) > 1:
+                    found = found or [{} for _ in levels]
+                    for types, wire in zip(found, levels, strict=True):
+                        t = wire.type_of(b.invars[g.name].aval)
+                        types.update(dict.fromkeys(g.sent.values(), t))
+        return tuple(found)
 
     @cached_property
     def sent(self) -> tuple[Mapping[int, str], ...]:

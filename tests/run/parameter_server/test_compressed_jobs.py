@@ -35,6 +35,7 @@ from dtrans.slicing import divide_update
 
 SIZES, STEPS, TRAINERS = (40, 31, 3), 4, 2
 TX = optax.adamw(1e-2)
+RAMP = dtrans.TopK((0.25, 0.1), begin_step=1, ramp_steps=2, momentum=0.9, clip_norm=1.0)
 
 
 def plan_for(mode: Any, endpoints: tuple[str, ...]) -> PServerPlan:
@@ -107,6 +108,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         dtrans.Sync(compress="fp16", compress_scale=8.0),
         dtrans.Sync(compress="int8"),
         dtrans.Sync(compress="e3m0", compress_params="fp16"),
+        dtrans.Sync(compress=dtrans.TopK(0.1), compress_params="bf16"),
+        dtrans.Sync(compress=RAMP),
     ],
     ids=str,
 )
@@ -136,12 +139,14 @@ def test_processes_have_the_bits_and_bytes_of_the_simulated_job(
             for leaf, rounding_error in first[1].items():
                 tree_equal(rounding_error, state.params[f"rounding_error/{leaf}"][k])
 
-    sizes = plan.bytes_per_step
+    levels = [0, 1, 2, 2] if mode.compress == RAMP else [0] * STEPS
+    sizes = [plan.levels[level].bytes_per_step for level in levels]
     # trainers also receive all parameters before the first step
     assert counted == {
-        "send": TRAINERS * STEPS * sizes["send"],
-        "recv": TRAINERS * (STEPS + 1) * sizes["recv"],
+        "send": TRAINERS * sum(x["send"] for x in sizes),
+        "recv": TRAINERS * (STEPS + 1) * sizes[0]["recv"],
     }
+    assert len({x["send"] for x in sizes}) == len({*levels})
 
 
 def test_a_trainer_begins_with_rounded_parameters_and_no_rounding_errors() -> None:
