@@ -80,10 +80,16 @@ def check_flag(name: str, value: Any) -> None:
     check_one_of(name, value, (True, False))
 
 
-def check_one_of(name: str, value: Any, choices: Collection[Any]) -> None:
-    """Raise ConfigError unless an option is one of `choices`."""
+def check_one_of(
+    name: str, value: Any, choices: Collection[Any], kind: type | None = None
+) -> None:
+    """Raise ConfigError unless an option is one of `choices`, or an instance of `kind`."""
+    if kind is not None and isinstance(value, kind):
+        return
     if not any(type(value) is type(c) and value == c for c in choices):
         *first, last = map(repr, choices)
+        if kind is not None:
+            first.append(f"a dtrans.{kind.__name__}")
         _refuse(name, f"{', '.join(first)} or {last}", value, ",")
 
 

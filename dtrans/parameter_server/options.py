@@ -95,8 +95,7 @@ class Sync:
 
     def __post_init__(self) -> None:
         check_flag("runtime_split", self.runtime_split)
-        if not isinstance(self.compress, TopK):
-            check_one_of("compress", self.compress, (*WIRE_TYPES, None))
+        check_one_of("compress", self.compress, (*WIRE_TYPES, None), TopK)
         check_one_of("compress_params", self.compress_params, (*CASTS, None))
         check_number("compress_scale", self.compress_scale, "a positive number", lambda x: x > 0)
         if self.compress not in CASTS and self.compress_scale != 1.0:

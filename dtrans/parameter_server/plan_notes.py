@@ -62,7 +62,7 @@ def _level_notes(plan: Any) -> list[str]:
     levels = plan.compression.topk.levels
     notes = []
     for (first, density), at in zip(levels, plan.levels, strict=True):
-        what = "full gradients" if density == 1 else f"{density:.3%} of the numbers of a gradient"
+        what = "full gradients" if density == 1 else f"{100 * density:.3g}% of each gradient"
         notes.append(
             f"from step {first} on, a trainer sends {what}: {at.bytes_per_step['send']:,} bytes "
             "per step, with indices"

@@ -15,7 +15,7 @@ from helpers import plan_of, tree_close, tree_equal
 
 import dtrans
 from dtrans.errors import ConfigError
-from dtrans.ops import WireType, encode_with_feedback
+from dtrans.ops import WireType, encode_with_feedback, encode_with_momentum
 from dtrans.parameter_server.plan import PServerPlan
 
 
@@ -321,7 +321,278 @@ def test_verify_names_the_rounding_that_it_leaves_out() -> None:
     assert "the rounding of compressed messages, which verify() leaves out" in report.unfollowed
 
 
+# -- the largest numbers ---------------------------------------------------------------------------
+
+RAMP = dtrans.TopK((0.4, 0.1), begin_step=1, ramp_steps=4, momentum=0.9, clip_norm=0.5)
+
+
+def matrix_loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.mean((jnp.tanh(x @ params["w"]) * params["s"] + params["b"] - y) ** 2)
+
+
+def matrix_params(dtype: Any = jnp.float64) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    shapes = {"w": (11, 6), "b": (6,), "s": ()}
+    return {n: jnp.asarray(rng.normal(size=shape), dtype) for n, shape in shapes.items()}
+
+
+def matrix_batch(seed: int, dtype: Any = jnp.float64) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(seed)
+    x, y = rng.normal(size=(6, 11)), rng.normal(size=(6, 6))
+    return jnp.asarray(x, dtype), jnp.asarray(y, dtype)
+
+
+def topk_plan(topk: dtrans.TopK, dtype: Any = jnp.float64, servers: int = 2) -> PServerPlan:
+    return plan_of(
+        matrix_loss,
+        optax.sgd(0.1),
+        matrix_params(dtype),
+        *matrix_batch(0, dtype),
+        servers=servers,
+        trainers=2,
+        mode=dtrans.Sync(compress=topk),
+    )
+
+
+def density_at(topk: dtrans.TopK, step: int) -> float:
+    """Return the density of a step by Paddle's `get_period_sparsity`."""
+    if step < topk.begin_step:
+        return 1.0
+    index = int((step - topk.begin_step) * len(topk.densities) / topk.ramp_steps)
+    return topk.densities[min(index, len(topk.densities) - 1)]
+
+
+def dgc_in_numpy(
+    plan: PServerPlan, topk: dtrans.TopK, batches: Any
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Train by Paddle's dgc op in NumPy; return the parameters, and trainer 1's unsent sums."""
+    params = {n: np.array(x) for n, x in matrix_params().items()}
+    u = [{n: np.zeros_like(x) for n, x in params.items()} for _ in range(2)]
+    v = [{n: np.zeros_like(x) for n, x in params.items()} for _ in range(2)]
+    for step, (x, y) in enumerate(batches):
+        density, total = density_at(topk, step), {n: np.zeros_like(p) for n, p in params.items()}
+        for k in range(2):
+            rows = slice(3 * k, 3 * k + 3)
+            grads = jax.grad(matrix_loss)(params, x[rows], y[rows])
+            for n, grad in grads.items():
+                g = np.array(grad)
+                if topk.clip_norm is not None and step >= topk.begin_step:
+                    limit, norm = topk.clip_norm / np.sqrt(2), np.sqrt((g**2).sum())
+                    g = g if norm < limit else g / norm * limit
+                if topk.nesterov:
+                    u[k][n][...] = topk.momentum * (u[k][n] + g)
+                    v[k][n] += u[k][n] + g
+                else:
+                    u[k][n][...] = topk.momentum * u[k][n] + g
+                    v[k][n] += u[k][n]
+                for block in plan.placement.blocks[f"params/{n}"]:
+                    index = ... if block.span is None else block.span.index
+                    rest, velocity = v[k][n][index].reshape(-1), u[k][n][index].reshape(-1)
+                    sent, count = np.zeros_like(rest), max(1, round(density * rest.size))
+                    if count * 12 >= rest.size * 8:  # values and indices need no fewer bytes
+                        sent, rest = rest, np.zeros_like(rest)
+                    else:
+                        largest = np.argsort(-np.abs(rest), kind="stable")[:count]
+                        sent[largest] = rest[largest]
+                        rest[largest] = velocity[largest] = 0.0
+                    total[n][index] += sent.reshape(total[n][index].shape)
+                    v[k][n][index] = rest.reshape(total[n][index].shape)
+                    u[k][n][index] = velocity.reshape(total[n][index].shape)
+        for n in params:
+            params[n] = params[n] - 0.1 * total[n] / 2
+    return params, v[1]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "topk",
+    [
+        dtrans.TopK(0.1),
+        dtrans.TopK(0.2, momentum=0.9, clip_norm=1.0),
+        dtrans.TopK(0.2, momentum=0.8, nesterov=True),
+        dtrans.TopK((0.4, 0.1), ramp_steps=3),
+        RAMP,
+    ],
+    ids=["constant", "momentum", "nesterov", "ramp", "all"],
+)
+@pytest.mark.parametrize("way", ["simulate", "on_mesh"])
+def test_the_largest_numbers_are_sent_as_by_paddles_dgc(topk: dtrans.TopK, way: str) -> None:
+    with jax.enable_x64(True):
+        batches = [matrix_batch(s) for s in range(7)]
+        plan = topk_plan(topk)
+        job = getattr(plan, way)()
+        state = job.init(matrix_params())
+        for batch in batches:
+            state, _ = job.step(state, *batch)
+        params, unsent = dgc_in_numpy(plan, topk, batches)
+        tree_close(job.params(state), params, 1e-12)
+        for n in ("b", "w"):
+            tree_close(state.params[f"rounding_error/params/{n}"][1], unsent[n], 1e-12)
+        assert np.any(unsent["w"])
+
+
+def test_full_gradients_with_momentum_are_sgd_with_momentum() -> None:
+    with jax.enable_x64(True):
+        params, batches = matrix_params(), [matrix_batch(s) for s in range(5)]
+        for nesterov in (False, True):
+            job = topk_plan(dtrans.TopK(1.0, momentum=0.9, nesterov=nesterov)).simulate()
+            exact = plan_of(
+                matrix_loss,
+                optax.sgd(0.1, momentum=0.9, nesterov=nesterov),
+                params,
+                *batches[0],
+                servers=2,
+                trainers=2,
+            ).simulate()
+            states = [job.init(params), exact.init(params)]
+            for batch in batches:
+                states = [x.step(s, *batch)[0] for x, s in zip((job, exact), states, strict=True)]
+            tree_close(job.params(states[0]), exact.params(states[1]), 1e-12)
+
+
+def test_a_plan_has_programs_bytes_and_a_note_for_each_level() -> None:
+    plan = topk_plan(RAMP, jnp.float32)
+    # blocks of 6 rows and 5 rows, of 6 numbers each; b is two blocks of 3 numbers
+    sizes = [4 * 73, 8 * (14 + 12) + 8 + 8 + 4, 8 * (4 + 3) + 8 + 8 + 4]
+    assert [x.bytes_per_step["send"] for x in plan.levels] == sizes
+    assert plan.levels[-1] is plan and plan.costs()[0].sent == sizes[-1]
+    for level, (count, at) in enumerate(zip((None, 14, 4), plan.levels, strict=True)):
+        sent = types_of(at, "send")
+        block = "float32[6,6]" if count is None else f"uint8[{8 * count}]"
+        assert sent["params/w@GRAD.block0.trainer_0"] == block
+        assert sent["params/s@GRAD.trainer_0"] == "float32[]"
+        (level_of_sends,) = {
+            op.attrs["level"] for op in at.trainer.ops if op.type == "send"
+        }
+        assert level_of_sends == level
+        assert at.identity == plan.identity
+        for ep, programs in at.servers.items():
+            assert programs.main.fingerprint == plan.servers[ep].main.fingerprint
+    notes = "\n".join(plan.notes)
+    for text in (
+        "results are not those of one device: trainers send the largest numbers of momenta (",
+        f"from step 0 on, a trainer sends full gradients: {sizes[0]} bytes per step",
+        f"from step 1 on, a trainer sends 40% of each gradient: {sizes[1]} bytes per step",
+        f"from step 3 on, a trainer sends 10% of each gradient: {sizes[2]} bytes per step",
+    ):
+        assert text in notes
+    assert plan.verify().equal
+
+
+def test_leaves_of_16_bits_are_sent_as_16_bit_values_with_indices() -> None:
+    with jax.enable_x64(True):
+        params = {"w": jnp.ones((8, 5), jnp.bfloat16)}
+        total = lambda params, x: jnp.sum(params["w"] * x)
+        for density, sent in ((0.25, "uint8[60]"), (0.35, "bfloat16[8,5]")):
+            plan = plan_of(
+                total,
+                optax.sgd(0.1),
+                params,
+                jnp.ones((8, 5), jnp.bfloat16),
+                mode=dtrans.Sync(compress=dtrans.TopK(density, momentum=0.5)),
+            )
+            assert [*types_of(plan, "send").values()] == [sent]
+            assert plan.compression.rounding_errors["params/w"].dtype == jnp.float32
+    wire = WireType("topk", densities=(0.25,))
+    rng, rest = np.random.default_rng(0), jnp.zeros((8, 5))
+    sums = np.zeros((2, 8, 5))
+    for _ in range(20):
+        x = jnp.asarray(rng.normal(size=(8, 5)), jnp.bfloat16)
+        sent, rest = encode_with_feedback(wire, x, rest)
+        assert sent.dtype == np.uint8 and sent.size == 10 * 6
+        sums += np.stack([wire.decode(sent, x), x]).astype(float)
+    np.testing.assert_allclose(sums[0] + np.asarray(rest), sums[1], atol=1e-5)
+
+
+def test_a_state_contains_all_that_later_steps_read() -> None:
+    batches = [matrix_batch(s, jnp.float32) for s in range(7)]
+    job = topk_plan(RAMP, jnp.float32).simulate()
+    state, middle = job.init(matrix_params(jnp.float32)), None
+    for i, batch in enumerate(batches):
+        if i == 2:
+            middle = jax.tree.map(np.asarray, state)
+        state, _ = job.step(state, *batch)
+    again, other = jax.tree.map(jnp.asarray, middle), topk_plan(RAMP, jnp.float32).simulate()
+    for batch in batches[2:]:
+        again, _ = other.step(again, *batch)
+    tree_equal(again.params, state.params)
+    tree_equal(again.servers, state.servers)
+
+
+def test_numbers_that_are_not_finite_are_sent_and_not_stored() -> None:
+    wire = WireType("topk", densities=(0.3,))
+    x = jnp.array([1.0, jnp.inf, 2.0, 0.5, jnp.nan, 3.0, -4.0, 0.1, 0.2, 0.3])
+    sent, rest, momentum = encode_with_momentum(
+        wire, x, jnp.full(10, 0.25), jnp.zeros(10), 0.9, nesterov=False
+    )
+    found = wire.decode(sent, x)
+    assert np.isinf(found[1]) and np.isnan(found[4]) and found[6] == -3.75
+    assert np.all(np.isfinite(rest)) and np.all(np.isfinite(momentum))
+    # what was sent has no momentum, and infinities leave the stored sums as they were
+    np.testing.assert_array_equal(momentum[jnp.array([1, 4, 6])], 0)
+    np.testing.assert_array_equal(rest[jnp.array([1, 4, 6])], [0.25, 0.25, 0])
+
+
+def test_names_of_leaves_do_not_change_the_order_of_rounding_errors() -> None:
+    """The names of 11 leaves in a list are sorted differently from the leaves."""
+    params = [jnp.full((6, 4), float(i)) for i in range(11)]
+    total = lambda params, x: sum(jnp.sum(p * x) * i for i, p in enumerate(params))
+    for mode in (dtrans.Sync(compress="int8"), dtrans.Sync(compress=dtrans.TopK(0.1, momentum=0.5))):
+        plan = plan_of(total, TX, params, jnp.ones((6, 4)), trainers=2, mode=mode)
+        inputs = [n for n in plan.trainer.inputs if n.startswith("rounding_error/")]
+        assert inputs == [*plan.compression.rounding_error_spec.names]
+        job = plan.simulate()
+        state, _ = job.step(job.init(params), jnp.ones((12, 4)))
+        assert [*state.params] == [*plan.trainer_specs[0].names]
+
+
 # -- errors ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"density": 0}, "density must be a number above 0, and at most 1; it is 0"),
+        ({"density": 1.5}, "density must be a number above 0, and at most 1; it is 1.5"),
+        ({"density": "0.1"}, "density must be a number above 0, and at most 1; it is '0.1'"),
+        ({"density": (0.1, -1)}, "density[1] must be a number above 0, and at most 1; it is -1"),
+        ({"density": ()}, "density is empty; pass one number for each level of the ramp-up"),
+        ({"begin_step": -1}, "begin_step must be a number of steps, 0 or more; it is -1"),
+        ({"ramp_steps": 0}, "ramp_steps must be a positive number of steps, it is 0"),
+        ({"ramp_steps": 9}, "ramp_steps=9 needs several densities, but density has one; pass "),
+        ({"momentum": 1.0}, "momentum must be a number from 0 to 1, it is 1.0"),
+        ({"nesterov": True}, "nesterov=True needs momentum, but momentum is 0; pass momentum=0.9"),
+        ({"clip_norm": 0.0}, "clip_norm must be a positive number, or None; it is 0.0"),
+    ],
+)
+def test_options_of_the_largest_numbers(options: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(says)}"):
+        dtrans.TopK(**options)
+
+
+def test_the_largest_numbers_exclude_other_options() -> None:
+    topk = dtrans.TopK(0.1)
+    for options, says in (
+        ({"runtime_split": True}, "runtime_split=True cannot be combined with compress=dtrans.TopK("),
+        ({"compress_scale": 8.0}, "compress_scale=8.0 needs compress='bf16' or 'fp16', but compress"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{re.escape(says)}"):
+            dtrans.Sync(compress=topk, **options)
+    with pytest.raises(ConfigError, match="^compress must be 'bf16', 'fp16', 'int8', 'e3m0', a dt"):
+        dtrans.Sync(compress="topk")
+    plan = topk_plan(topk, jnp.float32)
+    says = r"^on_nonfinite='error' cannot be combined with compress=dtrans.TopK\(...\): trainers pack"
+    with pytest.raises(ConfigError, match=says):
+        plan.on_mesh(on_nonfinite="error")
+    with pytest.raises(ConfigError, match=r"^compress=dtrans.TopK\(...\) cannot be combined with sp"):
+        plan_of(
+            lambda params, ids: jnp.mean(params["table"][ids] ** 2),
+            optax.sgd(0.1),
+            {"table": jnp.ones((100, 4))},
+            jnp.zeros(4, jnp.int32),
+            mode=dtrans.Sync(compress=topk),
+            sparse={"params/table": dtrans.Rows()},
+        )
 
 
 @pytest.mark.parametrize(
@@ -329,7 +600,7 @@ def test_verify_names_the_rounding_that_it_leaves_out() -> None:
     [
         (
             {"compress": "int4"},
-            "compress must be 'bf16', 'fp16', 'int8', 'e3m0' or None, it is 'int4'",
+            "compress must be 'bf16', 'fp16', 'int8', 'e3m0', a dtrans.TopK or None, it is 'int4'",
         ),
         ({"compress_params": "int8"}, "compress_params must be 'bf16', 'fp16' or None, it is"),
         (
