@@ -80,9 +80,7 @@ def check_flag(name: str, value: Any) -> None:
     check_one_of(name, value, (True, False))
 
 
-def check_one_of(
-    name: str, value: Any, choices: Collection[Any], kind: type | None = None
-) -> None:
+def check_one_of(name: str, value: Any, choices: Collection[Any], kind: type | None = None) -> None:
     """Raise ConfigError unless an option is one of `choices`, or an instance of `kind`."""
     if kind is not None and isinstance(value, kind):
         return

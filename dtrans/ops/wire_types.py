@@ -15,7 +15,7 @@ as many bytes in this form is sent whole.
 Packed types lose small numbers. *Error feedback* adds the rounding error of a step to the array of
 the next step. So the error of a sum over steps stays bounded. With topk, the rounding error
 consists of the numbers that were not sent. *Momentum correction* adds up momenta in place of
-gradients, so that a number that is sent late has the weight that momentum would have given it.
+gradients. So a number that is sent late has the weight that momentum would have given it.
 
 Source: error feedback: Seide et al., 1-Bit Stochastic Gradient Descent (Interspeech 2014). E3M0:
 Douillard et al., Streaming DiLoCo (arXiv 2501.18512). Momentum correction: Lin et al., Deep

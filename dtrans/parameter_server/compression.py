@@ -328,7 +328,10 @@ def encoded_blocks(
     def encode_part(part: jax.Array, *state: jax.Array) -> Sequence[jax.Array]:
         if topk is None or not topk.momentum:
             return encode_with_feedback(wire, part, *state)
-        return encode_with_momentum(wire, part, *state, topk.momentum, nesterov=topk.nesterov)
+        error, momentum = state
+        return encode_with_momentum(
+            wire, part, error, momentum, topk.momentum, nesterov=topk.nesterov
+        )
 
     def encode_packed(x: jax.Array, *state: jax.Array) -> list[jax.Array]:
         if clip is not None:

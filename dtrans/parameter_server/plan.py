@@ -250,9 +250,7 @@ class PServerPlan(Plan):
                 continue
             assert isinstance(self.trainer_side, TrainerSide)
             side = self.trainer_side.with_compression(compression)
-            plans.append(
-                dataclasses.replace(self, trainer_side=side, compression=compression)
-            )
+            plans.append(dataclasses.replace(self, trainer_side=side, compression=compression))
         return tuple(plans)
 
     def trainer_program(self, trainer_id: int) -> Program:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import cached_property
 
 from dtrans.checks import check_flag, check_int, check_number
@@ -25,8 +25,8 @@ class TopK:
     """Options of Deep Gradient Compression, for `dtrans.Sync(compress=dtrans.TopK(...))`.
 
     Attributes:
-      density: the fraction of the numbers of a block to send, such as 0.001. A sequence is a
-        ramp-up. Paddle's `sparsity` is 1 - density.
+      density: the fraction of the numbers of a block to send, such as 0.001. A tuple or list is
+        a ramp-up. Paddle's `sparsity` is 1 - density.
       begin_step: number of steps before the first density. These steps send full gradients.
       ramp_steps: number of steps of a ramp-up, divided evenly over the densities. The last density
         stays in use afterwards.
@@ -34,8 +34,8 @@ class TopK:
         gradients (momentum correction), and the optimizer of the step should be SGD without
         momentum. 0 for no momentum.
       nesterov: True for Nesterov momentum.
-      clip_norm: each trainer scales the gradient of a leaf so that its norm is at most
-        `clip_norm / sqrt(trainers)`, except in the steps before `begin_step`; None for no clip.
+      clip_norm: each trainer limits the norm of a leaf's gradient to
+        `clip_norm / sqrt(trainers)`, except in the steps before `begin_step`. None for no clip.
 
     Raises:
       ConfigError: a value is out of range, or two options contradict each other.
@@ -46,7 +46,7 @@ class TopK:
       ((0, 1.0), (10, 0.25), (44, 0.0625), (77, 0.001))
     """
 
-    density: float | Iterable[float] = 0.001
+    density: float | Sequence[float] = 0.001
     begin_step: int = 0
     ramp_steps: int = 1
     momentum: float = 0.0
@@ -55,7 +55,7 @@ class TopK:
 
     def __post_init__(self) -> None:
         wanted = "a number above 0, and at most 1"
-        if isinstance(self.density, Iterable) and not isinstance(self.density, str):
+        if isinstance(self.density, (list, tuple)):
             object.__setattr__(self, "density", tuple(self.density))
             for i, x in enumerate(self.densities):
                 check_number(f"density[{i}]", x, wanted, lambda x: 0 < x <= 1)
@@ -67,7 +67,9 @@ class TopK:
         check_int("ramp_steps", self.ramp_steps, "a positive number of steps")
         check_number("momentum", self.momentum, "a number from 0 to 1", lambda x: 0 <= x < 1)
         check_flag("nesterov", self.nesterov)
-        check_number("clip_norm", self.clip_norm, "a positive number", lambda x: x > 0, or_none=True)
+        check_number(
+            "clip_norm", self.clip_norm, "a positive number", lambda x: x > 0, or_none=True
+        )
         if self.nesterov and not self.momentum:
             raise ConfigError(
                 "nesterov=True needs momentum, but momentum is 0; pass momentum=0.9, or leave "

@@ -89,7 +89,7 @@ The step of this `recv` is the next step. A synchronous trainer sends this `recv
 gradients if they need several messages. The server then sends each block, or each piece of a large
 block, when its new value is complete.
 
-Levels: if the sizes of gradients change between steps (the ramp-up of `dtrans.TopK`), `level` in a
+Levels: in the ramp-up of `dtrans.TopK`, the sizes of gradients change between steps. `level` in a
 `send` is the index of the sizes; the default is 0. All messages of a step have the same level.
 
 Rounds: `values` contains [dtype, shape, way] for each value, where `way` is the collective with its

@@ -17,16 +17,19 @@ from helpers import mlp_batch, mlp_loss, mlp_params, tree_equal
 from role_threads import HANG, RoleThreads, free_endpoints
 
 import dtrans
-from dtrans.errors import ConfigError
+from dtrans.errors import ConfigError, WireError
 from dtrans.ops import WireType
 from dtrans.parameter_server.plan import PServerPlan
+from dtrans.protocol import wire
 from dtrans.protocol.epochs import Epoch
+from dtrans.protocol.server.trainer_turns import TrainerTurns
 from dtrans.protocol.trainer.trainer_steps import TrainerSteps
 from dtrans.run.distributed.role import Role
 from dtrans.run.net.epoch_log import EpochLog, EpochRecord
 from dtrans.run.net.launcher_folder import LauncherFolder
 from dtrans.run.net.role_folder import RoleFolder
 from dtrans.run.parameter_server.cuts import check_cuts, check_drops, computed_leaves
+from dtrans.run.parameter_server.update import ServerUpdate
 from dtrans.run.role_jobs.leaf_cuts import LeafCuts
 from dtrans.run.role_jobs.server_job import ServerJob
 from dtrans.run.role_jobs.trainer_job import TrainerJob
@@ -186,17 +189,21 @@ def executor(epoch: Epoch, step: int) -> Any:
     return types.SimpleNamespace(connections=connections)
 
 
-def test_cuts_contain_rounding_errors(tmp_path: Path) -> None:
-    plan = plan_for(dtrans.Sync(compress="int8"), ("127.0.0.1:6174",))
+@pytest.mark.parametrize("compress", ["int8", RAMP], ids=["int8", "topk"])
+def test_cuts_contain_rounding_errors(tmp_path: Path, compress: Any) -> None:
+    plan = plan_for(dtrans.Sync(compress=compress), ("127.0.0.1:6174",))
     names = [f"rounding_error/params/{n}" for n in ("b1", "b2", "w1", "w2")]
-    assert computed_leaves(plan) == names
+    if compress is RAMP:
+        names += [f"rounding_error/momentum/params/{n}" for n in ("b1", "b2", "w1", "w2")]
+        names += ["rounding_error/steps"]
+    assert sorted(computed_leaves(plan)) == sorted(names)
     check_cuts(plan, dtrans.Cuts(10))
     LauncherFolder(tmp_path).grant(Epoch(), "a run", trainers=2)
     folder = RoleFolder(tmp_path, "trainer 1")
     folder.enter(Epoch())
     params, rounding_errors = mlp_params(SIZES), {}
     for leaf, t in plan.compression.rounding_errors.items():
-        rounding_errors[leaf] = jnp.full(t.shape, 0.5, t.dtype)
+        rounding_errors[leaf] = jnp.full(t.shape, 1, t.dtype)
     LeafCuts(folder, plan, "trainer 1").before_step(
         executor(Epoch(), 0), 10, ((params, rounding_errors),)
     )
@@ -206,6 +213,9 @@ def test_cuts_contain_rounding_errors(tmp_path: Path) -> None:
     (found,), step = again.begin(executor(Epoch(1, 10), 10), (new, zeros))
     assert step == 10
     tree_equal(found, (new, rounding_errors))
+    if compress is RAMP:
+        levels = [plan.compression.level_of(x) for x in (zeros, found[1])]
+        assert levels == [0, 1]  # a trainer without the cut would send full gradients
 
 
 def test_a_trainer_that_joins_lacks_rounding_errors() -> None:
@@ -219,6 +229,29 @@ def test_a_trainer_that_joins_lacks_rounding_errors() -> None:
     with pytest.raises(ConfigError, match="^replay: with compress='e3m0', gradients depend on"):
         dtrans.replay(plan, "epochs.jsonl", lambda step: (), init=(), stop=1)
     check_cuts(plan_for(dtrans.Sync(compress="bf16"), ("a:1",)), dtrans.Cuts(10, at_loss=True))
+
+
+def test_a_server_refuses_a_level_that_it_does_not_have() -> None:
+    plan = plan_for(dtrans.Sync(compress=RAMP), ("127.0.0.1:6174",))
+    (programs,) = plan.servers.values()
+    served = ServerUpdate.from_program(programs.main).served
+    update: Any = types.SimpleNamespace(parts=())
+    requests = types.SimpleNamespace(memory_of=lambda k: {})
+    rows: Any = types.SimpleNamespace(requests=requests, begin=lambda *_: None)
+    trainers: Any = types.SimpleNamespace(count=TRAINERS)
+    none: Any = None
+    turns = TrainerTurns(served, update, trainers, rows, none, none)
+    message = lambda level: wire.Message("send", {"step": 0, "pieces": [], "level": level})
+    for level, sizes in enumerate(served.levels):
+        turns.take(1, message(level))
+        found = turns.by_trainer[1].grads.memory
+        assert {n: (x.shape, x.dtype) for n, x in found.items()} == {
+            n: (sizes[n].shape, sizes[n].dtype) for n in found
+        }
+    says = "^trainer 1 sent gradients of level 3, but pserver 127.0.0.1:6174 has levels 0 to 2$"
+    for level in (3, -1):
+        with pytest.raises(WireError, match=says.replace("3, but", f"{level}, but")):
+            turns.take(1, message(level))
 
 
 def test_an_executor_does_not_check_packed_gradients() -> None:
@@ -241,6 +274,10 @@ def test_digits_are_learned_as_well_as_by_exact_jobs() -> None:
         """Return the accuracy of each seed, and a parameter of the last."""
         settings = DigitsSettings(optimizer="momentum")
         step, init = training(settings)
+        if isinstance(mode.compress, dtrans.TopK):  # the trainers have the momentum
+            tx = optax.sgd(0.1)
+            step = dtrans.make_train_step(digits.loss_fn, tx)
+            init = lambda key: (p := digits.init(key), tx.init(p))
         data = digits.load(0)
         batch = next(digits.batches(data, 0, 0, settings.batch_size // TRAINERS))
         main = dtrans.trace(step, *jax.eval_shape(init, settings.key), *batch)
@@ -264,10 +301,14 @@ def test_digits_are_learned_as_well_as_by_exact_jobs() -> None:
     exact, weights = accuracies(dtrans.Sync())
     spread = max(exact) - min(exact)
     assert np.mean(exact) > 0.9 and spread > 0
+    # Paddle's densities, over 44 of 66 steps
+    densities = (0.25, 0.0625, 0.015625, 0.004, 0.001)
+    deep = dtrans.TopK(densities, begin_step=11, ramp_steps=44, momentum=0.9, clip_norm=1.0)
     for mode in (
         dtrans.Sync(compress="bf16", compress_params="bf16"),
         dtrans.Sync(compress="int8"),
         dtrans.Sync(compress="e3m0"),
+        dtrans.Sync(compress=deep),
     ):
         found, rounded = accuracies(mode)
         assert not np.array_equal(rounded, weights)
