@@ -92,4 +92,5 @@ from dtrans.ops.wire_types import (
     encode_with_feedback as encode_with_feedback,
     encode_with_momentum as encode_with_momentum,
     encoded as encoded,
+    without_last_bit as without_last_bit,
 )

@@ -272,10 +272,10 @@ def encode_with_momentum(
       the old values stay.
     """
     if nesterov:
-        new = factor * (momentum + x)
+        new = without_last_bit(factor * (momentum + x))
         total = (new + x) + rounding_error
     else:
-        new = factor * momentum + x
+        new = without_last_bit(factor * momentum) + x
         total = new + rounding_error
     sent, rest = _encode_total(wire, total, rounding_error, x)
     new = jnp.where(jnp.isfinite(new), new, momentum)
@@ -283,6 +283,17 @@ def encode_with_momentum(
         _, indices = _split_largest(sent, x.dtype)
         new = new.reshape(-1).at[indices].set(0).reshape(new.shape)
     return sent, rest, new
+
+
+def without_last_bit(x: jax.Array) -> jax.Array:
+    """Round a product to one bit less than its type has.
+
+    XLA:CPU fuses a multiplication and an addition in some programs, and not in others. Then a
+    number differs in its last bit, between jobs in one process and jobs of processes, and even
+    between two readers in one program. The rounding in between prevents the fusion.
+    """
+    t = jnp.finfo(x.dtype)
+    return jax.lax.reduce_precision(x, t.nexp, t.nmant - 1)
 
 
 def _encode_total(

@@ -42,6 +42,7 @@ from dtrans.ops import (
     encode_with_feedback,
     encode_with_momentum,
     encoded,
+    without_last_bit,
 )
 from dtrans.parameter_server.options import Mode, Sync
 from dtrans.parameter_server.topk import TopK
@@ -335,7 +336,7 @@ def encoded_blocks(
 
     def encode_packed(x: jax.Array, *state: jax.Array) -> list[jax.Array]:
         if clip is not None:
-            (x,) = clip_to_norm(clip)(x)
+            x = without_last_bit(*clip_to_norm(clip)(x))
         parts = zip(split(x), *map(split, state), strict=True)
         sent, *states = zip(*itertools.starmap(encode_part, parts), strict=True)
         return [*sent, *(xs[0] if len(xs) == 1 else jnp.concatenate(xs) for xs in states)]
