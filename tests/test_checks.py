@@ -31,7 +31,7 @@ RECORDS = (
     dtrans.Async, dtrans.Batch, dtrans.BlockPlacement, dtrans.DelayCompensation, dtrans.Geo,
     dtrans.HalfAsync,
     dtrans.LossScaling, dtrans.Precision, dtrans.Reduce, dtrans.Slicing, dtrans.StageMemory,
-    dtrans.Stages, dtrans.Sync,
+    dtrans.Stages, dtrans.Sync, dtrans.TopK,
 )  # fmt: skip
 
 

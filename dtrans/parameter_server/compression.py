@@ -12,7 +12,7 @@ leaf's gradient to its next gradient. Rounding errors are part of the trainer's 
 
 With `dtrans.TopK`, `rounding_errors` may also contain the momentum of each leaf, and with a ramp-up
 the number of steps. The steps select the *level*, the density of the messages. Trainers have a
-program for each level. A server recognizes the level by the type of a message.
+program for each level. Their messages name the level, and a server decodes any level.
 """
 
 from __future__ import annotations
