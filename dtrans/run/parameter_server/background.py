@@ -1,23 +1,25 @@
-"""Communication of a trainer that overlaps its steps: by a communicator, or by GEO-SGD.
+"""Communication that overlaps a trainer's steps: a background thread, also for GEO-SGD.
 
-A *communicator* is a thread that sends and receives in the background. It executes these equations:
+A *communicator* is a thread that sends and receives while steps run. It executes these equations of
+a trainer's program:
 
     send, send_rows  queue gradients for the thread, as soon as they are computed
     recv             returns the parameters that the thread received last
-    prefetch         records a lookup of rows. `receive_rows` requests and receives the rows of all
-                     recorded lookups before the next equation that may read them
+    prefetch         records a lookup of table rows. `receive_rows` requests and receives the rows
+                     of all recorded lookups before the next equation that may read them
     fetch_barrier    ends a step that receives no parameters
     send_barrier     waits until the servers have applied all queued gradients
 
-With GEO-SGD, trainers keep local copies of parameters and of table rows:
+With GEO-SGD, trainers update local copies of parameters and of table rows, and *push* (send) the
+changes:
 
-    geo_init         registers a table, without local rows
-    geo_prefetch     returns local rows; records a lookup of missing rows
+    geo_init         registers a table; the trainer stores no rows of it yet
+    geo_prefetch     returns rows that the trainer stores; records a lookup of missing rows
     geo_send         ends a step; pushes the changes of parameters and rows every few steps
 
-The first of these equations starts the communicator, which then owns the trainer's connections.
-`drain` stops the communicator and releases the connections. Every other user of the connections
-calls `drain` first.
+The first of these equations starts the communicator. From then on, only the communicator uses the
+trainer's connections. `drain` stops the communicator. Every other user of the connections calls
+`drain` first.
 """
 
 from __future__ import annotations
@@ -73,13 +75,14 @@ OF_GEO = frozenset({geo_send_p, geo_prefetch_p, geo_init_p})
 
 
 class BackgroundComm:
-    """Background communication of one trainer.
+    """Executor of those equations of one trainer whose communication overlaps its steps.
 
     Args:
       connect: function that connects to servers.
       lost: reports a lost server, and returns the exception to raise.
-      rejoin: closes the connections of an old epoch. Its argument is the smallest possible number
-        of the next epoch.
+      rejoin: closes the old connections after the failure of a process. Its argument is the
+        smallest
+        number that the next epoch (period between two failures) can have.
       deadline: seconds that a server may take to answer.
     """
 
@@ -108,14 +111,17 @@ class BackgroundComm:
 
     @property
     def geo(self) -> GeoTrainer | None:
-        """GEO-SGD of this trainer; None before its startup program has run."""
+        """GEO-SGD (local steps with pushed changes) of this trainer.
+
+        The property is None before the startup program.
+        """
         return self._geo
 
     def prepare(self, program: Program) -> None:
-        """Collect a program's parameters, and the servers of its tables, before its first run.
+        """Record the parameters and tables that a program receives, before its first run.
 
-        If the program adds parameters or servers, this method stops the communicator, and the next
-        communicator starts with them.
+        If there are new ones, this method stops the communicator (background thread). The next
+        communicator receives them, too.
         """
         for eqn in program.eqns:
             if self._setup.lacks(eqn):
@@ -123,7 +129,7 @@ class BackgroundComm:
                 self._setup.add(eqn)
 
     def takes(self, eqn: JaxprEqn) -> bool:
-        """Return True if this object executes an equation."""
+        """Return True if this object executes the equation, in the background or for GEO-SGD."""
         if eqn.primitive is send_barrier_p:
             return bool(self._pending)
         if eqn.primitive in OF_GEO:
@@ -131,9 +137,9 @@ class BackgroundComm:
         return eqn.primitive in OF_COMMUNICATOR and "communicator" in eqn.params
 
     def carry_out(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-        """Execute one equation; return its outputs.
+        """Execute one communication equation; return its outputs.
 
-        If an error has ended the communicator's thread, this method raises the error.
+        If an error has ended the background thread, this method raises the error.
         """
         rule = self._rules.get(eqn.primitive)
         if rule is not None:
@@ -155,10 +161,11 @@ class BackgroundComm:
         return [self._received[eqn.params["names"][0]]]
 
     def _queue_gradients(self, communicator: Communicator) -> None:
-        """Wait until the gradients of this step are computed, then queue them.
+        """Wait until this step's gradients are computed, then queue them for the background thread.
 
         JAX computes asynchronously. Without this wait, the trainer could dispatch steps much faster
-        than its device computes them.
+        than
+        its device computes them.
         """
         pending, self._pending = self._pending, []
         self._received = None
@@ -184,16 +191,28 @@ class BackgroundComm:
         return [self._lookups.record(eqn, uniq)]
 
     def receive_rows(self) -> None:
-        """Receive the rows of all recorded lookups, with one request to each server."""
+        """Receive the table rows of all recorded lookups, with one request to each server."""
         self._lookups.receive(self._receive)
 
     def _receive(self, trainer: str, wanted: Sequence[WantedRows]) -> None:
-        """Receive table rows that this step trains."""
+        """Receive table rows for the current step, which will also send gradients of these rows.
+
+        Args:
+          trainer: name of the trainer, such as "trainer 0".
+          wanted: ids of the rows, and memory for them.
+        """
         self._start(trainer)
         self._in_epochs(lambda running: running.look_up(wanted, train=True))
 
     def look_up(self, wanted: Sequence[WantedRows]) -> bool:
-        """Receive rows for evaluation; return False and do nothing if no communicator runs."""
+        """Receive table rows for evaluation, if a background thread runs.
+
+        Args:
+          wanted: ids of the rows, and memory for them.
+
+        Returns:
+          False if no thread runs. The caller must then use the connections itself.
+        """
         if self._communicator is None:
             return False
         self._in_epochs(lambda running: running.look_up(wanted, train=False))
@@ -201,18 +220,23 @@ class BackgroundComm:
 
     @property
     def keeps_running(self) -> bool:
-        """True if the communicator must run between steps, because GEO-SGD has started."""
+        """True if the background thread must run between steps, because GEO-SGD has started."""
         return self._geo is not None and self._communicator is not None
 
     def between(self, begin: Callable[[], Operation[T]]) -> T:
-        """Run an operation in the communicator's thread, after all pushes are answered.
+        """Run an operation, such as a checkpoint, after servers have answered all messages.
 
-        Call this method only if `keeps_running` is True.
+        The background thread runs the operation. Call this method only if `keeps_running` is True.
+
+        Args:
+          begin: function that starts the operation.
         """
         return self._in_epochs(lambda running: running.between(begin))
 
     def drain(self, *, discard: bool = False) -> None:
-        """Send all queued gradients, stop the communicator, and release its connections.
+        """Send all queued gradients, and stop the background thread.
+
+        Afterwards, other code can use the trainer's connections.
 
         Args:
           discard: True to drop the queued gradients.
@@ -235,11 +259,11 @@ class BackgroundComm:
         local_tables: Mapping[str, Leaf] = {},
         counts: Counts = lambda received: {},
     ) -> Communicator:
-        """Return the communicator; start it if none runs.
+        """Return the communicator (background thread); start it if none runs.
 
         Args:
-          name: the trainer, for errors.
-          local_tables: tables with local rows, by name.
+          name: name of the trainer for errors, such as "trainer 0".
+          local_tables: GEO-SGD tables with rows that the trainer stores, by name.
           counts: as for `Communicator`.
         """
         if self._communicator is None:
@@ -290,25 +314,39 @@ class BackgroundComm:
         return self._geo.local
 
     def _geo_init(self, eqn: JaxprEqn, *args: Any) -> Sequence[Any]:
-        """Register a table without local rows, and the initializer of its optimizer state."""
+        """Register a GEO-SGD table, without rows on the trainer yet; return empty arrays.
+
+        Args:
+          eqn: the equation, which can initialize the optimizer state of rows.
+          args: its operands, the arguments of the user's `init`.
+        """
         types = eqn.params["types"]
         self._tables[eqn.params["table"]] = leaf_of(eqn, types[0]), _local_rows(eqn, args)
         return [np.zeros(t.shape, t.dtype) for t in types]
 
     def _geo_prefetch(self, eqn: JaxprEqn, uniq: np.ndarray) -> Sequence[Any]:
-        """Return arrays for local rows and their optimizer state; record the missing rows."""
+        """Return arrays for the rows that a GEO-SGD step looks up, and for their optimizer state.
+
+        Rows that the trainer does not store are requested, and written into the arrays later.
+        """
         local = self._require_geo().rows(eqn.params["table"])
         return self._lookups.record_local(eqn, uniq, local)
 
     def _look_up_local_rows(self, ids: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the servers' values of local rows, and register these rows on the servers."""
+        """Return the servers' values of rows that a GEO-SGD trainer stores, after a failure.
+
+        The servers also record that the trainer stores these rows.
+
+        Args:
+          ids: ids of the rows, by name of the table.
+        """
         running = self._communicator
         assert running is not None
         receive: Receive = lambda wanted: running.look_up(wanted, train=True)
         return receive_local_rows(ids, running.local_tables, receive)
 
     def _finish_geo(self, geo: GeoTrainer) -> None:
-        """Push the remaining changes of GEO-SGD, and wait until the servers have received them."""
+        """Push the last changes of GEO-SGD, and wait until the servers have received them."""
 
         def finish(running: Communicator) -> None:
             geo.finish()
@@ -319,9 +357,14 @@ class BackgroundComm:
             log.info("%s", line)
 
     def _in_epochs(self, act: Callable[[Communicator], T]) -> T:
-        """Call `act` with the communicator; return the result.
+        """Call a function with the communicator (background thread).
 
-        If a process is lost, a trainer of GEO-SGD connects again, and repeats the action.
+        A trainer of GEO-SGD keeps its state after the failure of a process. So the trainer connects
+        again,
+        and repeats the call.
+
+        Args:
+          act: the function.
 
         Raises:
           NewEpoch: a process was lost, and the trainer does not use GEO-SGD.
@@ -336,7 +379,12 @@ class BackgroundComm:
                 self._rejoin(self._geo, e.number)
 
     def _rejoin(self, geo: GeoTrainer, epoch: int) -> None:
-        """Connect to the servers of a later epoch (part of the job), with a new communicator."""
+        """Connect a GEO-SGD trainer to the servers again, after the failure of a process.
+
+        Args:
+          geo: the GEO-SGD of this trainer.
+          epoch: smallest number that the new epoch (period between two failures) can have.
+        """
         assert self._communicator is not None
         name, tables = self._communicator.name, self._communicator.local_tables
         self._communicator.stop(discard=True)
@@ -362,7 +410,10 @@ class BackgroundComm:
 
 
 def _local_rows(eqn: JaxprEqn, args: Sequence[Any]) -> CachedRows:
-    """Return an empty store of a table's local rows, which can initialize their optimizer state."""
+    """Return an empty store for the rows of a table that a GEO-SGD trainer will look up.
+
+    The store can initialize the optimizer state of new rows.
+    """
     types = eqn.params["types"]
     state = None
     if types[1:]:

@@ -1,8 +1,9 @@
-"""The communicator: a thread that sends and receives in the background of a trainer's steps.
+"""Communicator: a thread that sends gradients and receives parameters while a trainer's steps run.
 
-A step puts its gradients into a queue (`put`) and reads the newest received parameters (`newest`).
-`put` waits only while the queue is full, and `newest` only for the first parameters. The thread
-runs `dtrans.protocol.trainer.traffic_loop`. It owns the transport while it runs.
+A step puts its gradients into a queue (`put`), and reads the newest received parameters (`newest`).
+`put` waits only while the queue is full, and `newest` waits only for the first parameters. The
+thread runs `dtrans.protocol.trainer.traffic_loop`. While the thread runs, only it uses the
+connections.
 
 `barrier` waits until the received parameters include all queued gradients. A trainer that calls
 `barrier` after every step gets the same results as without a communicator. `look_up` waits for
@@ -37,20 +38,23 @@ Counts = Callable[[Mapping[str, int]], Mapping[str, int]]
 
 
 class Communicator:
-    """Sender of gradients and receiver of parameters, in a separate thread.
+    """Thread that sends a trainer's gradients and receives parameters, while steps run.
 
     Args:
-      connect: function that connects to servers. The communicator owns the transport until `stop`.
+      connect: function that connects to servers. Only the communicator uses the connections, until
+        `stop`.
       lost: reports a lost server, and returns the exception to raise.
       leaves: the parameters to receive, by the caller's keys.
       config: length of the queue, and other options.
       deadline: seconds that a server may take to answer.
-      name: the trainer, for errors.
-      endpoints: endpoints of the servers that store rows of tables.
-      local_tables: tables with local rows on the trainer. From these tables, the communicator
-        receives only local rows that other trainers have changed.
-      counts: function of a dict: the number of this trainer's steps that each server has received,
-        by endpoint. The function returns the argument `counts` of `Traffic`.
+      name: name of the trainer for errors, such as "trainer 0".
+      endpoints: endpoints of the servers that store embedding tables.
+      local_tables: GEO-SGD tables with rows that the trainer stores. The communicator receives only
+        those of the stored rows that other trainers have changed.
+      counts: function that is called after connecting. Its argument is the number of this trainer's
+        steps that each server has received, by endpoint. Its result is the number of steps that
+        each
+        server must record, as for `Traffic`.
 
     Attributes:
       local_tables: the argument `local_tables`.
@@ -114,9 +118,11 @@ class Communicator:
     def newest(self) -> dict[str, Any]:
         """Return the newest received parameters, by the keys of `leaves`; wait for the first ones.
 
-        When the caller has deleted its references to these arrays, their memory is reused. The
-        value of a local table is a `RowGradient` with the rows that other trainers have changed
-        since the previous answer. So the caller must read every answer.
+        If no reference to an old result exists, its memory is used again. For a table with rows
+        that the
+        trainer stores, the result has the rows that other trainers have changed since the previous
+        answer.
+        So the caller must read every answer.
         """
         self._wait_for(lambda: self._loop.newest is not None)
         assert self._loop.newest is not None
@@ -142,9 +148,15 @@ class Communicator:
         self._finish(self._loop.look_up(wanted, train=train))
 
     def between(self, begin: Callable[[], Operation[T]]) -> T:
-        """Run an operation after the servers have answered all queued steps; return its result.
+        """Run an operation, such as a checkpoint, after servers have answered all queued steps.
 
         If the operation fails, this method raises its error, and the communicator continues.
+
+        Args:
+          begin: function that starts the operation.
+
+        Returns:
+          The result of the operation.
         """
         self._check()
         request = self._finish(self._loop.between(begin))
@@ -156,7 +168,7 @@ class Communicator:
         return result
 
     def stop(self, *, discard: bool = False) -> None:
-        """Flush the queue, wait for all answers, and end the thread.
+        """Send all queued gradients, wait for the answers, and end the thread.
 
         Args:
           discard: True to drop the queued gradients.
@@ -168,7 +180,7 @@ class Communicator:
             self._check()
 
     def _finish(self, request: TrafficRequest) -> TrafficRequest:
-        """Wait until a request is done, and return it."""
+        """Wait until the thread has handled a request; return the request."""
         self._transport.wake()
         self._wait_for(lambda: request.done)
         return request

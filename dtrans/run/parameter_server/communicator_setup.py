@@ -1,4 +1,7 @@
-"""Setup of a trainer's communicators: connections, options, parameters to receive, and tables."""
+"""Options for a trainer's communicators: connections, and parameters and tables to receive.
+
+A *communicator* is a thread that sends gradients and receives parameters while steps run.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,18 @@ ONE_BY_ONE = CommunicatorConfig(max_merge_var_num=1, merge="sum")
 
 @dataclasses.dataclass(eq=False)
 class CommunicatorSetup:
-    """Setup of one trainer's communicators, which run one after the other.
+    """Options for the communicators of one trainer: threads that communicate while steps run.
 
-    A communicator requests all parameters by one message. So the setup must contain all of them
-    when a communicator starts.
+    A communicator requests all parameters by one message. So the options must contain all of them
+    before it starts. If a program receives further parameters, another communicator is started.
 
     Attributes:
       connect: function that connects to servers.
       lost: reports a lost server, and returns the exception to raise.
       deadline: seconds that a server may take to answer.
       leaves: the parameters to receive, by name of the first block; with GEO-SGD, by index.
-      endpoints: endpoints of the servers of tables.
-      config: options of the next communicator.
+      endpoints: endpoints of the servers that store embedding tables.
+      config: the user's options of the next communicator, such as the length of its queue.
     """
 
     connect: Connect
@@ -40,7 +43,7 @@ class CommunicatorSetup:
     config: CommunicatorConfig = ONE_BY_ONE
 
     def lacks(self, eqn: JaxprEqn) -> bool:
-        """Return True if the setup lacks the parameter or the servers of an equation."""
+        """Return True if an equation receives a parameter or table that is not recorded yet."""
         if "communicator" not in eqn.params:
             return False
         if eqn.primitive is recv_p:
@@ -49,7 +52,7 @@ class CommunicatorSetup:
         return eqn.primitive is prefetch_p and not self.endpoints.issuperset(eqn.params["epmap"])
 
     def add(self, eqn: JaxprEqn) -> None:
-        """Add the parameter of a `recv`, or the servers of a `prefetch`."""
+        """Add the parameter of a `recv` equation, or the servers of a `prefetch` equation."""
         if eqn.primitive is recv_p:
             leaf = received_leaf(eqn)
             self.leaves[leaf.names[0]] = leaf
@@ -57,11 +60,11 @@ class CommunicatorSetup:
             self.endpoints.update(eqn.params["epmap"])
 
     def start(self, name: str, local_tables: Mapping[str, Leaf], counts: Counts) -> Communicator:
-        """Connect to the servers, and return a new communicator.
+        """Connect to the servers, and start a communicator (thread that sends and receives).
 
         Args:
-          name: the trainer, for errors.
-          local_tables: tables with local rows, by name.
+          name: name of the trainer for errors, such as "trainer 0".
+          local_tables: tables with rows that the trainer stores (GEO-SGD), by name.
           counts: as for `Communicator`.
         """
         return Communicator(

@@ -1,8 +1,8 @@
-"""Trainer program, compiled for all trainers of a mesh.
+"""Trainer program of a parameter-server job on a mesh, compiled for all trainers together.
 
-A value has one of three layouts. A *replicated* value is the same on all trainers. A *stacked*
-value is a global array with one row for each trainer, sharded over the trainers' mesh. A *split*
-value is a batch array whose dim 0 is sharded over the trainers.
+A value of the program has one of three layouts. A *replicated* value is the same on all trainers. A
+*stacked* value is a global array with one row for each trainer, sharded over the trainers' mesh. A
+*split* value is a batch array whose rows (dimension 0) are sharded over the trainers.
 
 The program is cut into pieces at its communication with servers. Each piece becomes one
 `jit(shard_map)`. A device with several trainers runs the trainers in turn. Exchanges of values in
@@ -46,13 +46,13 @@ TURN = "turn"  # axis over the trainers of one device, which run in turn
 
 
 def _all_gather(x: jax.Array) -> list[jax.Array]:
-    """Return the values of all trainers, in the order of the trainers."""
+    """Return the values that `x` has on all trainers, in the order of the trainers."""
     parts = jax.lax.all_gather(jax.lax.all_gather(x, TURN), AXIS)
     return list(parts.reshape(-1, *x.shape))
 
 
 def _index() -> jax.Array:
-    """Return the id of this trainer."""
+    """Return the id of the trainer that runs this code, from its position on the mesh axes."""
     return jax.lax.axis_index(AXIS) * jax.lax.axis_size(TURN) + jax.lax.axis_index(TURN)
 
 
@@ -84,16 +84,18 @@ AMONG_TRAINERS: Rules = {exchange_p: _exchange, trainer_index_p: lambda *, over:
 def shared_program(
     plan: PServerPlan, arrays: Sequence[tuple[Any, Share]]
 ) -> tuple[Program, Mapping[str, Merge] | None]:
-    """Specialize a trainer's program for the types of its part of a batch.
+    """Return a trainer's program for the shapes of a batch, and merge rules of its results.
 
     Args:
       plan: the job's plan.
-      arrays: the arrays of the batch, each with its split over trainers. With an exact split, the
+      arrays: the arrays of the full batch, each with its split over trainers. With an exact split,
+        the
         number of rows need not be divisible by the number of trainers.
 
     Returns:
-      The program, and a map from each result's name to its merge. The map is None if the plan does
-      not define merges.
+      The program, and a map from each result's name to its merge rule. The map is None if the plan
+      does
+      not define merge rules.
     """
     main, shared = plan.main, plan.shared
     is_uneven = lambda x, share: isinstance(share, int) and x.shape[share] % plan.trainers
@@ -111,12 +113,13 @@ def shared_program(
 
 
 def _merges(shared: ExactStep, rows: Mapping[str, int]) -> dict[str, Merge]:
-    """Return a map from each result's name to its merge.
+    """Return the rule that merges each result over the trainers, by name.
 
     Args:
       shared: the exact split of the batch.
-      rows: maps the name of each concatenated result to its number of rows without padding; only
-        for parts of different sizes.
+      rows: if the batch is padded, the number of rows without padding of each concatenated result,
+        by
+        name; otherwise empty.
     """
     merges = {}
     for n, way in shared.merges.items():
@@ -125,20 +128,23 @@ def _merges(shared: ExactStep, rows: Mapping[str, int]) -> dict[str, Merge]:
 
 
 class MeshTrainerPrograms:
-    """Trainer program for one batch shape, compiled for all trainers of a mesh.
+    """Trainer program for one shape of batches, compiled for all trainers of a mesh.
 
     Args:
       program: the program of trainer 0, for its part of the batch.
-      batch: the arrays of the global batch, each with its split over trainers
-        (`dtrans.run.base.batch.Share`). Only types are read.
+      batch: the arrays of the full batch, each with its split over trainers
+        (`dtrans.run.base.batch.Share`). Only their shapes and dtypes are read.
       mesh: the trainers' devices, on one axis.
       plan: the program's plan.
       local: names of parameters and rounding errors that differ between trainers.
-      merges: maps each result's name to its merge; None if the plan does not define merges.
+      merges: the rule that merges each result, by name; None if the plan does not define merge
+        rules.
 
     Attributes:
       pieces: the program, cut at its communication equations.
-      kinds: layout of each variable that differs between trainers: "split" or "stacked".
+      kinds: layout of each variable that differs between trainers: "stacked" (one row for each
+        trainer)
+        or "split" (rows of the batch).
       outs: maps each output's name to its variable.
       rest: the structure of the step's outputs without the parameters.
       result_names: names of the outputs that are not parameters.
@@ -187,17 +193,17 @@ class MeshTrainerPrograms:
         self.merge = self._merger([x for x, _ in batch], merges)
 
     def is_stacked(self, atom: Any) -> bool:
-        """Return True if a value is stacked."""
+        """Return True if a value is stored as a global array with one row for each trainer."""
         return self._kind(atom) == "stacked"
 
     def on_host(self, atoms: Sequence[Any], values: Sequence[Any]) -> list[list[np.ndarray]]:
-        """Return a list for each value: the value of each trainer.
+        """Return each value as a list with the value of each trainer, copied to the host.
 
-        Values are copied to the host if they are not traced.
+        Code that handles table rows runs on the host. Traced values are not copied.
 
         Args:
-          atoms: the variables or literals of the values.
-          values: the values in their layouts on the mesh.
+          atoms: the variables or literals of the program, which determine the layouts.
+          values: their values on the mesh.
         """
         on_host = [x if is_traced(x) else np.asarray(x) for x in values]
         return [self._of_trainers(a, x) for a, x in zip(atoms, on_host, strict=True)]
@@ -209,15 +215,18 @@ class MeshTrainerPrograms:
         return list(x if kind == "stacked" else x.reshape(trainers, -1, *x.shape[1:]))
 
     def _kind(self, atom: Any) -> str | None:
-        """Return the layout of a value: "stacked", "split", or None if it is replicated."""
+        """Return a value's layout: "stacked" (a row per trainer), "split" (batch rows), or None.
+
+        None means that the value is the same on all trainers.
+        """
         return self.kinds.get(atom) if isinstance(atom, Var) else None
 
     def _differs(self, piece: Compute) -> bool:
-        """Return True if the outputs of a compiled piece differ between trainers."""
+        """Return True if trainers compute different outputs in a piece of the program."""
         return any(v in self.kinds for v in piece.reads) or _communicates(piece)
 
     def compute(self, piece: Compute, values: Sequence[Any]) -> Sequence[Any]:
-        """Run one piece for all trainers."""
+        """Run one compiled piece of the program for all trainers; return its outputs."""
         name = lambda: f"trainers {self.steps.index(piece)}"
         outs: Sequence[Any] = call_recorded(name, self.compiled[piece], *values)
         return outs
@@ -241,7 +250,12 @@ class MeshTrainerPrograms:
     def _merger(
         self, batch: Sequence[Any], merges: Mapping[str, Merge] | None
     ) -> Callable[[list[Any]], list[Any]] | None:
-        """Return a function that merges the trainers' results; None if no result needs a merge."""
+        """Return a function that merges the results of all trainers; None if no result differs.
+
+        Args:
+          batch: the arrays of the full batch.
+          merges: the plan's merge rules by name; None to infer them from the shapes of results.
+        """
         params = set(self.param_names)
         self.result_names = [n for n in self.outs if n not in params]
         if merges is not None:
@@ -260,15 +274,18 @@ class MeshTrainerPrograms:
         return _merge_each(how)
 
     def _infer_merge(self, name: str, local: Any, full: Any) -> Merge | None:
-        """Return the merge of a stacked result; None to leave the result stacked.
+        """Choose a result's merge rule by its shape; return None to keep one row per trainer.
+
+        A result that grows with the batch is concatenated. Another floating-point result is
+        averaged.
 
         Args:
           name: name of the result.
-          local: type of the result on one trainer.
-          full: type of the result on one device with the full batch.
+          local: shape and dtype of the result on one trainer.
+          full: shape and dtype of the result on one device with the full batch.
 
         Raises:
-          BatchError: the result grows with the batch, but not on dim 0.
+          BatchError: the result grows with the batch, but not on dimension 0.
         """
         if full.shape == local.shape:
             return Merge("mean") if jnp.issubdtype(local.dtype, jnp.inexact) else None
@@ -280,10 +297,11 @@ class MeshTrainerPrograms:
         return Merge("concat")
 
     def _merge_of(self, name: str, merge: Merge) -> Merge | None:
-        """Return the merge rule for a result's layout on the mesh; None if no merge is needed.
+        """Adapt a merge rule to a result's layout on the mesh; return None if no merge is needed.
 
-        A split result is already one array with the rows of all trainers. A replicated result needs
-        no merge.
+        A result that is sharded like a batch is already one array with the rows of all trainers. A
+        result
+        that is equal on all trainers needs no merge.
         """
         kind = self._kind(self.outs[name])
         if kind == "split":
@@ -291,7 +309,11 @@ class MeshTrainerPrograms:
         return merge if kind == "stacked" else None
 
     def results(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Merge the step's results; return them in their pytree structure. Leave out the state."""
+        """Merge the results of a step over trainers; return them in their pytree structure.
+
+        Args:
+          values: the program's outputs without the state, by name.
+        """
         found = values_at(values, self.result_names)
         if self.merge is not None:
             found = self.merge(found)
@@ -300,12 +322,12 @@ class MeshTrainerPrograms:
 
 
 def _communicates(piece: Compute) -> bool:
-    """Return True if a piece communicates between trainers, or reads the trainer's id."""
+    """Return True if a piece of the program communicates, or reads the trainer's id."""
     return not AMONG_TRAINERS.keys().isdisjoint(piece.rules)
 
 
 def _merge_each(how: Sequence[Merge | None]) -> Callable[[list[Any]], list[Any]]:
-    """Return a compiled function that merges results, and keeps a result whose merge is None."""
+    """Return a compiled function that applies one merge rule (or None) to each result."""
 
     @jax.jit
     def merge(values: list[Any]) -> list[Any]:

@@ -1,4 +1,8 @@
-"""Saves of one server: checkpoints that trainers request, cuts, and the state at a failure."""
+"""Saves of one server's state: checkpoints on request, regular snapshots, and a save at a failure.
+
+A *checkpoint* is requested by a trainer. A *cut* is a snapshot that servers write every few steps;
+after the failure of a process, the job continues from a cut.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +33,16 @@ from dtrans.run.parameter_server.sync_update import SyncUpdate
 
 @dataclasses.dataclass(frozen=True)
 class ServerStorage:
-    """Functions by which one server stores its state.
+    """Functions and options by which one server stores its state.
 
     Attributes:
       keep: saves a state under a name; None without a folder for checkpoints.
       keep_last: saves the state when the job ends by an error. It returns the path of the
-        checkpoint, or None if the server has no arrays. Without `keep_last`, the state is not
-        saved.
-      cuts: writes and reads cuts (snapshots); None without the user's option `cuts`.
+        checkpoint,
+        or None if the server has no arrays. Without `keep_last`, the state is not saved.
+      cuts: writes and reads snapshots (cuts) from which a failed job continues; None without the
+        user's
+        option `cuts`.
     """
 
     keep: Keep | None = None
@@ -45,12 +51,12 @@ class ServerStorage:
 
     @property
     def written_cuts(self) -> ServerCuts | None:
-        """Writer of cuts (snapshots); None without a launcher that restarts roles."""
+        """Writer of cuts (snapshots); None if the launcher restarts no processes."""
         return self.cuts if self.cuts is not None and self.cuts.is_written else None
 
     @property
     def first_step(self) -> int:
-        """Number of steps before the job.
+        """Number from which the server counts its steps.
 
         In a job with cuts (snapshots), this is the step of the restored checkpoint. In other jobs,
         it is 0.
@@ -59,11 +65,11 @@ class ServerStorage:
 
 
 class ServerSaves:
-    """Saves of one server.
+    """Saves of one server while it serves: on request, every few steps, and at a failure.
 
     Args:
-      storage: stores the state.
-      wake: interrupts the server's wait for messages.
+      storage: functions that store the state.
+      wake: function that interrupts the server's wait for messages, so that it answers a request.
     """
 
     def __init__(self, storage: ServerStorage, *, wake: Callable[[], None]) -> None:
@@ -86,13 +92,15 @@ class ServerSaves:
         dense: Mapping[str, Any],
         start: EpochStart,
     ) -> None:
-        """Save the state of a new epoch (part of the job between failures) from now on.
+        """Start to save the state of these objects, at the start of the job and after each failure.
+
+        After a failure, a server creates new objects, and calls this method again.
 
         Args:
-          protocol: the state machines of the epoch.
-          update: the update of the epoch.
-          dense: the arrays outside of tables, by name.
-          start: the state at the start of the epoch.
+          protocol: handler of the server's messages.
+          update: the update, which has the server's state.
+          dense: the arrays outside of embedding tables, by name.
+          start: the state with which the server starts.
         """
         self._protocol, self._update, self._epoch = protocol, update, start.epoch
         self._begun = set()
@@ -113,7 +121,14 @@ class ServerSaves:
             protocol.status.cut = lambda: folder.newest_written
 
     def _begin_cuts(self, kind: SyncServer | AsyncServer, loaded: int | None) -> None:
-        """Write a cut (snapshot) at the epoch's start if due; with tables, `between_steps` does."""
+        """Write a cut (snapshot) before the first step, if one is due and the server has no tables.
+
+        With tables, `between_steps` writes this cut later.
+
+        Args:
+          kind: handler of the messages of steps.
+          loaded: step of the cut from which the state was loaded, or None.
+        """
         if isinstance(kind, AsyncServer):
             if self._newest_cut is None:
                 self._newest_cut = loaded
@@ -125,33 +140,40 @@ class ServerSaves:
             self._between_steps(kind.step)
 
     def state(self) -> dict[str, Any]:
-        """Return all arrays of the server, by name."""
+        """Return all arrays of the server by name, for a checkpoint or at the end."""
         state = {}
         for n, x in self._protocol.kind.state.items():
             state[n] = np.asarray(x) if isinstance(x, RowPieces) else x
         return {**state, **self._update.tables()}
 
     def ended(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, error text) for each checkpoint whose write ended since the last call."""
+        """Yield (name, error) for each checkpoint written since the last call.
+
+        The error is the text for the trainer, or "" if the checkpoint is complete.
+        """
         if self._writer is not None:
             yield from self._writer.ended()
 
     def finish(self) -> list[tuple[str, str]]:
-        """Wait for all writes of checkpoints and cuts (snapshots); return the rest of `ended`."""
+        """Wait until all checkpoints and snapshots are written; return the rest of `ended`."""
         writer = self._writer
         self.end()
         return [] if writer is None else list(writer.ended())
 
     def end(self) -> None:
-        """Wait until all checkpoints and cuts (snapshots) are written."""
+        """Wait until all checkpoints and snapshots are written, and end the writing threads."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
     def save_last(self, failure: BaseException) -> None:
-        """Save the state if the job has taken a step, and then ends by an error.
+        """Save the state in a last checkpoint, because the job ends by an error.
 
-        Write the path of the checkpoint to the log, and add the path to the error as a note.
+        Without a complete step, nothing is saved. The method writes the path of the checkpoint to
+        the log, and adds the path to the error as a note.
+
+        Args:
+          failure: the error.
         """
         kind = self._protocol.kind
         if self._keep_last is None:
@@ -181,14 +203,23 @@ class ServerSaves:
     # -- snapshots -------------------------------------------------------------------------------
 
     def _save(self, name: str, step: int) -> int:
-        """Start saving the current state under a name; return the number of its arrays."""
+        """Start to write a checkpoint of the current state; return the number of its arrays.
+
+        Args:
+          name: name of the checkpoint, such as "300".
+          step: the server's step.
+        """
         assert self._writer is not None
         state, spent = self._snapshot()
         self._writer.begin(name, state, self._mark(step), spent)
         return len(state)
 
     def _between_steps(self, step: int) -> None:
-        """Start writing a cut (snapshot), if one is due before the next step."""
+        """Start to write a cut (snapshot), if one is due before the next step.
+
+        Args:
+          step: number of steps so far.
+        """
         assert self._cuts is not None
         every, newest = self._cuts.every, self._newest_cut
         if isinstance(self._protocol.kind, SyncServer):
@@ -199,7 +230,7 @@ class ServerSaves:
             self._write_cut(step)
 
     def _write_cut(self, step: int) -> None:
-        """Start writing a cut (snapshot) of the current state."""
+        """Start to write a cut (snapshot) of the current state, after `step` steps."""
         assert self._writer is not None
         self._newest_cut, kind = step, self._protocol.kind
         counts = kind.counts.by_trainer if isinstance(kind, AsyncServer) else {}
@@ -213,10 +244,10 @@ class ServerSaves:
         *,
         is_early: bool = False,
     ) -> Callable[[Mapping[str, Any], Mark], None]:
-        """Return the function that writes a cut (snapshot) of the current epoch.
+        """Return the function with which the writing thread writes a cut (snapshot).
 
         Args:
-          counts: as for `ServerCuts.write`.
+          counts: for an asynchronous server, the number of steps of each trainer.
           cuts: writer of the cut; None for the writer of this server's cuts.
           is_early: as for `ServerCuts.write`.
         """
@@ -225,16 +256,20 @@ class ServerSaves:
         return functools.partial(cuts.write, self._epoch.number, counts, is_early=is_early)
 
     def write_newest(self, lost: Sequence[str]) -> None:
-        """Start to write the newest states as cuts (snapshots), when the epoch is ending.
+        """Start to write the newest states as cuts (snapshots), because a process has failed.
 
-        The server answers messages during the write. The writing thread reports the end. If more
-        servers are lost meanwhile, the method is called again, and writes only their replicas.
-
-        `NewestStates` chooses the states.
+        So the job can continue from its newest step, not from the last regular cut. The server
+        answers
+        messages during the write, and the writing thread reports the end. If more servers fail
+        meanwhile,
+        the method is called again, and writes only the copies of their states. `NewestStates`
+        chooses the
+        states.
 
         Args:
-          lost: names of the lost servers. If this server has a replica of a lost server, it also
-            writes the replica's states.
+          lost: names of the failed servers, such as "pserver 1". If this server has a copy of a
+            failed
+            server's state, it also writes the copy.
         """
         kind, mine = self._protocol.kind, self._cuts
         if mine is None or not mine.at_loss:
@@ -255,16 +290,21 @@ class ServerSaves:
         self._writer.begin_cut(lambda *_: end(), {}, self._mark(kind.step), waits=False)
 
     def _mark(self, step: int) -> Mark:
-        """Return the run and the step that each piece of a saved state records."""
+        """Return an identifier of the run and the step, which each piece of a saved state records.
+
+        A reader combines pieces of several servers only if their identifiers are equal.
+        """
         runs = self._protocol.trainers.sessions
         if self._cuts is None:
             return Mark(runs, step)
         return self._cuts.mark(self._epoch.members_since, runs, step)
 
     def _snapshot(self) -> tuple[dict[str, Any], list[str]]:
-        """Return the current state, and the names of those arrays that must be copied.
+        """Return the current state by name, and the names of those arrays that must be copied.
 
-        Tables are snapshots that another thread reads during updates.
+        The writing thread reads the other arrays while the server continues. The tables of the
+        result are
+        snapshots that another thread can read during updates.
         """
         tables = self._update.snapshot(self._protocol.trainers.deadline / 4)
         dense, spent = {}, []
@@ -275,10 +315,11 @@ class ServerSaves:
         return {**dense, **tables}, spent
 
     def _is_copied(self, name: str, x: Any) -> bool:
-        """Return True if the snapshot of an array must be copied.
+        """Return True if an array must be copied before the next update overwrites it.
 
-        On CPU, a snapshot is a view of the array's memory. If an update donates the array, the view
-        must be copied before the update. `RowPieces` are copied into the one array that a file has.
+        On CPU, a snapshot is a view of the array's memory, and an update may reuse this memory. An
+        array in
+        pieces (`RowPieces`) is copied into the one array that a file has.
         """
         if isinstance(x, RowPieces):
             return True
@@ -290,7 +331,7 @@ class ServerSaves:
 def _current(x: Any) -> Any:
     """Return the current values of an array; on CPU, a NumPy view of the array's memory.
 
-    A table's array is a snapshot already, and stays one.
+    A table's array is returned unchanged, because it is a snapshot already.
     """
     if isinstance(x, ArrayLike):
         return x
