@@ -172,15 +172,19 @@ class Executor:
         """
         flat = program.flatten(*args)
         program = program.specialize_flat(flat)
-        if not is_of_cluster(program):
-            flat = [*map(on_one_device, flat)]
-        # table rows are initialized on first use, which a compiled function cannot do
-        has_table = any(e.primitive is init_on_use_p for e in program.eqns)
-        if not program.communicates and not has_table:
-            return program.out.unflatten(program.compiled(*flat))
+        # The tests of all equations take a part of a small step's time, so only the first run of a
+        # program with pieces makes them.
         pieces = self._pieces.get(program)
-        if pieces is None and is_of_cluster(program):
-            return program.out.unflatten(self._cluster.run(program, flat))
+        is_collective = pieces is None and is_of_cluster(program)
+        if not is_collective:
+            flat = [*map(on_one_device, flat)]
+        if pieces is None:
+            # table rows are initialized on first use, which a compiled function cannot do
+            has_table = any(e.primitive is init_on_use_p for e in program.eqns)
+            if not program.communicates and not has_table:
+                return program.out.unflatten(program.compiled(*flat))
+            if is_collective:
+                return program.out.unflatten(self._cluster.run(program, flat))
         self._check_complete()
         if pieces is None:
             self._fabric.prepare(program)
