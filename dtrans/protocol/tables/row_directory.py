@@ -2,9 +2,14 @@
 
 Entries are in two arrays, at the positions that linear probing selects. Entries are never deleted.
 So a thread may look up an id while another thread adds other ids.
+
+The blocks of tables of one server are *parts* of one hash table. So one search finds the rows that
+a step looks up in all tables, however many tables there are.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -41,10 +46,13 @@ class RowDirectory:
         """Bytes of all positions."""
         return sum(x.nbytes for x in self._entries)
 
-    def items(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return all ids in increasing order, and the number of each id."""
+    def items(self, among: range | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return all ids, or the ids in `among`, in increasing order, and the number of each id."""
         ids, numbers = self._entries
-        used = np.flatnonzero(ids != _EMPTY)
+        is_listed = ids != _EMPTY
+        if among is not None:
+            is_listed = (ids >= among.start) & (ids < among.stop)
+        used = np.flatnonzero(is_listed)
         # One copy of the ids is sorted and returned, because another thread may add ids meanwhile.
         ids, numbers = ids[used], numbers[used]
         order = np.argsort(ids)
@@ -79,6 +87,87 @@ class RowDirectory:
         entries = _allocate(max(_LEAST, 1 << (2 * count - 1).bit_length()))
         _write(entries, *self.items())
         self._entries = entries
+
+
+class DirectoryPart:
+    """Entries of one block in a hash table that several blocks share.
+
+    Args:
+      directory: the hash table.
+      among: the ids of the hash table that stand for the rows of the block.
+
+    Attributes:
+      count: the number of the block's entries.
+
+    Example:
+      >>> import numpy as np
+      >>> from dtrans.protocol.tables.row_directory import DirectoryPart, RowDirectory
+      >>> directory = RowDirectory()
+      >>> some, others = (DirectoryPart(directory, range(n, n + 10)) for n in (0, 10))
+      >>> others.put(np.array([7]), np.array([0]))
+      >>> some.find(np.array([7])).tolist(), others.find(np.array([7])).tolist()
+      ([-1], [0])
+    """
+
+    def __init__(self, directory: RowDirectory, among: range) -> None:
+        self.directory, self._among = directory, among
+        self.count = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The block's share of the hash table's bytes."""
+        return self.directory.nbytes * self.count // max(1, len(self.directory))
+
+    def keys(self, ids: np.ndarray) -> np.ndarray:
+        """Return the ids in the hash table that stand for rows of the block."""
+        return np.add(ids, self._among.start, dtype=np.int64)
+
+    def items(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of the block's rows in increasing order, and the number of each row."""
+        keys, numbers = self.directory.items(self._among)
+        return keys - self._among.start, numbers
+
+    def find(self, ids: np.ndarray) -> np.ndarray:
+        """Return the number of each row; `MISSING` for rows without an entry."""
+        return self.directory.find(self.keys(ids))
+
+    def put(self, ids: np.ndarray, numbers: np.ndarray) -> None:
+        """Set the number of each row. The rows must be unique."""
+        put_together([self], [ids], [numbers], [self.find(ids)])
+
+
+def find_together(parts: Sequence[DirectoryPart], ids: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the number of each row of several parts of one hash table, by one search.
+
+    Args:
+      parts: the parts.
+      ids: the rows of each part.
+
+    Returns:
+      The numbers of all rows, in the order of the parts; `MISSING` for rows without an entry.
+    """
+    keys = [part.keys(rows) for part, rows in zip(parts, ids, strict=True)]
+    return parts[0].directory.find(np.concatenate(keys))
+
+
+def put_together(
+    parts: Sequence[DirectoryPart],
+    ids: Sequence[np.ndarray],
+    numbers: Sequence[np.ndarray],
+    before: Sequence[np.ndarray],
+) -> None:
+    """Set the number of each row of several parts of one hash table.
+
+    Args:
+      parts: the parts.
+      ids: the rows of each part, which must be unique.
+      numbers: the number of each of these rows.
+      before: the result of `find` for the rows of each part.
+    """
+    keys = [part.keys(rows) for part, rows in zip(parts, ids, strict=True)]
+    parts[0].directory.put(np.concatenate(keys), np.concatenate(numbers))
+    for part, found in zip(parts, before, strict=True):
+        part.count += int(np.count_nonzero(found == MISSING))
 
 
 def _allocate(size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -45,6 +45,7 @@ from dtrans.run.parameter_server.tables.table_memory import (
     final_arrays,
     memory_of,
     snapshot_arrays,
+    take_together,
 )
 from dtrans.run.parameter_server.update import (
     CompiledUpdate,
@@ -321,9 +322,13 @@ class SyncUpdate:
     # -- tables ----------------------------------------------------------------------------------
 
     def _take(
-        self, table: TableBlock, ids: np.ndarray, size: int, state: Mapping[str, Any]
+        self,
+        group: TableGroup,
+        ids: Mapping[str, np.ndarray],
+        size: int,
+        state: Mapping[str, Any],
     ) -> Mapping[str, Any]:
-        return self._tables[table.name].take(ids, size)
+        return take_together([(self._tables[t.name], ids[t.name]) for t in group.tables], size)
 
     def _admit(
         self, table: TableBlock, gradients: Mapping[str, RowGradient]

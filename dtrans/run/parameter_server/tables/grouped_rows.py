@@ -8,7 +8,7 @@ group. An iteration runs the program of one table, so a row has the same bits as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,14 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans.parameter_server.tables.touched_rows import LEAST
+from dtrans.protocol.tables.row_directory import find_together
 from dtrans.run.base.lowered import jitted_once
 from dtrans.run.parameter_server.tables.new_rows import RowMaker
-from dtrans.run.parameter_server.tables.table_memory import TableMemory
+from dtrans.run.parameter_server.tables.table_memory import (
+    NewTableRows,
+    TableMemory,
+    store_together,
+)
 
 
 SIZES = (LEAST, 8 * LEAST)  # possible numbers of rows of each table in one call
 
-_New = tuple[TableMemory, RowMaker, np.ndarray]  # a table, its initializer, ids of its new rows
+_New = tuple[TableMemory, np.ndarray]  # a table, and the ids of its new rows
 
 
 class GroupedRows:
@@ -39,37 +44,86 @@ class GroupedRows:
         self._groups: dict[tuple[Callable[..., Any], int], _Group] = {}
 
     def create(self, ids: Mapping[str, np.ndarray]) -> None:
-        """Initialize and store the rows that do not exist, if a group has new rows in two tables.
+        """Initialize and store the rows that do not exist.
 
-        `TableMemory` creates all other rows when they are looked up.
+        One search finds the rows of all tables, because a search in each of many tables would take
+        longer than the update of their rows.
 
         Args:
           ids: sorted ids of rows in each block, by the block's name.
         """
-        by_size: dict[int, list[_New]] = {}
-        for name, wanted in ids.items():
+        tables: list[TableMemory] = []
+        wanted: list[np.ndarray] = []
+        for name, rows in ids.items():
             table = self._memory.get(name)
-            if table is None or table.maker is None or table.table.row_filter is not None:
-                continue
-            new = table.new_ids(wanted)
-            if 0 < len(new) <= SIZES[-1] and not table.maker.is_summed:
-                size = next(x for x in SIZES if len(new) <= x)
-                by_size.setdefault(size, []).append((table, table.maker, new))
-        for size, candidates in by_size.items():
-            if len(candidates) > 1:
-                self._create(candidates, size)
+            if table is not None and table.maker is not None and table.table.row_filter is None:
+                tables.append(table)
+                wanted.append(rows)
+        if not tables:
+            return
+        slots = find_together([t.stored.directory for t in tables], wanted)
+        ends = np.cumsum([len(rows) for rows in wanted])
+        found = np.split(slots, ends[:-1])
+        is_new = slots < 0
+        if is_new.any():
+            # the number of new rows up to the end of each table
+            counts = np.concatenate([[0], np.cumsum(is_new)])[ends]
+            self._store(tables, wanted, found, np.diff(counts, prepend=0))
+        for table, rows, its_slots in zip(tables, wanted, found, strict=True):
+            table.note_slots(rows, its_slots)
 
-    def _create(self, candidates: Sequence[_New], size: int) -> None:
-        """Initialize and store the new rows of those candidates that form groups."""
-        by_program: dict[Callable[..., Any], list[_New]] = {}
-        for x in candidates:
-            by_program.setdefault(x[1].program(size)[0], []).append(x)
-        for fn, tables in by_program.items():
+    def _store(
+        self,
+        tables: Sequence[TableMemory],
+        wanted: Sequence[np.ndarray],
+        found: Sequence[np.ndarray],
+        counts: np.ndarray,
+    ) -> None:
+        """Initialize and store rows that do not exist, and set their slots in `found`.
+
+        Args:
+          tables: the blocks of tables.
+          wanted: ids of rows in each block.
+          found: for each block, the slots of these rows; negative for a row that does not exist.
+          counts: number of rows of each block that do not exist.
+        """
+        at: list[tuple[np.ndarray, np.ndarray]] = []  # slots of a block, and positions of new rows
+        new: list[_New] = []
+        for i in np.flatnonzero(counts).tolist():
+            places = np.flatnonzero(found[i] < 0)
+            at.append((found[i], places))
+            new.append((tables[i], wanted[i][places]))
+        stored = []
+        rows = self._initialize(new)
+        for (table, numbers), (slots, places), initial in zip(new, at, rows, strict=True):
+            stored.append(NewTableRows(table, numbers, slots[places], initial))
+        for (slots, places), its_slots in zip(at, store_together(stored), strict=True):
+            slots[places] = its_slots
+
+    def _initialize(self, new: Sequence[_New]) -> list[list[np.ndarray]]:
+        """Return the initial rows of each block. One call initializes the rows of a group."""
+        found: list[list[np.ndarray]] = [[] for _ in new]
+        groups: dict[Hashable, list[int]] = {}
+        for i, (table, ids) in enumerate(new):
+            groups.setdefault(self._key(table, len(ids)) or i, []).append(i)
+        for key, members in groups.items():
             # The loop of a group is compiled only if it initializes rows of several tables.
-            if len(tables) > 1:
-                found = self._group(fn, size).initialize([(maker, new) for _, maker, new in tables])
-                for (table, _, new), rows in zip(tables, found, strict=True):
-                    table.store(new, rows)
+            if isinstance(key, tuple) and len(members) > 1:
+                tables = [(_maker(new[i][0]), new[i][1]) for i in members]
+                for i, rows in zip(members, self._group(*key).initialize(tables), strict=True):
+                    found[i] = rows
+            else:
+                for i in members:
+                    found[i] = _maker(new[i][0])(new[i][1])
+        return found
+
+    def _key(self, table: TableMemory, count: int) -> tuple[Callable[..., Any], int] | None:
+        """Return the group that can initialize new rows of a table, None if there is none."""
+        maker = _maker(table)
+        if count > SIZES[-1] or maker.is_summed:
+            return None
+        size = next(x for x in SIZES if count <= x)
+        return maker.program(size)[0], size
 
     def _group(self, fn: Callable[..., Any], size: int) -> _Group:
         if (fn, size) not in self._groups:
@@ -80,6 +134,11 @@ class GroupedRows:
                     equal.append(other)
             self._groups[fn, size] = _Group(fn, size, equal)
         return self._groups[fn, size]
+
+
+def _maker(table: TableMemory) -> RowMaker:
+    assert table.maker is not None
+    return table.maker
 
 
 class _Group:

@@ -36,7 +36,8 @@ class RowUpdates:
 
     Args:
       tables: the server's blocks of tables, by name.
-      take: function that returns rows of a block and of its optimizer state, padded with zeros.
+      take: function that returns rows of a group of blocks and of their optimizer state, padded
+        with zeros.
       put: function that stores new rows of a block and of its optimizer state. It returns these
         arrays, by name.
       groups: groups of the tables whose updates touch only some rows, if `run` gets an update with
@@ -48,7 +49,7 @@ class RowUpdates:
     def __init__(
         self,
         tables: Mapping[str, TableBlock],
-        take: Callable[[TableBlock, np.ndarray, int, Rows], Rows],
+        take: Callable[[TableGroup, Mapping[str, np.ndarray], int, Rows], Rows],
         put: Callable[[TableBlock, np.ndarray, Rows, Rows], Rows],
         groups: Sequence[TableGroup] | None = None,
         admit: Callable[[TableBlock, Mapping[str, RowGradient]], Rows] | None = None,
@@ -105,22 +106,11 @@ class RowUpdates:
 
         inputs = dict(state)
         for group in self._groups:
-            inputs |= self._take_group(group, ids, sizes[group.name], state)
+            inputs |= self._take(group, ids, sizes[group.name], state)
         new = yield from update.run(gradients, inputs, watched, unused)
         for group in self._groups:
             new |= self._put_group(group, ids, new, state)
         return new
-
-    def _take_group(
-        self, group: TableGroup, ids: Mapping[str, np.ndarray], size: int, state: Rows
-    ) -> Rows:
-        """Return rows of the tables of a group, padded to `size` with zeros."""
-        if len(group.tables) == 1:
-            return self._take(group.tables[0], ids[group.name], size, state)
-        parts = []
-        for t in group.tables:
-            parts.append(self._take(t, ids[t.name], len(ids[t.name]), state))
-        return group.join(parts, size)
 
     def _put_group(
         self, group: TableGroup, ids: Mapping[str, np.ndarray], new: Rows, state: Rows
@@ -215,9 +205,19 @@ def all_ids(
 # -- tables on devices -----------------------------------------------------------------------------
 
 
-def take_padded(table: TableBlock, ids: np.ndarray, size: int, state: Rows) -> dict[str, jax.Array]:
-    """Return rows of a block and of its state on a device, padded to `size` with zeros."""
-    return take_rows(table, pad_ids(ids, size, table.rows), state)
+def take_padded(
+    group: TableGroup, ids: Mapping[str, np.ndarray], size: int, state: Rows
+) -> dict[str, jax.Array]:
+    """Return rows of a group's only block and of its state on a device, padded with zeros.
+
+    Args:
+      group: the group.
+      ids: ids of the rows, by block.
+      size: the number of rows of the result.
+      state: the block and its optimizer state, by name.
+    """
+    (table,) = group.tables
+    return take_rows(table, pad_ids(ids[table.name], size, table.rows), state)
 
 
 def take_rows(table: TableBlock, ids: Any, state: Rows) -> dict[str, jax.Array]:

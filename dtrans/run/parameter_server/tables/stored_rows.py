@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dtrans.checkpoint.saved_rows import COUNTS, split_counts
-from dtrans.protocol.tables.row_directory import MISSING, RowDirectory
+from dtrans.protocol.tables.row_directory import MISSING, DirectoryPart
 from dtrans.run.parameter_server.tables.lazy_memory import LazyArray
 
 
@@ -23,7 +23,7 @@ class StoredRows:
 
     Args:
       types: shape and dtype of the block and of each array of its state, by name.
-      has_gaps: True if rows may be added and removed. False if all rows exist.
+      directory: the hash table, with which rows may be added and removed; None if all rows exist.
       arrays: the initial arrays, if all rows exist.
 
     Attributes:
@@ -34,7 +34,10 @@ class StoredRows:
     """
 
     def __init__(
-        self, types: Mapping[str, Any], *, has_gaps: bool, arrays: Sequence[np.ndarray] = ()
+        self,
+        types: Mapping[str, Any],
+        directory: DirectoryPart | None,
+        arrays: Sequence[np.ndarray] = (),
     ) -> None:
         rows = next(iter(types.values())).shape[0]
         self._lazy = [LazyArray((rows,), np.int64) for _ in range(3)]
@@ -44,9 +47,9 @@ class StoredRows:
             self._lazy += areas
             arrays = [x.array for x in areas]
         self.arrays = dict(zip(types, arrays, strict=True))
-        self._directory: RowDirectory | None = RowDirectory() if has_gaps else None
+        self._directory = directory
         self.count = 0
-        if not has_gaps:
+        if directory is None:
             self.count = rows
             self.changed_at[:] = 1
 
@@ -63,6 +66,12 @@ class StoredRows:
     @property
     def _numbers(self) -> tuple[np.ndarray, ...]:
         return self.changed_at, self.seen, self._ids
+
+    @property
+    def directory(self) -> DirectoryPart:
+        """The block's part of the hash table, if rows may be added."""
+        assert self._directory is not None
+        return self._directory
 
     def slots(self, ids: np.ndarray) -> np.ndarray:
         """Return the slot (index in memory) of each row; negative for a row that does not exist."""
@@ -109,27 +118,35 @@ class StoredRows:
         is_missing[self.ids(np.arange(self.count))] = False
         return np.flatnonzero(is_missing)
 
-    def add(
-        self, ids: np.ndarray, rows: Sequence[np.ndarray], changed: np.ndarray | int
-    ) -> np.ndarray:
-        """Store rows that did not exist; return their slots.
+    def add(self, ids: np.ndarray, rows: Sequence[np.ndarray], changed: np.ndarray | int) -> None:
+        """Store rows that did not exist, or the rows of a checkpoint.
 
         Args:
           ids: the ids of the rows.
           rows: the rows of each array.
           changed: `changed` of each row.
         """
-        slots = np.asarray(ids)
         if self._directory is not None:
-            slots = np.arange(self.count, self.count + len(ids))
-            self._ids[slots] = ids
+            self._directory.put(ids, self.append(ids, rows, changed))
+            return
         for x, new in zip(self.arrays.values(), rows, strict=True):
-            x[slots] = new
-        self.changed_at[slots] = changed
-        if self._directory is not None:
-            self._directory.put(ids, slots)
-            self.count += len(ids)
-        return slots
+            x[ids] = new
+        self.changed_at[ids] = changed
+
+    def append(
+        self, ids: np.ndarray, rows: Sequence[np.ndarray], changed: np.ndarray | int
+    ) -> np.ndarray:
+        """Store rows that did not exist; return their slots, to be entered into the hash table.
+
+        The arguments are those of `add`.
+        """
+        start, stop = self.count, self.count + len(ids)
+        self._ids[start:stop] = ids
+        for x, new in zip(self.arrays.values(), rows, strict=True):
+            x[start:stop] = new
+        self.changed_at[start:stop] = changed
+        self.count = stop
+        return np.arange(start, stop)
 
     def mark_missing(self, ids: np.ndarray, changed: np.ndarray) -> None:
         """Record the evicted and the counted rows of a checkpoint, with `changed` of each row."""

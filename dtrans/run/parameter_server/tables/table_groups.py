@@ -79,21 +79,6 @@ class TableGroup:
             found[name] = array
         return found
 
-    def join(self, parts: Sequence[Mapping[str, Any]], size: int) -> dict[str, np.ndarray]:
-        """Return the rows of all tables in one array, for each array of the first table.
-
-        Args:
-          parts: for each table, its rows in each of its arrays, by name.
-          size: number of rows of each array of the result.
-        """
-        found = {}
-        for i, name in enumerate(self.tables[0].arrays):
-            rows = [part[t.arrays[i]] for t, part in zip(self.tables, parts, strict=True)]
-            padding = size - sum(map(len, rows))
-            rows.append(np.zeros((padding, *rows[0].shape[1:]), rows[0].dtype))
-            found[name] = np.concatenate(rows)
-        return found
-
     def split(
         self, new: Mapping[str, Any], ids: Mapping[str, np.ndarray]
     ) -> list[tuple[TableBlock, dict[str, np.ndarray]]]:

@@ -18,6 +18,7 @@ is used again.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ from dtrans.errors import StateError, WireError
 from dtrans.ir.selection import values_at
 from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.protocol.server_blocks import RowGradient
+from dtrans.protocol.tables.row_directory import DirectoryPart, RowDirectory, put_together
 from dtrans.protocol.tables.table_rows import are_among, sorted_once
 from dtrans.run.parameter_server.tables.missed_steps import RESTS, MissedSteps
 from dtrans.run.parameter_server.tables.new_rows import KnownRows, NewRows, RowMaker
@@ -54,6 +56,7 @@ class TableMemory:
       update: the server's update.
       table: the block of the table.
       state: the initial values, by name.
+      directory: the block's part of the server's hash table, from ids of rows to their slots.
 
     Attributes:
       table: the block of the table.
@@ -67,7 +70,13 @@ class TableMemory:
       missed: missed steps of rows; None if updates change only rows with a gradient.
     """
 
-    def __init__(self, update: ServerUpdate, table: TableBlock, state: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        update: ServerUpdate,
+        table: TableBlock,
+        state: Mapping[str, Any],
+        directory: DirectoryPart,
+    ) -> None:
         self.table = table
         initial = values_at(state, table.arrays)
         saved = _saved_rows(table, initial)
@@ -80,7 +89,7 @@ class TableMemory:
         arrays: list[np.ndarray] = []
         if saved is None and self.maker is None:
             arrays = [np.array(x) for x in initial]
-        self.stored = StoredRows(types, has_gaps=self.maker is not None, arrays=arrays)
+        self.stored = StoredRows(types, directory if self.maker is not None else None, arrays)
         self.arrays = self.stored.arrays
         self.evicted = self.step = 0
         if saved is not None:
@@ -198,8 +207,14 @@ class TableMemory:
 
     def take(self, ids: np.ndarray, size: int) -> dict[str, np.ndarray]:
         """Return rows of the block and of its state, padded to `size` with zeros."""
+        return take_together([(self, ids)], size)
+
+    def copy_rows(self, ids: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
+        """Copy rows of the block and of its state into arrays that have one row for each id."""
         slots = self._current(ids, self._slots(ids))
-        return {n: _pad_rows(x, slots, size) for n, x in self.arrays.items()}
+        for x, rows in zip(self.arrays.values(), arrays, strict=True):
+            # The default mode copies twice. With valid slots, "clip" returns the same rows.
+            x.take(slots, 0, out=rows, mode="clip")
 
     def _slots(self, ids: np.ndarray) -> np.ndarray:
         """Return the slot of each row, negative for rows that do not exist."""
@@ -216,7 +231,7 @@ class TableMemory:
         """
         is_new = slots < 0
         if is_new.any():
-            slots[is_new] = self._make(ids[is_new])
+            slots[is_new] = self._make(ids[is_new], slots[is_new])
             self._found = ids, slots
         self._catch_up(slots)
         return slots
@@ -244,7 +259,7 @@ class TableMemory:
             if not self.missed.rests:
                 missing = self.stored.missing_ids()
                 if len(missing):
-                    self._make(missing)
+                    self._make(missing, self.stored.slots(missing))
             self._catch_up(np.arange(self.count))
             self.missed.forget()
         return self.arrays
@@ -343,32 +358,37 @@ class TableMemory:
             found[new] = self.maker(new)[list(self.arrays).index(name)]
         return found
 
-    def new_ids(self, ids: np.ndarray) -> np.ndarray:
-        """Return the ids of rows that do not exist."""
-        return ids[self._slots(ids) < 0]
+    def note_slots(self, ids: np.ndarray, slots: np.ndarray) -> None:
+        """Record the slots of rows, which a search in several tables has found."""
+        self._found = ids, slots
 
-    def _make(self, ids: np.ndarray) -> np.ndarray:
-        """Initialize and store rows that do not exist; return their slots."""
+    def _make(self, ids: np.ndarray, missing: np.ndarray) -> np.ndarray:
+        """Initialize and store rows that do not exist; return their slots.
+
+        Args:
+          ids: the ids of the rows.
+          missing: their entries in the hash table, which are negative.
+        """
         assert self.maker is not None
-        return self.store(ids, self.maker(ids))
+        return store_together([NewTableRows(self, ids, missing, self.maker(ids))])[0]
 
-    def store(self, ids: np.ndarray, rows: Sequence[np.ndarray]) -> np.ndarray:
-        """Store rows that do not exist, with their initial values; return their slots.
+    def check_limit(self, count: int) -> None:
+        """Raise WireError if `count` new rows would exceed the table's limit."""
+        if why := self._limit_error(count):
+            raise WireError(why)
+
+    def append(
+        self, ids: np.ndarray, rows: Sequence[np.ndarray], changed: np.ndarray
+    ) -> np.ndarray:
+        """Store rows that do not exist; return their slots, to be entered into the hash table.
 
         Args:
           ids: the ids of the rows.
           rows: the initial rows of each array.
-
-        Raises:
-          WireError: the number of rows would exceed the table's limit.
+          changed: `changed` of each row, as in `RowSegment`.
         """
-        if why := self._limit_error(len(ids)):
-            raise WireError(why)
         self._before(ids)
-        # The next call of `changed` must return rows that were evicted before.
-        _, evicted = split_counts(self.stored.slots(ids))
-        changed = np.maximum(1, -evicted)
-        slots = self.stored.add(ids, rows, changed)
+        slots = self.stored.append(ids, rows, changed)
         self._found = None, slots
         if self.missed is not None:
             self.missed.start(slots)
@@ -422,15 +442,6 @@ def _saved_rows(table: TableBlock, initial: Sequence[Any]) -> TableRows | None:
     return saved
 
 
-def _pad_rows(x: np.ndarray, slots: np.ndarray, size: int) -> np.ndarray:
-    """Return rows of an array, padded to `size` with zeros."""
-    found = np.empty((size, *x.shape[1:]), x.dtype)
-    # The default mode copies twice. With valid slots, "clip" returns the same rows.
-    np.take(x, slots, 0, out=found[: len(slots)], mode="clip")
-    found[len(slots) :] = 0
-    return found
-
-
 def _equal_bits(some: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Return a mask of the rows that have the same bits in both arrays."""
     equal = _as_bytes(some) == _as_bytes(others)
@@ -443,11 +454,76 @@ def _as_bytes(rows: np.ndarray) -> np.ndarray:
 
 def memory_of(update: ServerUpdate, state: Mapping[str, Any]) -> dict[str, TableMemory]:
     """Return the memory of each block whose updates touch only some rows, by name."""
-    memory = {}
+    memory: dict[str, TableMemory] = {}
+    directory, start = RowDirectory(), 0
     for n, t in update.tables.items():
         if not t.updates_all:
-            memory[n] = TableMemory(update, t, state)
+            part = DirectoryPart(directory, range(start, start + t.rows))
+            memory[n] = TableMemory(update, t, state, part)
+            start += t.rows
     return memory
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NewTableRows:
+    """Rows of one block that do not exist, with their initial values.
+
+    Attributes:
+      memory: the block.
+      ids: the ids of the rows.
+      missing: their entries in the hash table, which are negative.
+      rows: the initial rows of each array.
+    """
+
+    memory: TableMemory
+    ids: np.ndarray
+    missing: np.ndarray
+    rows: Sequence[np.ndarray]
+
+
+def store_together(new: Sequence[NewTableRows]) -> list[np.ndarray]:
+    """Store rows of several blocks that do not exist; return the slots of each block's rows.
+
+    Raises:
+      WireError: the number of rows would exceed a table's limit. No row is stored.
+    """
+    for x in new:
+        x.memory.check_limit(len(x.ids))
+    # The next call of `changed` must return rows that were evicted before.
+    _, evicted = split_counts(np.concatenate([x.missing for x in new]))
+    changed, slots, start = np.maximum(1, -evicted), [], 0
+    for x in new:
+        stop = start + len(x.ids)
+        slots.append(x.memory.append(x.ids, x.rows, changed[start:stop]))
+        start = stop
+    parts = [x.memory.stored.directory for x in new]
+    put_together(parts, [x.ids for x in new], slots, [x.missing for x in new])
+    return slots
+
+
+def take_together(
+    tables: Sequence[tuple[TableMemory, np.ndarray]], size: int
+) -> dict[str, np.ndarray]:
+    """Return rows of several blocks and of their state in one array for each array of a block.
+
+    Args:
+      tables: blocks of tables that form a group, each with the ids of its rows.
+      size: number of rows of each array of the result, which is padded with zeros.
+
+    Returns:
+      The arrays, by the names of the first block's arrays.
+    """
+    found = {}
+    for n, x in tables[0][0].arrays.items():
+        found[n] = np.empty((size, *x.shape[1:]), x.dtype)
+    start = 0
+    for memory, ids in tables:
+        stop = start + len(ids)
+        memory.copy_rows(ids, [x[start:stop] for x in found.values()])
+        start = stop
+    for x in found.values():
+        x[start:] = 0
+    return found
 
 
 def final_arrays(memory: Mapping[str, TableMemory]) -> dict[str, Any]:
