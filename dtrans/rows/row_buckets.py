@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -78,6 +79,19 @@ class RowBuckets:
         """
         bucket = ids % self.count
         return np.flatnonzero((bucket >= self.start) & (bucket < self.stop) & (ids < self.size))
+
+    def parts_of(self, ids: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return for each array of ids: positions (see `among`), and indices in this block."""
+        numbers = ids[0] if len(ids) == 1 else np.concatenate(ids)
+        at = self.among(numbers)
+        local = self.local(numbers[at])
+        if len(ids) == 1:
+            return [(at, local)]
+        starts = np.cumsum([0, *map(len, ids)])
+        ends = np.searchsorted(at, starts)
+        at -= np.repeat(starts[:-1], np.diff(ends))
+        bounds = ends.tolist()
+        return [(at[a:b], local[a:b]) for a, b in itertools.pairwise(bounds)]
 
     def along(self, row: RowAxis) -> RowBuckets:
         """Return these rows as entries of a value that has `row.width` entries for each row."""

@@ -91,6 +91,10 @@ class RowRange:
         """Return the slice of sorted `ids` that selects the ids in this range."""
         return slice(*np.searchsorted(ids, (self.start, self.stop)).tolist())
 
+    def parts_of(self, ids: Sequence[np.ndarray]) -> list[tuple[slice, np.ndarray]]:
+        """Return for each array of sorted ids: the slice of the ids in this range, and indices."""
+        return [(at := self.among(x), x[at] - self.start) for x in ids]
+
     @property
     def index(self) -> slice:
         """NumPy index that selects these rows of an array."""

@@ -6,7 +6,13 @@ import threading
 
 import numpy as np
 
-from dtrans.protocol.tables.row_directory import MISSING, RowDirectory
+from dtrans.protocol.tables.row_directory import (
+    MISSING,
+    DirectoryPart,
+    RowDirectory,
+    find_together,
+    put_together,
+)
 
 
 def test_ids_may_be_any_64_bit_integers() -> None:
@@ -17,6 +23,34 @@ def test_ids_may_be_any_64_bit_integers() -> None:
     found, numbers = directory.items()
     assert found.tolist() == sorted(ids.tolist())
     assert directory.find(found).tolist() == numbers.tolist()
+
+
+def test_blocks_that_share_a_hash_table_do_not_see_each_other() -> None:
+    rng, directory, sizes = np.random.default_rng(0), RowDirectory(), (40, 1, 300, 0)
+    parts, expected, start = [], [dict[int, int]() for _ in sizes], 0
+    for size in sizes:
+        parts.append(DirectoryPart(directory, range(start, start + size)))
+        start += size
+    for _ in range(5):
+        ids = [np.sort(rng.choice(n, n // 5, replace=False)).astype(np.int32) for n in sizes]
+        numbers = [rng.choice((-9, -2, 0, 5), len(x)) for x in ids]
+        before = [part.find(x) for part, x in zip(parts, ids, strict=True)]
+        put_together(parts, ids, numbers, before)
+        for known, x, new in zip(expected, ids, numbers, strict=True):
+            known.update(zip(x.tolist(), new.tolist(), strict=True))
+    parts[1].put(np.array([0]), np.array([5]))
+    expected[1][0] = 5
+
+    everything = [np.arange(n) for n in sizes]
+    found = find_together(parts, everything)
+    for part, known, ids in zip(parts, expected, everything, strict=True):
+        mine, found = found[: len(ids)], found[len(ids) :]
+        assert mine.tolist() == [known.get(i, MISSING) for i in ids.tolist()]
+        assert mine.tolist() == part.find(ids).tolist()
+        some, numbers = part.items()
+        assert dict(zip(some.tolist(), numbers.tolist(), strict=True)) == known
+        assert some.tolist() == sorted(known) and part.count == len(known)
+    assert sum(part.nbytes for part in parts) <= directory.nbytes
 
 
 def test_an_entry_takes_32_to_64_bytes() -> None:

@@ -18,7 +18,7 @@ from dtrans.errors import DtransError, LostPeerError
 from dtrans.protocol.epochs import NewEpoch
 from dtrans.protocol.server.trainer_rounds import RESULTS
 from dtrans.protocol.server_blocks import RowGradient
-from dtrans.protocol.tables.table_rows import runs_of, wanted_of
+from dtrans.protocol.tables.table_rows import block_parts, runs_of, wanted_of
 from dtrans.protocol.trainer.announced_lookups import LookedUp
 from dtrans.protocol.trainer.epoch_member import EpochMember
 from dtrans.protocol.trainer.operation import Operation
@@ -257,8 +257,9 @@ class SimulatedTrainer(Process):
 
     def _room_for(self, ids: np.ndarray) -> LookedUp:
         rows, table = np.empty(len(ids), np.float32), table_of(self.case)
-        wanted = wanted_of(ids, rows, epmap=table.endpoints, names=table.names, spans=table.spans)
-        return LookedUp("t", ids, rows, wanted)
+        (parts,) = block_parts([ids], [table.spans])
+        wanted = wanted_of(rows, epmap=table.endpoints, names=table.names, parts=parts)
+        return LookedUp("t", ids, rows, wanted, parts)
 
     def _row_gradients(self, step: int) -> list[tuple[str, np.ndarray]]:
         """Return the gradients of the rows that a step looked up, for each block of the table."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dtrans.errors import BatchError
+from dtrans.ir.selection import values_at
 from dtrans.protocol.server_blocks import RowGradient
 
 
@@ -17,6 +18,10 @@ from dtrans.protocol.server_blocks import RowGradient
 WantedRows = tuple[str, str, np.ndarray, np.ndarray]
 
 Arrays = dict[str, np.ndarray]  # arrays by name of a block
+
+# A block's part of sorted row ids of its table: the positions of these rows, and their ids in the
+# block
+BlockPart = tuple[slice | np.ndarray, np.ndarray]
 
 
 INT32 = (-(2**31), 2**31 - 1)  # smallest and largest 32-bit integer
@@ -64,41 +69,57 @@ def unique_ids(
       dtrans.errors.BatchError: lookup 0 of params/emb asks for row 9 at [1, 1]; the table has rows
         0 to 8...
     """
-    arrays = []
-    # JAX truncates ids to 32 bits, so a larger id would select another row.
-    limits = {"error": (0, rows - 1), "clip": INT32, "drop": INT32}
+    parts = []
     for i, x in enumerate(map(np.asarray, ids)):
-        how = outside[i] if outside else "error"
-        low, high = limits[how]
-        if not np.issubdtype(x.dtype, np.integer):
-            first = ""
-            if x.size:
-                first = f" {x.flat[0]} at [{', '.join('0' * x.ndim)}]{whose}"
-            raise BatchError(
-                f"lookup {i} of {table} has the row id{first} of dtype {x.dtype.name}, expected "
-                "integers"
-            )
-        if x.size and (x.min() < low or x.max() > high):
-            at = np.unravel_index(np.argmax((x < low) | (x > high)), x.shape)
-            raise BatchError(
-                f"lookup {i} of {table} asks for row {x[at]} at "
-                f"[{', '.join(map(str, at))}]{whose}; the table has rows 0 to {rows - 1} "
-                "(negative ids of your batch, which count from the end, are converted before "
-                "this check). "
-                f"{_REMEDIES[how]}"
-            )
-        x = x.reshape(-1).astype(np.int32)
-        if how == "drop":
-            x = x[(x >= 0) & (x < rows)]
-        arrays.append(np.clip(x, 0, rows - 1))
-    found = sorted_once(np.concatenate(arrays))
+        parts.append(_sorted_ids(x, i, table, rows, outside[i] if outside else "error", whose))
+    found = parts[0] if len(parts) == 1 else np.sort(np.concatenate(parts))
+    found = drop_repeated(found)
     if len(found) > size:
         raise BatchError(
             f"the step computes gradients of {len(found)} rows of {table}{whose}, but reads at "
             f"most {size} rows; read each row whose gradient a custom_vjp computes, or leave "
             f"{table} out of sparse"
         )
-    return np.concatenate([found, np.full(size - len(found), rows, np.int32)])
+    padded = np.empty(size, np.int32)
+    padded[: len(found)] = found
+    padded[len(found) :] = rows
+    return padded
+
+
+def _sorted_ids(
+    x: np.ndarray, lookup: int, table: str, rows: int, outside: str, whose: str
+) -> np.ndarray:
+    """Return the sorted 32-bit row ids of one lookup, which may repeat ids (see `unique_ids`)."""
+    if not np.issubdtype(x.dtype, np.integer):
+        first = ""
+        if x.size:
+            first = f" {x.flat[0]} at [{', '.join('0' * x.ndim)}]{whose}"
+        raise BatchError(
+            f"lookup {lookup} of {table} has the row id{first} of dtype {x.dtype.name}, expected "
+            "integers"
+        )
+    # Sorted ids have their smallest and largest id at the ends, so a check reads two numbers.
+    found = np.sort(x.reshape(-1))
+    if not len(found):
+        return found.astype(np.int32)
+    low, high = int(found[0]), int(found[-1])
+    if low >= 0 and high < rows:
+        return found.astype(np.int32, copy=False)
+    # JAX truncates ids to 32 bits, so a larger id would select another row.
+    least, most = (0, rows - 1) if outside == "error" else INT32
+    if low < least or high > most:
+        at = np.unravel_index(np.argmax((x < least) | (x > most)), x.shape)
+        raise BatchError(
+            f"lookup {lookup} of {table} asks for row {x[at]} at "
+            f"[{', '.join(map(str, at))}]{whose}; the table has rows 0 to {rows - 1} "
+            "(negative ids of your batch, which count from the end, are converted before this "
+            "check). "
+            f"{_REMEDIES[outside]}"
+        )
+    found = found.astype(np.int32)
+    if outside == "drop":
+        return found[np.searchsorted(found, 0) : np.searchsorted(found, rows)]
+    return np.clip(found, 0, rows - 1)
 
 
 def sorted_once(numbers: np.ndarray) -> np.ndarray:
@@ -106,13 +127,17 @@ def sorted_once(numbers: np.ndarray) -> np.ndarray:
 
     `numpy.unique` takes ten times as long, because it uses a hash table.
     """
-    found = np.sort(numbers)
-    if not len(found):
-        return found
-    is_first = np.empty(len(found), bool)
+    return drop_repeated(np.sort(numbers))
+
+
+def drop_repeated(numbers: np.ndarray) -> np.ndarray:
+    """Return sorted integers without repetitions."""
+    if not len(numbers):
+        return numbers
+    is_first = np.empty(len(numbers), bool)
     is_first[0] = True
-    np.not_equal(found[1:], found[:-1], out=is_first[1:])
-    return found[is_first]
+    np.not_equal(numbers[1:], numbers[:-1], out=is_first[1:])
+    return numbers[is_first]
 
 
 def are_among(numbers: np.ndarray, others: np.ndarray) -> np.ndarray:
@@ -137,6 +162,9 @@ class BlockRowSet(Protocol):
     def among(self, ids: np.ndarray) -> slice | np.ndarray:
         """Return the positions of the block's rows in `ids`, which are increasing table row ids."""
 
+    def parts_of(self, ids: Sequence[np.ndarray]) -> Sequence[BlockPart]:
+        """Return the block's part of the increasing row ids of each of several tables."""
+
     def local(self, ids: np.ndarray) -> np.ndarray:
         """Convert row ids in the table to row ids in the block."""
 
@@ -160,6 +188,10 @@ class RowRun:
         """Return the positions of the block's rows in `ids`, which are increasing table row ids."""
         return slice(*np.searchsorted(ids, (self.start, self.start + self.rows)).tolist())
 
+    def parts_of(self, ids: Sequence[np.ndarray]) -> list[BlockPart]:
+        """Return the block's part of the increasing row ids of each of several tables."""
+        return [(at := self.among(x), x[at] - self.start) for x in ids]
+
     def local(self, ids: np.ndarray) -> np.ndarray:
         """Convert row ids in the table to row ids in the block."""
         return ids - self.start
@@ -178,28 +210,36 @@ def runs_of(sections: Sequence[int]) -> list[RowRun]:
     return runs
 
 
-# For each block of a table, the positions of its rows in sorted row ids of the table.
-Positions = Sequence[slice | np.ndarray]
+def block_parts(
+    ids: Sequence[np.ndarray], spans: Sequence[Sequence[BlockRowSet]]
+) -> list[list[BlockPart]]:
+    """Return each block's part of the row ids of several tables, as one list for each table.
 
-
-def positions_of(uniq: np.ndarray, spans: Sequence[BlockRowSet]) -> Positions:
-    """Return the positions of each block's rows in increasing table row ids.
+    One pass over the ids of all tables with equal blocks computes them, because NumPy takes as long
+    for a call as for the few ids of a small table.
 
     Args:
-      uniq: increasing row ids in the table.
-      spans: set of the table's rows that each block contains.
+      ids: for each table, increasing row ids. Ids after the table's last row are padding.
+      spans: for each table, the set of its rows that each block contains.
     """
-    return [span.among(uniq) for span in spans]
+    found: list[list[BlockPart]] = [[] for _ in ids]
+    alike: dict[Sequence[BlockRowSet], list[int]] = {}
+    for i, blocks in enumerate(spans):
+        alike.setdefault(tuple(blocks), []).append(i)
+    for blocks, tables in alike.items():
+        rows = values_at(ids, tables)
+        for span in blocks:
+            for i, part in zip(tables, span.parts_of(rows), strict=True):
+                found[i].append(part)
+    return found
 
 
 def wanted_of(
-    uniq: np.ndarray,
     rows: np.ndarray,
     *,
     epmap: Sequence[str],
     names: Sequence[str],
-    spans: Sequence[BlockRowSet],
-    positions: Positions | None = None,
+    parts: Sequence[BlockPart],
 ) -> list[WantedRows]:
     """Split a lookup of table rows by the blocks that store them, each on one server.
 
@@ -208,29 +248,28 @@ def wanted_of(
     them.
 
     Args:
-      uniq: increasing row ids in the table. Ids after the table's last row are padding.
-      rows: memory for the rows of `uniq`. The rows of padding are set to zero.
+      rows: memory for the rows. The rows of padding are set to zero.
       epmap: endpoint of each block's server.
       names: name of each block.
-      spans: set of the table's rows that each block contains.
-      positions: result of `positions_of`, if the caller has it.
+      parts: each block's part of the row ids (see `block_parts`).
 
     Example:
       >>> import numpy as np
-      >>> from dtrans.protocol.tables.table_rows import runs_of, wanted_of
-      >>> rows = np.ones((3, 2))
+      >>> from dtrans.protocol.tables.table_rows import block_parts, runs_of, wanted_of
+      >>> (parts,) = block_parts([np.array([0, 5, 9])], [runs_of((4, 5))])
       >>> names = ("emb.block0", "emb.block1")
-      >>> blocks = {"epmap": ("here", "there"), "names": names, "spans": runs_of((4, 5))}
-      >>> wanted = wanted_of(np.array([0, 5, 9]), rows, **blocks)
+      >>> wanted = wanted_of(np.ones((3, 2)), epmap=("here", "there"), names=names, parts=parts)
       >>> [(ep, name, ids.tolist(), len(x)) for ep, name, ids, x in wanted]
       [('here', 'emb.block0', [0], 1), ('there', 'emb.block1', [1], 1)]
     """
-    rows[np.searchsorted(uniq, sum(x.rows for x in spans)) :] = 0
-    if positions is None:
-        positions = positions_of(uniq, spans)
+    # Each row is in one block, and padding comes after the rows.
+    rows[sum(len(ids) for _, ids in parts) :] = 0
     wanted = []
-    for endpoint, name, span, at in zip(epmap, names, spans, positions, strict=True):
-        wanted.append((endpoint, name, span.local(uniq[at]), rows[at]))
+    for endpoint, name, (at, ids) in zip(epmap, names, parts, strict=True):
+        memory = (
+            rows[at] if isinstance(at, slice) else np.empty((len(at), *rows.shape[1:]), rows.dtype)
+        )
+        wanted.append((endpoint, name, ids, memory))
     return wanted
 
 
@@ -243,15 +282,16 @@ def by_server(wanted: Sequence[WantedRows]) -> dict[str, tuple[Arrays, Arrays]]:
     return found
 
 
-def put_in_place(rows: np.ndarray, wanted: Sequence[WantedRows], positions: Positions) -> None:
+def put_in_place(
+    rows: np.ndarray, wanted: Sequence[WantedRows], parts: Sequence[BlockPart]
+) -> None:
     """Copy rows that were received into separate memory to `rows` (see `wanted_of`).
 
     Args:
-      rows: argument `rows` of `wanted_of`.
+      rows, parts: arguments of `wanted_of`.
       wanted: result of `wanted_of`.
-      positions: result of `positions_of` for the lookup.
     """
-    for (*_, came), at in zip(wanted, positions, strict=True):
+    for (*_, came), (at, _) in zip(wanted, parts, strict=True):
         if not isinstance(at, slice):
             rows[at] = came
 

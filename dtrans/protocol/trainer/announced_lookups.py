@@ -9,7 +9,7 @@ import numpy as np
 
 from dtrans.errors import StateError
 from dtrans.protocol.tables import rows_ahead
-from dtrans.protocol.tables.table_rows import WantedRows, by_server
+from dtrans.protocol.tables.table_rows import BlockPart, WantedRows, by_server
 from dtrans.protocol.trainer.trainer_line import TrainerLine
 
 
@@ -22,12 +22,14 @@ class LookedUp:
       uniq: increasing row ids of the lookup.
       rows: memory that receives the rows.
       wanted: the lookup in each block of the table.
+      parts: each block's part of the row ids.
     """
 
     table: str
     uniq: np.ndarray
     rows: np.ndarray
     wanted: Sequence[WantedRows]
+    parts: Sequence[BlockPart]
 
 
 class AnnouncedLookups:

@@ -14,7 +14,7 @@ import numpy as np
 
 from dtrans._jax import JaxprEqn
 from dtrans.ops import DELTA
-from dtrans.protocol.tables.table_rows import Positions, WantedRows, positions_of, wanted_of
+from dtrans.protocol.tables.table_rows import BlockPart, WantedRows, block_parts, wanted_of
 from dtrans.protocol.trainer.traffic import Leaf
 
 
@@ -56,30 +56,26 @@ def sent_blocks(eqn: JaxprEqn, values: Sequence[Any]) -> list[tuple[str, str, An
     return list(zip(p["epmap"], p["names"], values, strict=True))
 
 
-def positions_in(eqn: JaxprEqn, uniq: np.ndarray) -> Positions:
-    """Divide ids of table rows among the blocks of the table: return their positions in the ids.
+def parts_in(eqns: Sequence[JaxprEqn], ids: Sequence[np.ndarray]) -> list[list[BlockPart]]:
+    """Divide ids of rows of several tables among the blocks of each table (see `block_parts`).
 
     Args:
-      eqn: a `prefetch` or `send_rows` equation, which has the rows of each block.
-      uniq: sorted ids of rows.
+      eqns: a `prefetch` or `send_rows` equation for each table.
+      ids: sorted ids of rows of each table.
     """
-    return positions_of(uniq, eqn.params["spans"])
+    return block_parts(ids, [eqn.params["spans"] for eqn in eqns])
 
 
-def rows_wanted(
-    eqn: JaxprEqn, uniq: np.ndarray, rows: np.ndarray, positions: Positions
-) -> list[WantedRows]:
+def rows_wanted(eqn: JaxprEqn, rows: np.ndarray, parts: Sequence[BlockPart]) -> list[WantedRows]:
     """Return the requests for rows of a table: for each server, the ids and memory for the rows.
 
     Args:
       eqn: a `prefetch` equation.
-      uniq: sorted ids of the rows.
       rows: memory for the rows.
-      positions: the positions of each server's rows in `uniq`.
+      parts: each block's part of the row ids.
     """
     p = eqn.params
-    where = {"epmap": p["epmap"], "names": p["names"], "spans": p["spans"]}
-    return wanted_of(uniq, rows, positions=positions, **where)
+    return wanted_of(rows, epmap=p["epmap"], names=p["names"], parts=parts)
 
 
 def drop_padding(uniq: np.ndarray, table: Leaf) -> np.ndarray:

@@ -44,7 +44,7 @@ from dtrans.run.base.batch import on_one_device
 from dtrans.run.executor import Executor, cut_for_role, put_on_device
 from dtrans.run.net.epoch_log import EpochRecord, members_of_steps, read_log
 from dtrans.run.parameter_server.equation_leaves import (
-    positions_in,
+    parts_in,
     received_leaf,
     rows_wanted,
     sent_blocks,
@@ -405,11 +405,11 @@ class _ReplayedTrainer:
     def _prefetch(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         (uniq,), (t,) = values, eqn.params["types"]
         rows = np.empty(t.shape, t.dtype)
-        positions = positions_in(eqn, uniq)
-        wanted = rows_wanted(eqn, uniq, rows, positions)
+        (parts,) = parts_in([eqn], [uniq])
+        wanted = rows_wanted(eqn, rows, parts)
         for ep, name, ids, memory in wanted:
             memory[...] = self._servers[ep].update.rows(name, ids, train=True)
-        put_in_place(rows, wanted, positions)
+        put_in_place(rows, wanted, parts)
         return [rows]
 
     def _send_rows(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:

@@ -7,8 +7,8 @@ Equations record lookups. One request to each server then receives the rows of a
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -16,9 +16,9 @@ from dtrans._jax import JaxprEqn
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.tables.cached_rows import CachedRows
 from dtrans.protocol.tables.table_rows import (
-    Positions,
+    BlockPart,
     WantedRows,
-    positions_of,
+    block_parts,
     put_in_place,
     wanted_of,
 )
@@ -26,7 +26,7 @@ from dtrans.protocol.trainer.traffic import Leaf
 from dtrans.run.parameter_server.equation_leaves import (
     drop_padding,
     leaf_of,
-    positions_in,
+    parts_in,
     rows_wanted,
 )
 
@@ -42,14 +42,14 @@ class _Lookup:
     Attributes:
       eqn: the equation that looks the rows up.
       rows: memory for the rows.
-      positions: the positions of each block's rows in the sorted ids of the lookup.
+      parts: each block's part of the sorted ids of the lookup.
       wanted: the rows of each block (`wanted_of`).
       finish: function to call when the rows have arrived.
     """
 
     eqn: JaxprEqn
     rows: np.ndarray
-    positions: Positions
+    parts: Sequence[BlockPart]
     wanted: Sequence[WantedRows]
     finish: Callable[[], object]
 
@@ -97,9 +97,9 @@ class BackgroundLookups:
     def _add(
         self, eqn: JaxprEqn, ids: np.ndarray, rows: np.ndarray, finish: Callable[[], object]
     ) -> None:
-        positions = positions_in(eqn, ids)
-        wanted = rows_wanted(eqn, ids, rows, positions) if len(ids) else []
-        self._pending.append(_Lookup(eqn, rows, positions, wanted, finish))
+        (parts,) = parts_in([eqn], [ids])
+        wanted = rows_wanted(eqn, rows, parts) if len(ids) else []
+        self._pending.append(_Lookup(eqn, rows, parts, wanted, finish))
 
     def receive(self, receive: Callable[[str, Sequence[WantedRows]], object]) -> None:
         """Receive the rows of all recorded lookups.
@@ -116,7 +116,7 @@ class BackgroundLookups:
             receive(f"trainer {pending[0].eqn.params['trainer_id']}", wanted)
         for x in pending:
             if x.wanted:
-                put_in_place(x.rows, x.wanted, x.positions)
+                put_in_place(x.rows, x.wanted, x.parts)
             x.finish()
 
 
@@ -131,17 +131,15 @@ def receive_local_rows(
       receive: function that receives rows.
     """
     found: dict[str, np.ndarray] = {}
-    parts: dict[str, tuple[list[WantedRows], Positions]] = {}
-    wanted: list[WantedRows] = []
-    for table, numbers in ids.items():
+    lookups: dict[str, list[WantedRows]] = {}
+    all_parts = block_parts(list(ids.values()), [leaves[n].spans for n in ids])
+    for (table, numbers), parts in zip(ids.items(), all_parts, strict=True):
         leaf = leaves[table]
         found[table] = np.empty((len(numbers), *leaf.shape[1:]), leaf.dtype)
-        at: dict[str, Any] = {"epmap": leaf.endpoints, "names": leaf.names, "spans": leaf.spans}
-        positions = positions_of(numbers, leaf.spans)
-        part = wanted_of(numbers, found[table], positions=positions, **at)
-        parts[table] = part, positions
-        wanted += part
-    receive(wanted)
-    for table, (rows, positions) in parts.items():
-        put_in_place(found[table], rows, positions)
+        lookups[table] = wanted_of(
+            found[table], epmap=leaf.endpoints, names=leaf.names, parts=parts
+        )
+    receive(list(itertools.chain.from_iterable(lookups.values())))
+    for (table, rows), parts in zip(lookups.items(), all_parts, strict=True):
+        put_in_place(found[table], rows, parts)
     return found

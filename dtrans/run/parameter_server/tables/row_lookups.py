@@ -9,6 +9,8 @@ send_rows  sends gradients of rows to the servers of the rows
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,10 +18,25 @@ import numpy as np
 
 from dtrans._jax import JaxprEqn
 from dtrans.protocol.buffers import BufferPool
-from dtrans.protocol.tables.table_rows import Positions, WantedRows, put_in_place
+from dtrans.protocol.tables.table_rows import BlockPart, WantedRows, put_in_place
 from dtrans.protocol.trainer.announced_lookups import LookedUp
-from dtrans.run.parameter_server.equation_leaves import positions_in, rows_wanted
+from dtrans.run.parameter_server.equation_leaves import parts_in, rows_wanted
 from dtrans.run.parameter_server.server_connections import ServerConnections
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Lookup:
+    """Lookup of one table's rows that a `prefetch` has recorded.
+
+    Attributes:
+      eqn: the `prefetch` equation.
+      uniq: increasing row ids of the lookup.
+      rows: memory that receives the rows.
+    """
+
+    eqn: JaxprEqn
+    uniq: np.ndarray
+    rows: np.ndarray
 
 
 class RowLookups:
@@ -32,10 +49,12 @@ class RowLookups:
     def __init__(self, connections: ServerConnections) -> None:
         self._connections = connections
         self._steps = connections.steps
-        self._pending: list[tuple[JaxprEqn, LookedUp]] = []
+        # lookups whose rows are not requested yet: equation, ids, and memory for the rows
+        self._pending: list[_Lookup] = []
         self._pool = BufferPool()
-        # name of a table -> the last row ids, and the positions of each block's rows in them
-        self._positions: dict[str, tuple[np.ndarray, Positions]] = {}
+        # Name of a table -> the row ids of the last lookup, and each block's part of them. A step
+        # has a new array of ids, which nothing changes afterwards, so the array itself is the key.
+        self._parts: dict[str, tuple[np.ndarray, Sequence[BlockPart]]] = {}
 
     def prefetch(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         """Return an array for the rows of a `prefetch`.
@@ -46,45 +65,43 @@ class RowLookups:
         self._connections.identify(eqn)
         (uniq,) = values
         now = self._connections.link(eqn.params["epmap"][0]).line.step
-        found = self._steps.announced.take(eqn.params["table"], uniq, now)
-        if found is None:
-            found = self._allocate(eqn, uniq)
-            self._pending.append((eqn, found))
-        else:
-            put_in_place(found.rows, found.wanted, self._positions_in(eqn, uniq))
-        return [found.rows]
-
-    def _positions_in(self, eqn: JaxprEqn, uniq: np.ndarray) -> Positions:
-        """Return the positions of each block's rows in a step's row ids of a table.
-
-        A step needs them to request rows, to receive them, and to send their gradients. They are
-        computed once, because many small tables would pay for each computation. Each step has a
-        new array of ids, which nothing changes afterwards, so the array itself is the key.
-        """
         table = eqn.params["table"]
-        known = self._positions.get(table)
-        if known is None or known[0] is not uniq:
-            known = self._positions[table] = uniq, positions_in(eqn, uniq)
-        return known[1]
+        found = self._steps.announced.take(table, uniq, now)
+        if found is not None:
+            put_in_place(found.rows, found.wanted, found.parts)
+            self._parts[table] = uniq, found.parts
+            return [found.rows]
+        lookup = self._allocate(eqn, uniq)
+        self._pending.append(lookup)
+        return [lookup.rows]
 
-    def _allocate(self, eqn: JaxprEqn, uniq: np.ndarray) -> LookedUp:
+    def _allocate(self, eqn: JaxprEqn, uniq: np.ndarray) -> _Lookup:
         """Allocate an array for the rows that a `prefetch` looks up."""
-        table, (t,) = eqn.params["table"], eqn.params["types"]
-        rows = self._pool.take(f"{table} rows", t.shape, t.dtype)
-        wanted = rows_wanted(eqn, uniq, rows, self._positions_in(eqn, uniq))
-        return LookedUp(table, uniq, rows, wanted)
+        (t,) = eqn.params["types"]
+        rows = self._pool.take(f"{eqn.params['table']} rows", t.shape, t.dtype)
+        return _Lookup(eqn, uniq, rows)
+
+    def _look_up(self, lookups: Sequence[_Lookup]) -> list[LookedUp]:
+        """Split lookups of a step into lookups of blocks, in one pass over all tables."""
+        found = []
+        parts = parts_in([x.eqn for x in lookups], [x.uniq for x in lookups])
+        for x, blocks in zip(lookups, parts, strict=True):
+            table = x.eqn.params["table"]
+            wanted = rows_wanted(x.eqn, x.rows, blocks)
+            found.append(LookedUp(table, x.uniq, x.rows, wanted, blocks))
+        return found
 
     def receive(self) -> None:
         """Request and receive the rows of all recorded lookups."""
         pending, self._pending = self._pending, []
         if not pending:
             return
-        wanted: list[WantedRows] = []
-        for _, lookup in pending:
-            wanted += lookup.wanted
+        found = self._look_up(pending)
+        wanted = list(itertools.chain.from_iterable(x.wanted for x in found))
         self._connections.run(self._steps.prefetch(wanted, train=True))
-        for eqn, x in pending:
-            put_in_place(x.rows, x.wanted, self._positions_in(eqn, x.uniq))
+        for x in found:
+            put_in_place(x.rows, x.wanted, x.parts)
+            self._parts[x.table] = x.uniq, x.parts
 
     def announce(self, lookups: Sequence[tuple[JaxprEqn, np.ndarray]]) -> None:
         """Request the rows of a later step without waiting for them.
@@ -94,7 +111,7 @@ class RowLookups:
         """
         for eqn, _ in lookups:
             self._connections.identify(eqn)
-        self._steps.announced.add([self._allocate(eqn, uniq) for eqn, uniq in lookups])
+        self._steps.announced.add(self._look_up([self._allocate(*x) for x in lookups]))
 
     def look_up(
         self, eqn: JaxprEqn, ids: np.ndarray, ask: Callable[[Sequence[WantedRows]], bool]
@@ -109,11 +126,11 @@ class RowLookups:
         """
         t = eqn.params["types"][0]
         rows = np.empty((len(ids), *t.shape[1:]), t.dtype)
-        positions = positions_in(eqn, ids)
-        wanted = rows_wanted(eqn, ids, rows, positions)
+        (parts,) = parts_in([eqn], [ids])
+        wanted = rows_wanted(eqn, rows, parts)
         if not ask(wanted):
             self._connections.run(self._steps.prefetch(wanted, train=False))
-        put_in_place(rows, wanted, positions)
+        put_in_place(rows, wanted, parts)
         return rows
 
     def send_rows(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
@@ -125,7 +142,10 @@ class RowLookups:
         """
         self._connections.identify(eqn)
         p, (uniq, grad) = eqn.params, values
-        gradient, positions = np.asarray(grad), self._positions_in(eqn, uniq)
-        for ep, name, at in zip(p["epmap"], p["names"], positions, strict=True):
+        gradient = np.asarray(grad)
+        ids, parts = self._parts[p["table"]]
+        if ids is not uniq:
+            (parts,) = parts_in([eqn], [uniq])
+        for ep, name, (at, _) in zip(p["epmap"], p["names"], parts, strict=True):
             self._steps.send(ep, name, gradient[at])
         return [None]

@@ -21,7 +21,7 @@ from dtrans.ir.selection import subset
 from dtrans.ops.moved_rows import trace_move
 from dtrans.parameter_server.tables.touched_rows import TableBlock, room_for
 from dtrans.protocol.server_blocks import RowGradient
-from dtrans.protocol.tables.table_rows import BlockRowSet, positions_of, put_in_place, wanted_of
+from dtrans.protocol.tables.table_rows import BlockRowSet, block_parts, put_in_place, wanted_of
 from dtrans.run.parameter_server.tables.missed_steps import MissedSteps, pad
 from dtrans.run.parameter_server.tables.row_updates import (
     all_ids,
@@ -97,22 +97,22 @@ def fetch_rows(eqn: JaxprEqn, uniq: Any, give: Callable[[str, str, Any], Any]) -
         block's name, and padded ids in the block.
     """
     p, (t, *_) = eqn.params, eqn.params["types"]
-    where = subset(p, ("epmap", "names", "spans"))
+    where = subset(p, ("epmap", "names"))
 
     def ask(numbers: Sequence[Any], _: Sequence[Any]) -> list[np.ndarray]:
-        wanted = wanted_of(numbers[0], np.zeros(len(numbers[0])), **where)
+        (blocks,) = block_parts(numbers, [p["spans"]])
         asked = []
-        for (_server, _name, ids, _memory), span in zip(wanted, p["spans"], strict=True):
+        for (_at, ids), span in zip(blocks, p["spans"], strict=True):
             asked.append(pad_ids(ids, len(numbers[0]), span.rows))
         return asked
 
     def land(numbers: Sequence[Any], parts: Sequence[Any]) -> list[np.ndarray]:
         rows = np.zeros(t.shape, np.int64)
-        positions = positions_of(numbers[0], p["spans"])
-        wanted = wanted_of(numbers[0], rows, positions=positions, **where)
+        (blocks,) = block_parts(numbers, [p["spans"]])
+        wanted = wanted_of(rows, parts=blocks, **where)
         for (_, _, ids, memory), part in zip(wanted, parts, strict=True):
             memory[...] = part[: len(ids)]
-        put_in_place(rows, wanted, positions)
+        put_in_place(rows, wanted, blocks)
         return [rows]
 
     asked = trace_move(ask, [uniq], [], [(uniq.shape, np.int32)] * len(p["names"]))
