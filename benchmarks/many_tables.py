@@ -33,7 +33,7 @@ import dtrans
 
 
 ROWS, WIDTH, BATCH = 20_000, 16, 128
-WARM, STEPS, PAIRS = 60, 20, 9
+WARM, STEPS, PAIRS = 300, 40, 9
 tx = optax.adagrad(0.1)
 
 

@@ -14,7 +14,7 @@ have the same `counts`. A trainer sends all of them before the next request with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -187,9 +187,11 @@ class RowRequests:
             return None
         self._begun.pop(key, None)
         found = {blocks[label]: ids for label, ids in inbox.memory.items()}
+        all_increase = _increase(list(found.values()))
         for name, ids in found.items():
             rows = self._tables[name].rows
-            if len(ids) and (ids[0] < 0 or ids[-1] >= rows or np.any(ids[1:] <= ids[:-1])):
+            is_inside = not len(ids) or (ids[0] >= 0 and ids[-1] < rows)
+            if not is_inside or not (all_increase or _increase([ids])):
                 raise WireError(
                     f"trainer {k} sends row ids of {name} that are not increasing numbers from 0 "
                     f"to {rows - 1}"
@@ -250,3 +252,13 @@ class RowRequests:
         return self._backups.get((k, name)) or RowGradient(
             np.empty(0, np.int32), np.empty((0, *t.row), t.dtype)
         )
+
+
+def _increase(arrays: Sequence[np.ndarray]) -> bool:
+    """Return True if the numbers of each array increase; one pass compares all of them."""
+    numbers = np.concatenate(arrays)
+    increases = numbers[1:] > numbers[:-1]
+    # The last number of an array may be larger than the first one of the next array.
+    ends = np.cumsum([len(x) for x in arrays])
+    increases[ends[(ends > 0) & (ends < len(numbers))] - 1] = True
+    return bool(increases.all())

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans.parameter_server.tables.touched_rows import LEAST
-from dtrans.protocol.tables.row_directory import find_together
 from dtrans.run.base.lowered import jitted_once
 from dtrans.run.parameter_server.tables.new_rows import RowMaker
 from dtrans.run.parameter_server.tables.table_memory import (
     NewTableRows,
     TableMemory,
+    find_slots,
     store_together,
 )
 
@@ -46,44 +46,36 @@ class GroupedRows:
     def create(self, ids: Mapping[str, np.ndarray]) -> None:
         """Initialize and store the rows that do not exist.
 
-        One search finds the rows of all tables, because a search in each of many tables would take
-        longer than the update of their rows.
-
         Args:
           ids: sorted ids of rows in each block, by the block's name.
         """
-        tables: list[TableMemory] = []
-        wanted: list[np.ndarray] = []
+        wanted: list[tuple[TableMemory, np.ndarray]] = []
         for name, rows in ids.items():
             table = self._memory.get(name)
             if table is not None and table.maker is not None and table.table.row_filter is None:
-                tables.append(table)
-                wanted.append(rows)
-        if not tables:
+                wanted.append((table, rows))
+        if not wanted:
             return
-        slots = find_together([t.stored.directory for t in tables], wanted)
-        ends = np.cumsum([len(rows) for rows in wanted])
-        found = np.split(slots, ends[:-1])
-        is_new = slots < 0
+        found = find_slots(wanted)
+        ends = np.cumsum(list(map(len, found)))
+        is_new = np.concatenate(found) < 0
         if is_new.any():
             # the number of new rows up to the end of each table
             counts = np.concatenate([[0], np.cumsum(is_new)])[ends]
-            self._store(tables, wanted, found, np.diff(counts, prepend=0))
-        for table, rows, its_slots in zip(tables, wanted, found, strict=True):
-            table.note_slots(rows, its_slots)
+            self._store(wanted, found, np.diff(counts, prepend=0))
+        for (table, rows), slots in zip(wanted, found, strict=True):
+            table.note_slots(rows, slots)
 
     def _store(
         self,
-        tables: Sequence[TableMemory],
-        wanted: Sequence[np.ndarray],
+        wanted: Sequence[tuple[TableMemory, np.ndarray]],
         found: Sequence[np.ndarray],
         counts: np.ndarray,
     ) -> None:
         """Initialize and store rows that do not exist, and set their slots in `found`.
 
         Args:
-          tables: the blocks of tables.
-          wanted: ids of rows in each block.
+          wanted: blocks of tables, each with ids of its rows.
           found: for each block, the slots of these rows; negative for a row that does not exist.
           counts: number of rows of each block that do not exist.
         """
@@ -92,11 +84,11 @@ class GroupedRows:
         for i in np.flatnonzero(counts).tolist():
             places = np.flatnonzero(found[i] < 0)
             at.append((found[i], places))
-            new.append((tables[i], wanted[i][places]))
+            new.append((wanted[i][0], wanted[i][1][places]))
         stored = []
-        rows = self._initialize(new)
-        for (table, numbers), (slots, places), initial in zip(new, at, rows, strict=True):
-            stored.append(NewTableRows(table, numbers, slots[places], initial))
+        initial = self._initialize(new)
+        for (table, ids), (slots, places), rows in zip(new, at, initial, strict=True):
+            stored.append(NewTableRows(table, ids, slots[places], rows))
         for (slots, places), its_slots in zip(at, store_together(stored), strict=True):
             slots[places] = its_slots
 

@@ -68,6 +68,11 @@ class StoredRows:
         return self.changed_at, self.seen, self._ids
 
     @property
+    def has_gaps(self) -> bool:
+        """True if rows may be added and removed; False if all rows exist."""
+        return self._directory is not None
+
+    @property
     def directory(self) -> DirectoryPart:
         """The block's part of the hash table, if rows may be added."""
         assert self._directory is not None

@@ -36,7 +36,12 @@ from dtrans.errors import StateError, WireError
 from dtrans.ir.selection import values_at
 from dtrans.parameter_server.tables.touched_rows import TableBlock
 from dtrans.protocol.server_blocks import RowGradient
-from dtrans.protocol.tables.row_directory import DirectoryPart, RowDirectory, put_together
+from dtrans.protocol.tables.row_directory import (
+    DirectoryPart,
+    RowDirectory,
+    find_together,
+    put_together,
+)
 from dtrans.protocol.tables.table_rows import are_among, sorted_once
 from dtrans.run.parameter_server.tables.missed_steps import RESTS, MissedSteps
 from dtrans.run.parameter_server.tables.new_rows import KnownRows, NewRows, RowMaker
@@ -358,6 +363,10 @@ class TableMemory:
             found[new] = self.maker(new)[list(self.arrays).index(name)]
         return found
 
+    def must_find(self, ids: np.ndarray) -> bool:
+        """Return True if the slots of rows are only known after a search."""
+        return self.stored.has_gaps and ids is not self._found[0]
+
     def note_slots(self, ids: np.ndarray, slots: np.ndarray) -> None:
         """Record the slots of rows, which a search in several tables has found."""
         self._found = ids, slots
@@ -501,6 +510,20 @@ def store_together(new: Sequence[NewTableRows]) -> list[np.ndarray]:
     return slots
 
 
+def find_slots(tables: Sequence[tuple[TableMemory, np.ndarray]]) -> list[np.ndarray]:
+    """Return the slots of rows of several blocks as views of one array.
+
+    One search finds the rows of all blocks, because a search in each of many blocks would take
+    longer than the update of their rows.
+
+    Args:
+      tables: blocks with a hash table, each with the ids of its rows.
+    """
+    ids = [x for _, x in tables]
+    slots = find_together([t.stored.directory for t, _ in tables], ids)
+    return np.split(slots, np.cumsum(list(map(len, ids)))[:-1])
+
+
 def take_together(
     tables: Sequence[tuple[TableMemory, np.ndarray]], size: int
 ) -> dict[str, np.ndarray]:
@@ -513,6 +536,10 @@ def take_together(
     Returns:
       The arrays, by the names of the first block's arrays.
     """
+    sought = [x for x in tables if x[0].must_find(x[1])]
+    if len(sought) > 1:
+        for (memory, ids), slots in zip(sought, find_slots(sought), strict=True):
+            memory.note_slots(ids, slots)
     found = {}
     for n, x in tables[0][0].arrays.items():
         found[n] = np.empty((size, *x.shape[1:]), x.dtype)
