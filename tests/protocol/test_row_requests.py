@@ -61,6 +61,30 @@ def test_a_request_names_the_rows_of_several_tables(
     assert {n: len(x) for n, x in grads.memory.items()} == {"t@GRAD": 1, "u@GRAD": 2}
 
 
+@pytest.mark.parametrize(
+    ("ids", "wrong"),
+    [
+        ({"t": [7, 9], "u": [2, 9]}, ""),
+        ({"t": [], "u": [0]}, ""),
+        ({"t": [5], "u": []}, ""),
+        ({"t": [1, 2], "u": [4, 4]}, "u"),
+        ({"t": [5, 3], "u": [8, 9]}, "t"),
+        ({"t": [], "u": [3, 2]}, "u"),
+    ],
+)
+def test_row_ids_increase_in_each_table_of_a_request(ids: dict[str, list[int]], wrong: str) -> None:
+    requests = RowRequests("here:1", TABLES)
+    said: list[wire.Message] = []
+    line_of(said).prefetch({n: np.array(x, np.int32) for n, x in ids.items()}, train=True)
+    grads = Inbox(requests.memory_of(0), str)
+    if wrong:
+        with pytest.raises(WireError, match=f"row ids of {wrong} that are not increasing numbers"):
+            requests.take(0, said[0], grads)
+    else:
+        found = requests.take(0, said[0], grads)
+        assert found is not None and {n: x.tolist() for n, x in found[0].items()} == ids
+
+
 def test_row_ids_of_several_gradients_are_one_message() -> None:
     requests, said = RowRequests("here:1", TABLES), list[wire.Message]()
     line_of(said).row_ids({"t@GRAD": np.array([1]), "u@GRAD": np.array([2, 9])})
