@@ -215,8 +215,8 @@ def block_parts(
 ) -> list[list[BlockPart]]:
     """Return each block's part of the row ids of several tables, as one list for each table.
 
-    One pass over the ids of all tables with equal blocks computes them, because NumPy takes as long
-    for a call as for the few ids of a small table.
+    One pass computes the parts of all tables with equal blocks. For a small table, a call of NumPy
+    takes longer than its work.
 
     Args:
       ids: for each table, increasing row ids. Ids after the table's last row are padding.

@@ -84,7 +84,8 @@ class RowLookups:
     def _look_up(self, lookups: Sequence[_Lookup]) -> list[LookedUp]:
         """Split lookups of a step into lookups of blocks, in one pass over all tables."""
         found = []
-        parts = parts_in([x.eqn for x in lookups], [x.uniq for x in lookups])
+        eqns = [x.eqn for x in lookups]
+        parts = parts_in(eqns, [x.uniq for x in lookups])
         for x, blocks in zip(lookups, parts, strict=True):
             table = x.eqn.params["table"]
             wanted = rows_wanted(x.eqn, x.rows, blocks)

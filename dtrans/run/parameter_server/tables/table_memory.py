@@ -506,7 +506,8 @@ def store_together(new: Sequence[NewTableRows]) -> list[np.ndarray]:
         slots.append(x.memory.append(x.ids, x.rows, changed[start:stop]))
         start = stop
     parts = [x.memory.stored.directory for x in new]
-    put_together(parts, [x.ids for x in new], slots, [x.missing for x in new])
+    ids = [x.ids for x in new]
+    put_together(parts, ids, slots, [x.missing for x in new])
     return slots
 
 
