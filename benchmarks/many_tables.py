@@ -1,11 +1,11 @@
 """Cost of a step with many tables, compared with one table that has all their rows.
 
-    python many_tables.py TABLES [lazy|exact]           prints the ratios
-    python many_tables.py serve TABLES MODE ENDPOINT ALL,ENDPOINTS    a server
+    python many_tables.py TABLES                                        prints the ratios
+    python many_tables.py serve TABLES STACKED ENDPOINT ALL,ENDPOINTS   a server
 
-Both steps look up the same ids, with Adagrad and one trainer on two parameter servers. A column
-gives "one table" the rows of all tables, as `ids + column * rows` selects them. "JAX" is the
-same pair of steps with `jax.jit` on one device, on which a step updates all rows.
+Both steps look up the same ids, with Adagrad and one trainer on two parameter servers. "JAX" is the
+same pair of steps on one device, without messages: the host finds the unique ids of each table, and
+a function compiled by `jax.jit` updates these rows. Its ratio is a lower limit.
 
 All roles are processes on this host. The competitors run in turn, `STEPS` steps each; while one
 runs, the others wait. A ratio is the median over `PAIRS` pairs of windows.
@@ -37,25 +37,26 @@ WARM, STEPS, PAIRS = 300, 40, 9
 tx = optax.adagrad(0.1)
 
 
+def names(count: int, stacked: bool = False) -> list[str]:
+    """Return the names of the tables."""
+    return ["emb"] if stacked else [f"emb{i:02d}" for i in range(count)]
+
+
 def loss(stacked: bool, params: Any, ids: jax.Array, y: jax.Array) -> jax.Array:
     """Return the squared error of a linear function of all looked-up rows of an example."""
-    count = ids.shape[1]
     if stacked:
-        x = params["emb"][ids + jnp.arange(count) * ROWS].reshape(len(ids), -1)
+        x = params["emb"][ids].reshape(len(ids), -1)
     else:
-        x = jnp.concatenate([params[f"emb{i:02d}"][ids[:, i]] for i in range(count)], 1)
+        x = jnp.concatenate([params[n][ids[:, i]] for i, n in enumerate(names(ids.shape[1]))], 1)
     return jnp.mean((x @ params["w"] - y) ** 2)
 
 
 def init(count: int, stacked: bool) -> Any:
     """Return the parameters and the optimizer state."""
-    keys = jax.random.split(jax.random.key(0), count)
-    if stacked:
-        params = {"emb": 0.01 * jax.random.normal(keys[0], (ROWS * count, WIDTH))}
-    else:
-        params = {}
-        for i, key in enumerate(keys):
-            params[f"emb{i:02d}"] = 0.01 * jax.random.normal(key, (ROWS, WIDTH))
+    rows, params = ROWS * count if stacked else ROWS, {}
+    for i, n in enumerate(names(count, stacked)):
+        key = jax.random.fold_in(jax.random.key(0), i)
+        params[n] = 0.01 * jax.random.normal(key, (rows, WIDTH))
     params["w"] = jnp.ones(count * WIDTH)
     return params, tx.init(params)
 
@@ -65,14 +66,13 @@ def plan_for(count: int, stacked: bool, endpoints: str) -> dtrans.PServerPlan:
     begin = functools.partial(init, count, stacked)
     step = dtrans.make_train_step(functools.partial(loss, stacked), tx)
     state = jax.eval_shape(begin)
-    names = [f"params/{n}" for n in state[0] if n != "w"]
     batch = np.zeros((BATCH, count), np.int32), np.zeros(BATCH, np.float32)
     return dtrans.pserver(
         dtrans.trace(step, *state, *batch),
         dtrans.trace(begin),
         pservers=endpoints,
         trainers=1,
-        sparse={n: dtrans.Rows(place="bucket") for n in names},
+        sparse={f"params/{n}": dtrans.Rows(place="bucket") for n in names(count, stacked)},
     )
 
 
@@ -85,11 +85,11 @@ def cpu(pids: Sequence[int]) -> float:
     return total
 
 
-def batches(count: int) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
+def batches(count: int, stacked: bool) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
     """Return a function that returns random batches."""
-    rng = np.random.default_rng(0)
-    y = np.ones(BATCH, np.float32)
-    return lambda: ((rng.zipf(1.2, (BATCH, count)) % ROWS).astype(np.int32), y)
+    rng, y = np.random.default_rng(0), np.ones(BATCH, np.float32)
+    starts = np.arange(count) * (ROWS if stacked else 0)
+    return lambda: ((rng.zipf(1.2, (BATCH, count)) % ROWS + starts).astype(np.int32), y)
 
 
 Window = Callable[[int], tuple[float, float]]  # steps -> their seconds, and processor seconds
@@ -106,7 +106,7 @@ class Job:
         plan = plan_for(count, stacked, every)
         self.exe = dtrans.Executor(deadline=200)
         self.state = self.exe.run(plan.trainer_startup_program(0))
-        self.program, self.batch = plan.trainer_program(0), batches(count)
+        self.program, self.batch = plan.trainer_program(0), batches(count, stacked)
 
     def __call__(self, steps: int) -> tuple[float, float]:
         """Run steps; return their seconds, and the processor seconds of all roles."""
@@ -126,16 +126,34 @@ class Job:
 
 
 def one_device(count: int, stacked: bool) -> Window:
-    """Return a function that runs steps with `jax.jit`."""
-    box, batch = [*init(count, stacked)], batches(count)
-    step = dtrans.make_train_step(functools.partial(loss, stacked), tx)
-    jitted = jax.jit(step, donate_argnums=(0, 1))
+    """Return a function that runs steps with `jax.jit`, which update only the looked-up rows."""
+    tables, batch = names(count, stacked), batches(count, stacked)
+    params, _ = init(count, stacked)
+    box: list[Any] = [params, jax.tree.map(lambda x: jnp.full_like(x, 0.1), params)]
+
+    def update(params: Any, sums: Any, uniq: Any, at: jax.Array, y: jax.Array) -> Any:
+        take = lambda tree: {n: tree[n].at[uniq[n]].get(mode="clip") for n in tables}
+        put = lambda tree, new: {n: tree[n].at[uniq[n]].set(new[n], mode="drop") for n in tables}
+        here = {**take(params), "w": params["w"]}
+        value, g = jax.value_and_grad(functools.partial(loss, stacked))(here, at, y)
+        new = jax.tree.map(lambda s, g: s + g * g, {**take(sums), "w": sums["w"]}, g)
+        step = lambda x, g, s: x - 0.1 * g * jax.lax.rsqrt(s + 1e-7)
+        moved = jax.tree.map(step, here, g, new)
+        return {**put(params, moved), "w": moved["w"]}, {**put(sums, new), "w": new["w"]}, value
+
+    jitted = jax.jit(update, donate_argnums=(0, 1))
 
     def steps(number: int) -> tuple[float, float]:
         data = [batch() for _ in range(number)]
         used, start = cpu(()), time.perf_counter()
-        for x in data:
-            *box[:], value = jitted(*box, *x)
+        for ids, y in data:
+            uniq, at = {}, np.empty(ids.shape, np.int32)
+            for n, columns in zip(tables, np.split(np.arange(count), len(tables)), strict=True):
+                found, inverse = np.unique(ids[:, columns], return_inverse=True)
+                padding = np.full(BATCH * len(columns) - len(found), 1 << 30)
+                uniq[n] = np.concatenate([found, padding]).astype(np.int32)
+                at[:, columns] = inverse.reshape(BATCH, -1)
+            *box[:], value = jitted(*box, uniq, at, y)
         jax.block_until_ready((value, box))
         return time.perf_counter() - start, cpu(()) - used
 

@@ -110,7 +110,7 @@ class DirectoryPart:
     """
 
     def __init__(self, directory: RowDirectory, among: range) -> None:
-        self.directory, self._among = directory, among
+        self.directory, self.among = directory, among
         self.count = 0
 
     @property
@@ -118,18 +118,14 @@ class DirectoryPart:
         """The block's share of the hash table's bytes."""
         return self.directory.nbytes * self.count // max(1, len(self.directory))
 
-    def keys(self, ids: np.ndarray) -> np.ndarray:
-        """Return the ids in the hash table that stand for rows of the block."""
-        return np.add(ids, self._among.start, dtype=np.int64)
-
     def items(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of the block's rows in increasing order, and the number of each row."""
-        keys, numbers = self.directory.items(self._among)
-        return keys - self._among.start, numbers
+        keys, numbers = self.directory.items(self.among)
+        return keys - self.among.start, numbers
 
     def find(self, ids: np.ndarray) -> np.ndarray:
         """Return the number of each row; `MISSING` for rows without an entry."""
-        return self.directory.find(self.keys(ids))
+        return find_together([self], [ids])
 
     def put(self, ids: np.ndarray, numbers: np.ndarray) -> None:
         """Set the number of each row. The rows must be unique."""
@@ -146,8 +142,15 @@ def find_together(parts: Sequence[DirectoryPart], ids: Sequence[np.ndarray]) -> 
     Returns:
       The numbers of all rows, in the order of the parts; `MISSING` for rows without an entry.
     """
-    keys = [part.keys(rows) for part, rows in zip(parts, ids, strict=True)]
-    return parts[0].directory.find(np.concatenate(keys))
+    return parts[0].directory.find(_keys(parts, ids))
+
+
+def _keys(parts: Sequence[DirectoryPart], ids: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the ids in the hash table that stand for the rows of several parts."""
+    keys = np.concatenate(ids, dtype=np.int64)
+    starts = [part.among.start for part in parts]
+    keys += np.repeat(starts, list(map(len, ids)))
+    return keys
 
 
 def put_together(
@@ -164,8 +167,7 @@ def put_together(
       numbers: the number of each of these rows.
       before: the result of `find` for the rows of each part.
     """
-    keys = [part.keys(rows) for part, rows in zip(parts, ids, strict=True)]
-    parts[0].directory.put(np.concatenate(keys), np.concatenate(numbers))
+    parts[0].directory.put(_keys(parts, ids), np.concatenate(numbers))
     for part, found in zip(parts, before, strict=True):
         part.count += int(np.count_nonzero(found == MISSING))
 

@@ -90,7 +90,7 @@ def _sorted_ids(
     x: np.ndarray, lookup: int, table: str, rows: int, outside: str, whose: str
 ) -> np.ndarray:
     """Return the sorted 32-bit row ids of one lookup, which may repeat ids (see `unique_ids`)."""
-    if not np.issubdtype(x.dtype, np.integer):
+    if x.dtype.kind not in "iu":
         first = ""
         if x.size:
             first = f" {x.flat[0]} at [{', '.join('0' * x.ndim)}]{whose}"

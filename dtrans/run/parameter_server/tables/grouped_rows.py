@@ -64,7 +64,7 @@ class GroupedRows:
             counts = np.concatenate([[0], np.cumsum(is_new)])[ends]
             self._store(wanted, found, np.diff(counts, prepend=0))
         for (table, rows), slots in zip(wanted, found, strict=True):
-            table.note_slots(rows, slots)
+            table.note_slots(rows, slots, all_exist=True)
 
     def _store(
         self,

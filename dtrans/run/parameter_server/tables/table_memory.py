@@ -19,6 +19,7 @@ is used again.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -87,9 +88,9 @@ class TableMemory:
         saved = _saved_rows(table, initial)
         self.maker = _maker_of(saved, initial)
         self._snapshots: list[RowSnapshot] = []
-        # Cache: the ids of the last search, and their slots. A step reads rows and writes the same
-        # rows.
-        self._found: tuple[np.ndarray | None, np.ndarray] = None, np.empty(0, np.int64)
+        # Cache: the ids of the last search, their slots, and True if all of these rows are known to
+        # exist. A step reads rows and writes the same rows.
+        self._found: tuple[np.ndarray | None, np.ndarray, bool] = None, np.empty(0, np.int64), False
         types = dict(zip(table.arrays, initial, strict=True))
         arrays: list[np.ndarray] = []
         if saved is None and self.maker is None:
@@ -149,14 +150,16 @@ class TableMemory:
             stored.
         """
         rows, slots = self.arrays[self.table.name], self._slots(ids)
-        exists, creates = slots >= 0, train and self.table.row_filter is None
-        if not creates and not exists.all() and (self.missed is None or self.missed.rests):
-            assert self.maker is not None
-            self._catch_up(slots[exists])
-            found = np.empty((len(ids), *rows.shape[1:]), rows.dtype)
-            found[exists] = rows[slots[exists]]
-            found[~exists] = self.maker(ids[~exists])[0]
-            return found
+        creates = train and self.table.row_filter is None
+        if not creates and (self.missed is None or self.missed.rests):
+            exists = slots >= 0
+            if not exists.all():
+                assert self.maker is not None
+                self._catch_up(slots[exists])
+                found = np.empty((len(ids), *rows.shape[1:]), rows.dtype)
+                found[exists] = rows[slots[exists]]
+                found[~exists] = self.maker(ids[~exists])[0]
+                return found
         return rows.take(self._current(ids, slots), 0, mode="clip")
 
     def admit(self, gradients: Mapping[str, RowGradient]) -> Mapping[str, RowGradient]:
@@ -198,7 +201,7 @@ class TableMemory:
             waiting = new[~is_admitted]
             self._before(waiting)
             self.stored.set_counts(waiting, counts[~is_admitted])
-            self._found = None, waiting
+            self._found = None, waiting, False
         is_changed = exists.copy()
         is_changed[~exists] = is_admitted
         return is_changed
@@ -224,7 +227,7 @@ class TableMemory:
     def _slots(self, ids: np.ndarray) -> np.ndarray:
         """Return the slot of each row, negative for rows that do not exist."""
         if ids is not self._found[0]:
-            self._found = ids, self.stored.slots(ids)
+            self._found = ids, self.stored.slots(ids), False
         return self._found[1]
 
     def _current(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
@@ -234,10 +237,11 @@ class TableMemory:
           ids: the ids of the rows.
           slots: the slot of each row; negative for rows that do not exist.
         """
-        is_new = slots < 0
-        if is_new.any():
-            slots[is_new] = self._make(ids[is_new], slots[is_new])
-            self._found = ids, slots
+        if ids is not self._found[0] or not self._found[2]:
+            is_new = slots < 0
+            if is_new.any():
+                slots[is_new] = self._make(ids[is_new], slots[is_new])
+        self._found = ids, slots, True
         self._catch_up(slots)
         return slots
 
@@ -302,7 +306,7 @@ class TableMemory:
         # Evicted rows are marked with the next step, because a call of `changed` may have
         # reported the current step already.
         self.stored.remove(gone, -(self.step + 2))
-        self._found = None, gone
+        self._found = None, gone, False
         self.evicted += len(gone)
         return len(gone)
 
@@ -367,9 +371,15 @@ class TableMemory:
         """Return True if the slots of rows are only known after a search."""
         return self.stored.has_gaps and ids is not self._found[0]
 
-    def note_slots(self, ids: np.ndarray, slots: np.ndarray) -> None:
-        """Record the slots of rows, which a search in several tables has found."""
-        self._found = ids, slots
+    def note_slots(self, ids: np.ndarray, slots: np.ndarray, *, all_exist: bool) -> None:
+        """Record the slots of rows, which a search in several tables has found.
+
+        Args:
+          ids: the ids of the rows.
+          slots: the slot of each row; negative for rows that do not exist.
+          all_exist: True if no slot is negative.
+        """
+        self._found = ids, slots, all_exist
 
     def _make(self, ids: np.ndarray, missing: np.ndarray) -> np.ndarray:
         """Initialize and store rows that do not exist; return their slots.
@@ -398,7 +408,7 @@ class TableMemory:
         """
         self._before(ids)
         slots = self.stored.append(ids, rows, changed)
-        self._found = None, slots
+        self._found = None, slots, False
         if self.missed is not None:
             self.missed.start(slots)
         return slots
@@ -522,7 +532,8 @@ def find_slots(tables: Sequence[tuple[TableMemory, np.ndarray]]) -> list[np.ndar
     """
     ids = [x for _, x in tables]
     slots = find_together([t.stored.directory for t, _ in tables], ids)
-    return np.split(slots, np.cumsum(list(map(len, ids)))[:-1])
+    ends = itertools.accumulate(map(len, ids), initial=0)
+    return [slots[start:stop] for start, stop in itertools.pairwise(ends)]
 
 
 def take_together(
@@ -540,7 +551,7 @@ def take_together(
     sought = [x for x in tables if x[0].must_find(x[1])]
     if len(sought) > 1:
         for (memory, ids), slots in zip(sought, find_slots(sought), strict=True):
-            memory.note_slots(ids, slots)
+            memory.note_slots(ids, slots, all_exist=False)
     found = {}
     for n, x in tables[0][0].arrays.items():
         found[n] = np.empty((size, *x.shape[1:]), x.dtype)
