@@ -108,7 +108,10 @@ def _numbered_steps(
 
 
 def _numbers(start: int, stop: int | None) -> tuple[int, int]:
-    """Return `start` and `stop`; raise ConfigError if `stop` is missing."""
+    """Return the pair (start, stop), or raise ConfigError if the user did not pass `stop`.
+
+    A loop over a function of the step number needs the number of the last step.
+    """
     if stop is None:
         raise ConfigError(
             "batches is a function of the step number, or has a method seek, so job.steps cannot "
@@ -184,7 +187,10 @@ class StateFunctions(abc.ABC):
 
     @abc.abstractmethod
     def state_of(self, params: Any, opt_state: Any) -> Any:
-        """Convert the parameters and optimizer state of a single device to a state of this job.
+        """Convert parameters and optimizer state of the single-device step to a state of this job.
+
+        The job divides the arrays among devices or servers, as `init` does. Use this method to
+        continue training from a state of another program.
 
         Raises:
           TraceError: the structure differs from the structure of the step's arguments.
@@ -192,7 +198,9 @@ class StateFunctions(abc.ABC):
         """
 
     def gather(self, state: Any) -> Any:
-        """Convert the job's state to the state of the single-device step.
+        """Convert the job's state to full arrays, in the form that the single-device step uses.
+
+        Use this method to save or evaluate the state without dtrans; `scatter` is its inverse.
 
         Args:
           state: the state that `job.init` or `job.step` returned.
@@ -216,7 +224,7 @@ class StateFunctions(abc.ABC):
         return one_state.merge_state(self.plan.main, self.params(state), self.opt_state(state))
 
     def scatter(self, state: Any) -> Any:
-        """Convert a single-device state, as `gather` returns it, to a state of this job.
+        """Convert a single-device state to a state of this job; the inverse of `gather`.
 
         Raises:
           TraceError: the structure differs from the structure of the step's arguments.
@@ -226,8 +234,10 @@ class StateFunctions(abc.ABC):
 
     @without_mesh
     def with_hyperparameters(self, state: Any, **values: float) -> Any:
-        """Return a state with new values of hyperparameters (`optax.inject_hyperparams`).
+        """Return a state in which some hyperparameters of the optimizer have new values.
 
+        The optimizer must be wrapped in `optax.inject_hyperparams`, which stores hyperparameters in
+        the optimizer state. Use this method between steps, for example to lower the learning rate.
         The hyperparameters must be in the state of this process. If parameter servers or pipeline
         stages in other processes have them, this method raises an error: pass the value as an
         argument of the step instead.
@@ -257,16 +267,16 @@ class StateFunctions(abc.ABC):
 
     @without_mesh
     def apply(self, fn: Callable[..., Any], state: Any, *args: Any) -> Any:
-        """Call a function of the parameters, for evaluation or sampling.
+        """Call a function of the parameters, such as a prediction, to evaluate or to sample.
 
         Each function object is compiled once for each shape of `args`. The job gathers only arrays
         that `fn` reads, and never all of them at once:
 
-        - Sharded parameters, and tables of parameter servers, are gathered in groups of at most
-          64 MiB, or one larger parameter. A group is dropped before the next group is gathered.
-        - Each stage of a pipeline computes the equations that read its parameters. Activations
-          move to the next stage, but parameters stay on their devices. In a job of several
-          processes, the parameters of one stage at a time are sent to all processes.
+        - Sharded parameters, and tables of parameter servers, are gathered in groups of at most 64
+          MiB, or one larger parameter. A group is dropped before the next group is gathered.
+        - Each stage of a pipeline computes the equations that read its parameters. Activations move
+          to the next stage, but parameters stay on their devices. In a job of several processes,
+          the parameters of one stage at a time are sent to all processes.
 
         Args:
           fn: a pure function `fn(params, *args)`; or `fn(state, *args)`, if the step has one state
@@ -576,7 +586,10 @@ class Job(StateFunctions):
 
     @abc.abstractmethod
     def lower(self, state: Any, *batch: Any) -> Any:
-        """Lower `step` for these arguments, like `jax.jit(...).lower`."""
+        """Lower the compiled step for these arguments, like `jax.jit(step).lower(...)`.
+
+        Use the result to read the compiled program or its memory, without running a step.
+        """
 
     def close(self) -> None:
         """End the job and close its connections; `step` of a closed job raises StateError."""

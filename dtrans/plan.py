@@ -1,7 +1,7 @@
-"""Plans: the base class, the recipe of a plan, and the registry of runners.
+"""Base class of all plans, their recipes (the calls that created them), and the list of runners.
 
-A plan is a value, which can be printed, compared and costed without devices. A *runner* runs a
-plan in one of these ways:
+A plan describes a distributed job. It is a value, which can be printed, compared and costed without
+devices. A *runner* is a function or class that runs a plan in one of these ways:
 
     "mesh"       the full job in this process, on a mesh of its devices
     "simulate"   the full job on one device
@@ -132,7 +132,7 @@ class Plan(abc.ABC):
 
     @cached_property
     def _field_texts(self) -> dict[str, str]:
-        """Fields of the plan that `==` compares, by name, as canonical text."""
+        """Texts of the plan's fields, which `==` compares, by name of the field."""
         texts = {}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             if field.compare:

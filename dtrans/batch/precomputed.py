@@ -240,7 +240,7 @@ class FlatStep:
         return dict(zip(opened(self.body).invars, atoms, strict=True))
 
     def value(self, spot: Spot) -> Var:
-        """Return the variable at a position in the step or in its loss function."""
+        """Return the variable at a position (`Spot`) in the step or in its loss function."""
         of = opened(self.body) if spot.in_loss else self.inner
         return of.eqns[spot.eqn].outvars[spot.out]
 

@@ -49,7 +49,7 @@ class PrecomputedMicroSteps:
     over: tuple[str, ...]
 
     def micro_step(self, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        """Return the program of one micro-step; precomputed values are its last arguments.
+        """Return the program of one micro-step; its last arguments are precomputed values.
 
         Args:
           types: types of the step's inputs, with the batch of one micro-step.

@@ -93,6 +93,8 @@ def scale_of_parts(
 ) -> tuple[PartScale | None, str]:
     """Try to prove that one device's step is a mean or sum of the user's step on parts.
 
+    If the proof succeeds, trainers can run the user's step without communication.
+
     Args:
       step: the user's step, traced on a trainer's part. If its loss is captured, the proof pairs
         losses instead of gradients, which have the same exponent. So the proof also works for
@@ -301,7 +303,7 @@ class _Pairing:
         return [*exponents, *[exponents[0]] * x.params["count"]]
 
     def of_rule(self, x: JaxprEqn, y: JaxprEqn, ins: Sequence[Power]) -> list[Power]:
-        """Return the exponents of a `custom_jvp` call.
+        """Return the exponents of the outputs of two paired calls with a rule of `jax.custom_jvp`.
 
         The derivative rule is linear in the tangents, so the exponents of tangents follow.
         """

@@ -279,10 +279,10 @@ def _is_local(
     noun: str,
     shares: Sequence[int],
 ) -> bool:
-    """Return True if some equations are inside `dtrans.local`.
+    """Return True if some equations were traced in `with dtrans.local()`.
 
     Raises:
-      BatchError: an equation is inside `dtrans.local`, but trainers have different numbers of rows.
+      BatchError: there are such equations, but trainers have different numbers of rows.
     """
     if not any(map(has_local_scope, eqns)):
         return False

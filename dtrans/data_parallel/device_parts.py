@@ -40,7 +40,7 @@ class DeviceParts:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Arguments for the constructor of a plan."""
+        """Keyword arguments for the constructor of a `CollectivePlan`."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def on_model_axis(self, state: ModelState, types: Mapping[str, Any]) -> DeviceParts:

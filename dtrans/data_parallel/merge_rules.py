@@ -143,7 +143,7 @@ class _MergeRules:
         return _trace_full_batch(self.step, self.options, self.parts, may_grow)
 
     def infer(self, name: str) -> str:
-        """Return the merge rule of an output.
+        """Return the rule that merges an output over trainers, such as "mean".
 
         Raises:
           ConfigError: no rule can be inferred, or the user's rule cannot merge the output.
@@ -304,7 +304,7 @@ def _find_row_counts(step: DividedStep, full_step: Program) -> dict[Var, int]:
 
 
 def _differ(x: JaxprEqn, y: JaxprEqn) -> bool:
-    """Return True if two equations of the same primitive differ in literals or parameters."""
+    """Return True if two equations of one primitive differ in constants or parameters."""
     for a, b in zip(x.invars, y.invars, strict=True):
         if isinstance(a, Literal) and isinstance(b, Literal) and not np.array_equal(a.val, b.val):
             return True

@@ -260,7 +260,7 @@ class Options:
 
     @property
     def splits_evenly(self) -> bool:
-        """True if an option needs a batch that the number of trainers divides."""
+        """True if an option allows only batches that the number of trainers divides."""
         return self.micro_steps > 1 or self.reduce.clip_local_norm is not None
 
     @property

@@ -165,7 +165,7 @@ class CollectivePlan(Plan):
 
     @property
     def has_mesh(self) -> bool:
-        """True if the user passed `mesh` with another axis than "data"."""
+        """True if the user's `mesh` has an axis "model" or "sequence"."""
         return self.model_state is not None or self.sequence is not None
 
     @property
@@ -192,12 +192,13 @@ class CollectivePlan(Plan):
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The program of one trainer as a pure function: (params, opt_state, *batch) -> outputs.
+        """Program of one trainer as a pure function: (params, opt_state, *batch) -> outputs.
 
-        Call it under `jax.pmap`, `jax.vmap`, or `jax.shard_map(..., check_vma=False)` with the axis
-        names in `axes`. One device alone needs no axis. Each trainer passes its part of the batch.
-        Results are merged already, with two exceptions: a result with rule "concat" has only this
-        trainer's rows, and a result with rule "each" has only this trainer's value.
+        Use it to write your own training loop without a dtrans job. Call it under `jax.pmap`,
+        `jax.vmap`, or `jax.shard_map(..., check_vma=False)` with the axis names in `axes`. One
+        device alone needs no axis. Each trainer passes its part of the batch. Results are merged
+        already, with two exceptions: a result with rule "concat" has only this trainer's rows, and
+        a result with rule "each" has only this trainer's value.
 
         Raises:
           ConfigError: the function is called under a `jax.shard_map` with `check_vma=True`. JAX

@@ -340,7 +340,7 @@ class Reducer:
         return self._sum(bucket.name, sent, self.options.over)
 
     def _compress(self, bucket: Bucket) -> str | None:
-        """Return the type to which a bucket is cast for its reduction; None for no cast."""
+        """Return the type in which a bucket is reduced, such as "bf16"; None for no cast."""
         return self.kind(bucket.leaves[0]).compress or self.options.reduce.compress
 
     def _chain(self, parts: list[Atom]) -> list[Atom]:

@@ -1,4 +1,4 @@
-"""Startup program of a trainer process in nccl2 mode: rendezvous, init, broadcast of the state."""
+"""Startup program of a trainer process: meet the other processes, run init, broadcast the state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State of a data-parallel job between steps."""
+"""State of a data-parallel job between steps: parameters and optimizer state."""
 
 from __future__ import annotations
 

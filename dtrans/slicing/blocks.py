@@ -77,7 +77,7 @@ class Block:
 
     @property
     def rows(self) -> int:
-        """Number of rows; 1 for a 0-d leaf."""
+        """Number of rows; 1 for a parameter without dimensions."""
         return self.span.rows if self.span else 1
 
     @property

@@ -1,6 +1,6 @@
-"""Mean or sum of the trainers' gradients on a server.
+"""Mean or sum of the trainers' gradients, which a server computes before its update.
 
-Paddle adds `sum` and `scale` ops to an optimize block. Here `OptimizeBlock.grads` records the
+Paddle adds `sum` and `scale` ops to a server's program. Here `OptimizeBlock.grads` records the
 reduction, so that a server can change it when trainers leave. Encoded gradients are decoded first.
 """
 

@@ -212,10 +212,10 @@ class _Plan:
             self._wanted.setdefault(atom, {})[part] = None
 
     def _is_full(self, var: Var) -> bool:
-        """Return True if a value is computed in full.
+        """Return True if a value must be computed in full.
 
-        A value is computed in full if the full value is wanted. It is also computed in full if all
-        wanted slices together are more than twice as large as the full value.
+        This is so if the full value is wanted, or if all wanted slices together are more than twice
+        as large as the full value.
         """
         if None in self._wanted.get(var, ()):
             return True

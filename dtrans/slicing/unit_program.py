@@ -227,7 +227,7 @@ class _UnitLevels:
         return self.writers[level]
 
     def _read_unit(self, level: int, var: Var) -> Atom | None:
-        """Return a program's input for a value of the unit; None for a shared value."""
+        """Return a program's input for a value of this unit; None for a value of all servers."""
         name = self._inputs.get(var) or self._from_earlier(level, var)
         if name is None:
             return None

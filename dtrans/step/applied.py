@@ -177,11 +177,11 @@ class Applied:
         self._known: dict[Any, _Division] = {}
 
     def __call__(self, fetch: Callable[[Collection[str]], Leaves], *args: Any) -> Any:
-        """Call the function.
+        """Call the user's function, and fetch the leaves that it reads.
 
         Args:
-          fetch: function of names that returns the job's leaves with these names.
-          *args: the function's arguments after the state.
+          fetch: function that returns the job's leaves with given names, as the job stores them.
+          *args: the user's arguments after the state.
         """
         flat, structure = jax.tree.flatten(args)
         for i, x in enumerate(flat):
@@ -192,7 +192,7 @@ class Applied:
         return self._known[key](fetch, flat)
 
     def _compiled(self, flat: Sequence[Any], structure: Any) -> _Division:
-        """Trace and divide the function for arguments of these types."""
+        """Trace the user's function for arguments of these types, and divide it into parts."""
         fn = self._fn()
         assert fn is not None
         result: list[Any] = []

@@ -17,7 +17,9 @@ from dtrans.ir.pytree import TreeSpec
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Options to split the batch among trainers and to merge the trainers' results.
+    """Options for the division of the batch among trainers, and for the merge of their results.
+
+    All strategies accept this object as the option `batch`.
 
     Attributes:
       kind: "exact", the default: the job computes the numbers of one device for every step.
@@ -133,7 +135,7 @@ class Batch:
         return found
 
     def check_axes(self) -> None:
-        """Raise ConfigError if `axes` is not 0: only kind "exact" supports other dimensions."""
+        """Raise ConfigError if `axes` is not 0; only `batch="exact"` supports other dimensions."""
         if self.axes != 0:
             raise ConfigError(
                 f"axes={self.axes!r} needs batch='exact'. With batch={self.kind!r} leave out axes: "
@@ -222,10 +224,10 @@ class Batch:
 
 
 def shard_batch(batch: Any, number: int, count: int, axis: int = 0) -> Any:
-    """Return part `number` of a batch that is split into `count` equal parts.
+    """Return one of `count` equal parts of a batch, for a data loader without a job.
 
-    For a batch of B rows, these are the rows number*B/count to (number+1)*B/count. Use this
-    function in a data loader that has no job; otherwise call `job.shard_batch`.
+    Part `number` of a batch of B rows has the rows number*B/count to (number+1)*B/count. If there
+    is a job, call `job.shard_batch` instead.
 
     Args:
       batch: a pytree of arrays, NumPy's or JAX's; every part gets 0-d arrays unchanged.

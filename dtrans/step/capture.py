@@ -141,7 +141,7 @@ def captured(program: Program) -> Program:
 
 
 def captured_if_marked(program: Program) -> Program | None:
-    """Return `captured(program)`, or None if it raises GradientError."""
+    """Return `captured(program)`; None if the loss cannot be written as one equation."""
     try:
         return captured(program)
     except GradientError:
@@ -154,7 +154,7 @@ def _captured(program: Program) -> Program:
 
 
 def _with_loss(traced: Program) -> Program:
-    """Trace a step again with its loss as one equation; later traces for new shapes do the same."""
+    """Trace a step again so that its loss is one equation, now and for later traces."""
     function: Any = dataclasses.replace(traced.specializer, captures=True)  # type: ignore[type-var]
     result: Program = function(list(map(array_type, traced.inputs.values())))
     return result

@@ -221,7 +221,7 @@ def _check_shapes(key: str, values: Sequence[Any]) -> None:
 
 
 def _folded(values: Sequence[Any], reduction: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """Add up values in order; 16-bit floats are added in 32 bits.
+    """Add up the values of micro-batches in order, with 16-bit floats in 32 bits.
 
     Args:
       values: the terms.

@@ -238,7 +238,7 @@ _FOLDED = ForwardAnalysis[_Fact](
 
 
 def _numbers_of(startup: Program) -> list[Any]:
-    """Return, for each output of a startup program, the number in all its entries, or None."""
+    """Return the number that fills each output of a startup program; None for other outputs."""
     jaxpr = inline_calls(startup.jaxpr)
     folded = _folded(jaxpr, {})
     return [_number(folded, a) for a in opened(jaxpr).outvars]

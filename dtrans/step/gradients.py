@@ -307,7 +307,7 @@ def _read_marks(step: OpenStep, leaf: str, leaf_marks: Sequence[Var]) -> list[Va
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Total:
-    """Sum of several gradients of one leaf.
+    """Sum of several gradients of one parameter, which the step computes.
 
     Attributes:
       value: the variable that contains the sum.
@@ -644,9 +644,9 @@ def _derived_outputs(eqn: JaxprEqn) -> list[Var]:
 
 
 def _is_derived(eqn: JaxprEqn, ins: Sequence[bool]) -> list[bool] | None:
-    """Return, for each output, True if it is a derivative or depends on one.
+    """Return, for each output of an equation, True if it depends on a derivative.
 
-    Return None if the analysis must go through the equation's bodies.
+    The result is None if the analysis must follow the bodies of a loop or branch.
 
     Args:
       eqn: the equation.
@@ -672,7 +672,10 @@ _DERIVED: ForwardAnalysis[bool] = ForwardAnalysis(
 
 
 def _is_derivative(eqn: JaxprEqn) -> bool:
-    """Return True if an equation is a derivative, or contains derivatives."""
+    """Return True if differentiation created an equation, or an equation in its body.
+
+    JAX names such equations `transpose(...)`.
+    """
     if "transpose(" in scope_of(eqn):
         return True
     # Such an equation always contains its transposed solve, even if nothing was differentiated.

@@ -78,7 +78,11 @@ Name = str | Gradient
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DividedStep:
-    """Training step, divided into two halves at its gradients.
+    """Training step that is divided at its gradients into a trainer half and an update.
+
+    The trainer half (forward and backward pass) computes gradients from parameters and batch. The
+    update, also called the optimize half, computes new parameters from gradients. `divide_step`
+    returns this object; all strategies write their programs from it.
 
     Attributes:
       program: the full step, with calls inlined and exact roles.
@@ -297,7 +301,12 @@ def _rename_outputs(eqn: JaxprEqn, inputs: Collection[Var]) -> JaxprEqn:
 
 
 def _results_half(step: DividedStep, names: Sequence[str]) -> OptimizeHalf:
-    """Return the jaxpr that computes the results `names` from gradients and the step's inputs."""
+    """Return the jaxpr that computes some results from gradients and the step's inputs.
+
+    Args:
+      step: the divided step.
+      names: the names of the results.
+    """
     return _half_from_gradients(step, names, values_at(step.program.outvars, names))
 
 
@@ -751,7 +760,10 @@ class _StepDivider:
         return read
 
     def unmarked(self, gradient: Var) -> Atom:
-        """Return the operand of a gradient's mark; return a gradient without a mark unchanged."""
+        """Return the operand of a gradient's mark (`dtrans.step.marks`).
+
+        A gradient without a mark is returned unchanged.
+        """
         eqn = self.s.eqns[self.s.producers[gradient]]
         return eqn.invars[0] if eqn.primitive is mark_p else gradient
 

@@ -29,7 +29,11 @@ CLIPPED_BY = ("global_norm", "norm")
 
 
 def check_local_clip(norm: Any, by: Any) -> None:
-    """Check the options `clip_local_norm` and `clip_local_by`.
+    """Check the options `clip_local_norm` and `clip_local_by`, which clip a trainer's gradients.
+
+    Args:
+      norm: the maximum norm; None for no clip.
+      by: "global_norm" or "norm", see `clip_to_norm`.
 
     Raises:
       ConfigError: an option is out of range, or `by` is given without a norm.
@@ -45,7 +49,9 @@ def check_local_clip(norm: Any, by: Any) -> None:
 
 @functools.cache
 def clip_to_norm(norm: float, by: str = "global_norm") -> Callable[..., Sequence[jax.Array]]:
-    """Return a function that clips gradients as `optax.clip_by_global_norm` does.
+    """Return a function that scales gradients down if their norm is larger than `norm`.
+
+    It computes the numbers of `optax.clip_by_global_norm`.
 
     Args:
       norm: the maximum norm.

@@ -256,9 +256,12 @@ def call_once(b: Builder, over: Sequence[str], start: int = 0) -> None:
 
 
 def _for_first(eqn: JaxprEqn, over: tuple[str, ...]) -> list[JaxprEqn]:
-    """Return the equations that replace `eqn`, so that trainer 0 alone calls its callbacks.
+    """Rewrite an equation so that trainer 0 alone calls its host callbacks.
 
-    The bodies of `eqn` may also contain callbacks.
+    The callbacks may be in the bodies of the equation.
+
+    Returns:
+      The equations that replace it.
     """
     if eqn.primitive.name in CALLBACKS:
         # Each callback gets its own equation for the index, so that bodies need no new input.

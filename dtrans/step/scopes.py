@@ -242,12 +242,13 @@ def scope_of_eqn(eqn: JaxprEqn) -> Scope | None:
 
 
 def scopes_of(eqns: list[JaxprEqn]) -> tuple[Scope | None, ...]:
-    """Return the scope of each equation of a program.
+    """Return the stage or split layer of each equation of a program; None without a scope.
 
-    JAX traces the body of a loop or of `remat` once, even if several equations have this body. An
-    unnamed scope in the body is a separate scope for each of these equations. A function under
-    `jax.jit` differs, because its calls are inlined: an unnamed scope in the function is one scope
-    for all calls. For separate scopes, put the scope around each call.
+    A pipeline uses the result to divide the equations into stages. JAX traces the body of a loop or
+    of `remat` once, even if several equations have this body. An unnamed scope in the body is a
+    separate scope for each of these equations. A function under `jax.jit` differs, because its
+    calls are inlined: an unnamed scope in the function is one scope for all calls. For separate
+    scopes, put the scope around each call.
 
     Raises:
       ConfigError: an equation is in several scopes, or scopes with one name have different
@@ -280,7 +281,7 @@ def scopes_of(eqns: list[JaxprEqn]) -> tuple[Scope | None, ...]:
 
 
 def scopes_within(jaxpr: ClosedJaxpr) -> tuple[Scope, ...]:
-    """Return the scopes in a program, each once, in order.
+    """Return all stages and split layers that a user marked in a program, each once, in order.
 
     Example:
       >>> import jax
@@ -299,7 +300,7 @@ def scopes_within(jaxpr: ClosedJaxpr) -> tuple[Scope, ...]:
 
 
 def split_scopes(jaxpr: ClosedJaxpr) -> tuple[Scope, ...]:
-    """Return the `split` scopes in a program, each once, in order."""
+    """Return the layers that a user marked with `dtrans.split`, each once, in order."""
     return tuple(scope for scope in scopes_within(jaxpr) if scope.kind == "split")
 
 

@@ -120,7 +120,7 @@ def image(tag: str, value: Any) -> None:
 
 
 def audio(tag: str, value: Any, sample_rate: int) -> None:
-    """Record sound clips of all micro-batches and replicas, in order.
+    """Record the sound clips of all micro-batches and replicas, in order.
 
     Args:
       tag: as in `scalar`.
@@ -285,9 +285,9 @@ def merge(summary: Summary, micro: Sequence[Sequence[Any]], key: str | None = No
 
 
 def _shaped(summary: Summary, value: Any) -> Any:
-    """Reshape a value to the shape that `merge` returns.
+    """Reshape a summary's value to the shape that TensorBoard needs.
 
-    The array of a scalar summary is averaged to shape [].
+    `merge` lists these shapes. The array of a scalar summary is averaged to shape [].
     """
     array = jnp.asarray(value)
     if summary.kind == SCALAR:

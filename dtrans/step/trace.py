@@ -133,7 +133,11 @@ class TracedFunction:
     captures: bool = False
 
     def __call__(self, types: Sequence[jax.ShapeDtypeStruct]) -> Program:
-        """Trace the function with inputs of these types."""
+        """Trace the function again, with inputs of other shapes.
+
+        Args:
+          types: types of all arrays among the arguments, in order.
+        """
         with within_mesh(self.mesh), capturing(self.captures):
             return trace(self.fn, *unflatten_all(self.args, types), name=self.name)
 

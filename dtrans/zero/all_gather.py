@@ -118,7 +118,10 @@ class Gatherer(SliceWriter):
             self.write_reduction(i)
 
     def _write(self, i: int, eqn: JaxprEqn) -> None:
-        """Write an equation that reads full values, or a loop with a body that reads slices."""
+        """Write an equation that is not run on slices, after the gathers of its operands.
+
+        It may also be a loop whose body reads slices.
+        """
         self._gather_for(i, eqn)
         if i in self.entered:
             self._write_bodies(i)
@@ -131,7 +134,7 @@ class Gatherer(SliceWriter):
                 self._last = v
 
     def result(self, atom: Atom, maker: int) -> Atom:
-        """Return an output of the program: the full value, or this rank's slice of the value.
+        """Return the new value of an output: in full, or as this rank's slice.
 
         `slice_results` lists the outputs to return as slices.
 
@@ -159,10 +162,10 @@ class Gatherer(SliceWriter):
         return self._derived[key]
 
     def _write_full(self, atom: Var) -> Atom:
-        """Return the full value of a leaf, or of a value that is computed from leaves alone.
+        """Return the full value of a sliced parameter, or of a cheap function of parameters.
 
-        A leaf has been gathered before. A value that is computed from leaves is computed again
-        from the gathered leaves, so that it needs no memory in between.
+        The parameter has been gathered before. A function of parameters, such as a cast, is
+        computed again from the gathered parameters, so that it needs no memory in between.
         """
         if atom not in self.uses.derived:
             return self._gathered_leaves[id(self.uses.window(atom, self._at))]
@@ -220,7 +223,10 @@ class Gatherer(SliceWriter):
         return self._last
 
     def _can_be_waited_for(self, v: Var) -> bool:
-        """Return True if the program computes `v` in full, and `v` is a float array."""
+        """Return True if a gather can wait for `v`.
+
+        Then `v` is a float array that the program computes in full.
+        """
         exists = v not in self.env and v not in self.rows and not self.b.is_constant(v)
         return exists and bool(v.aval.size) and bool(jnp.issubdtype(v.aval.dtype, jnp.floating))
 
@@ -262,7 +268,7 @@ class Gatherer(SliceWriter):
     # -- loops -------------------------------------------------------------------------------------
 
     def _write_bodies(self, i: int) -> None:
-        """Write a loop, a branch or a remat whose bodies read or return slices."""
+        """Write a loop, a branch or `jax.checkpoint` whose bodies read or return slices."""
         eqn, entered = self.eqns[i], self.entered[i]
         wires, wanted = wiring(eqn), entered.wanted
         atoms: list[Atom] = []

@@ -198,7 +198,7 @@ class _SliceRules:
                 self.state_read[leaf] = name
 
     def reason_unsliced(self, leaf: str) -> str:
-        """Return the reason why a leaf is not sliced; "" if it is sliced."""
+        """Return the reason why a parameter is not sliced; "" if it is sliced."""
         step, t = self.step, self.step.program.inputs[leaf]
         if leaf not in step.optimized:
             return step.reason_not_optimized(leaf)
@@ -419,7 +419,10 @@ def summed_gradients(
 
 
 def trainer_equations(step: DividedStep) -> tuple[list[JaxprEqn], list[str]]:
-    """Return the forward and backward equations with calls in bodies inlined, and their roles."""
+    """Return the equations of the forward and backward pass, and their roles.
+
+    Calls in the bodies of these equations are inlined.
+    """
     eqns: list[JaxprEqn] = []
     roles: list[str] = []
     for eqn, role in zip(step.program.eqns, step.program.roles, strict=True):

@@ -112,13 +112,17 @@ def check_scale(scaling: LossScaling, dtype: Any, name: str) -> None:
 def _check_seeds(
     main: Program, eqns: Sequence[JaxprEqn], seeds: Sequence[JaxprEqn], scaling: LossScaling
 ) -> None:
-    """Raise ConfigError or GradientError if the loss cannot be scaled.
+    """Raise an error if the loss of a step cannot be scaled.
 
     Args:
       main: the traced training step of one device.
       eqns: the equations of the step, in order.
       seeds: the equations that start a backward pass.
       scaling: the scaling of the loss.
+
+    Raises:
+      GradientError: the start of the backward pass is unknown, or the step differentiates twice.
+      ConfigError: the scale overflows the type of the loss.
     """
     if not seeds:
         raise GradientError(
@@ -214,7 +218,9 @@ def low_precision(
 
 
 def _scale_seed(b: Builder, seed: Atom, scale: Atom | None, scaling: LossScaling | None) -> Atom:
-    """Return the first cotangent of a backward pass, multiplied by the scale of the loss.
+    """Multiply the start of a backward pass by the loss scale, which scales all gradients.
+
+    The start is the first cotangent, 1 for the loss itself.
 
     Args:
       b: the builder to write with.
@@ -303,11 +309,11 @@ class _LowWriter:
         self._low: dict[Var, Atom] = {}
 
     def read(self, atom: Atom) -> Atom:
-        """Return the variable in the rewritten program for an atom of the original program."""
+        """Return the new value that replaces a value of the original program."""
         return read_from(self.env, [atom])[0]
 
     def emit(self, eqn: JaxprEqn, *, rewrite: bool) -> None:
-        """Write an equation.
+        """Write the next equation of the program.
 
         Args:
           eqn: the equation.
@@ -327,7 +333,7 @@ class _LowWriter:
             self.params.update(eqn.outvars)
 
     def _write_product(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> None:
-        """Write a product in 16 bits, and the cast of its result."""
+        """Write a matrix product in 16 bits, and a cast of its result to the original type."""
         are_floats = all(jnp.issubdtype(a.aval.dtype, jnp.floating) for a in atoms)
         # copy products that have 16-bit operands or a named algorithm: the user chose their types
         if not are_floats or not any(map(_is_wide, atoms)) or _names_algorithm(eqn):
@@ -398,7 +404,7 @@ class _LowWriter:
 def _lower_body(
     body: Any, dtype: Any, params: Sequence[bool], hoist: Sequence[bool]
 ) -> tuple[Any, list[bool]]:
-    """Rewrite the products of a body to 16 bits.
+    """Rewrite the matrix products in the body of a loop, branch or call to 16 bits.
 
     Args:
       body: the body.
@@ -430,7 +436,10 @@ def _lower_body(
 
 
 def _is_only_cast(body: Jaxpr, v: Var, dtype: Any) -> bool:
-    """Return True if the only readers of input `v` cast it to `dtype`."""
+    """Return True if all readers of a body's input `v` cast it to `dtype`.
+
+    The cast can then move out of the body.
+    """
     readers = 0
     for eqn in body.eqns:
         if any(a is v for a in eqn.invars):
@@ -472,7 +481,7 @@ def _is_wide(atom: Atom) -> bool:
 
 
 def _names_algorithm(eqn: JaxprEqn) -> bool:
-    """Return True if a product's `precision` names an algorithm, which prescribes the types."""
+    """Return True if the user chose an algorithm for a product, which fixes its types."""
     precision = eqn.params.get("precision")
     for name in precision if isinstance(precision, tuple) else (precision,):
         if name is not None and not isinstance(name, jax.lax.Precision):

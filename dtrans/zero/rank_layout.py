@@ -201,7 +201,7 @@ class RankLayout:
 
     @property
     def _weights_or_clips(self) -> bool:
-        """True if each rank weights or clips its gradients before they are reduced."""
+        """True if each rank weights or clips its gradients before the reduction."""
         return (
             self.options.batch.example_count is not None
             or self.options.reduce.clip_local_norm is not None

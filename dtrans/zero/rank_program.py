@@ -104,7 +104,7 @@ class RankWriter:
         return local
 
     def write(self) -> Program:
-        """Return the program that each rank runs."""
+        """Write the program, and return it; `write_rank` describes the program."""
         step, b = self.step, self.b
         found: dict[str, Atom] = dict(self.source.outvars)
         means = self._write_means(found)
@@ -179,7 +179,7 @@ class RankWriter:
     def _reducer(
         self, values: Mapping[str, Atom], example_count: Atom | None, are_scattered: bool = False
     ) -> Scatterer:
-        """Return a writer of the reductions of gradients.
+        """Return a writer of the equations that sum gradients over ranks.
 
         Args:
           values: the step's gradients.

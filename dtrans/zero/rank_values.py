@@ -57,7 +57,11 @@ def _local(facts: Facts[bool]) -> set[Var]:
 
 
 def _differing(completed: Collection[Primitive]) -> ForwardAnalysis[bool]:
-    """Return an analysis that marks the values that differ from rank to rank."""
+    """Return the analysis that finds the values that differ from rank to rank.
+
+    Args:
+      completed: collectives whose results are equal on every rank.
+    """
 
     def rule(eqn: JaxprEqn, ins: Sequence[bool]) -> list[bool] | None:
         if eqn.primitive in completed:

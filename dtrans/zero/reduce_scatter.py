@@ -163,7 +163,7 @@ class Scatterer(Reducer):
         )
 
     def _compress(self, bucket: Bucket) -> str | None:
-        """Return the type to which a bucket is cast for its reduction; None for no cast."""
+        """Return the type in which a bucket is reduced, such as "bf16"; None for no cast."""
         if self.spec_of(bucket.leaves[0]).layers and self.options.replicas == 1:
             return None
         return super()._compress(bucket)

@@ -95,7 +95,7 @@ class ScatterFlow:
 
 
 def makers_of(eqns: Sequence[JaxprEqn]) -> dict[Var, tuple[int, JaxprEqn]]:
-    """Return a dict: value -> (index of the equation that computes it, equation)."""
+    """Return the equation that computes each value, with its index."""
     return {v: (i, e) for i, e in enumerate(eqns) for v in e.outvars}
 
 

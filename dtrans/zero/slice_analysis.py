@@ -193,7 +193,7 @@ class SliceAnalysis(SplitWriter):
     def position_of(self, atom: Atom) -> int:
         """Return the index of the equation that computes a value.
 
-        For inputs and literals, return the number of equations.
+        Inputs and literals have no equation; for them, return the number of equations.
         """
         last = len(self.eqns)
         return self._position.get(atom, last) if isinstance(atom, Var) else last
@@ -226,7 +226,7 @@ class SliceAnalysis(SplitWriter):
         self.layouts[v] = self._engine_layout(v, row)
 
     def _row(self, atom: Atom) -> RowAxis | None:
-        """Return the layout of a value as slices; None if it cannot be computed as slices."""
+        """Return the sliced dimension of a value; None if it cannot be computed as slices."""
         return self.rows.get(atom) if isinstance(atom, Var) else None
 
     def _engine_layout(self, atom: Atom, row: RowAxis) -> RowAxis:
@@ -291,7 +291,7 @@ class SliceAnalysis(SplitWriter):
         return range(len(eqn.invars))
 
     def _strategy(self, eqn: JaxprEqn) -> Strategy | None:
-        """Return how an equation runs on slices; None if it needs full values."""
+        """Return how an equation runs on slices of its operands; None if it needs full values."""
         if eqn.effects or len(eqn.outvars) != 1:
             return None
         leaves = set()
@@ -381,7 +381,7 @@ class SliceAnalysis(SplitWriter):
         number: int,
         local: Collection[Var],
     ) -> SliceAnalysis:
-        """Return the analysis of one body of equation `i`.
+        """Analyze one body of a loop, a branch or `jax.checkpoint`.
 
         Args:
           i: the index of the equation.
@@ -426,10 +426,16 @@ def is_cheap(eqn: JaxprEqn) -> bool:
 
 
 def _gathers(eqn: JaxprEqn, wires: Wiring, k: int, body: SliceAnalysis) -> bool:
-    """Return True if a body would gather operand `k`, so that one gather before `eqn` is better.
+    """Return True if one gather of an operand before a loop is better than gathers in its body.
 
-    For a loop, the operand must be the same in each iteration. For a branch that returns the
-    operand, the result is False, because a slice that is returned is not gathered.
+    This holds if the body would gather the operand, and the operand is the same in each iteration.
+    A branch that only returns the operand gathers nothing.
+
+    Args:
+      eqn: the loop, branch or `jax.checkpoint`.
+      wires: maps operands of the equation to inputs of its body.
+      k: the index of the operand.
+      body: the analysis of the body.
     """
     v = body.inner.invars[wires.ins[0].index(k)]
     returns = eqn.primitive.name == COND and v in body.roots_of(body.inner.outvars)

@@ -264,7 +264,7 @@ def _plan_undivided(
     options: ShardingOptions,
     replan: Callable[[ShardingOptions], ShardingPlan],
 ) -> ShardingPlan:
-    """Plan sharding of a step whose gradients cannot be found.
+    """Plan sharding of a step whose gradients cannot be found, so that only its state is sliced.
 
     Args:
       plain: the step, from `leave_undivided`.

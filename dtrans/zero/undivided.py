@@ -25,7 +25,9 @@ from dtrans.zero.options import ShardingOptions
 
 
 def slice_undivided(step: DividedStep, options: ShardingOptions) -> Slices:
-    """Choose the slices of parameters and of optimizer state, by the shapes of the arrays.
+    """Choose the parameters and optimizer state to slice, by the shapes of the arrays alone.
+
+    The gradients of the step are unknown, so its update cannot be analyzed.
 
     Args:
       step: the step, from `leave_undivided`.

@@ -1,15 +1,17 @@
-"""Assignment of each leaf to one rank, by one of Paddle's two rules.
+"""Assignment of each parameter to one rank, its owner, by one of Paddle's two rules.
 
-    greedy_even    each leaf goes to the rank with the fewest elements so far (ties: lowest rank)
-    use_order      leaves fill rank 0 up to 1/ranks of all elements, then rank 1, and so on
+    greedy_even    each parameter goes to the rank with the fewest elements so far (ties: lowest
+                   rank)
+    use_order      parameters fill rank 0 up to 1/ranks of all elements, then rank 1, and so on
 
-Both rules process leaves in the order in which the program first uses them. `greedy_even` balances
-the number of elements per rank. `use_order` assigns neighbouring leaves to one rank, but can be
-uneven: after a leaf that is larger than the shares of two ranks, it advances by only one rank. So
-the last ranks may own no leaf. In stage 2, `use_order` delays reductions: each bucket contains
-gradients of all ranks, and the backward pass computes the gradients of rank 0 last.
+Both rules process parameters in the order in which the program first uses them. `greedy_even`
+balances the number of elements per rank. `use_order` assigns neighbouring parameters to one rank,
+but can be uneven: after a parameter that is larger than the shares of two ranks, it advances by
+only one rank. So the last ranks may own no parameter. In stage 2, `use_order` delays reductions:
+each bucket contains gradients of all ranks, and the backward pass computes the gradients of rank 0
+last.
 
-If the optimizer combines several leaves (`RowAnalysis.groups`), one rank owns all of them.
+If the optimizer combines several parameters (`RowAnalysis.groups`), one rank owns all of them.
 
 Source: `partition_parameters` of passes/auto_parallel_sharding.py (Paddle).
 """
@@ -28,12 +30,15 @@ RULES = ("greedy_even", "use_order")
 
 
 def assign_owners(sizes: Sequence[int], ranks: int, rule: str) -> list[int]:
-    """Return for each leaf the rank that owns it, in the order of `sizes`.
+    """Choose the rank that owns each parameter, from the sizes of the parameters.
 
     Args:
-      sizes: the sizes of the leaves in elements.
+      sizes: the number of elements of each parameter.
       ranks: the number of ranks.
-      rule: one of `RULES`.
+      rule: one of `RULES`: "greedy_even" or "use_order".
+
+    Returns:
+      The index of the owner of each parameter, in the order of `sizes`.
 
     Source: `greedy_even` and `use_order` of auto_parallel_sharding.py (Paddle).
 
@@ -63,7 +68,19 @@ def assign_owners(sizes: Sequence[int], ranks: int, rule: str) -> list[int]:
 def assign_leaves(
     step: DividedStep, analysis: RowAnalysis, ranks: int, rule: str
 ) -> dict[str, int]:
-    """Return the rank that owns each leaf, in the order of the assignment."""
+    """Choose the rank that owns each parameter of a step.
+
+    Parameters that the optimizer combines get one owner.
+
+    Args:
+      step: the training step, divided at its gradients.
+      analysis: the row analysis of the update.
+      ranks: the number of ranks.
+      rule: "greedy_even" or "use_order".
+
+    Returns:
+      The owner by name, in the order of the assignment.
+    """
     groups: dict[str, list[str]] = {}
     for n in leaves_by_use(step):
         if n in analysis.params:
@@ -79,7 +96,10 @@ def assign_leaves(
 
 
 def leaves_by_use(step: DividedStep) -> list[str]:
-    """Return the leaves in the order of their first use; unused leaves come last."""
+    """Return the parameters in the order in which the step first reads them.
+
+    Unused parameters are last.
+    """
     inner = step.program.inner
     invars = step.program.invars
     leaf_of: dict[Var, str] = {invars[n]: n for n in step.params}
@@ -93,7 +113,7 @@ def leaves_by_use(step: DividedStep) -> list[str]:
 
 
 def sum_loads(sizes: Mapping[str, int], owner: Mapping[str, int], ranks: int) -> list[int]:
-    """Return for each rank the total size of the leaves that it owns."""
+    """Return for each rank the total size of the parameters that it owns."""
     loads = [0] * ranks
     for n, rank in owner.items():
         loads[rank] += sizes[n]

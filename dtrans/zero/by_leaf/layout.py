@@ -1,8 +1,8 @@
-"""Sharding in which each leaf has one owner: only this rank updates it and stores its state.
+"""Sharding in which each parameter has one owner: only this rank updates it and stores its state.
 
     forward, backward     each rank computes gradients of its part of the batch
-    reduce_scatter        gradients, packed by owner: a rank receives the sums of its leaves
-    optimize              each rank updates its leaves (`dtrans.zero.by_leaf.update`)
+    reduce_scatter        gradients, packed by owner: a rank receives the sums of its parameters
+    optimize              each rank updates its parameters (`dtrans.zero.by_leaf.update`)
     all_gather            parameters, packed by owner
 
 A *bin* is a vector that packs the arrays of one owner. The optimizer's state contains bins
@@ -51,13 +51,13 @@ from dtrans.zero.reduce_scatter import Scatterer, ScatterSpec
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LeafOwners:
-    """Owner of each leaf, and how gradients and state are packed into one vector per owner (a bin).
+    """Rank that owns each parameter, and the layout of vectors that pack each rank's arrays (bins).
 
     Attributes:
-      owner: the rank that owns each leaf, in the order of the assignment.
+      owner: the rank that owns each parameter, in the order of the assignment.
       loads: for each rank, the number of elements of the parameters that it owns.
       grads, state: the positions of gradients, and of the optimizer's state, in bins.
-      slices: the reasons why leaves are not sliced, and the row analysis of the update.
+      slices: the reasons why parameters are not sliced, and the row analysis of the update.
       half: the update that each rank runs.
       args: the arguments of the step, with packed state.
       out: the outputs of the step: parameters, packed state, and results.
@@ -74,10 +74,15 @@ class LeafOwners:
 
     @classmethod
     def from_step(cls, step: DividedStep, options: ShardingOptions) -> LeafOwners:
-        """Choose the owners of a step's leaves.
+        """Choose the owner of each parameter, and write the update of each rank.
+
+        Args:
+          step: the training step, divided at its gradients.
+          options: the options of `dtrans.sharding`.
 
         Raises:
-          ConfigError: the forward or backward pass reads state that only the owner of a leaf has.
+          ConfigError: the forward or backward pass reads state that only the owner of a parameter
+            has.
         """
         leaves, half = _half_of_owners(step)
         analysis = analyse(half, leaves)
@@ -110,12 +115,12 @@ class LeafOwners:
 
     @property
     def sliced(self) -> dict[str, Sliced]:
-        """Bins of optimizer state, as sliced arrays: each rank stores one slice, its bin."""
+        """Packed optimizer state of all ranks, as sliced arrays: each rank stores one slice."""
         return self.state.sliced
 
     @property
     def notes(self) -> list[str]:
-        """Remarks for users: the leaves that each rank owns."""
+        """Sentences for the user: the parameters that each rank owns."""
         notes = []
         for k, load in enumerate(self.loads):
             leaves = ", ".join(n for n, rank in self.owner.items() if rank == k) or "none"
@@ -125,11 +130,14 @@ class LeafOwners:
     # -- the step --------------------------------------------------------------------------------
 
     def take_bins(self, b: Builder, names: Sequence[str]) -> dict[str, Atom]:
-        """Replace inputs of optimizer state by vectors that pack them; return the vectors by name.
+        """Replace the optimizer state among a program's inputs by the vectors that pack it.
 
         Args:
           b: the builder of the program, which already has the inputs.
           names: the names of the inputs.
+
+        Returns:
+          The vectors by name.
         """
         inputs = dict(zip(names, b.invars, strict=True))
         bins = {n: Var(t) for n, t in self.state.types.items()}
@@ -144,11 +152,18 @@ class LeafOwners:
         options: ShardingOptions,
         example_count: Atom | None,
     ) -> Scatterer:
-        """Return a writer that packs the step's gradients by owner and reduces them."""
+        """Return a writer that packs gradients by owner, and sums them over ranks.
+
+        Args:
+          b: the builder to write with.
+          values: the step's gradients by parameter.
+          options: the options of `dtrans.sharding`.
+          example_count: the weight of this rank, if means are weighted.
+        """
         return _BinScatterer(b, values, options, example_count, self.grads)
 
     def buckets(self, step: DividedStep, options: ShardingOptions) -> tuple[Bucket, ...]:
-        """Return the buckets of gradients, which list the leaves of each reduction."""
+        """Return the lists of gradients that are reduced together, for the table of the plan."""
         values: dict[str, Atom] = subset(step.gradients, ready_order(step))
         parts = _scattered_parts(self.grads, options)
         found = []
@@ -164,14 +179,25 @@ class LeafOwners:
     def gather_gradients(
         self, b: Builder, means: Mapping[str, Atom], options: ShardingOptions
     ) -> dict[str, Atom]:
-        """Gather reduced gradients from their owners; return the gradients of all leaves."""
+        """Gather the reduced gradients from their owners, so that each rank has all of them.
+
+        Results such as a gradient norm need this.
+
+        Args:
+          b: the builder to write with.
+          means: the reduced gradients: packed, except those without an owner.
+          options: the options of `dtrans.sharding`.
+
+        Returns:
+          The gradients by parameter.
+        """
         bins = subset(means, self.grads.types)
         return {**means, **gather_bins(b, self.grads, bins, options, "grads")}
 
     # -- the first state -------------------------------------------------------------------------
 
     def startup(self, startup: Program) -> Program:
-        """Rewrite the init of one device so that it returns packed state."""
+        """Rewrite the init of one device so that it returns the optimizer state packed by owner."""
         inner = startup.inner
         b = Builder(startup.jaxpr)
         b.invars += inner.invars
@@ -194,7 +220,7 @@ class LeafOwners:
 
     @cached_property
     def unpack_state(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-        """Function that copies a dict with packed state, and adds the unpacked arrays."""
+        """Function that adds the single arrays to a dict that has the packed optimizer state."""
         run: Any = jax.jit(self.state.unpack)
 
         def unpack_state(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,7 +231,7 @@ class LeafOwners:
 
 
 class _BinScatterer(Scatterer):
-    """Writer that packs gradients into one vector per owner (a bin), and reduces them by parts.
+    """Writer that packs gradients into one vector per owner (a bin), and reduces them in parts.
 
     A part contains elements `start` to `stop` of every rank's bin. As soon as all gradients of a
     part are computed, the part is packed and scattered. Within a bin, gradients have the order in
@@ -270,14 +296,18 @@ def _concatenate(*xs: jax.Array) -> jax.Array:
 
 
 def _scattered_parts(bins: Bins, options: ShardingOptions) -> dict[str, BinPart]:
-    """Divide the packed gradients into parts of `bucket_MB`; return the parts by name."""
+    """Divide the packed gradients into parts of `bucket_MB`, which are reduced separately.
+
+    Returns:
+      The parts by name.
+    """
     return {p.name: p for p in bins.parts(options.reduce.bucket_MB * 2**20)}
 
 
 def _parts_of(
     values: Mapping[str, Atom], bins: Bins, parts: Mapping[str, BinPart]
 ) -> dict[str, Atom]:
-    """Return the values to reduce: first unpacked gradients, then parts of packed gradients.
+    """Return the values to reduce: gradients without an owner, then parts of packed gradients.
 
     Parts are sorted by the time at which the backward pass has computed all their gradients.
     """
@@ -297,9 +327,10 @@ def _spec_of(parts: Mapping[str, BinPart]) -> Callable[[str], ScatterSpec]:
 
 
 def _half_of_owners(step: DividedStep) -> tuple[list[str], OptimizeHalf]:
-    """Return the leaves that need an owner, and the update with all these leaves as inputs.
+    """Return the parameters that need an owner, and the update with these parameters as inputs.
 
-    A leaf that is not updated needs an owner if the update, or a gradient norm, reads its gradient.
+    A parameter that is not updated needs an owner if the update, or a gradient norm, reads its
+    gradient.
     """
     half = step.optimize
     leaves: list[str] = []

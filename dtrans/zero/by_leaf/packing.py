@@ -1,4 +1,4 @@
-"""Bins: vectors that pack the arrays of each rank, with one length for all ranks.
+"""Bins: vectors that pack the arrays that a rank owns, with one length for all ranks.
 
 All ranks run one program, in which a variable has the same shape on every rank. But ranks own
 arrays of different shapes. So each rank's arrays are concatenated into vectors, one for each dtype.
@@ -51,7 +51,7 @@ class BinSlot:
         return math.prod(self.shape)
 
     def overlap(self, part: BinPart) -> range:
-        """Return the positions in a rank's packed vector that both the array and `part` contain."""
+        """Return the positions in a rank's vector that this array and `part` have in common."""
         if part.bin != self.bin:
             return range(0)
         return range(max(self.start, part.start), min(self.start + self.size, part.stop))
@@ -59,7 +59,10 @@ class BinSlot:
 
 @dataclasses.dataclass(frozen=True)
 class BinPart:
-    """Elements `start` to `stop` of all bins, the vectors that pack the arrays of each rank."""
+    """Range of positions in the vectors (bins) that pack each rank's arrays.
+
+    Elements `start` to `stop` of all ranks' vectors are communicated together.
+    """
 
     bin: str
     start: int
@@ -67,7 +70,7 @@ class BinPart:
 
     @property
     def size(self) -> int:
-        """Number of elements in each rank's bin."""
+        """Number of elements that the part has in one rank's vector."""
         return self.stop - self.start
 
     @property
@@ -78,7 +81,7 @@ class BinPart:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Bins:
-    """Layout that packs each owner's arrays into vectors (bins), one for each dtype.
+    """Layout of vectors (bins) that pack the arrays of each owner, one vector for each dtype.
 
     Attributes:
       ranks: the number of owners.
@@ -105,7 +108,7 @@ class Bins:
     def from_types(
         cls, types: Mapping[str, Any], owner: Mapping[str, int], ranks: int, root: str
     ) -> Bins:
-        """Assign each array a position in its owner's vector (bin), in the order of `types`.
+        """Assign each array a position in its owner's vector, in the order of `types`.
 
         Args:
           types: the arrays, or their types, by name.
@@ -135,7 +138,7 @@ class Bins:
 
     @property
     def sliced(self) -> dict[str, Sliced]:
-        """Bins of all ranks, as sliced arrays: each rank's bin is one slice."""
+        """Vectors of all ranks, one after the other, as sliced arrays: each rank has one slice."""
         return {
             n: Sliced(0, t.size * self.ranks, t.size, self.ranks) for n, t in self.types.items()
         }
@@ -151,9 +154,12 @@ class Bins:
         return {n: p for n, p in self.places.items() if p.rank == rank}
 
     def parts(self, limit: float) -> list[BinPart]:
-        """Divide the packed vectors into parts of about `limit` bytes, counting all ranks.
+        """Divide the packed vectors into parts that are communicated separately.
 
         A part is at least as long as the largest array of its dtype.
+
+        Args:
+          limit: the size of a part in bytes, counting all ranks.
         """
         found = []
         for name, t in self.types.items():
@@ -164,7 +170,7 @@ class Bins:
         return found
 
     def arrays_in(self, part: BinPart) -> list[str]:
-        """Return the names of arrays with elements in `part`; [] if it contains only padding."""
+        """Return the names of the arrays with elements in a part; [] for padding alone."""
         return [n for n, p in self.places.items() if p.overlap(part)]
 
     # -- from arrays to bins ---------------------------------------------------------------------
@@ -174,11 +180,16 @@ class Bins:
         return {n: _concatenate(self._rows(p, rank, values)) for n, p in self._full_parts()}
 
     def pack(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Pack all arrays by owner; return the vectors of all ranks, concatenated, by name."""
+        """Pack all arrays; return the vectors of all ranks, one after the other, by name."""
         return {n: self.pack_part(p, values) for n, p in self._full_parts()}
 
     def pack_part(self, part: BinPart, values: Mapping[str, Any]) -> Any:
-        """Return the elements `part` of the packed vectors of all ranks, concatenated."""
+        """Pack some positions of all ranks' vectors, one rank after the other.
+
+        Args:
+          part: the positions.
+          values: the arrays by name.
+        """
         rows = []
         for rank in range(self.ranks):
             rows += self._rows(part, rank, values)
@@ -188,7 +199,13 @@ class Bins:
         return [(n, BinPart(n, 0, t.size)) for n, t in self.types.items()]
 
     def _rows(self, part: BinPart, rank: int, values: Mapping[str, Any]) -> list[Any]:
-        """Return the elements `part` of one rank's packed vector, as vectors to concatenate."""
+        """Return some positions of one rank's vector, as a list of vectors to concatenate.
+
+        Args:
+          part: the positions.
+          rank: the rank.
+          values: the arrays by name.
+        """
         rows, filled = [], part.start
         for n, p in self.of_rank(rank).items():
             overlap = p.overlap(part)
@@ -207,12 +224,21 @@ class Bins:
     # -- from bins to arrays ---------------------------------------------------------------------
 
     def array_of(self, name: str, bins: Mapping[str, Any]) -> Any:
-        """Extract one array from the packed vectors of the rank that owns it."""
+        """Extract one array from the packed vectors of its owner.
+
+        Args:
+          name: the name of the array.
+          bins: the owner's vectors by name.
+        """
         p = self.places[name]
         return jax.lax.slice(bins[p.bin], (p.start,), (p.start + p.size,)).reshape(p.shape)
 
     def from_parts(self, parts: Mapping[BinPart, Any]) -> dict[str, Any]:
-        """Extract all arrays from `parts`, which must cover the packed vectors of all ranks."""
+        """Extract all arrays from parts of the packed vectors of all ranks.
+
+        Args:
+          parts: maps each part to its elements; all parts together must cover the vectors.
+        """
         found = {}
         for n, p in self.places.items():
             rows = []

@@ -1,9 +1,9 @@
-"""Update for leaves with owners: one program for all ranks, with one branch per rank.
+"""Writer of the update in which each rank updates the parameters that it owns.
 
-The equations differ from rank to rank, so they are the branches of a `switch` over the index of the
-rank. Each branch updates the leaves that the rank owns, like a parameter server that stores these
-leaves (`dtrans.slicing.server_update`). A value that depends on leaves of several ranks, such as a
-norm, is summed between two levels:
+All ranks run one program, but each rank owns other parameters. So the equations for each rank are a
+branch of a `switch` over the index of the rank. Each branch updates the parameters that the rank
+owns, like a parameter server that stores them (`dtrans.slicing.server_update`). A value that
+depends on parameters of several ranks, such as a norm, is summed between two levels:
 
     level 0    switch        each rank computes its terms of norms and similar values
                all_reduce    sums the terms; a rank without a term adds the identity
@@ -15,8 +15,8 @@ Branches contain no collective, since other ranks would not reach it. All branch
 types. So a branch packs its outputs into vectors (`dtrans.zero.by_leaf.packing`). The last level
 returns the new state and parameters. Each other level returns the values that later levels read.
 
-Some state belongs to no leaf, such as a count of steps. Its new value is computed outside the
-branches, so that every rank has it, even a rank that owns no leaf. A branch that reads the new
+Some state belongs to no parameter, such as a count of steps. Its new value is computed outside the
+branches, so that every rank has it, even a rank that owns no parameter. A branch that reads the new
 value computes it again.
 """
 
@@ -48,21 +48,21 @@ from dtrans.zero.options import ShardingOptions
 
 
 class OwnerWriter:
-    """Writer of the update in which each rank updates the leaves that it owns.
+    """Writer of the update in which each rank updates the parameters that it owns.
 
-    Arrays are packed into bins: one vector per owner and dtype.
+    Arrays are packed into bins: one vector per owner and dtype. `half` returns the update.
 
     Args:
       analysis: the row analysis of one device's update.
-      owner: the rank that owns each leaf. A leaf that is not updated may be absent.
+      owner: the rank that owns each parameter. A parameter that is not updated may be absent.
       options: the options of `dtrans.sharding`.
       root: the prefix of the names of packed state, such as "opt_state/bins".
-      ready: the leaves in the order in which the backward pass computes their gradients.
+      ready: the parameters in the order in which the backward pass computes their gradients.
         Gradients are packed in this order.
 
     Attributes:
-      grads: the layout of packed gradients, by leaf.
-      state: the layout of packed state that belongs to leaves.
+      grads: the layout of packed gradients, by parameter.
+      state: the layout of packed state that belongs to parameters.
       params: the layout of packed new parameters. It omits unchanged parameters.
     """
 
@@ -119,7 +119,7 @@ class OwnerWriter:
         self.state = Bins.from_types(state_types, self.rank_of, self.ranks, root)
 
     def _is_unit(self, block: OptimizeBlock) -> bool:
-        """Return True for a program that updates leaves; other programs read no leaf."""
+        """Return True for a program that updates parameters; other programs read none of them."""
         return block.role != LR_SCHED and block.name in self.units
 
     def _output_name(self, name: str) -> str:
@@ -127,7 +127,7 @@ class OwnerWriter:
         return f"new {name}" if name in self.analysis.inputs else name
 
     def _find_shared_work(self) -> None:
-        """Find the values that ranks all-reduce, and the equations of state without a leaf."""
+        """Find the values that ranks all-reduce, and the equations of state without a parameter."""
         rounds, crossings = self.spec.rounds, self.spec.rounds.crossings
         outs = values_at(self.analysis.outputs, self.spec.shared_state)
         self.shared_eqns, read = backward_slice(rounds.eqns, outs, crossings)
@@ -137,9 +137,10 @@ class OwnerWriter:
                 self.reduced.setdefault(c.level, []).append(c)
 
     def _carried_bins(self, level: int) -> Bins:
-        """Return the layout of packed values that are computed at a level and read later.
+        """Choose the layout of values that one `switch` returns and a later one reads.
 
-        Level n is the part of the update that runs after n rounds of all-reduces.
+        Args:
+          level: the number of all-reduces before the first `switch`.
         """
         types: dict[str, Any] = {}
         owner: dict[str, int] = {}
@@ -161,7 +162,7 @@ class OwnerWriter:
     # -- the program -----------------------------------------------------------------------------
 
     def half(self) -> OptimizeHalf:
-        """Return the update in which each rank updates the leaves that it owns.
+        """Return the update in which each rank updates the parameters that it owns.
 
         Inputs are packed gradients (`grads/float32`), packed state, and full parameters. Outputs
         are full new parameters, and packed new state.
@@ -200,7 +201,17 @@ class OwnerWriter:
     def _all_reduce(
         self, b: Builder, op: str, reduced: Sequence[CrossServerValue], part: Atom
     ) -> list[Atom]:
-        """All-reduce a vector of concatenated terms; return the reduced values."""
+        """All-reduce one vector that contains the ranks' terms of several values.
+
+        Args:
+          b: the builder to write with.
+          op: the operation, such as "sum".
+          reduced: the values.
+          part: this rank's terms, concatenated.
+
+        Returns:
+          The reduced values.
+        """
         over = (self.options.axis_name,)
         b.role = DIST
         (vector,) = b.bind(all_reduce_p, part, op=op, name="optimizer", owners=(), over=over)
@@ -208,13 +219,16 @@ class OwnerWriter:
         return write_function(b, partial(_split, tuple(c.var.aval.shape for c in reduced)), vector)
 
     def _bin_names(self, level: int) -> list[str]:
-        """Return the names of the packed vectors that ranks compute after `level` all-reduces."""
+        """Return the names of the packed vectors that the `switch` of a level returns."""
         if level != self.levels[-1]:
             return list(self.carried[level].types)
         return [f"new {n}" for n in (*self.params.types, *self.state.types)]
 
     def _sums(self, level: int) -> dict[tuple[str, Any], list[CrossServerValue]]:
-        """Return the values that one round of all-reduces computes, by (operation, dtype)."""
+        """Return the values that are all-reduced after a level, by (operation, dtype).
+
+        Each entry becomes one all-reduce.
+        """
         found: dict[tuple[str, Any], list[CrossServerValue]] = {}
         for c in self.reduced.get(level, ()):
             found.setdefault((c.op, c.var.aval.dtype), []).append(c)
@@ -223,7 +237,7 @@ class OwnerWriter:
     def _write_shared_state(
         self, b: Builder, values: Mapping[str, Atom], known: Mapping[Var, Atom]
     ) -> dict[str, Atom]:
-        """Write the new values of state that belongs to no leaf."""
+        """Write the new values of state that belongs to no parameter, such as a count of steps."""
         a, eqns = self.analysis, self.spec.rounds.eqns
         env: dict[Var, Atom] = {}
         for n, v in a.inputs.items():
@@ -243,21 +257,27 @@ class OwnerWriter:
     # -- branches --------------------------------------------------------------------------------
 
     def _switch(self, level: int, names: Sequence[str]) -> Callable[..., Any]:
-        """Return a function that takes a rank's index, and computes this rank's part of the update.
+        """Return a function of (rank's index, *values) that computes the rank's part.
 
         Args:
-          level: the number of rounds of all-reduces before this part of the update.
-          names: the names of the function's other arguments.
+          level: the number of all-reduces before this part of the update.
+          names: the names of the values.
         """
         branches = [partial(self._branch, level, k, names) for k in range(self.ranks)]
         return lambda index, *values: jax.lax.switch(index, branches, *values)
 
     def _branch(self, level: int, rank: int, names: Sequence[str], *values: Any) -> list[Any]:
-        """Compute one rank's part of the update between two all-reduces, from `values`.
+        """Compute one rank's part of the update between two all-reduces.
+
+        Args:
+          level: the number of all-reduces before this part.
+          rank: the rank.
+          names: the names of `values`.
+          *values: packed vectors, parameters and reduced values.
 
         Returns:
-          The vectors that ranks reduce, then packed values for later levels. At the last level:
-          packed new parameters and state.
+          The vectors that ranks all-reduce, then packed values for later levels. At the last level:
+            packed new parameters and state.
         """
         inputs = dict(zip(names, values, strict=True))
         computed: dict[str, Any] = {}
@@ -292,7 +312,10 @@ class OwnerWriter:
         reduced: Sequence[CrossServerValue],
         computed: Mapping[str, Any],
     ) -> Any:
-        """Return a rank's terms of the values in `reduced`, concatenated to one vector."""
+        """Concatenate a rank's terms of several values to the vector that ranks all-reduce.
+
+        A rank without a term contributes the identity of the operation, such as 0 for a sum.
+        """
         op, dtype = key
         terms = []
         for c in reduced:
@@ -316,7 +339,7 @@ def write_function(b: Builder, fn: Callable[..., Any], *atoms: Atom) -> list[Ato
 def gather_bins(
     b: Builder, bins: Bins, shards: Mapping[str, Atom], options: ShardingOptions, name: str
 ) -> dict[str, Atom]:
-    """Gather packed arrays from all ranks, part by part; return all arrays by name.
+    """All-gather the packed arrays of all ranks, and unpack them.
 
     Args:
       b: the builder to write with.
@@ -324,6 +347,9 @@ def gather_bins(
       shards: this rank's packed vectors, by name.
       options: the options of `dtrans.sharding`.
       name: the prefix for the names of the gathers.
+
+    Returns:
+      All arrays by name.
     """
     b.role = DIST
     parts = bins.parts(options.reduce.bucket_MB * 2**20)
@@ -350,7 +376,11 @@ def gather_bins(
 
 
 def pack_bins(b: Builder, bins: Bins, atoms: Mapping[str, Atom]) -> dict[str, Atom]:
-    """Write equations that pack arrays by owner; return the packed vectors of all ranks by name."""
+    """Write equations that pack arrays by owner, into the vectors of all ranks.
+
+    Returns:
+      The vectors by name.
+    """
     names = list(bins.places)
 
     def pack(*xs: Any) -> list[Any]:
@@ -371,7 +401,10 @@ def _split(shapes: Sequence[tuple[int, ...]], x: Any) -> list[Any]:
 
 
 def _place_leaves(analysis: RowAnalysis, owner: Mapping[str, int], ranks: int) -> Placement:
-    """Return the owners as a placement in which each rank is a parameter server."""
+    """Describe owners as if each rank were a parameter server that stores its parameters.
+
+    The functions of `dtrans.slicing` then write the update of each rank.
+    """
     endpoints = [f"rank {k}" for k in range(ranks)]
     blocks = {}
     for n in analysis.params:
