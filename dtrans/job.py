@@ -23,6 +23,7 @@ import jax
 from dtrans._jax import ClosedJaxpr, without_mesh
 from dtrans.checks import check_int
 from dtrans.errors import ConfigError, Rewound, StateError
+from dtrans.ir.display import folded_html
 from dtrans.ir.program import Program
 from dtrans.ir.selection import subset
 from dtrans.step import one_state
@@ -290,6 +291,8 @@ class StateFunctions(abc.ABC):
         Raises:
           ConfigError: `fn` is no function, or it reads state of another process, such as a server's
             optimizer state.
+          BatchError: an argument contains text or objects.
+          StateError: `state` belongs to a job of another kind.
 
         Example:
           >>> import jax, jax.numpy as jnp, optax, dtrans
@@ -608,6 +611,10 @@ class Job(StateFunctions):
 
     def __repr__(self) -> str:
         return f"<{'closed ' * self._closed}{type(self).__name__} of {self.plan!r}>"
+
+    def _repr_html_(self) -> str:
+        title = f"{self!r}, {self.meter.steps:,} steps"
+        return folded_html(title, self.plan._repr_html_())
 
 
 def _split_on_dim_0(main: Program) -> dict[str, int]:

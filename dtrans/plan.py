@@ -229,7 +229,7 @@ class Plan(abc.ABC):
     def _repr_html_(self) -> str:
         table = display.plan_html(self._title, self._header, self.rows, self.notes, code=self._code)
         drawing = self.transfers().svg()
-        return f"{table}<details><summary>transfers of a step</summary>{drawing}</details>"
+        return table + display.folded_html("transfers of a step", drawing)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self) if cycle else str(self))

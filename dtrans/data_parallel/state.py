@@ -7,7 +7,7 @@ from functools import partial
 
 import jax
 
-from dtrans.ir.pytree import short_repr
+from dtrans.ir.pytree import short_repr, state_html
 
 
 @partial(
@@ -30,3 +30,4 @@ class CollectiveState:
     extra: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
     __repr__ = short_repr
+    _repr_html_ = state_html

@@ -206,3 +206,13 @@ def plan_html(
     head = "".join(f"<th>{esc(h)}</th>" for h in header)
     listed = "".join(f"<li>{esc(n)}</li>" for n in notes)
     return f"<b>{esc(title)}</b><table><tr>{head}</tr>{body}</table><ul>{listed}</ul>"
+
+
+def folded_html(title: str, body: str) -> str:
+    """Return HTML that shows only a title until the reader unfolds it.
+
+    Args:
+      title: text.
+      body: HTML.
+    """
+    return f"<details><summary>{html_escape.escape(title)}</summary>{body}</details>"

@@ -23,6 +23,7 @@ from jax.tree_util import PyTreeDef, keystr
 from dtrans._jax import plain_array
 from dtrans.errors import BatchError, TraceError
 from dtrans.ir.cost import nbytes
+from dtrans.ir.display import folded_html, plan_html, short_type
 from dtrans.ir.selection import values_at
 
 
@@ -52,6 +53,16 @@ def short_repr(state: Any) -> str:
     size = sum(nbytes(x) for x in arrays)
     noun = "array" if len(arrays) == 1 else "arrays"
     return f"<{type(state).__name__}: {len(arrays)} {noun}, {size:,} bytes>"
+
+
+def state_html(state: Any) -> str:
+    """Return the HTML of a state: a folded table of its arrays, without their entries."""
+    rows = []
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        name = keystr(path[1:], simple=True, separator=" ")  # without the field of the state
+        rows.append((name, short_type(jax.typeof(x)), f"{nbytes(x):,}"))
+    table = plan_html("", ("array", "type", "bytes"), rows, (), code=0)
+    return folded_html(short_repr(state), table)
 
 
 def is_differentiable(leaf: Any) -> bool:
@@ -128,6 +139,7 @@ class TreeSpec:
         """
         found, treedef = jax.tree.flatten(tree)
         if treedef != self.treedef:
+            self._check_containers(tree, what)
             raise TraceError(
                 f"{what} does not have the structure with which it was traced:\n  traced "
                 f"{self.treedef}\n  now    {treedef}"
@@ -145,6 +157,33 @@ class TreeSpec:
                     "pass this leaf as an array (jnp.asarray)"
                 )
         return arrays
+
+    def _check_containers(self, tree: Any, what: str) -> None:
+        """Raise an error that names the first list or other container in place of an array.
+
+        Raises:
+          TraceError, BatchError: as in `flatten`.
+        """
+        try:
+            parts = self.treedef.flatten_up_to(tree)
+        except (TypeError, ValueError):  # the trees differ above the leaves
+            return
+        for name, part in zip(self.leaves, parts, strict=True):
+            if isinstance(name, Static) or jax.tree_util.all_leaves([part]):
+                continue
+            kind = "None" if part is None else f"a {type(part).__name__}"
+            leaves = jax.tree.leaves(part)
+            if leaves and all(isinstance(x, str | bytes) for x in leaves):
+                raise BatchError(
+                    f"{name} is {kind} of text; a step takes arrays of numbers, so convert {name}"
+                )
+            remedy = "pass an array"
+            if isinstance(part, list | tuple):
+                remedy = "convert it, for example by np.asarray(...)"
+            raise TraceError(
+                f"{what} does not have the structure with which it was traced: {name} is {kind}, "
+                f"expected an array; {remedy}"
+            )
 
     def unflatten(self, arrays: Sequence[Any]) -> Any:
         """Return the pytree with these arrays; the inverse of `flatten`."""
@@ -203,8 +242,13 @@ def as_array(leaf: Any) -> Any:
     return leaf
 
 
-def check_numbers(name: str, leaf: Any) -> None:
-    """Raise BatchError if an array has text, dates or Python objects, which JAX arrays cannot have.
+def check_numbers(name: str, leaf: Any, user: str = "a step") -> None:
+    """Raise BatchError for text, dates or Python objects, which JAX arrays cannot have.
+
+    Args:
+      name: name of the leaf.
+      leaf: an array, or a Python object.
+      user: the function that takes the leaf, for errors.
 
     Example:
       >>> import numpy as np
@@ -213,10 +257,13 @@ def check_numbers(name: str, leaf: Any) -> None:
       ...
       dtrans.errors.BatchError: x is an array of <U1; a step takes arrays of numbers, so convert x
     """
-    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "USOMm":
-        raise BatchError(
-            f"{name} is an array of {leaf.dtype}; a step takes arrays of numbers, so convert {name}"
-        )
+    kind = ""
+    if isinstance(leaf, str | bytes):
+        kind = "text"
+    elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "USOMm":
+        kind = f"an array of {leaf.dtype}"
+    if kind:
+        raise BatchError(f"{name} is {kind}; {user} takes arrays of numbers, so convert {name}")
 
 
 def check_integers(name: str, leaf: Any) -> None:

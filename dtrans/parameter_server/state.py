@@ -7,7 +7,7 @@ from functools import partial
 
 import jax
 
-from dtrans.ir.pytree import short_repr
+from dtrans.ir.pytree import short_repr, state_html
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["params", "servers"], meta_fields=[])
@@ -27,3 +27,4 @@ class MeshState:
     servers: dict[str, dict[str, jax.Array]]
 
     __repr__ = short_repr
+    _repr_html_ = state_html

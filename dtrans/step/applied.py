@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import keystr
 
 from dtrans._jax import (
     Atom,
@@ -39,7 +40,7 @@ from dtrans.ir.builder import extract_part
 from dtrans.ir.dataflow import all_operands, live_equations, variables
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
-from dtrans.ir.pytree import is_array
+from dtrans.ir.pytree import check_numbers, is_array
 from dtrans.ir.selection import exclude, select, subset, values_at
 from dtrans.step.one_state import state_spec
 
@@ -182,10 +183,15 @@ class Applied:
         Args:
           fetch: function that returns the job's leaves with given names, as the job stores them.
           *args: the user's arguments after the state.
+
+        Raises:
+          BatchError: an argument contains text or objects.
         """
-        flat, structure = jax.tree.flatten(args)
-        for i, x in enumerate(flat):
-            flat[i] = plain_array(x) if is_array(x) else jnp.asarray(x)
+        paths, structure = jax.tree.flatten_with_path(args)
+        flat = []
+        for path, x in paths:
+            check_numbers(f"args{keystr(path)}", x, "job.apply")
+            flat.append(plain_array(x) if is_array(x) else jnp.asarray(x))
         key = structure, tuple(str(jax.typeof(x)) for x in flat)
         if key not in self._known:
             self._known[key] = self._compiled(flat, structure)

@@ -10,7 +10,8 @@ It is the value that
     equations under `transpose(...)` (a scan over micro-batches),
   - is read by an equation that is not a derivative,
   - reaches the new `params/w` through equations that keep that shape. If no value does (Muon
-    multiplies matrices), the equations on the way may have any shape.
+    multiplies matrices), the equations on the way may have any shape. If the new `params/w` depends
+    on no derivative (a frozen leaf), the value reaches another leaf: a global norm reads it.
 
 Several values may have these properties, marked or inferred. An example is an unrolled loop over
 micro-batches. If the update reads only their sum, the first value that is linear in all of them is
@@ -57,6 +58,7 @@ from dtrans.ir.dataflow import (
     producer_positions,
     propagate,
     variables,
+    variables_read,
 )
 from dtrans.ir.display import short_type
 from dtrans.ir.inline import inline_calls
@@ -456,7 +458,46 @@ def _inferred(step: OpenStep) -> Gradients:
             "take gradients with dtrans.value_and_grad in place of jax.value_and_grad, or build "
             f"the step with dtrans.make_train_step{several}. {OTHER_GRADIENTS}"
         )
+    without = [n for n in step.params if n not in found]
+    only_elsewhere = _read_elsewhere(step, without, candidates, terms)
+    found |= only_elsewhere
+    terms |= {*only_elsewhere.values()}
     return Gradients(found, False, frozenset(terms), frozenset(sums))
+
+
+def _read_elsewhere(
+    step: OpenStep, names: Sequence[str], candidates: Collection[Var], known: Collection[Var]
+) -> dict[str, Var]:
+    """Find the gradients of leaves whose own new values do not read them.
+
+    A clip by the global norm reads the gradients of frozen leaves. Several such leaves of one shape
+    get the gradients in the order of their first reads, as a norm reads the leaves. A wrong order
+    would change only names. If the numbers of leaves and gradients differ, the leaves get none.
+
+    Args:
+      step: the training step, with its calls inlined.
+      names: leaves for which no gradient was found.
+      candidates: values that may be gradients.
+      known: gradients that were found.
+    """
+    if not names:
+        return {}
+    state = values_at(step.outs, (*step.params, *step.opt_state))
+    _, reached = backward_slice(step.eqns, state, candidates)
+    readers = [e for e, derived in zip(step.eqns, step.derived, strict=True) if not derived]
+    gradients: dict[tuple[int, ...], list[Var]] = {}
+    for v in variables_read(readers):
+        if v in candidates and v in reached and v not in known:
+            gradients.setdefault(v.aval.shape, []).append(v)
+    leaves: dict[tuple[int, ...], list[str]] = {}
+    for name in names:
+        leaves.setdefault(step.vars[name].aval.shape, []).append(name)
+    found: dict[str, Var] = {}
+    for shape, of_shape in leaves.items():
+        values = gradients.get(shape, [])
+        if len(values) == len(of_shape):
+            found |= zip(of_shape, values, strict=True)
+    return found
 
 
 def nested(step: OpenStep, gradients: Collection[Var]) -> str:

@@ -86,6 +86,23 @@ def test_another_structure_is_refused_with_both():
         spec.flatten([np.ones(1)], "argument 0")
 
 
+@pytest.mark.parametrize(
+    ("part", "error", "message"),
+    [
+        (["a", "b"], BatchError, "^b/x is a list of text; a step takes arrays of numbers, so conv"),
+        ("a", BatchError, "^b/x is text; a step takes arrays of numbers, so convert b/x$"),
+        ([1, 2], TraceError, r": b/x is a list, expected an array; convert it, .* by np.asarray\("),
+        ({"y": 1}, TraceError, "^argument 1 does not .*: b/x is a dict, expected an array; pass"),
+        (None, TraceError, ": b/x is None, expected an array; pass an array$"),
+    ],
+    ids=str,
+)
+def test_a_leaf_that_is_no_array_is_named(part, error, message):
+    spec = TreeSpec.from_tree({"w": np.ones(1), "x": np.ones(2)}, "b")
+    with pytest.raises(error, match=message):
+        spec.flatten({"w": np.ones(1), "x": part}, "argument 1")
+
+
 def test_a_changed_static_leaf_is_refused():
     spec = TreeSpec.from_tree({"a": np.ones(1), "rate": 0.5})
     assert len(spec.flatten({"a": np.ones(1), "rate": 0.5})) == 1

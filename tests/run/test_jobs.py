@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import re
+import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from html import escape
 from types import FunctionType
 from typing import Any
 
@@ -20,7 +22,7 @@ from role_threads import HANG, RoleThreads, free_endpoints
 
 import dtrans
 from dtrans.costs import Costs, link_rate
-from dtrans.errors import ConfigError, StateError
+from dtrans.errors import BatchError, ConfigError, StateError
 from dtrans.job import Job
 from dtrans.plan import Plan
 from dtrans.run.role_jobs.server_job import ServerJob
@@ -92,6 +94,29 @@ def test_a_job_trains_as_one_device_and_says_what_it_is(plan: Plan, way: str) ->
             StateError, match="^the job of <.* plan of step.* is closed; create a new job"
         ):
             call()
+
+
+def test_notebooks_show_jobs_and_states_without_entries(plan: Plan) -> None:
+    with plan.simulate() as job:
+        state, _ = job.step(job.init(KEY), X, Y)
+        html = job._repr_html_()
+        assert f"{escape(repr(job))}, 1 steps" in html and plan._repr_html_() in html
+        root = ET.fromstring(state._repr_html_())
+        assert root.findtext("summary") == repr(state) and repr(state).endswith(" bytes>")
+        rows = [[cell.findtext("code") or cell.text for cell in row] for row in root.iter("tr")]
+        of_w1 = [row for row in rows if "params/w1" in str(row[0])]
+        whole = ["params/w1", "f32[4,6]", "96"]
+        assert whole in of_w1 or len(of_w1) == 2, rows
+
+
+def test_text_for_a_function_of_a_job_is_refused_by_name(plan: Plan) -> None:
+    with plan.simulate() as job:
+        state = job.init(KEY)
+        message = r"^args\[1\]\['words'\] is text; job.apply takes arrays of numbers, so convert"
+        with pytest.raises(BatchError, match=message):
+            job.apply(lambda params, x, more: params, state, X, {"words": "a"})
+        with pytest.raises(BatchError, match=r"^args\[0\] is an array of <U1; job.apply takes"):
+            job.apply(lambda params, x: params, state, np.array(["a"]))
 
 
 def test_a_plan_says_what_it_is_and_what_it_costs(plan: Plan) -> None:

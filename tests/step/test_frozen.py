@@ -13,6 +13,7 @@ import pytest
 import dtrans
 from dtrans import checkpoint
 from dtrans.errors import StateError
+from dtrans.step.gradients import gradients_of, open_step
 from dtrans.step.startup import normalize_step
 
 
@@ -158,3 +159,35 @@ def test_moments_of_a_leaf_that_was_trained_before_are_refused(tmp_path: Any) ->
     job = dtrans.nccl2(*traced(loss, behind), trainers=2).simulate()
     state, _ = job.step(job.scatter((before.params(trained), behind.init(start(tx)[0]))), X)
     np.testing.assert_array_equal(job.params(state)["emb"], before.params(trained)["emb"])
+
+
+def test_gradients_that_only_a_clip_reads_are_found() -> None:
+    """No new parameter depends on the gradients of the frozen leaves, but the norm does."""
+    labels = {"a": "held", "b": "held", "c": "moved"}
+    tx = optax.chain(
+        optax.clip_by_global_norm(1e-3),
+        optax.multi_transform({"held": optax.set_to_zero(), "moved": optax.adam(1e-2)}, labels),
+    )
+
+    def init() -> Any:
+        params = {n: jnp.full((2, 2), 0.1 * i) for i, n in enumerate("abc", 1)}
+        return params, tx.init(params)
+
+    def of(p: Tree, x: Any) -> jax.Array:
+        return jnp.mean(jnp.tanh(x @ p["a"] @ p["b"] @ p["c"]) ** 2)
+
+    def step(params: Tree, opt_state: Tree, x: Any) -> Any:
+        value, grads = jax.value_and_grad(of)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    x = np.arange(1.0, 5.0, dtype=np.float32).reshape(2, 2)
+    main = dtrans.trace(step, *init(), x)
+    opened = open_step(main)
+    found = gradients_of(opened).of
+    values = opened.inner.replace(outvars=[found[f"params/{n}"] for n in "abc"])
+    made = jax.core.eval_jaxpr(values, opened.jaxpr.consts, *jax.tree.leaves((*init(), x)))
+    for got, wanted in zip(made, jax.grad(of)(init()[0], x).values(), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    plan = dtrans.pserver(main, dtrans.trace(init), pservers="127.0.0.1:1", trainers=2)
+    assert (report := plan.verify()), str(report)

@@ -3,6 +3,7 @@ states."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -242,6 +243,61 @@ def test_hyperparameters_of_an_nnx_optimizer_have_their_short_names() -> None:
         match="'rate' is not a hyperparameter .*, which has learning_rate;",
     ):
         job.with_hyperparameters(still, rate=0.1)
+
+
+def layers(params: Tree) -> Tree:
+    """Return the name of the layer of each parameter."""
+    of = lambda path, _: "first" if "first" in jax.tree_util.keystr(path) else "last"
+    return jax.tree.map_with_path(of, params)
+
+
+OPTIMIZERS_OF_LAYERS = {"first": optax.set_to_zero(), "last": optax.adam(1e-2)}
+FROZEN_AFTER_CLIP = optax.chain(
+    optax.clip_by_global_norm(0.1), optax.multi_transform(OPTIMIZERS_OF_LAYERS, layers)
+)
+FOUND = {  # optimizers of an nnx model whose gradients are not marked
+    "MultiSteps": optax.MultiSteps(optax.adam(1e-2), 2),
+    "clip after MultiSteps": optax.MultiSteps(
+        optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)), 2
+    ),
+    "frozen after a clip": FROZEN_AFTER_CLIP,
+    "MultiSteps, frozen after a clip": optax.MultiSteps(FROZEN_AFTER_CLIP, 2),
+}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    # servers refuse the frozen leaf of one state, which is no parameter there, after a clip
+    [
+        (name, mode)
+        for name in FOUND
+        for mode in ("nccl2", "stage 3", "pserver")
+        if (name, mode) != ("frozen after a clip", "pserver")
+    ],
+)
+def test_gradients_of_an_nnx_model_are_found(name: str, mode: str) -> None:
+    def build(key: jax.Array) -> Any:
+        model = library_zoo.Perceptron(nnx.Rngs(key))
+        return nnx.split((model, nnx.Optimizer(model, FOUND[name], wrt=nnx.Param)))
+
+    graph, _ = build(jax.random.key(0))
+
+    def of(value_and_grad: Any) -> Any:
+        def step(state: Any, x: jax.Array, y: jax.Array) -> Any:
+            model, optimizer = nnx.merge(graph, state)
+            loss, grads = value_and_grad(lambda m: library_zoo.cross_entropy(m(x), y))(model)
+            optimizer.update(model, grads)
+            return nnx.state((model, optimizer)), loss
+
+        return step
+
+    case = dataclasses.replace(
+        library_zoo.by_name("nnx_optimizer"), init=lambda key: build(key)[1], step=of
+    )
+    plan = library_table.planned(case, mode)
+    assert (report := plan.verify()), str(report)
 
 
 def test_a_hyperparameter_that_two_optimizers_keep_is_said_by_its_whole_name() -> None:

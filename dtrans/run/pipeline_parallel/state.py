@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from dtrans._jax import ClosedJaxpr
 from dtrans.ir.builder import Builder
 from dtrans.ir.inline import eliminate_dead
-from dtrans.ir.pytree import TreeSpec, short_repr
+from dtrans.ir.pytree import TreeSpec, short_repr, state_html
 from dtrans.ir.selection import exclude, retain
 from dtrans.pipeline_parallel.plan import PipelinePlan
 from dtrans.run.base.state import (
@@ -46,6 +46,7 @@ class PipelineState:
     extra: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
     __repr__ = short_repr
+    _repr_html_ = state_html
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ from dtrans.job import on_first_device
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.epochs import NewEpoch
 from dtrans.run.base.lowered import LoweredStep, recording
+from dtrans.run.base.state import check_kind
 from dtrans.run.distributed.role import Role
 from dtrans.run.parameter_server.step_results import merge_results
 from dtrans.run.parameter_server.tables.job_tables import TrainerTables
@@ -148,9 +149,15 @@ class TrainerJob(RoleJob):
 
     def check(self, state: Any) -> None:
         self._check_open()
-        if not isinstance(state, tuple) or len(state) != (2 if self.plan.push_every else 1):
+        self._check_kind(state)
+
+    def _check_kind(self, state: Any, method: str = "step") -> None:
+        check_kind(state, tuple, method)
+        size = len(self.plan.trainer_specs)
+        if len(state) != size:
             raise StateError(
-                f"step takes the state that init or step returned, not {type(state).__name__}"
+                f"{method} takes the state that init or step returned, a tuple of {size}, not a "
+                f"tuple of {len(state)}"
             )
 
     @metered
@@ -320,6 +327,7 @@ class TrainerJob(RoleJob):
         return leaves
 
     def _leaves(self, state: tuple[Any, ...], names: Collection[str]) -> dict[str, Any]:
+        self._check_kind(state, "apply")
         params = self.plan.main.args[0].names
         found = self._params(state, select(names, params))
         if others := exclude(names, params):

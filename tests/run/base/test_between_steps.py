@@ -99,6 +99,20 @@ def test_rows_that_processes_do_not_divide_are_named() -> None:
             job.shard_batch((given["x"],), given["y"], rate)
 
 
+@pytest.mark.usefixtures("x64")
+def test_a_trainer_checks_the_state_for_a_function() -> None:
+    with trainer_job(0, 2, batch=dtrans.Batch(axes=(0, 1, None))) as job:
+        for method, call in (
+            ("apply", lambda state: job.apply(lambda params: params, state)),
+            ("step", lambda state: job.step(state, *batch(2))),
+        ):
+            taken = f"^{method} takes the state that init or step returned,"
+            with pytest.raises(StateError, match=f"{taken} not dict$"):
+                call(init()[0])
+            with pytest.raises(StateError, match=f"{taken} a tuple of 1, not a tuple of 2$"):
+                call(init())
+
+
 def test_one_process_has_the_whole_batch() -> None:
     x = rows(1)[0]
     assert job_of().shard_batch(x)[0] is x
