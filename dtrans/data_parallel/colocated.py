@@ -20,14 +20,13 @@ from typing import Any
 from dtrans.batch.exact_step import ExactStep, batch_axes, full_type, rows_of
 from dtrans.batch.trainer_step import TrainerStep
 from dtrans.checks import check_together
-from dtrans.data_parallel.device_parts import refuse_calls
 from dtrans.data_parallel.options import Options, Reduce
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.errors import BatchError
 from dtrans.ir.dataflow import variables
 from dtrans.ir.program import Program
 from dtrans.step.halves import DividedStep
-from dtrans.step.observers import callers_of, check_observers
+from dtrans.step.observers import callers_of, check_observers, refuse_calls
 from dtrans.step.scopes import in_split_scope
 from dtrans.step.startup import match_startup
 from dtrans.tensor_parallel.model_axis import ModelState, shard_program, shard_state
@@ -62,7 +61,7 @@ def plan_colocated(
     )
     if options.trainers > 1:
         check_observers(plain.program, plain.observers)
-        refuse_calls(plain)
+        refuse_calls(plain.observers)
     matched = match_startup(plain.program, startup)
     all_axes = batch_axes(plain, options.batch)
     rows = rows_of(plain.program, all_axes, options.noun) * options.trainers

@@ -15,10 +15,7 @@ from typing import Any
 from dtrans.data_parallel.plan import Bucket
 from dtrans.data_parallel.sequence_axis import SequenceAxis
 from dtrans.engine.layout import Gathered
-from dtrans.errors import GradientError
 from dtrans.ir.program import Program
-from dtrans.step.halves import DividedStep
-from dtrans.step.observers import RETURN_IT
 from dtrans.tensor_parallel.model_axis import ModelState, ShardedProgram, shard_program
 
 
@@ -94,10 +91,3 @@ def _bucket_of_device(bucket: Bucket, types: Mapping[str, Any], state: ModelStat
         full += t.size
         piece += t.size if sliced is None else sliced.rank_type(t).size
     return dataclasses.replace(bucket, nbytes=bucket.nbytes * piece // max(full, 1))
-
-
-def refuse_calls(step: DividedStep) -> None:
-    """Raise GradientError if a step has host callbacks, which each device would call."""
-    for x in step.observers:
-        if x.calls:
-            raise GradientError(f"every device of a trainer would call {x}; {RETURN_IT}")

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from dtrans._jax import SCAN, JaxprEqn, is_varying, jaxprs_in_params, opened, scan_length
+from dtrans._jax import is_varying
 from dtrans.costs import Costs, RoleCost, program_flops
+from dtrans.engine.traffic import bytes_by_axis, collectives
 from dtrans.errors import ConfigError
 from dtrans.ir.cost import nbytes, total_bytes
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import all_names, is_under
-from dtrans.ops import collective_of, moved_values
 from dtrans.plan import Plan, runner_of
 from dtrans.step.scopes import ignored_split_notes
 from dtrans.transfers import RoleTransfer, Transfers
@@ -45,23 +45,6 @@ class Bucket:
     leaves: tuple[str, ...]
     dtype: Any
     nbytes: int
-
-
-def collectives(jaxpr: Any, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
-    """Yield the equations of a program that communicate, with the number of times that each runs.
-
-    An equation in the body of a scan runs once in each iteration.
-
-    Args:
-      jaxpr: the program.
-      times: number of times that the program runs.
-    """
-    for eqn in opened(jaxpr).eqns:
-        if collective_of(eqn) is not None:
-            yield eqn, times
-        turns = scan_length(eqn) if eqn.primitive.name == SCAN else 1
-        for body in jaxprs_in_params(eqn.params):
-            yield from collectives(body, times * turns)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -279,12 +262,7 @@ class CollectivePlan(Plan):
         of all parameters counts the size of the model. In a ring of N devices, each link carries (N
         - 1)/N of this number for a gather or reduce-scatter, and twice that for an all-reduce.
         """
-        found: dict[tuple[str, str], int] = {}
-        for eqn, times in collectives(self.program.jaxpr):
-            key = (eqn.primitive.name, " and ".join(eqn.params["over"]))
-            moved = total_bytes(moved_values(eqn))
-            found[key] = found.get(key, 0) + times * moved
-        return found
+        return bytes_by_axis(self.program.jaxpr)
 
     def bytes_over(self, *axes: str) -> dict[str, int]:
         """Return the bytes that a trainer passes to collectives over `axes` in a step, by dtype."""

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from dtrans.batch.exact_step import batch_axes, full_type
-from dtrans.data_parallel.options import SEQUENCE, Options
+from dtrans.data_parallel.options import Options
 from dtrans.engine.layout import Sliced
 from dtrans.errors import BatchError, ConfigError
 from dtrans.ir.display import short_type
@@ -27,6 +27,7 @@ from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
 from dtrans.step.halves import DividedStep
 from dtrans.step.scopes import has_local_scope
+from dtrans.tensor_parallel.mesh_option import SEQUENCE
 from dtrans.tensor_parallel.model_axis import ModelState, ShardedProgram, shard_program
 
 

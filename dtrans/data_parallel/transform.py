@@ -45,17 +45,9 @@ from dtrans.data_parallel.accumulation import (
     write_micro_steps,
 )
 from dtrans.data_parallel.colocated import plan_colocated
-from dtrans.data_parallel.device_parts import DeviceParts, refuse_calls
+from dtrans.data_parallel.device_parts import DeviceParts
 from dtrans.data_parallel.merge_rules import check_merge, infer_merges, mergeable_state
-from dtrans.data_parallel.options import (
-    DATA,
-    MODEL,
-    MeshSizes,
-    Options,
-    OptionsT,
-    Reduce,
-    sizes_of_mesh,
-)
+from dtrans.data_parallel.options import Options, OptionsT, Reduce
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.data_parallel.reducer import SAME_FOR_ALL, Reducer, ReduceSpec, assign_buckets
 from dtrans.data_parallel.replica import fold_keys, take_inputs, write_from_gradients
@@ -93,9 +85,11 @@ from dtrans.step.observers import (
     call_once,
     callers_of,
     check_observers,
+    refuse_calls,
     refuse_observers,
 )
 from dtrans.step.startup import match_startup, normalize_step
+from dtrans.tensor_parallel.mesh_option import DATA, MODEL, MeshSizes, sizes_of_mesh
 from dtrans.tensor_parallel.model_axis import ModelState, shard_state
 
 
@@ -214,7 +208,7 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
     if options.trainers > 1:
         check_observers(plain.program, plain.observers)
     if options.has_devices:
-        refuse_calls(plain)
+        refuse_calls(plain.observers)
     matched = match_startup(plain.program, startup)
     step, trainer_options, shared = share_step(plain, options, main)
     merges = infer_merges(step, trainer_options) if shared is None else shared.merges

@@ -16,10 +16,11 @@ import math
 from typing import Any
 
 from dtrans.checks import check_int, check_known, check_one_of, group_options
-from dtrans.data_parallel.options import DATA, MODEL, Reduce
+from dtrans.data_parallel.options import Reduce
 from dtrans.errors import ConfigError, rename_options
 from dtrans.ir.program import Program
 from dtrans.step.batch_sharing import Batch
+from dtrans.tensor_parallel.mesh_option import DATA, MODEL
 from dtrans.zero.options import LossScaling, Precision, Slicing
 from dtrans.zero.plan import ShardingPlan
 from dtrans.zero.transform import sharding as sharding_of

@@ -177,6 +177,13 @@ def refuse_observers(
             raise GradientError(f"{x} reads {_READS[x.reads]}, which {why}; {remedy}")
 
 
+def refuse_calls(observers: Iterable[Observer]) -> None:
+    """Raise GradientError if a step has host callbacks, which each device would call."""
+    for x in observers:
+        if x.calls:
+            raise GradientError(f"every device of a trainer would call {x}; {RETURN_IT}")
+
+
 def check_observers(program: Program, observers: Iterable[Observer]) -> None:
     """Raise GradientError for callbacks that a job cannot call exactly once in a step.
 

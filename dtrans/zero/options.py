@@ -18,8 +18,9 @@ from dtrans.checks import (
     check_type,
     is_number,
 )
-from dtrans.data_parallel.options import DATA, SEQUENCE, Options
+from dtrans.data_parallel.options import Options
 from dtrans.errors import ConfigError
+from dtrans.tensor_parallel.mesh_option import DATA, SEQUENCE
 from dtrans.zero.by_leaf.assign import RULES
 
 

@@ -35,9 +35,9 @@ import jax
 from dtrans._jax import without_mesh
 from dtrans.batch.exact_step import ExactStep
 from dtrans.checks import check_int, check_together, check_type
-from dtrans.data_parallel.device_parts import DeviceParts, refuse_calls
+from dtrans.data_parallel.device_parts import DeviceParts
 from dtrans.data_parallel.merge_rules import infer_merges
-from dtrans.data_parallel.options import DATA, MODEL, SEQUENCE, Reduce, sizes_of_mesh
+from dtrans.data_parallel.options import Reduce
 from dtrans.data_parallel.sequence_axis import find_sequence_axis
 from dtrans.data_parallel.transform import (
     callers,
@@ -60,9 +60,11 @@ from dtrans.step.observers import (
     UPDATE,
     callers_of,
     check_observers,
+    refuse_calls,
     refuse_observers,
 )
 from dtrans.step.startup import match_startup, normalize_step
+from dtrans.tensor_parallel.mesh_option import DATA, MODEL, SEQUENCE, sizes_of_mesh
 from dtrans.tensor_parallel.model_axis import shard_state
 from dtrans.zero.choose_slices import slice_state_again
 from dtrans.zero.forward_values import with_forward_values
@@ -207,7 +209,7 @@ def plan_sharding(main: Program, startup: Program, options: ShardingOptions) -> 
         if options.num_micro_batch > 1:
             refuse_observers(plain.observers, (STATE,), "each micro-step reads", RETURN_IT)
     if options.has_devices:
-        refuse_calls(plain)
+        refuse_calls(plain.observers)
     if plain.undivided:
         return _plan_undivided(plain, startup, options, partial(plan_sharding, main, startup))
     matched = match_startup(plain.program, startup)

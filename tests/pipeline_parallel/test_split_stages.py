@@ -29,7 +29,7 @@ from split_models import (
 
 import dtrans
 from dtrans._jax import equations
-from dtrans.data_parallel.plan import collectives
+from dtrans.engine.traffic import collectives
 from dtrans.errors import ConfigError
 
 
