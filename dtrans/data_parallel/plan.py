@@ -324,9 +324,7 @@ class CollectivePlan(Plan):
         if self.sequence is not None:
             notes += self.sequence.notes
         for axis, x in self.device_gathers:
-            array = f"{x.dtype}{list(x.shape)}"
-            reader = f"{x.reason} ({x.line})" if x.line else x.reason
-            notes.append(f"gathered over {axis}: {array} for {reader}")
+            notes.append(f"gathered over {axis}: {x}")
         return notes
 
     @property

@@ -304,3 +304,7 @@ class Gathered:
     nbytes: int
     reason: str
     line: str = ""
+
+    def __str__(self) -> str:
+        reader = f"{self.reason} ({self.line})" if self.line else self.reason
+        return f"{self.dtype}{list(self.shape)} for {reader}"

@@ -10,6 +10,7 @@ overview           the arrays on each server, and the rows of the step's arrays 
 server_balance     bytes on each server, for a plan and for other dispatchers
 step_traffic       the values that roles send in a step, and their costs
 trainer_program    the programs of trainers
+trainer_devices    the program of one device, if each trainer has a mesh of devices
 server_program     the programs of servers
 compression        the types in which gradients and parameters are sent
 exchange_rounds    exchange of values between trainers, through servers

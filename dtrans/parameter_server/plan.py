@@ -16,6 +16,7 @@ import jax
 from dtrans.batch.exact_step import ExactStep
 from dtrans.checks import is_int
 from dtrans.costs import Costs, program_flops
+from dtrans.engine.traffic import bytes_by_axis
 from dtrans.errors import ConfigError, UnknownEndpointError
 from dtrans.ir import fingerprint
 from dtrans.ir.display import short_type
@@ -31,13 +32,14 @@ from dtrans.parameter_server.server_balance import bytes_by_server, compare_disp
 from dtrans.parameter_server.step_traffic import StepTraffic
 from dtrans.parameter_server.tables.choose import Tables
 from dtrans.parameter_server.tables.options import Rows
+from dtrans.parameter_server.trainer_devices import DeviceProgram, TrainerDevices
 from dtrans.parameter_server.trainer_program import TrainerSide
 from dtrans.plan import Plan
 from dtrans.slicing.blocks import Placement
 from dtrans.slicing.server_update import ServerVariable
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.halves import OptimizeHalf
-from dtrans.transfers import Transfers
+from dtrans.transfers import RoleTransfer, Transfers
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -153,6 +155,7 @@ class PServerPlan(Plan):
       callers: for each host callback of the step (`jax.debug.print`, say), a sentence that says
         which process calls it.
       compression: the types in which gradients and parameters are sent.
+      devices: the devices of each trainer; None for trainers with one device.
     """
 
     main: Program
@@ -166,6 +169,7 @@ class PServerPlan(Plan):
     shared: ExactStep | None = dataclasses.field(default=None, compare=False)
     callers: tuple[str, ...] = ()
     compression: Compression = dataclasses.field(default_factory=Compression)
+    devices: TrainerDevices | None = dataclasses.field(default=None, compare=False)
 
     _right, _code, _header = (1, 2), 0, ("block", "rows", "bytes", "endpoint")
 
@@ -263,6 +267,21 @@ class PServerPlan(Plan):
         check_trainer_id(trainer_id, self.trainers)
         return self._cached(self.trainer_side.startup, trainer_id)
 
+    def on_devices(self, program: Program) -> DeviceProgram | None:
+        """Return the program of one device of a trainer; None if one device runs `program`.
+
+        Args:
+          program: a program of this plan, for any batch.
+        """
+        if self.devices is None or program.in_names != self.trainer.in_names:
+            return None
+        return self.devices.divide(program)
+
+    @cached_property
+    def device_program(self) -> DeviceProgram | None:
+        """The program of one device of trainer 0; None for trainers with one device."""
+        return self.on_devices(self.trainer)
+
     def for_uneven_batch(
         self, types: Sequence[jax.ShapeDtypeStruct], trainer_id: int
     ) -> tuple[ExactStep, Program]:
@@ -305,8 +324,10 @@ class PServerPlan(Plan):
         if self.update.sized is not None:
             # This digest is equal for all batch sizes, so roles may trace different sizes.
             update["update"] = fingerprint.output_digest(self.update.sized)
+        mesh = {} if self.devices is None else {"mesh": fingerprint.digest(str(self.devices))}
         return {
             **fingerprint.environment(),
+            **mesh,
             "options": fingerprint.table(options),
             "state": fingerprint.table(self._input_types(self.main.args[:2])),
             fingerprint.BATCH: fingerprint.table(self._input_types(self.main.args[2:])),
@@ -424,6 +445,11 @@ class PServerPlan(Plan):
 
     def transfers(self) -> Transfers:
         transfers = self.traffic.transfers()
+        if self.device_program is not None:
+            moved = bytes_by_axis(self.device_program.program.jaxpr)
+            for (kind, axis), size in moved.items():
+                inside = "trainer", "devices of the trainer", f"{kind} over {axis}", size
+                transfers = Transfers((*transfers, RoleTransfer(*inside)))
         if self.shares is None:
             return transfers
         found = []
@@ -454,10 +480,10 @@ class PServerPlan(Plan):
         mode = "sync" if self.sync_mode else "async"
         if self.push_every:
             mode = "geo"
-        return (
-            f"pserver plan of {self.main.name}: {self.trainers} trainers, {len(self.servers)} "
-            f"pservers, {mode}"
-        )
+        trainers = f"{self.trainers} trainers"
+        if self.devices is not None:
+            trainers += f" with a mesh of {self.devices}"
+        return f"pserver plan of {self.main.name}: {trainers}, {len(self.servers)} pservers, {mode}"
 
 
 def _role(trainer_id: int) -> str:

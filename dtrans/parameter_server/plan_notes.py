@@ -26,12 +26,19 @@ def plan_notes(plan: Any) -> list[str]:
         notes.append(f"{leaf}: whole on {plan.placement.blocks[leaf][0].endpoint}: {reason}")
     notes += _shared_state_notes(plan)
     notes += plan.callers
-    remedy = "dtrans.nccl2(mesh={'data': n, 'model': m}) divides it over m devices"
-    notes += ignored_split_notes(plan.main.jaxpr, remedy)
+    notes += _device_notes(plan)
     notes += _update_notes(plan)
     if plan.frozen:
         notes.append(f"on the trainers only: {', '.join(plan.frozen)}")
     return notes
+
+
+def _device_notes(plan: Any) -> list[str]:
+    notes = [] if plan.device_program is None else list(plan.device_program.notes)
+    if plan.devices is not None and plan.devices.model is not None:
+        return [*notes, *plan.devices.model.notes]
+    remedy = "to divide it over m devices of each trainer, pass mesh={'data': n, 'model': m}"
+    return [*notes, *ignored_split_notes(plan.main.jaxpr, remedy)]
 
 
 def _batch_notes(plan: Any) -> list[str]:

@@ -77,6 +77,7 @@ from dtrans.parameter_server.tables.options import (
 )
 from dtrans.parameter_server.tables.row_runs import with_row_runs
 from dtrans.parameter_server.tables.touched_rows import mark_tables, resized
+from dtrans.parameter_server.trainer_devices import find_devices
 from dtrans.parameter_server.trainer_program import TrainerCommConfig, TrainerSide
 from dtrans.plan import with_recipe
 from dtrans.rows.analysis import analyse
@@ -115,6 +116,7 @@ def pserver(
     on_trainer_exit: Literal["drop", "paddle", "error"] = "drop",
     batch: Batch | str = Batch(),
     sparse: Mapping[str, Rows] | Literal["auto"] | None = None,
+    mesh: Mapping[str, int] | None = None,
 ) -> PServerPlan:
     """Plan parameter-server training of a traced step.
 
@@ -151,6 +153,10 @@ def pserver(
         gradients. With `dtrans.Geo`, a trainer stores the rows, and sends their changes. "auto"
         chooses each leaf that a step reads by rows only, if the step looks up at most a fourth of
         the rows. None: no tables.
+      mesh: the number of devices of each trainer along each axis, such as {"data": 2, "model": 2}.
+        The devices divide the trainer's rows of the batch over "data", and the parameters of
+        `dtrans.split` scopes over "model". Servers get one gradient for each leaf and trainer.
+        None: a trainer has one device.
 
     Raises:
       ConfigError: an option is out of range, or a leaf in `sparse` cannot be a table. Also raised
@@ -202,6 +208,7 @@ def pserver(
     parts = sent_parts(plain, batch, trainers, mode)
     check_arguments(plain, parts, batch, trainers, on_trainer_exit)
     check_callbacks(plain, trainers, mode, has_tables=sparse is not None)
+    devices = find_devices(plain, mesh, mode, batch, sparse)
     shared = split_batch(plain, batch, trainers, mode)
     if isinstance(mode, Geo):
         return plan_geo_sgd(plain, startup, endpoints, options)
@@ -290,6 +297,7 @@ def pserver(
         shared=shared,
         callers=callers_of(plain.observers, caller, caller),
         compression=compression,
+        devices=devices,
     )
 
 

@@ -41,6 +41,7 @@ from dtrans.run.base.segments import Compute, Rules, Segments, cut_program
 from dtrans.run.collective.cluster import ClusterFabric, is_of_cluster
 from dtrans.run.net.net_options import allows_remote, choose_encryption
 from dtrans.run.net.sockets import DEADLINE, PATIENCE
+from dtrans.run.parameter_server.device_mesh import DeviceMesh
 from dtrans.run.parameter_server.fabric import EndpointFabric
 from dtrans.run.parameter_server.geo import GeoTrainer
 from dtrans.run.parameter_server.server_connections import ServerConnections
@@ -149,6 +150,8 @@ class Executor:
         )
         self._pieces: dict[Program, Segments] = {}
         self._batch_rows: dict[Program, BatchRows] = {}
+        # the devices that run a trainer's program; None for programs of one device
+        self._meshes: dict[Program, DeviceMesh | None] = {}
         self._interrupted: str | None = None
 
     def run(self, program: Program, *args: Any) -> Any:
@@ -176,7 +179,10 @@ class Executor:
         # program with pieces makes them.
         pieces = self._pieces.get(program)
         is_collective = pieces is None and is_of_cluster(program)
-        if not is_collective:
+        mesh = self._mesh_of(program)
+        if mesh is not None:
+            flat = mesh.place(program.in_names, flat)
+        elif not is_collective:
             flat = [*map(on_one_device, flat)]
         if pieces is None:
             # table rows are initialized on first use, which a compiled function cannot do
@@ -188,7 +194,7 @@ class Executor:
         self._check_complete()
         if pieces is None:
             self._fabric.prepare(program)
-            self._pieces[program] = pieces = cut_for_role(program)
+            self._pieces[program] = pieces = cut_for_role(program, mesh)
         run = pieces.run(flat, self._compute)
         outs: Any = None
         while True:
@@ -198,6 +204,8 @@ class Executor:
                 # the arrays of a final `recv` must be filled before JAX reads them
                 self._fabric.settle()
                 self._interrupted = None
+                if mesh is not None:
+                    return program.out.unflatten(mesh.place(program.out_names, done.value))
                 return program.out.unflatten(put_on_device(done.value))
             if eqn.primitive in (gen_nccl_id_p, broadcast_p):
                 outs = self._cluster.carry_out(eqn, values)
@@ -205,6 +213,12 @@ class Executor:
                 outs = self._fabric.carry_out(eqn, values)
             if eqn.primitive is not split_ids_p:  # `split_ids` sends no message
                 self._interrupted = program.name  # stays set if an error interrupts the program
+
+    def _mesh_of(self, program: Program) -> DeviceMesh | None:
+        """Return the devices that run a trainer's program; None for a program of one device."""
+        if program not in self._meshes:
+            self._meshes[program] = DeviceMesh.from_program(program)
+        return self._meshes[program]
 
     def _compute(self, piece: Compute, values: Sequence[Any]) -> Sequence[Any]:
         """Receive the table rows that a piece of the program reads, then run the piece."""
@@ -346,14 +360,17 @@ class Executor:
         self.close(None if is_exit else error)
 
 
-def cut_for_role(program: Program) -> Segments:
-    """Cut the program of a role with parameter servers into compiled pieces."""
-    return cut_program(
-        program,
-        computed=_computed(program),
-        carried={init_on_use_p},
-        group_bytes=GROUP_BYTES,
-    )
+def cut_for_role(program: Program, mesh: DeviceMesh | None = None) -> Segments:
+    """Cut the program of a role with parameter servers into compiled pieces.
+
+    Args:
+      program: the program.
+      mesh: the devices that run a trainer's program; None for a program of one device.
+    """
+    rules = _computed(program)
+    if mesh is not None:
+        return mesh.cut(rules, group_bytes=GROUP_BYTES)
+    return cut_program(program, computed=rules, carried={init_on_use_p}, group_bytes=GROUP_BYTES)
 
 
 def _computed(program: Program) -> Rules:

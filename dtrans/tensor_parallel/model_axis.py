@@ -166,7 +166,7 @@ class ShardedProgram:
 def shard_program(
     program: Program,
     state: ModelState,
-    batch: Mapping[str, int] = MappingProxyType({}),
+    inputs: Mapping[str, int] = MappingProxyType({}),
     *,
     splits_results: bool = False,
     gathers_in_loops: bool = False,
@@ -180,18 +180,20 @@ def shard_program(
     Args:
       program: the program of one trainer.
       state: the state that the devices divide.
-      batch: arrays of the batch that the devices also divide: name -> dimension.
+      inputs: other inputs that the devices divide: name -> dimension. An output with the same name
+        is replicated.
       splits_results: True if results may be sharded, too.
       gathers_in_loops: as for `dtrans.engine.layout.Shards`.
       rows: array of the batch -> dimension of its rows, which the devices divide outside of
         `dtrans.split` scopes.
     """
-    dims = {n: s.axis for n, s in state.sliced.items()} | dict(batch)
+    stored = {n: s.axis for n, s in state.sliced.items()}
+    dims = {**stored, **inputs}
     ins = {i: dims[n] for i, n in enumerate(program.in_names) if n in dims}
     outs: dict[int, int | None] = {}
     for i, n in enumerate(program.out_names):
         if not splits_results or n in program.in_names:
-            outs[i] = dims.get(n)
+            outs[i] = stored.get(n)
     roles: dict[Var, str] = {}
     for eqn, role in zip(program.eqns, program.roles, strict=True):
         roles.update(dict.fromkeys(eqn.outvars, role))

@@ -426,6 +426,11 @@ def _check_plan(plan: PServerPlan, way: str) -> None:
             "each trainer has a separate program; run the plan as processes, plan.on_cluster(), or "
             "on one device, plan.simulate()"
         )
+    if plan.devices is not None and way == "on_mesh":
+        raise ConfigError(
+            f"on_mesh runs a trainer on one device, but each trainer has a mesh of {plan.devices}; "
+            "run the plan as processes, plan.on_cluster(), or on one device, plan.simulate()"
+        )
     if plan.trainer_side.runtime_split:
         raise ConfigError(
             f"{way} does not support runtime_split; leave runtime_split out, or run the plan as "

@@ -39,6 +39,7 @@ from dtrans.run.base.lowered import call_recorded
 from dtrans.run.base.merge import Merge
 from dtrans.run.base.segments import COMPUTED, Compute, Rules, cut_program
 from dtrans.run.base.spmd import AxisSharding, on_mesh, on_one_device
+from dtrans.run.parameter_server.device_mesh import simulated_pieces
 
 
 AXIS = "trainers"  # mesh axis of the devices
@@ -141,6 +142,7 @@ class MeshTrainerPrograms:
         rules.
 
     Attributes:
+      program: the program of a trainer, or of one of its devices.
       pieces: the program, cut at its communication equations.
       kinds: layout of each variable that differs between trainers: "stacked" (one row for each
         trainer)
@@ -162,10 +164,14 @@ class MeshTrainerPrograms:
         local: Collection[str],
         merges: Mapping[str, Merge] | None,
     ) -> None:
-        self.program = program
         self.mesh = mesh
         self.plan = plan
-        self.pieces = cut_program(program, computed={**COMPUTED, **AMONG_TRAINERS})
+        rules = {**COMPUTED, **AMONG_TRAINERS}
+        if plan.devices is None:
+            self.pieces = cut_program(program, computed=rules)
+        else:
+            self.pieces = simulated_pieces(plan.devices, program, rules)
+        self.program = program = self.pieces.program
         (spec,) = plan.trainer_specs
         self.param_names = spec.names
         inner = program.inner

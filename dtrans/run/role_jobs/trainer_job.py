@@ -26,6 +26,7 @@ from dtrans.protocol.epochs import NewEpoch
 from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.base.state import check_kind
 from dtrans.run.distributed.role import Role
+from dtrans.run.parameter_server.device_mesh import check_devices
 from dtrans.run.parameter_server.step_results import merge_results
 from dtrans.run.parameter_server.tables.job_tables import TrainerTables
 from dtrans.run.parameter_server.trainer_calls import TrainerCalls
@@ -55,6 +56,7 @@ class TrainerJob(RoleJob):
     _init_args: tuple[Any, ...] | None = None
 
     def __init__(self, plan: PServerPlan, role: Role, options: dict[str, Any]) -> None:
+        check_devices(plan.devices)
         super().__init__(plan, role, options)
         on_loss = "restart" if self._epochs is None else self._epochs.on_trainer_loss
         self._calls = TrainerCalls(plan, role.trainer_id, on_trainer_loss=on_loss)

@@ -1,0 +1,119 @@
+"""Trainers that are meshes of devices: pieces of their programs, and the devices of a process.
+
+`simulated_pieces` maps the pieces over devices that one device simulates. `DeviceMesh` maps them
+over real devices, for a trainer process.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from dtrans._jax import equations
+from dtrans.errors import ConfigError
+from dtrans.ir.program import Program
+from dtrans.ops import OVER_AXIS, UNDER_VMAP, trainer_index_p
+from dtrans.parameter_server.exchange_rounds import TRAINERS
+from dtrans.parameter_server.plan import PServerPlan
+from dtrans.parameter_server.trainer_devices import DeviceProgram, TrainerDevices
+from dtrans.run.base.device_pieces import Spread, map_pieces, place_arrays
+from dtrans.run.base.segments import Rules, Segments, cut_program
+from dtrans.run.base.spmd import on_mesh, on_one_device
+
+
+def simulated_pieces(devices: TrainerDevices, program: Program, rules: Rules) -> Segments:
+    """Cut the program of one device, and map its pieces over devices that one device simulates.
+
+    Args:
+      devices: the devices of a trainer.
+      program: the program of the trainer.
+      rules: implementations of the communication primitives that pieces compute.
+    """
+    spread: Spread = lambda fn, ins, outs: on_one_device(fn, devices.axes, ins, outs)
+    return _cut(devices, devices.divide(program), {**UNDER_VMAP, **rules}, spread)
+
+
+def _cut(
+    devices: TrainerDevices, program: DeviceProgram, rules: Rules, spread: Spread, **options: Any
+) -> Segments:
+    index = functools.partial(_index, rules)
+    computed: Rules = {**OVER_AXIS, **rules, trainer_index_p: index}
+    pieces = cut_program(program.program, computed=computed, **options)
+    among_devices = set(OVER_AXIS)
+    for eqn in equations(program.program.jaxpr):
+        if eqn.primitive is trainer_index_p and eqn.params["over"] == TRAINERS:
+            among_devices.discard(trainer_index_p)
+    return map_pieces(pieces, program.dims, devices.axes, spread, among_devices)
+
+
+def _index(rules: Rules, *, over: tuple[str, ...]) -> Sequence[Any]:
+    """Return the id of the trainer, or the index of a device on axes of the trainer's devices."""
+    if over == TRAINERS:
+        return rules[trainer_index_p](over=over)
+    return OVER_AXIS[trainer_index_p](over=over)
+
+
+class DeviceMesh:
+    """Devices of the trainer in this process, which run one of its programs.
+
+    Args:
+      devices: the axes of the mesh.
+      program: the program of one device.
+
+    Raises:
+      ConfigError: this process has too few devices.
+    """
+
+    def __init__(self, devices: TrainerDevices, program: DeviceProgram) -> None:
+        check_devices(devices)
+        local = jax.local_devices()[: devices.count]
+        names, sizes = zip(*devices.axes, strict=True)
+        self._devices, self._program = devices, program
+        self._mesh = Mesh(np.array(local).reshape(sizes), names)
+
+    @classmethod
+    def from_program(cls, program: Program) -> DeviceMesh | None:
+        """Return the devices that run a trainer's program; None for any other program."""
+        plan = program.plan
+        if not isinstance(plan, PServerPlan) or plan.devices is None:
+            return None
+        of_device = plan.on_devices(program)
+        return None if of_device is None else cls(plan.devices, of_device)
+
+    def cut(self, rules: Rules, **options: Any) -> Segments:
+        """Cut the device's program into pieces, and map them over the devices.
+
+        Args:
+          rules: implementations of the communication primitives that pieces compute.
+          options: other arguments of `cut_program`.
+        """
+        spread: Spread = lambda fn, ins, outs: on_mesh(fn, self._mesh, ins, outs)
+        return _cut(self._devices, self._program, rules, spread, **options)
+
+    def place(self, names: Sequence[str], arrays: Sequence[Any]) -> list[Any]:
+        """Put full inputs or outputs of the trainer's program on the devices.
+
+        Args:
+          names: the names of the inputs or outputs.
+          arrays: the arrays.
+        """
+        return place_arrays(names, arrays, self._program.dims, self._mesh)
+
+
+def check_devices(devices: TrainerDevices | None) -> None:
+    """Raise ConfigError if this process has too few devices for a trainer with these devices."""
+    if devices is None or jax.local_device_count() >= devices.count:
+        return
+    remedy = "pass a smaller mesh to dtrans.pserver"
+    if jax.default_backend() == "cpu":
+        option = f'jax.config.update("jax_num_cpu_devices", {devices.count})'
+        remedy = f"call {option} before JAX is used, or {remedy}"
+    raise ConfigError(
+        f"a trainer with a mesh of {devices} needs {devices.count} devices, but this process has "
+        f"{jax.local_device_count()}; {remedy}"
+    )
