@@ -6,6 +6,7 @@ JSON: the name of a function of this module, and the function's arguments.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -193,23 +194,23 @@ def matrix_trainer(job: dict[str, Any]) -> None:
     np.savez(job["out"], **found)
 
 
-def different_speeds(job: dict[str, Any]) -> None:
-    """Take a role of a job whose trainers have different speeds; `role` is its environment."""
-    from speeds_job import ROWS, batch_of, params_of, plan_for
-
+def exact_job(job: dict[str, Any]) -> None:
+    """Take a role of the job that `module` plans; `role` is its environment."""
     import dtrans
+
+    planned = importlib.import_module(job["module"])
 
     os.environ.update(job["role"])
     role = dtrans.Role.from_env()
     found: dict[str, np.ndarray] = {}
-    with plan_for(role.pserver_endpoints).on_cluster(deadline=60) as cluster:
-        state = cluster.init(params_of())
+    with planned.plan_for(role.pserver_endpoints).on_cluster(deadline=60) as cluster:
+        state = cluster.init(*planned.init_args())
         if role.is_pserver:
             np.savez(job["out"], **cluster.serve(state))
             return
-        for i in range(len(ROWS)):
-            part = cluster.shard_batch(*batch_of(i))
-            found[f"rows/{i}"] = np.asarray(len(part[0].x))
+        for i in range(len(planned.ROWS)):
+            part = cluster.shard_batch(*planned.batch_of(i))
+            found[f"rows/{i}"] = np.asarray(len(getattr(part[0], "x", part[0])))
             state, *results = cluster.step(state, *part)
             found |= {f"results/{i}/{n}": x for n, x in flat(results).items()}
         found |= {f"params/{n}": x for n, x in flat(cluster.params(state)).items()}
@@ -220,5 +221,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent)]
     what = json.loads(sys.argv[1])
     jax.config.update("jax_enable_x64", what["x64"])
-    roles = (pserver, trainer, saving, matrix_pserver, matrix_trainer, different_speeds)
+    if "devices" in what:
+        jax.config.update("jax_num_cpu_devices", what["devices"])
+    roles = (pserver, trainer, saving, matrix_pserver, matrix_trainer, exact_job)
     {fn.__name__: fn for fn in roles}[what["do"]](what)

@@ -31,6 +31,10 @@ def params_of() -> Any:
     return mlp_params(dtype=jnp.float64)
 
 
+def init_args() -> tuple[Any, ...]:
+    return (params_of(),)
+
+
 def batch_of(i: int) -> Any:
     return mlp_batch(ROWS[i], dtype=jnp.float64, seed=i)
 

@@ -144,7 +144,8 @@ def test_processes_with_different_speeds_equal_one_device(tmp_path: Path) -> Non
     endpoints = free_endpoints(1)
     with roles(tmp_path) as started:
         for role in roles_of(len(speeds_job.SPEEDS), endpoints):
-            started.start(role.name, "different_speeds", role=role.environment())
+            job = {"module": "speeds_job", "role": role.environment()}
+            started.start(role.name, "exact_job", **job)
         params = speeds_job.params_of()
         opt_state, wanted = speeds_job.TX.init(params), dict[str, Any]()
         step = jax.jit(step_with_errors)
