@@ -361,6 +361,7 @@ CHAPTERS = [
     ["early_answers.md"],
     ["epl.md"],
     ["mesh.md"],
+    ["mesh_trainers.md"],
     ["speeds.md"],
     [
         "tables.md",

@@ -122,7 +122,7 @@ def test_a_split_scope_without_a_model_axis_has_a_note():
         ({"mesh": {"data": 2, "sequence": 2}}, "has 'sequence', but the devices of a trainer"),
         ({"mesh": {"data": 2, "model": "data"}}, "has 'model': 'data', but the devices"),
         ({"mesh": {"rows": 2}}, "mesh has an axis 'rows'"),
-        ({"mesh": {"data": 0}}, r"mesh\['data'\] is 0"),
+        ({"mesh": {"data": 0}}, r"mesh\['data'\] must be a positive number of devices"),
         ({"mesh": 4}, "mesh must be a dict such as"),
         (
             {"mesh": {"data": 2}, "batch": dtrans.Batch(axes=None)},

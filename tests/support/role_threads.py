@@ -130,7 +130,7 @@ def train(
             if before:
                 before(i)
             n = len(batch[0]) // plan.trainers
-            params, loss = exe.run(program, params, *(x[k * n : (k + 1) * n] for x in batch))
+            params, loss, *_ = exe.run(program, params, *(x[k * n : (k + 1) * n] for x in batch))
             losses.append(loss)
         return params, losses
 

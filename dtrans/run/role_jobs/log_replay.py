@@ -136,6 +136,12 @@ def _check_plan(plan: Any) -> None:
             "replay cannot run a plan with batch=dtrans.Batch(speeds=...). Such a job drops no "
             "trainers, so plan.simulate() computes the same result; use it instead"
         )
+    if plan.devices is not None:
+        raise ConfigError(
+            f"replay runs trainers with one device, but each trainer of the plan has a mesh of "
+            f"{plan.devices}, whose sums have other last bits; use plan.simulate(), whose result "
+            "differs from the job's only by rounding"
+        )
     if plan.compression.rounding_errors:
         raise ConfigError(
             f"replay: with {plan.compression.packing_option}, gradients depend on rounding "

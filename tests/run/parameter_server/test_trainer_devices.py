@@ -18,6 +18,7 @@ from pipeline_models import compiled_quickly
 from role_processes import roles
 from role_threads import RoleThreads, free_endpoints, serve, train
 
+import dtrans
 from dtrans.errors import ConfigError
 from dtrans.run.distributed.role import roles_of
 
@@ -116,6 +117,14 @@ def test_processes_equal_one_device(tmp_path: Path) -> None:
         assert found[name].keys() >= wanted.keys()
         for n, x in wanted.items():
             assert distance(found[name][n], np.asarray(x)) <= 1e-12, (name, n)
+
+
+def test_a_replay_is_refused(tmp_path):
+    plan, log = plan_of(mlp()), tmp_path / "epochs.jsonl"
+    with pytest.raises(
+        ConfigError, match="each trainer of the plan has a mesh of 2 data x 2 model"
+    ):
+        dtrans.replay(plan, log, lambda step: mlp().batch, init=(jax.random.key(0),), stop=1)
 
 
 def test_a_job_that_needs_other_devices_is_refused(monkeypatch):
