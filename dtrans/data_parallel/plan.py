@@ -12,7 +12,7 @@ import numpy as np
 
 from dtrans._jax import is_varying
 from dtrans.costs import Costs, RoleCost, program_flops
-from dtrans.engine.traffic import bytes_by_axis, collectives
+from dtrans.engine.axis_bytes import bytes_by_axis, collectives
 from dtrans.errors import ConfigError
 from dtrans.ir.cost import nbytes, total_bytes
 from dtrans.ir.program import Program

@@ -18,7 +18,7 @@ Batches are sharded over trainers, columns of parameters over devices.
     sharded_scans     scans whose iterations are sharded
     custom_rules      `jax.custom_jvp` and `jax.custom_vjp` calls
     loops             bodies of loops and branches
-    traffic           collectives in a program, and their bytes over each mesh axis
+    axis_bytes        collectives in a program, and their bytes over each mesh axis
     merged_reductions  independent all-reduces merged into one
     array_fns         small array functions that the writers call
 """

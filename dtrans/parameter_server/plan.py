@@ -16,7 +16,7 @@ import jax
 from dtrans.batch.exact_step import ExactStep
 from dtrans.checks import is_int
 from dtrans.costs import Costs, program_flops
-from dtrans.engine.traffic import bytes_by_axis
+from dtrans.engine.axis_bytes import bytes_by_axis
 from dtrans.errors import ConfigError, UnknownEndpointError
 from dtrans.ir import fingerprint
 from dtrans.ir.display import short_type

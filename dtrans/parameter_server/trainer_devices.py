@@ -25,8 +25,8 @@ from typing import Any
 from dtrans._jax import JaxprEqn, with_equations
 from dtrans.batch.exact_step import batch_axes
 from dtrans.checks import check_together
+from dtrans.engine.axis_bytes import bytes_by_axis
 from dtrans.engine.layout import Gathered
-from dtrans.engine.traffic import bytes_by_axis
 from dtrans.errors import ConfigError
 from dtrans.ir.dataflow import bits_of, outputs_of, propagate
 from dtrans.ir.program import Program

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from dtrans.costs import Costs, RoleCost, program_flops
+from dtrans.engine.axis_bytes import collectives
 from dtrans.engine.layout import Sliced
-from dtrans.engine.traffic import collectives
 from dtrans.errors import BatchError, ConfigError
 from dtrans.ir.cost import flops, nbytes, total_bytes
 from dtrans.ir.pytree import all_names

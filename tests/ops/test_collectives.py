@@ -16,7 +16,7 @@ from helpers import tree_close
 
 import dtrans
 from dtrans._jax import JaxprEqn, Primitive, closed_with
-from dtrans.engine.traffic import collectives
+from dtrans.engine.axis_bytes import collectives
 from dtrans.ops import (
     COLLECTIVES,
     OVER_AXIS,

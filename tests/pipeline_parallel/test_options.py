@@ -22,7 +22,7 @@ from pipeline_models import Job, compiled_quickly
 
 import dtrans
 from dtrans._jax import equations
-from dtrans.engine.traffic import collectives
+from dtrans.engine.axis_bytes import collectives
 from dtrans.errors import BatchError, ConfigError
 from dtrans.pipeline_parallel.device_layout import Cluster
 from dtrans.pipeline_parallel.schedule import Schedule, schedule as schedule_of

@@ -30,7 +30,7 @@ from split_models import (
 )
 
 import dtrans
-from dtrans.engine.traffic import collectives
+from dtrans.engine.axis_bytes import collectives
 from dtrans.errors import ConfigError
 from dtrans.step.halves import GRAD
 

@@ -29,7 +29,7 @@ from split_models import (
 
 import dtrans
 from dtrans._jax import equations
-from dtrans.engine.traffic import collectives
+from dtrans.engine.axis_bytes import collectives
 from dtrans.errors import ConfigError
 
 
