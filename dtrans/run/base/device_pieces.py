@@ -1,6 +1,6 @@
 """Pieces of a trainer's program that several devices run together.
 
-The program of one device is cut into compiled pieces and communication (`dtrans.run.base.segments`).
+The program of one device is cut into pieces and communication (`dtrans.run.base.segments`).
 `map_pieces` maps each piece over the devices. Between two pieces, a value has one of three layouts:
 
     divided      an input of the program, in full. Each device gets its part of the dimensions that
