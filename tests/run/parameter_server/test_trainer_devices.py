@@ -12,7 +12,7 @@ import device_mesh_job
 import jax
 import numpy as np
 import pytest
-from device_mesh_job import MESH, MODELS, ROWS, mlp, plan_of, transformer
+from device_mesh_job import MESH, MODELS, ROWS, classifier, mlp, plan_of, transformer
 from helpers import distance, tree_close
 from pipeline_models import compiled_quickly
 from role_processes import roles
@@ -105,12 +105,12 @@ def test_processes_equal_one_device(tmp_path: Path) -> None:
         job = {"module": "device_mesh_job", "devices": 4}
         for role in roles_of(2, endpoints):
             started.start(role.name, "exact_job", role=role.environment(), **job)
-        of, wanted = mlp(), dict[str, Any]()
+        of, wanted = classifier(), dict[str, Any]()
         params, opt_state = of.init(*device_mesh_job.init_args())
         for i in range(len(ROWS)):
             batch = device_mesh_job.batch_of(i)
-            params, opt_state, loss, errors = jax.jit(of.step)(params, opt_state, *batch)
-            wanted |= {f"results/{i}/0": loss, f"results/{i}/1": errors}
+            params, opt_state, loss, losses = jax.jit(of.step)(params, opt_state, *batch)
+            wanted |= {f"results/{i}/0": loss, f"results/{i}/1": losses}
         wanted |= {f"params/{n}": x for n, x in params.items()}
         found = started.end()
     for name in ("trainer 0", "trainer 1"):
