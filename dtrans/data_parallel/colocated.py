@@ -120,7 +120,7 @@ def _trainer(
         return {n: full_type(t, axes.get(n), options.trainers) for n, t in types.items()}
 
     together = source.specialize_flat([*full_types(source.inputs, all_axes).values()])
-    shard = partial(shard_program, state=state, batch=axes, splits_results=True, rows=all_axes)
+    shard = partial(shard_program, state=state, inputs=axes, splits_results=True, rows=all_axes)
     first = shard(together)
 
     def write(program: Program) -> Program:
