@@ -36,7 +36,7 @@ from shard_programs import (
 
 import dtrans
 from dtrans._jax import equations
-from dtrans.data_parallel.plan import collectives
+from dtrans.engine.axis_bytes import collectives
 from dtrans.engine.split import split
 from dtrans.errors import ConfigError
 from dtrans.ir.program import is_communication
