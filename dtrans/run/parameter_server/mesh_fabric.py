@@ -1,7 +1,8 @@
-"""Communication, server updates and devices of a parameter-server job on a mesh.
+"""Devices, servers and communication of a parameter-server job in one process.
 
-`MeshFabric` executes the communication equations between the compiled pieces of a program.
-`MeshServers` updates each server's state on its device. `MeshPlacement` assigns the devices.
+`MeshPlacement` assigns the trainers and servers to devices. `MeshServers` updates each server's
+state on its device. `MeshFabric` executes the communication equations between the compiled pieces
+of a program.
 """
 
 from __future__ import annotations
@@ -46,10 +47,12 @@ from dtrans.run.parameter_server.update import CompiledUpdate, ServerUpdate
 
 
 class MeshPlacement:
-    """Placement of trainers and servers on devices.
+    """Assignment of trainers and servers to devices.
 
     Trainers use the first devices, and servers the next ones. With fewer devices than roles, roles
-    share devices. Each device of trainers runs the same number of trainers.
+    share devices. Each device of trainers runs the same number of trainers. For example, 4 trainers
+    on
+    3 devices use 2 devices, with 2 trainers on each.
 
     Args:
       devices: one device or more.
@@ -58,9 +61,9 @@ class MeshPlacement:
 
     Attributes:
       mesh: the trainers' devices, on one axis.
-      servers: maps the endpoint of each server to the sharding that puts arrays on its device.
+      servers: for each server by endpoint, the JAX sharding that puts arrays on its device.
       replicated: the sharding that copies a value to every device of trainers.
-      split: the sharding that splits dim 0 of a value over the devices of trainers.
+      split: the sharding that splits dimension 0 of a value over the devices of trainers.
     """
 
     def __init__(
@@ -78,7 +81,14 @@ class MeshPlacement:
         self.split: Sharding = NamedSharding(self.mesh, P(AXIS)) if count > 1 else one
 
     def put_batch(self, x: Any, share: Share) -> Any:
-        """Put one array of a global batch on the trainers' devices, split according to `share`."""
+        """Put one array of a full batch on the trainers' devices.
+
+        Args:
+          x: the array.
+          share: the array's division among trainers: the dimension that is split, "replicated", or
+            "key".
+            Into a PRNG key, each trainer folds its id.
+        """
         if share == "key":
             x = jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(self.trainers))
         if isinstance(share, int):
@@ -87,7 +97,7 @@ class MeshPlacement:
         return put(x, self.replicated if share == "replicated" else self.split)
 
     def broadcast(self, x: jax.Array) -> jax.Array:
-        """Copy a server's block to every device of trainers."""
+        """Copy an array of a server to every device of trainers."""
         if self.mesh.size == 1:
             return put(x, self.replicated)
         devices = list(self.mesh.devices.flat)
@@ -95,12 +105,15 @@ class MeshPlacement:
         return jax.make_array_from_single_device_arrays(x.shape, self.replicated, copies)
 
     def stack(self, x: jax.Array) -> jax.Array:
-        """Repeat a replicated value along a new leading axis, once for each trainer."""
+        """Repeat an array on a new leading dimension, once for each trainer.
+
+        Trainers can then change their copies independently.
+        """
         return jax.device_put(jnp.broadcast_to(x, (self.trainers, *x.shape)), self.split)
 
 
 def put(x: Any, where: Sharding) -> Any:
-    """Put an array on devices; do nothing for a traced array, and for an array on these devices."""
+    """Put an array on devices. Return the array itself if it is there already, or is traced."""
     if isinstance(x, list):
         return jax.device_put(x, where)
     if is_traced(x):
@@ -111,9 +124,9 @@ def put(x: Any, where: Sharding) -> Any:
 
 
 def shards_of(x: Any) -> list[jax.Array]:
-    """Return the shards of a stacked array, in the order of the trainers.
+    """Return the devices' pieces of an array that is sharded over the trainers, in trainers' order.
 
-    For a traced array, return the array itself as the only shard.
+    For a traced array, return the array itself as the only piece.
     """
     if is_traced(x):
         return [x]
@@ -124,13 +137,14 @@ def shards_of(x: Any) -> list[jax.Array]:
 
 
 class MeshServers:
-    """All servers of a job.
+    """All servers of a job in one process.
 
     Args:
       plan: the job's plan.
       placement: the devices of trainers and servers.
-      donate: as in `MeshJob`.
-      late: True if table rows miss steps and catch up later (`LateRowsJob`).
+      donate: True to let updates reuse the memory of old optimizer state and of tables.
+      late: True if table rows without a gradient skip updates, and make up for them later
+        (`LateRowsJob`).
     """
 
     def __init__(
@@ -151,11 +165,15 @@ class MeshServers:
     def update(
         self, state: dict[str, dict[str, Any]], grads: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Run one update of every server, with the exchanges between servers in increasing levels.
+        """Run one update of every server, and pass values between servers, such as partial norms.
+
+        A server pauses when it needs values of other servers. The method continues the servers that
+        wait
+        for the earliest exchange (smallest `level`), until all updates are complete.
 
         Args:
-          state: maps the endpoint of each server to its state; updated in place.
-          grads: maps the endpoint of each server to the gradients that it receives.
+          state: the state of each server, by endpoint; updated in place.
+          grads: the gradients that each server receives, by endpoint.
         """
         runs = {ep: self._servers[ep].run(grads[ep], arrays) for ep, arrays in state.items()}
         arrived: dict[str, Any] = dict.fromkeys(runs)
@@ -177,13 +195,13 @@ class MeshServers:
 
 
 class _MeshServer:
-    """Updates of one server on its device.
+    """One server of a job in one process, whose updates run on one device.
 
     Args:
-      update: the update of the server's blocks.
-      at: the sharding that puts arrays on the server's device.
+      update: the server's update.
+      at: the JAX sharding that puts arrays on the server's device.
       trainers: the number of trainers.
-      donate: as in `MeshJob`.
+      donate: as in `MeshServers`.
       late: as in `MeshServers`.
     """
 
@@ -215,7 +233,12 @@ class _MeshServer:
     def run(
         self, grads: Mapping[str, Any], state: Mapping[str, Any]
     ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
-        """Run a step like `CompiledUpdate.run`. The gradients may be on any devices."""
+        """Run one update as a generator, which pauses at exchanges like `CompiledUpdate.run`.
+
+        Args:
+          grads: gradients by name, on any devices.
+          state: the state before the step, by name.
+        """
         local, in_trace = {}, False
         for n, x in grads.items():
             if isinstance(x, RowGradient):  # Gradients of table rows stay on the host.
@@ -233,9 +256,13 @@ class _MeshServer:
     def _trace(
         self, grads: Mapping[str, Any], state: Mapping[str, Any]
     ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
-        """Trace a step of `RowUpdates.run`.
+        """Run one update inside a JAX trace, in which the ids of table rows are unknown.
 
-        Row ids are unknown in a trace, so arrays are padded to the largest possible number of rows.
+        So arrays of rows are padded to the largest possible number of rows.
+
+        Args:
+          grads: gradients by name.
+          state: the state before the step, by name.
         """
         gradients = {n: x for n, x in grads.items() if not isinstance(x, RowGradient)}
         inputs = dict(state)
@@ -256,7 +283,11 @@ class _MeshServer:
         return new
 
     def _sized(self, sizes: Mapping[str, int]) -> CompiledUpdate:
-        """Compile the update for these numbers of table rows, or return the earlier result."""
+        """Return the compiled update for some numbers of table rows, which is compiled only once.
+
+        Args:
+          sizes: number of rows to update, by name of the table's block.
+        """
         key = tuple(sizes.values())
         if key not in self._compiled:
             update = self._update.sized(sizes) if sizes else self._update
@@ -266,14 +297,17 @@ class _MeshServer:
 
 
 def _unstack(sent: Sequence[Mapping[int, str]], grads: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the gradients of all trainers, by the name under which each trainer sends them.
+    """Convert gradients in the mesh's layout to one gradient for each trainer, by name.
 
     Args:
       sent: one dict for each gradient. It maps the id of a trainer to the name under which this
-        trainer sends the gradient.
+        trainer
+        sends the gradient.
       grads: gradients by name. A gradient of a table has one entry for each trainer. Any other
-        gradient has only trainer 0's entry. This entry contains the stacked shards of all trainers,
-        or one array that all trainers share.
+        gradient
+        has only trainer 0's entry. This entry contains the stacked shards of all trainers, or one
+        array
+        that all trainers share.
     """
     each: dict[str, Any] = {}
     for names in sent:
@@ -298,12 +332,13 @@ class MeshFabric:
 
     Args:
       placement: the devices of trainers and servers.
-      state: maps the endpoint of each server to its state.
+      state: the state of each server, by endpoint.
 
     Attributes:
-      state: maps the endpoint of each server to its state after the program.
+      state: the state of each server after the program, by endpoint.
       rules: maps each primitive to the name of the method that executes it. Bound methods would
-        form a reference cycle, which delays the release of gradients and state.
+        form a
+        reference cycle, which delays the release of gradients and state.
     """
 
     rules: ClassVar[dict[Primitive, str]] = {
@@ -322,12 +357,15 @@ class MeshFabric:
         args: Sequence[Any],
         compute: Callable[..., Sequence[Any]] | None = None,
     ) -> list[Any]:
-        """Run a program; return its outputs.
+        """Run a program: compute its compiled pieces, and execute the communication between them.
 
         Args:
           pieces: the program, cut at its communication equations.
           args: the flat arguments of the program.
           compute: function that runs one piece (see `Segments.run`).
+
+        Returns:
+          The program's outputs.
         """
         run = pieces.run(args, compute)
         outs: Any = None
@@ -365,11 +403,13 @@ class MeshFabric:
 
 
 class StepFabric(MeshFabric):
-    """Communication of one step: gradients to servers, and updates. Subclasses add `_send`.
+    """Communication of one training step: gradients to servers, updates, and new parameters.
+
+    This is a base class: subclasses add `_send`.
 
     Args:
       servers: the updates of all servers, with the job's plan and placement.
-      state: maps the endpoint of each server to its state.
+      state: the state of each server, by endpoint.
       watch: checks gradients before servers get them.
     """
 
@@ -394,7 +434,13 @@ class StepFabric(MeshFabric):
         return [None]
 
     def _note(self, name: str, gradient: Any, is_stacked: bool) -> None:
-        """Store a gradient until `_check_finite`, if the job checks gradients for NaN."""
+        """Record a gradient for `_check_finite`, if the job checks gradients for NaN.
+
+        Args:
+          name: name of the gradient.
+          gradient: its values.
+          is_stacked: True if the array has a leading dimension with one entry for each trainer.
+        """
         if self._watch.enabled:
             self._sent.append((name, gradient, is_stacked))
 
@@ -413,7 +459,7 @@ class StepFabric(MeshFabric):
 
 
 class MeshStepFabric(StepFabric):
-    """Communication of one step on a mesh: also sends and requests rows of tables.
+    """Communication of one training step on a mesh, including rows of embedding tables.
 
     Args:
       servers, state, watch: as for `StepFabric`.
@@ -461,12 +507,20 @@ class MeshStepFabric(StepFabric):
         return self._from_host(eqn, prefetched(self._plan, eqn, list(ids), self.state))
 
     def _each_trainers(self, eqn: JaxprEqn, values: list[Any]) -> list[tuple[Any, ...]]:
-        """Return the operands of each trainer on the host; one entry if all trainers share them."""
+        """Return the operands of an equation for each trainer, copied to the host.
+
+        If all trainers have the same operands, the result has one entry.
+        """
         each = list(zip(*self._trainers.on_host(eqn.invars, values), strict=True))
         return each if self._trainers.is_stacked(eqn.outvars[0]) else each[:1]
 
     def _from_host(self, eqn: JaxprEqn, results: Sequence[Any]) -> Sequence[Any]:
-        """Copy the results of an equation, one for each trainer, to the trainers' devices."""
+        """Copy an equation's results to the trainers' devices.
+
+        Args:
+          eqn: the equation.
+          results: one result for each trainer, or one for all trainers.
+        """
         if not self._trainers.is_stacked(eqn.outvars[0]):
             return [put(results[0], self._placement.replicated)]
         stack = jnp.stack if any(map(is_traced, results)) else np.stack
@@ -475,9 +529,12 @@ class MeshStepFabric(StepFabric):
 
 @partial(jax.jit, static_argnums=1)
 def _finite(xs: Sequence[Any], stacked: Sequence[bool]) -> list[jax.Array]:
-    """Return flags for each gradient: True if it is finite.
+    """Return, for each gradient, an array of flags: True if all its elements are finite.
 
-    A stacked gradient has one flag for each trainer. Any other gradient has one flag.
+    Args:
+      xs: the gradients.
+      stacked: for each gradient, True if its leading dimension has one entry for each trainer. Then
+        there is one flag for each trainer, otherwise one flag.
     """
     found = []
     for x, is_stacked in zip(xs, stacked, strict=True):

@@ -1,4 +1,4 @@
-"""A parameter server as a process: its transport, signals, compiled update and checkpoints.
+"""Process of one parameter server: connections, signals, compiled update and checkpoints.
 
 `dtrans.protocol.server.serving` handles the server's messages, and
 `dtrans.protocol.server.server_loop` waits for events and deadlines.
@@ -40,17 +40,17 @@ from dtrans.run.parameter_server.update_parts import PartUpdate, split_update
 
 
 class Server:
-    """Server that runs a `listen_and_serv` equation.
+    """Parameter server in this process. It runs the `listen_and_serv` equation of a server program.
 
     Args:
-      update: the server's update.
+      update: the server's update, from the equation.
       state: the initial values, by name.
       deadline: seconds that the server or another trainer waits for a trainer.
       patience: seconds without a message after which a connected process counts as dead.
-      allow_remote: True to allow an endpoint that is not on loopback.
+      allow_remote: True to allow an endpoint that other hosts can reach.
       keys: the token and encryption keys of the job.
-      plan: the parts of the plan's fingerprint. Processes with other parts are refused.
-      storage: stores the state: checkpoints and cuts (snapshots).
+      plan: digests of the plan in named parts. Processes with other digests are refused.
+      storage: stores the state: checkpoints, and cuts (snapshots to continue from after a failure).
 
     Attributes:
       refusals: counts and logs refused messages.
@@ -93,11 +93,15 @@ class Server:
         self._door = self._open_door(update, allow_remote=allow_remote)
 
     def _begin(self, state: Mapping[str, Any], before: Serving | None = None) -> None:
-        """Create the state machines of an epoch. A job without cuts (snapshots) has one epoch.
+        """Create new state machines, at the start and after each failure of another process.
+
+        So no state of the time before a failure has to be cleared. In a job without cuts
+        (snapshots), the
+        method is called once.
 
         Args:
           state: the initial arrays, by name.
-          before: the state machines of the previous epoch, if there was one.
+          before: the state machines before the failure; None at the start.
         """
         start = self._enter_epoch(state, before)
         if before is not None and before.trainers.dropped != {*start.epoch.dropped}:
@@ -125,7 +129,16 @@ class Server:
         self._saves.begin(self._protocol, self._update, self._dense(kind.state), start)
 
     def _enter_epoch(self, state: Mapping[str, Any], before: Serving | None) -> EpochStart:
-        """Enter the current epoch (part of the job); return the server's state at its start."""
+        """Return the state with which the server begins, or continues after a failure.
+
+        After a failure, a synchronous server loads a cut (snapshot), and an asynchronous one keeps
+        its
+        state.
+
+        Args:
+          state: the initial arrays, by name.
+          before: the state machines before the failure; None at the start.
+        """
         cuts, step = self._cuts, self._first_step
         if cuts is None:
             counts = dict.fromkeys(range(self._served_update.served.trainers), step)
@@ -141,10 +154,17 @@ class Server:
         )
 
     def _new_registry(self, epoch: Epoch, before: Serving | None) -> TrainerRegistry:
-        """Return the registry of the trainers in an epoch, a part of the job between failures.
+        """Return the registry of the trainers that take part in an epoch.
 
-        On an asynchronous server, trainers of the previous epoch may first finish user code
-        between two steps, so the registry gets their ids as `busy`.
+        An *epoch* is the part of the job between two failures. After a failure, trainers of an
+        asynchronous
+        server may first finish user code between two steps. The registry gets their ids as `busy`,
+        so that
+        the deadline does not apply to them.
+
+        Args:
+          epoch: the epoch.
+          before: the state machines before the failure; None at the start.
         """
         served = self._served_update.served
         return TrainerRegistry(
@@ -161,7 +181,13 @@ class Server:
     def _new_kind(
         self, start: EpochStart, trainers: TrainerRegistry, before: Serving | None
     ) -> SyncServer | AsyncServer:
-        """Set the update of an epoch (part of the job), and return the handler of its messages."""
+        """Create the update, and the handler for the messages of steps (synchronous or not).
+
+        Args:
+          start: the state with which the server starts.
+          trainers: the registry of trainers.
+          before: the state machines before a failure; None at the start.
+        """
         update, served, say = self._served_update, self._served_update.served, self._loop.say
         if not served.sync_mode:
             if before is None:
@@ -195,7 +221,7 @@ class Server:
         )
 
     def _dense(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arrays outside of tables, by name."""
+        """Return the arrays that do not belong to embedding tables with row updates, by name."""
         tables: set[str] = set()
         for t in self._served_update.tables.values():
             if not t.updates_all:
@@ -203,11 +229,11 @@ class Server:
         return omit(state, tables)
 
     def _copied(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state with copies of all arrays outside of tables, for donation."""
+        """Return the state with copies of arrays outside of tables, for updates to donate."""
         return {**state, **copy_state(self._dense(state))}
 
     def _open_door(self, update: ServerUpdate, *, allow_remote: bool) -> ZmqListener:
-        """Bind the server's endpoint.
+        """Open the socket at which trainers connect.
 
         Raises:
           ConfigError: the endpoint cannot be bound, or `allow_remote` does not allow it.
@@ -272,7 +298,10 @@ class Server:
                 signal.signal(signal.SIGTERM, ending)
 
     def _serve_epoch(self) -> bool:
-        """Serve until every trainer has closed. Return False if a new part of the job begins."""
+        """Serve until every trainer has closed; return False if a process fails before.
+
+        After False, the caller continues with `_rewind`.
+        """
         self._loop.begin(self._protocol, self._door, self._early)
         try:
             while not self._protocol.ended:
@@ -284,7 +313,7 @@ class Server:
         return True
 
     def _rewind(self) -> None:
-        """Begin an epoch with new state machines. A synchronous server loads a cut (snapshot)."""
+        """Continue after a failure of another process, with new state machines."""
         gate, endpoint = self._protocol.gate, self._protocol.kind.endpoint
         assert gate is not None
         before, self._early = self._protocol, gate.early
@@ -302,10 +331,7 @@ class Server:
 
 
 def _sizes(update: ServerUpdate) -> dict[str, int]:
-    """Return a map from the name of each array that a step sends or receives to its bytes.
-
-    If the type of an array depends on a level, the bytes are those of the largest type.
-    """
+    """Return the bytes of each array that a step sends or receives, by name."""
     types = dict(update.grad_types)
     for n in (*update.params, *update.tables):
         types[n] = words_type(update.types[n])
@@ -317,7 +343,10 @@ def _sizes(update: ServerUpdate) -> dict[str, int]:
 
 
 def _decides_signals() -> bool:
-    """Return True if this thread can set signal handlers, and SIGTERM has the default handler."""
+    """Return True if the server may handle SIGTERM, with which a launcher ends processes.
+
+    Python sets signal handlers only in the main thread. A handler of the user is not replaced.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     return is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 

@@ -1,7 +1,7 @@
-"""Connections of one trainer to its servers: opened on first use, closed with the job.
+"""Connections of one trainer to its servers: opened on first use, closed at the end of the job.
 
-A trainer tells each server its id. The id is a parameter of equations in the trainer's programs
-(`identify`). So the trainer opens connections when the first of these equations runs.
+The trainer's id is a parameter of equations in its programs. So the trainer opens connections when
+the first of these equations runs.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ class ServerConnections:
       patience: seconds without a message after which a server counts as dead.
       wait_port: True to wait for servers that do not listen yet; False to raise PeerError.
       encryption: the option `transport_encryption` of `Executor`.
-      epochs: epochs of the job; None without a launcher that restarts roles.
+      epochs: the job's epochs (periods between two failures); None if the launcher does not restart
+        processes.
       epoch: smallest number of the epoch in which this trainer takes part.
 
     Attributes:
       steps: the trainer's side of the protocol. It sends messages over these connections.
-      plan: the parts of the plan's fingerprint. Servers compare them with their own parts.
+      plan: digests of the plan in named parts. Servers compare them with their own digests.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class ServerConnections:
 
     @property
     def is_known(self) -> bool:
-        """True if `identify` has set the trainer's id."""
+        """True if an equation has named the trainer's id, so that the trainer can connect."""
         return self._me is not None
 
     @functools.cached_property
@@ -86,7 +87,7 @@ class ServerConnections:
         return self._opened
 
     def identify(self, eqn: JaxprEqn) -> None:
-        """Read the trainer's id from an equation of its program.
+        """Read the trainer's id from an equation of its program, before the trainer connects.
 
         Raises:
           ConfigError: an earlier program belongs to another trainer.
@@ -103,12 +104,13 @@ class ServerConnections:
         self._me, self.steps.sync_mode = me, eqn.params["sync_mode"]
 
     def link(self, endpoint: str) -> ServerLink:
-        """Return the connection to a server. On first use, open it and wait for the welcome.
+        """Return the connection to a server. On first use, connect and wait for the welcome.
 
         Raises:
-          NewEpoch: the server is in another epoch than earlier servers.
+          NewEpoch: a process has failed, and this server has already continued after the failure.
           PeerError: the server refuses this trainer. Also raised if `wait_port` is False, and no
-            process listens at the endpoint.
+            process
+            listens at the endpoint.
           DeadlineError: the server does not answer.
         """
         if endpoint in self._links:
@@ -141,17 +143,20 @@ class ServerConnections:
 
     @property
     def is_in_epoch(self) -> bool:
-        """True if this trainer takes part in an epoch of a job with cuts (snapshots)."""
+        """True if this trainer is connected in a job with cuts (snapshots)."""
         return self.epoch is not None
 
     @property
     def epoch(self) -> Epoch | None:
-        """Epoch of the servers; None before a welcome, and in a job without cuts (snapshots)."""
+        """Epoch of the servers: the current part of the job, between two failures.
+
+        None before a server has answered, and in a job without cuts (snapshots).
+        """
         return self._member.epoch
 
     @property
     def steps_between_cuts(self) -> int:
-        """Number of steps between two cuts (snapshots), from the first server; 0 without cuts."""
+        """Number of steps after which cuts (snapshots) are written; 0 without cuts."""
         return next((link.line.every for link in self._links.values()), 0)
 
     @property
@@ -163,16 +168,16 @@ class ServerConnections:
         return max((link.line.steps_so_far for link in self._links.values()), default=0)
 
     def connect(self, endpoints: Collection[str]) -> tuple[ZmqTransport, Mapping[str, ServerLink]]:
-        """Connect to servers; return the transport, and a map from endpoints to connections."""
+        """Connect to servers; return the transport, and the connections by endpoint."""
         for endpoint in (*self._endpoints, *endpoints):
             self.link(endpoint)
         return self._transport, self._links
 
     def run(self, operation: Operation[T]) -> T:
-        """Wait for the answers of an operation; return its result.
+        """Send an operation's messages, and wait for the answers; return the operation's result.
 
         Raises:
-          NewEpoch: a process was lost, and the servers go back to a cut (snapshot).
+          NewEpoch: a process has failed, and the job continues from a cut (snapshot).
           DeadlineError: an answer did not arrive in time.
           PeerError: a server refused a message, or the connection to a server was lost.
         """
@@ -191,7 +196,7 @@ class ServerConnections:
             wait.turn()
 
     def run_last(self, operation: Operation[None]) -> None:
-        """Run an operation after the last step of this trainer.
+        """Run an operation after the last step of this trainer, such as the wait for checkpoints.
 
         Raises:
           LostPeerError: a process was lost, and this trainer cannot go back to a cut (snapshot) any
@@ -202,7 +207,12 @@ class ServerConnections:
 
     @contextlib.contextmanager
     def after_last_step(self) -> Iterator[None]:
-        """Convert `NewEpoch` to LostPeerError: after its last step, a trainer cannot go back."""
+        """Raise LostPeerError instead of `NewEpoch` in this block, which follows the last step.
+
+        After a failure, a trainer usually repeats steps. After its last step, the trainer has no
+        loop that
+        repeats them.
+        """
         try:
             yield
         except NewEpoch:
@@ -213,7 +223,7 @@ class ServerConnections:
             ) from None
 
     def abandon(self) -> None:
-        """Close all connections without a message, since their epoch (part of the job) is over."""
+        """Close all connections without a message, because the job continues without them."""
         for link in self._links.values():
             link.close()
         self._links.clear()
@@ -222,10 +232,10 @@ class ServerConnections:
             self._opened = None
 
     def rejoin(self, epoch: int) -> None:
-        """Close the connections of an old epoch (part of the job); the next use connects again.
+        """Close the connections after a failure of another process; the next use connects again.
 
         Args:
-          epoch: the smallest possible number of the epoch (part of the job) to connect to.
+          epoch: smallest number that the new epoch (period between two failures) can have.
 
         Raises:
           ReplacedError: the launcher has started another process of this trainer.
@@ -242,7 +252,8 @@ class ServerConnections:
         """Leave every server and close all connections, even if a server raises an error.
 
         Args:
-          reason: the error that ends this trainer; None if the trainer has completed its work.
+          reason: text of the error that ends this trainer; None if the trainer has completed its
+            work.
         """
         self._member.leave()
         with contextlib.ExitStack() as stack:
@@ -257,7 +268,13 @@ class ServerConnections:
             self._opened.close(LINGER)
 
     def _leave(self, link: ServerLink, reason: str | None) -> None:
-        """Send `complete` or the reason of a failure, and wait for the server's answer."""
+        """Tell a server that this trainer leaves, and wait for the answer.
+
+        Args:
+          link: the connection.
+          reason: text of the error that ends this trainer; None if the trainer has completed its
+            work.
+        """
         if link.line.endpoint not in self._links:  # `abandon` has closed all connections
             return
         if reason is not None:
@@ -271,10 +288,16 @@ class ServerConnections:
             link.close(LINGER)
 
     def _say_goodbye(self, operation: Operation[None]) -> None:
-        """Send `complete`. A new epoch ends the wait for the answer of an asynchronous server.
+        """Tell a server that this trainer is complete, and wait for the answer.
 
-        Servers have received all steps of an asynchronous trainer before. They do not wait for it
-        in the new epoch, because it has told the launcher that it leaves (`close`).
+        If another process fails meanwhile, an asynchronous trainer does not wait any longer.
+        Servers have
+        received all its steps before. The trainer has also told the launcher that it leaves
+        (`close`), so
+        servers continue without it.
+
+        Args:
+          operation: the message and its answer.
         """
         try:
             self._wait(OperationWait(self._transport, self._links, operation))
@@ -287,7 +310,13 @@ class ServerConnections:
 
 
 def _check_listens(me: str, endpoint: str, deadline: float) -> None:
-    """Raise PeerError if no process listens at an endpoint."""
+    """Raise PeerError if no process listens at an endpoint.
+
+    Args:
+      me: name of this trainer, for the error.
+      endpoint: the endpoint, such as "127.0.0.1:6174".
+      deadline: seconds that the attempt may take.
+    """
     try:
         socket.create_connection(split_endpoint(endpoint), timeout=deadline).close()
     except OSError as e:

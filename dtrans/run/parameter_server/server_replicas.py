@@ -1,7 +1,8 @@
-"""Copies of other servers' states in the process of one server.
+"""Backups: one server stores copies of other servers' states.
 
-A copy is a `SyncUpdate` of the other server, with merged gradients. After the failure of a server,
-the server with the copy writes the lost server's cut (snapshot).
+After the failure of a server, the server with its copy writes the lost server's cut (snapshot). So
+the job continues from its newest step. A copy is a `SyncUpdate` of the other server. It computes
+the same updates from gradients that the other server has summed over trainers.
 `dtrans.protocol.server.replication` describes the messages.
 """
 
@@ -26,14 +27,14 @@ from dtrans.run.parameter_server.update import ServerUpdate
 
 
 class ServerReplicas:
-    """Copies of other servers' states on one server.
+    """Copies of other servers' states that one server stores.
 
     Args:
       plan: the job's plan.
-      endpoint: the server's endpoint.
+      endpoint: the endpoint of the server with the copies.
 
     Attributes:
-      replication: the backup of this server, and the servers whose states this server copies.
+      replication: the backup of this server, and the servers that this server copies.
 
     Raises:
       ConfigError: the plan has only one server.
@@ -55,7 +56,13 @@ class ServerReplicas:
         self.replication = Replication(backups[endpoint], primaries)
 
     def new_replica(self, endpoint: str, state: Mapping[str, np.ndarray], step: int) -> SyncUpdate:
-        """Return the copy of another server. See `dtrans.protocol.server.replication.Replica`."""
+        """Create the copy of another server's state, from the arrays that this server has sent.
+
+        Args:
+          endpoint: endpoint of the other server.
+          state: its arrays, by name.
+          step: number of steps in the state.
+        """
         update, like = self._updates[endpoint], self._copies.get(endpoint)
         arrays: dict[str, Any] = dict(received_tables(update, self._startups[endpoint], state))
         for n, t in update.types.items():
@@ -66,7 +73,10 @@ class ServerReplicas:
         return copy
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of each array that other servers send, by name."""
+        """Return the largest number of bytes of each array that other servers send, by name.
+
+        The server refuses larger messages.
+        """
         found = {}
         for primary in self.replication.primaries.values():
             arrays = itertools.chain(
@@ -78,7 +88,12 @@ class ServerReplicas:
 
 
 def _primary_of(update: ServerUpdate, startup: Program) -> Primary:
-    """Return the arrays that a server sends to its backup."""
+    """Describe the arrays that a server sends to its backup: names, shapes and dtypes.
+
+    Args:
+      update: the server's update.
+      startup: the server's startup program.
+    """
     tables, optional = sent_types(update, startup)
     dense = {n: words_type(t) for n, t in update.types.items() if n not in tables}
     gradients, of_tables = update.merged().grad_types, set[str]()

@@ -1,6 +1,6 @@
 """Trainers with different numbers of rows in one process: each trainer runs a separate program.
 
-A trainer's share of the rows follows its speed (`dtrans.Batch.speeds`), so the programs of trainers
+With `dtrans.Batch.speeds`, faster trainers get more rows of a batch. So the programs of trainers
 have different shapes, and one compiled program cannot run them. The job runs the programs one after
 the other on one device, each up to its next communication. All programs communicate in the same
 order, so the job then executes the communication of all trainers together.
@@ -33,15 +33,15 @@ OfTrainers = list[Any]
 
 
 class ShareTrainers:
-    """Programs of all trainers for one batch size.
+    """Programs of all trainers for one size of batches, if trainers have different numbers of rows.
 
     Args:
-      plan: a plan with `shared.shares`.
-      arrays: the arrays of the global batch, each with its split over trainers. Only types are
-        read.
+      plan: a plan with `Batch.speeds`.
+      arrays: the arrays of the full batch, each with its split over trainers. Only their shapes and
+        dtypes are read.
 
     Attributes:
-      steps: the exact step of each trainer.
+      steps: for each trainer, the split of the batch.
       pieces: the program of each trainer, cut at its communication.
     """
 
@@ -60,12 +60,12 @@ class ShareTrainers:
     def args(
         self, params: Mapping[str, Any], local: frozenset[str], arrays: Sequence[tuple[Any, Share]]
     ) -> list[list[Any]]:
-        """Return the arguments of each trainer's program.
+        """Return the arguments of each trainer's program: parameters, and its rows of the batch.
 
         Args:
           params: the parameters, by name.
           local: names of the parameters that have one entry for each trainer.
-          arrays: the arrays of the global batch, each with its split over trainers.
+          arrays: the arrays of the full batch, each with its split over trainers.
         """
         names = self._plan.main.args[0].names
         shares, found = self.steps[0].shares, []
@@ -83,7 +83,7 @@ class ShareTrainers:
     def merged(
         self, outputs: Sequence[Sequence[Any]], state: MeshState, local: frozenset[str]
     ) -> tuple[dict[str, Any], tuple[Any, ...]]:
-        """Merge the outputs of all trainers; return the parameters by name, and the results.
+        """Merge the outputs of all trainers; return the parameters by name, and the step's results.
 
         Args:
           outputs: the outputs of each trainer's program.
@@ -112,9 +112,9 @@ def _index(k: int, *, over: Any) -> list[Any]:
 
 
 class ShareFabric(StepFabric):
-    """Communication of one step of trainers with separate programs.
+    """Communication of one step of trainers that run separate programs on one device.
 
-    An operand or a result of the communication is a list with the value of each trainer.
+    Each operand and each result of an equation is a list with the value of each trainer.
     """
 
     rules: ClassVar[dict[Primitive, str]] = StepFabric.rules | {exchange_p: "_exchange"}
@@ -122,7 +122,10 @@ class ShareFabric(StepFabric):
     def run_trainers(
         self, programs: Sequence[Segments], args: Sequence[Sequence[Any]]
     ) -> list[list[Any]]:
-        """Run the programs of all trainers; return the outputs of each.
+        """Run the programs of all trainers together; return the outputs of each.
+
+        Each program runs up to its next communication. Then the communication of all trainers is
+        executed.
 
         Args:
           programs: the program of each trainer, cut at its communication.
@@ -175,12 +178,23 @@ class ShareFabric(StepFabric):
 
 
 def _compute(k: int, pieces: Segments, piece: Compute, values: Sequence[Any]) -> Sequence[Any]:
-    """Run a compiled piece of trainer k's program."""
+    """Run a compiled piece of a trainer's program; return its outputs.
+
+    Args:
+      k: id of the trainer.
+      pieces: the trainer's program.
+      piece: the piece.
+      values: the values that the piece reads.
+    """
     name = lambda: f"trainer {k}, {pieces.steps.index(piece)}"
     outs: Sequence[Any] = call_recorded(name, piece.jitted, *values)
     return outs
 
 
 def _no_piece(x: Any, axis: int) -> Any:
-    """Raise AssertionError: the programs have no collective that returns a trainer's piece."""
+    """Raise AssertionError, in place of the function that takes one trainer's piece of a value.
+
+    Trainers have different numbers of rows, so no collective of these programs returns such a
+    piece.
+    """
     raise AssertionError("a collective returns pieces of different sizes")
