@@ -311,18 +311,26 @@ class StateFunctions(abc.ABC):
         return applied(lambda names: self._leaves(state, names), *args)
 
     def _leaves(self, state: Any, names: Collection[str]) -> dict[str, Any]:
-        """Return the named leaves in the form in which the job stores them.
+        """Return arrays of the state by name, in the form in which the job stores them.
 
-        `apply` fetches leaves with this method, and converts them with `_opened`. The base class
-        returns full arrays on one device.
+        A leaf is one array of the parameters or of the optimizer state. `apply` fetches leaves with
+        this method, and converts them with `_opened`. The base class returns full arrays on one
+        device.
+
+        Args:
+          state: the state of the job.
+          names: names of leaves, such as `params/w`.
         """
         return _on_one_device(self, state, names)
 
     def _opened(self, leaves: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Convert the result of `_leaves` to the arrays of the single-device step.
+        """Convert arrays that the job stores to the arrays of the single-device step.
 
         `apply` compiles this conversion together with the user's function. So this method must
-        consist of JAX operations. The base class returns the leaves unchanged.
+        consist of JAX operations. The base class returns the arrays unchanged.
+
+        Args:
+          leaves: stored arrays by name, as `_leaves` returns them.
         """
         return leaves
 
@@ -341,7 +349,7 @@ class StateFunctions(abc.ABC):
         return jaxpr, names
 
     def _groups(self, names: Sequence[str]) -> Mapping[str, int]:
-        """Return a group number for each leaf.
+        """Assign a group number to each leaf (array of the state) that `apply` must fetch.
 
         `apply` fetches the leaves of one group, uses them, and drops them before the next group. So
         the device never has all leaves at once.
@@ -352,10 +360,13 @@ class StateFunctions(abc.ABC):
         return groups_by_bytes({n: self._gathered_bytes(n) for n in names})
 
     def _gathered_bytes(self, name: str) -> int:
-        """Return the number of bytes to gather from other devices for a leaf.
+        """Return the number of bytes to fetch from other devices for one array of the state.
 
-        The number is 0 if the leaf is already stored in full here. `_groups` limits the sum of
+        The number is 0 if the array is already stored in full here. `_groups` limits the sum of
         these numbers in a group.
+
+        Args:
+          name: name of the array, such as `params/w`.
         """
         return 0
 
@@ -628,7 +639,7 @@ def _split_on_dim_0(main: Program) -> dict[str, int]:
 
 
 def _on_one_device(job: StateFunctions, state: Any, names: Collection[str]) -> dict[str, Any]:
-    """Return full arrays of the named leaves, copied to the first device of this process."""
+    """Return full arrays of the state by name, copied to the first device of this process."""
     found: dict[str, Any] = {}
     for spec, tree_of in zip(job.plan.main.args, (job.params, job.opt_state), strict=False):
         if not set(names).isdisjoint(spec.names):
@@ -637,9 +648,9 @@ def _on_one_device(job: StateFunctions, state: Any, names: Collection[str]) -> d
 
 
 def on_first_device(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy leaves to the first device of this process.
+    """Copy arrays to the first device of this process.
 
-    Servers store leaves on different devices, but a function runs on one device.
+    Servers store parameters on different devices, but a compiled function runs on one device.
     """
     device = jax.local_devices()[0]
     return {n: jax.device_put(x, device) for n, x in leaves.items()}

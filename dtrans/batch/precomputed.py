@@ -210,7 +210,8 @@ def _move_rows(axis: int) -> Callable[[Any], Any]:
 class FlatStep:
     """Step with its calls inlined, so that a `Spot` can name a value in the step or in its loss.
 
-    If the loss is one equation (captured), `body` is its jaxpr.
+    The loss may be one equation that is not differentiated (`dtrans.step.capture`). `body` is then
+    its jaxpr.
     """
 
     def __init__(self, program: Program) -> None:

@@ -145,12 +145,12 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """Name of the unit, which is the name of its first block."""
+        """Name of the first block."""
         return self.blocks[0].name
 
     @property
     def span(self) -> RowSet | None:
-        """Rows of the parameter that the unit contains; None if it contains full parameters."""
+        """Rows of the parameter that these blocks have; None if they are full parameters."""
         first = self.blocks[0]
         if first.count == 1 and not first.is_table:
             return None

@@ -69,7 +69,9 @@ class LevelProgram:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnitProgram:
-    """Programs that update one unit: a block, or several parameters together.
+    """Programs that update one unit: a block of rows, or several parameters together.
+
+    There is one program before the first exchange of values between servers, and one after each.
 
     Attributes:
       unit: the unit.
@@ -93,7 +95,12 @@ class UnitProgram:
 
 
 def part_name(unit: Unit, crossing: CrossServerValue) -> str:
-    """Return the name of the term that a unit adds to an exchanged value, such as a norm."""
+    """Return the name of the term that some rows add to a value, such as a norm of all gradients.
+
+    Args:
+      unit: the blocks that have these rows.
+      crossing: the value, which servers exchange.
+    """
     return f"{unit.name}/{crossing.name}"
 
 
@@ -227,7 +234,15 @@ class _UnitLevels:
         return self.writers[level]
 
     def _read_unit(self, level: int, var: Var) -> Atom | None:
-        """Return a program's input for a value of this unit; None for a value of all servers."""
+        """Return a program's input for a value that belongs to the updated rows.
+
+        Args:
+          level: number of exchanges before the program.
+          var: the value.
+
+        Returns:
+          The input; None for a value that all servers share, such as a learning rate.
+        """
         name = self._inputs.get(var) or self._from_earlier(level, var)
         if name is None:
             return None
@@ -251,7 +266,7 @@ class _UnitLevels:
         return name
 
     def emit(self, position: int) -> None:
-        """Write an equation of the update for the rows of this unit.
+        """Write an equation of the update for the rows that this object updates.
 
         Its result may be a term of a norm or another value that servers exchange. The program then
         returns this term.

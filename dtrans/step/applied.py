@@ -51,10 +51,10 @@ Leaves = Mapping[str, Any]
 
 
 def groups_by_bytes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Assign leaves to groups of at most 64 MiB, for functions that read one group at a time.
+    """Assign arrays of the state to groups of at most 64 MiB, so that they fit into memory.
 
-    `job.apply` gathers the leaves of one group, then drops them. A leaf of more than 64 MiB
-    (`GATHERED_BYTES`) has a group of its own.
+    `job.apply` gathers the arrays of one group, uses them, and drops them. An array of more than 64
+    MiB (`GATHERED_BYTES`) has a group of its own.
 
     Args:
       sizes: bytes of each leaf, in the order in which a function reads the leaves.
@@ -76,7 +76,9 @@ def groups_by_bytes(sizes: Mapping[str, int]) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Part:
-    """Equations of a user's function that run together, after the leaves of one group were fetched.
+    """Equations of a user's function that `job.apply` runs together.
+
+    They read the arrays of one group, which are fetched just before. Groups keep memory small.
 
     Attributes:
       run: compiled function (leaves, values of `reads`) -> values of `makes`.
@@ -147,9 +149,10 @@ class _Division:
 
 
 class Applied:
-    """User's function of a job's state or parameters; fetches only the leaves that it reads.
+    """User's function for `job.apply`, compiled so that it fetches only the arrays that it reads.
 
-    `job.apply` creates one object for each function, and calls the object.
+    `job.apply` creates one object for each function of the state or parameters, and calls the
+    object.
 
     Args:
       main: the traced training step of one device.
@@ -178,10 +181,10 @@ class Applied:
         self._known: dict[Any, _Division] = {}
 
     def __call__(self, fetch: Callable[[Collection[str]], Leaves], *args: Any) -> Any:
-        """Call the user's function, and fetch the leaves that it reads.
+        """Call the user's function, and fetch the arrays of the state that it reads.
 
         Args:
-          fetch: function that returns the job's leaves with given names, as the job stores them.
+          fetch: function that returns the job's arrays with given names, as the job stores them.
           *args: the user's arguments after the state.
 
         Raises:
@@ -233,7 +236,7 @@ class Applied:
         names: Mapping[Var, str],
         leaves: Mapping[Var, int],
     ) -> tuple[_Part, ...]:
-        """Divide the equations of the traced function into parts, one for each group of leaves.
+        """Divide the equations of the user's function into parts, one for each group of arrays.
 
         Args:
           traced: the traced function.
@@ -284,7 +287,7 @@ class Applied:
     def _jitted(
         self, jaxpr: ClosedJaxpr, names: Sequence[str]
     ) -> Callable[[Leaves, Sequence[Any]], Sequence[Any]]:
-        """Compile the function of a part, which first converts stored leaves (`unpacked`)."""
+        """Compile the equations of a part, after a conversion of stored arrays (`unpacked`)."""
         run = jaxpr_as_fun(jaxpr)
 
         def of_leaves(leaves: Leaves, values: Sequence[Any]) -> list[Any]:

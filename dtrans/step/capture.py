@@ -344,9 +344,10 @@ def refuse_loss_in_update(program: Program) -> None:
 
 
 def differentiated(program: Program) -> Program:
-    """Replace the equation `value_and_grad` of a captured step by its derivative.
+    """Replace the undifferentiated loss of a step (`captured`) by its derivative.
 
-    The result can run, and dtrans can divide it like an ordinary step.
+    `captured` returns a step with an equation `value_and_grad`, which cannot run. The result of
+    this function can run, and dtrans can divide it like an ordinary step.
     """
     return program.rewritten(_differentiated)
 
@@ -381,7 +382,10 @@ def _value_and_grad(*operands: Any, loss: ClosedJaxpr, count: int) -> list[Any]:
 
 
 def loss_of(program: Program) -> JaxprEqn:
-    """Return the equation `value_and_grad` of a captured step; its body is the loss function.
+    """Return the equation `value_and_grad` of a step; its body is the undifferentiated loss.
+
+    Args:
+      program: a step, as `captured` returns it.
 
     Raises:
       GradientError: the step does not have exactly one such equation, or has it in a loop or a

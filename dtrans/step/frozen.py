@@ -113,7 +113,9 @@ def check_frozen(main: Program, name: str, x: Any) -> None:
 
 
 def frozen_leaves(main: Program, begin: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Find the parameters and state arrays that a step never changes.
+    """Find the parameters and state arrays that a step never changes, by constant folding.
+
+    An example is a parameter with an update of zeros (`optax.set_to_zero`).
 
     Args:
       main: the traced training step of one device.
@@ -252,7 +254,7 @@ def _number(folded: Facts[_Fact], atom: Atom) -> Any:
 def _without_updates(
     main: Program, constants: Mapping[str, Any], zeros: Collection[str]
 ) -> Program:
-    """Write the step again: frozen leaves are returned unchanged, and their gradients become zeros.
+    """Write the step again without some updates: these parameters and state are returned unchanged.
 
     Args:
       main: the traced training step of one device.

@@ -108,7 +108,7 @@ def split_step(program: Program) -> Program:
 
 
 def split_spec(spec: TreeSpec, names: Collection[str]) -> tuple[TreeSpec, TreeSpec]:
-    """Split the structure of a state into two structures: one for params, one for opt_state.
+    """Split the structure of one state (a `TrainState`) into those of params and opt_state.
 
     Both have the form of the full state, with None in place of missing leaves.
 
@@ -167,7 +167,7 @@ def _result(program: Program, parts: Sequence[TreeSpec]) -> TreeSpec:
 
 
 def _tree(spec: TreeSpec) -> Any:
-    """Return the pytree that a spec describes; its leaves are the names of arrays."""
+    """Return the pytree that a `TreeSpec` describes, with names in place of arrays."""
     return jax.tree.unflatten(spec.treedef, spec.leaves)
 
 
@@ -180,7 +180,16 @@ def _spec(tree: Any) -> TreeSpec:
 
 
 def kinds_of(step: OpenStep) -> dict[str, str]:
-    """Return the kind of each leaf of the step's first argument; the module lists the kinds."""
+    """Decide for each array of a state if it is a parameter, optimizer state, or another kind.
+
+    The module's docstring lists the kinds.
+
+    Args:
+      step: the step of one state, with its calls inlined.
+
+    Returns:
+      The kind of each leaf of the step's first argument, by name.
+    """
     gradients = marked(step)
     if gradients is not None:
         graded, parameters = set(gradients.of.values()), set(gradients.of)
@@ -237,9 +246,10 @@ def _read_by_forward(step: OpenStep, gradients: Collection[Var], names: Sequence
 
 
 def _parameters(step: OpenStep, gradients: Collection[Var], read: Collection[str]) -> set[str]:
-    """Return the leaves that forward reads and a gradient updates, in a step without marks.
+    """Return the arrays of the state that are parameters, in a step without marked gradients.
 
-    A dependency through the new value of another parameter does not count.
+    The forward pass reads a parameter, and its new value depends on a gradient. A dependency
+    through the new value of another parameter does not count.
 
     Args:
       step: the training step, with its calls inlined.
@@ -271,7 +281,7 @@ def _state_behind(main: Program) -> str:
 
 
 def below_root(name: str) -> str:
-    """Return a leaf's path without the name of its argument: `w` for `params/w`."""
+    """Return the path of an array without the name of its argument: `w` for `params/w`."""
     return name.partition("/")[2]
 
 
@@ -340,7 +350,7 @@ def mismatch(name: str, wanted: str | None, have: str | None) -> str:
 def leaf_types(tree: Any) -> dict[str, str]:
     """Return the type of each array of a pytree, such as {"w": "float32[4, 2]"}.
 
-    The keys are paths below the root.
+    The keys are the paths of the arrays in the pytree.
     """
     types = {}
     for name, x in zip(TreeSpec.from_tree(tree).names, array_leaves(tree), strict=True):

@@ -64,7 +64,7 @@ def normalize_step(
 
 
 def with_numbers(startup: Program, state: Sequence[TreeSpec]) -> Program:
-    """Treat Python numbers in init's result as static leaves, if they are static in the step.
+    """Treat Python numbers in init's result as constants, if the step treats them as constants.
 
     An Equinox module has Python numbers among its leaves, such as the rate of a dropout. Such a
     number is part of the compiled program. A number that the step changes, such as a count of
@@ -163,7 +163,7 @@ def _mismatch(
 
 
 def _renamed(spec: TreeSpec, names: Sequence[str]) -> tuple[Any, ...]:
-    """Return the leaves of a spec with new names for its arrays."""
+    """Return the leaves of a `TreeSpec` with new names for its arrays."""
     remaining = iter(names)
     leaves = list(spec.leaves)
     for i, leaf in enumerate(leaves):

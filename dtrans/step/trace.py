@@ -253,7 +253,7 @@ def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[Tr
 
 
 def children(tree: Any) -> list[tuple[Any, Any]] | None:
-    """Return the (key, child) pairs of a tuple, list or dict, in leaf order, else None."""
+    """Return the parts of a tuple, list or dict as (key, part) pairs; None for other objects."""
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return list(zip(tree._fields, tree, strict=True))
     if isinstance(tree, (tuple, list)):

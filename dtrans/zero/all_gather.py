@@ -231,10 +231,10 @@ class Gatherer(SliceWriter):
         return exists and bool(v.aval.size) and bool(jnp.issubdtype(v.aval.dtype, jnp.floating))
 
     def _gather(self, windows: Sequence[LiveRange], anchor: Atom | None) -> None:
-        """Write the all-gathers of several windows: one for each type and sliced dimension.
+        """Write all-gathers of several parameters: one for each type and sliced dimension.
 
         Args:
-          windows: the windows of the parameters to gather.
+          windows: for each parameter, the equations for which it stays gathered (its window).
           anchor: the value that the gathers wait for; None for no delay.
         """
         b = self.b

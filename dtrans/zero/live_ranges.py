@@ -111,7 +111,12 @@ class LiveRanges:
             self._use(a, len(eqns), roles[-1] if roles else "")
 
     def window(self, leaf: Var, at: int) -> LiveRange:
-        """Return the window of a parameter to which equation `at`, one of its readers, belongs."""
+        """Return the equations for which a parameter stays gathered, around one of its readers.
+
+        Args:
+          leaf: the variable of the parameter.
+          at: the index of an equation that reads the parameter.
+        """
         return self._at[leaf, at]
 
     def _types_of(self, v: Var) -> frozenset[tuple[Var, Any]]:
@@ -130,7 +135,10 @@ class LiveRanges:
         return frozenset().union(*map(self._types_of, ins))
 
     def _use(self, atom: Atom, i: int, role: str) -> None:
-        """Record that an equation reads a value: begin or extend the windows of its parameters.
+        """Record that an equation reads a value, so that its parameters must be gathered there.
+
+        The window of a parameter (the equations for which it stays gathered) is extended, or a new
+        one begins.
 
         Args:
           atom: the value, a parameter or computed from parameters only.

@@ -230,7 +230,12 @@ class SliceAnalysis(SplitWriter):
         return self.rows.get(atom) if isinstance(atom, Var) else None
 
     def _engine_layout(self, atom: Atom, row: RowAxis) -> RowAxis:
-        """Convert a layout to the form of `dtrans.engine`, which has no parameter's name."""
+        """Convert a sliced dimension to the form that `dtrans.engine` uses.
+
+        Args:
+          atom: the value.
+          row: its sliced dimension, with the name of its parameter.
+        """
         return self.shards.plain(dataclasses.replace(row, leaf=""), atom.aval.shape[row.axis])
 
     def _rank_type(self, v: Var, row: RowAxis) -> Any:
@@ -339,9 +344,10 @@ class SliceAnalysis(SplitWriter):
         return passed
 
     def _passable(self, eqn: JaxprEqn, wires: Wiring) -> dict[int, RowAxis]:
-        """Return the operands that the bodies of an equation may take as slices, if this helps.
+        """Return the operands of a loop or branch that its bodies may read as slices.
 
-        The result maps the index of an operand to its sliced dimension in the bodies.
+        The result maps the index of an operand to its sliced dimension in the bodies. It is empty
+        for a branch that may differ between ranks: an all-gather in it would hang.
         """
         found: dict[int, RowAxis] = {}
         picks = eqn.invars[0]

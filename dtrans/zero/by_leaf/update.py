@@ -100,7 +100,7 @@ class OwnerWriter:
         self.carried = {level: self._carried_bins(level) for level in self.levels[:-1]}
 
     def _lay_out_bins(self, owner: Mapping[str, int], root: str, ready: Sequence[str]) -> None:
-        """Choose the layout of packed gradients, state and new parameters."""
+        """Choose the positions of gradients, state and new parameters in packed vectors."""
         a = self.analysis
         types: dict[str, Any] = {n: v.aval for n, v in a.inputs.items() if isinstance(n, str)}
         # a gradient may have another type than its leaf
@@ -137,7 +137,7 @@ class OwnerWriter:
                 self.reduced.setdefault(c.level, []).append(c)
 
     def _carried_bins(self, level: int) -> Bins:
-        """Choose the layout of values that one `switch` returns and a later one reads.
+        """Choose the positions of values that one `switch` packs and a later one reads.
 
         Args:
           level: the number of all-reduces before the first `switch`.
