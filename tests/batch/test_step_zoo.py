@@ -124,8 +124,9 @@ def ways() -> list[tuple[str, str, int, int]]:
     for name, mode, (trainers, rows) in itertools.product(NAMES, MODES, BATCHES):
         if name in REFUSED.get(mode, ()):
             continue
-        # the number of parts of a pipeline must divide the batch
-        found.append((name, mode, trainers, 12 if mode == "pipeline" else rows))
+        # the number of parts must divide the batch, in a pipeline or in the user's own loop
+        is_divided = mode == "pipeline" or name == "accumulated_in_a_scan"
+        found.append((name, mode, trainers, 12 if is_divided else rows))
     return found
 
 
