@@ -1,4 +1,7 @@
-"""Jobs of nccl2 mode and sharding, whose collectives XLA executes.
+"""Jobs without parameter servers: XLA executes the collectives that exchange gradients.
+
+These are the jobs of `dtrans.nccl2` and `dtrans.sharding`. A *backend* decides where the trainers
+run: on devices of this process, in several processes, or simulated on one device.
 
 job            a running plan, on any backend
 trainers       the interface of backends; how inputs and outputs are laid out over trainers

@@ -26,7 +26,9 @@ from dtrans.run.collective.trainers import Trainers
 
 
 class TrainerBatches:
-    """Rules by which batches are split over the trainers of a plan.
+    """Splitter of batches: gives each trainer of a job its rows of every batch array.
+
+    For example, 4 trainers get 2 rows each from a batch of 8 rows. Scalars are replicated.
 
     Args:
       plan: the plan of the job.
@@ -93,11 +95,13 @@ class TrainerBatches:
         return trainers.place_batch(arrays, self.shardings)
 
     def part_types(self, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-        """Return the types of one device's part of a batch."""
+        """Return the shapes and dtypes of the arrays that one device gets from a batch."""
         return self._of_devices(part_types(self._shared(arrays), self._plan.trainers))
 
     def _of_devices(self, types: Iterable[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-        """Convert the types of a trainer's arrays to the types of one device's arrays.
+        """Convert the types of one trainer's arrays to the types of one device's arrays.
+
+        They differ if a trainer has several devices, which divide each sequence of its rows.
 
         Raises:
           BatchError: the devices of the sequence axis cannot divide an array.
@@ -110,10 +114,11 @@ class TrainerBatches:
     # -- batches with padding --------------------------------------------------------------------
 
     def odd_rows(self, arrays: Sequence[Any], global_rows: int = 0) -> int:
-        """Return the number of rows of the global batch if the batch needs padding, else 0.
+        """Return the number of rows of a batch that the trainers cannot divide evenly; else 0.
 
-        In a job of several processes, a process knows only its part of the batch. There, the job
-        pads only batches that are passed as `dtrans.UnevenPart`s.
+        The job pads such a batch. For example, the result is 10 for 10 rows and 4 trainers, and 0
+        for 8 rows. In a job of several processes, a process knows only its part of the batch.
+        There, the job pads only batches that are passed as `dtrans.UnevenPart`s.
 
         Args:
           global_rows: rows of the global batch, if this process's part is a `dtrans.UnevenPart`.
@@ -146,7 +151,12 @@ class TrainerBatches:
         return trainers.place_batch(padded, self.shardings)
 
     def global_types(self, arrays: Sequence[Any], rows: int) -> list[jax.ShapeDtypeStruct]:
-        """Return the types of a global batch with `rows` rows."""
+        """Return the shapes and dtypes of the global batch, from those of this process's part.
+
+        Args:
+          arrays: the arrays of a batch, or of this process's part.
+          rows: number of rows of the global batch.
+        """
         return [resize(x, share, lambda _: rows) for x, share in self._shared(arrays)]
 
     def _shared(self, arrays: Sequence[Any]) -> list[tuple[Any, Share]]:

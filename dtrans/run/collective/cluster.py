@@ -121,7 +121,7 @@ class ClusterTrainers(MeshTrainers):
 
     @cached_property
     def _all_gather(self) -> Callable[[jax.Array, tuple[int, ...]], jax.Array]:
-        """Jitted function that all-gathers a sliced array and removes its padding.
+        """Compiled function that gathers an array's slices on every device, without padding.
 
         All processes must call it together.
         """
@@ -136,10 +136,10 @@ class ClusterTrainers(MeshTrainers):
 
 
 class SurvivingJob(Job):
-    """Job that continues with the surviving trainers (`connect(on_trainer_loss="drop")`).
+    """Job of several processes that continues if trainers end (`connect(on_trainer_loss="drop")`).
 
-    If trainers end during a step, the job repeats the step from the same state. So steps do not
-    donate their state.
+    If trainers end during a step, the others repeat the step from the same state. So a step keeps
+    its input state in memory (it does not donate it).
 
     Attributes:
       plan: the plan for the surviving trainers.
@@ -201,7 +201,12 @@ class SurvivingJob(Job):
         return self._job.sharding_of(name)
 
     def _run_with_survivors(self, run: Callable[[CollectiveJob], Any]) -> Any:
-        """Call `run` with the job; after a failure of trainers, call it with the survivors' job."""
+        """Run an operation of the job, such as a step; after a failure, repeat it without the lost.
+
+        Args:
+          run: function that runs the operation with a job. The survivors' job replaces the first
+            job after a failure.
+        """
         while True:
             if len(trainer_devices()) != self.plan.trainers:
                 self._job = job_of(self.plan, donate=False, on_nonfinite=self._on_nonfinite)
@@ -278,7 +283,7 @@ def on_cluster(plan: CollectivePlan, *, donate: bool, on_nonfinite: str = "ignor
 
 
 def job_of(plan: CollectivePlan, *, donate: bool, on_nonfinite: str) -> CollectiveJob:
-    """Return a job of all connected trainers. The job ends if one of them is lost."""
+    """Return a job of the connected trainers, which ends with an error if one of them is lost."""
     devices = trainer_devices()
     plan = plan.for_trainers(len(devices) // plan.devices_per_trainer)
     trainers = ClusterTrainers(mesh_of(plan, devices), plan.options.over)
@@ -291,7 +296,11 @@ def local_piece(x: Any) -> Any:
 
 
 class ClusterFabric:
-    """Communication of an `Executor`, which runs the programs of an nccl2 job one by one."""
+    """Communication for `dtrans.Executor`, which runs the programs of an nccl2 job one by one.
+
+    An executor is an alternative to `plan.on_cluster()`: the user calls it with a program at a
+    time, as in Paddle.
+    """
 
     def __init__(
         self, *, deadline: float, patience: float, allow_remote: bool, encryption: str | None
@@ -302,7 +311,12 @@ class ClusterFabric:
         self._last: Program | None = None
 
     def carry_out(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        """Execute one communication of a startup program; return its outputs."""
+        """Execute one communication equation of a startup program; return the equation's outputs.
+
+        Args:
+          eqn: the equation. It either connects all trainers, or broadcasts the first state.
+          values: the equation's inputs.
+        """
         if eqn.primitive is broadcast_p:
             connected()
             return broadcast(values[1:], eqn.params["root"])
@@ -358,10 +372,11 @@ def _parts(program: Program) -> list[str]:
 
 
 def axes_of(program: Program, trainers: int) -> dict[str, int]:
-    """Return the size of each axis over which a program's trainers are arranged, by name.
+    """Return the named axes over which a program's trainers are arranged, each with its size.
 
-    The equations of a program contain the sizes of all axes except one. The number of trainers
-    determines the size of that axis.
+    For example, 8 trainers may form 2 groups of 4 for a hierarchical reduction. The equations of
+    the program contain the sizes of all axes except one. The number of trainers determines that
+    size.
 
     Raises:
       StateError: the program is for another number of trainers.
@@ -386,7 +401,10 @@ def axes_of(program: Program, trainers: int) -> dict[str, int]:
 
 
 def is_of_cluster(program: Program) -> bool:
-    """Return True if a program communicates only by collectives, which XLA compiles."""
+    """Return True if a program communicates only by collectives, which XLA executes.
+
+    Programs with messages to or from parameter servers give False.
+    """
     kinds = {e.primitive for e in program.eqns}
     return any(map(_is_over_trainers, program.eqns)) and kinds.isdisjoint(
         (send_p, recv_p, exchange_p)

@@ -24,7 +24,7 @@ from dtrans.run.collective.trainers import Trainers
 
 
 class FirstState:
-    """Startup program of a job, which computes the first state.
+    """Startup program of a job: computes the first parameters and optimizer state on the devices.
 
     Args:
       plan: the plan of the job.
@@ -76,13 +76,19 @@ class FirstState:
 
     @cached_property
     def _opened(self) -> ClosedJaxpr:
-        """Startup program whose constants are its first inputs, so that rank 0 can send them."""
+        """Startup program in which constants are inputs, so that trainer 0 can send its constants.
+
+        All trainers then compute with the same constants.
+        """
         inner = self.program.inner
         return closed([], [], [*inner.constvars, *inner.invars], inner.outvars, inner.eqns, inner)
 
     @cached_property
     def compiled(self) -> Any:
-        """Jitted function that maps constants and flat arguments to padded and sharded arrays."""
+        """Compiled startup program, in which each device computes only its slices of the state.
+
+        It takes the program's constants, and then the arrays of init's arguments.
+        """
         names, run = self.program.out_names, jaxpr_as_fun(self._opened)
         plan, trainers = self._plan, self._trainers
 

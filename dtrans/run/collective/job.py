@@ -1,13 +1,15 @@
-"""Jobs of nccl2 mode and of sharding: one program for all trainers, with XLA's collectives.
+"""Jobs without parameter servers: one program for all trainers, with XLA's collectives.
 
-A job has a plan and a backend:
+A job has a plan (of `dtrans.nccl2` or `dtrans.sharding`) and a backend, which decides where the
+trainers run:
 
     MeshTrainers        devices of this process: jit(shard_map) over the mesh
     SimulatedTrainers   one device: jit(vmap) with axis names
     ClusterTrainers     processes; each has some devices of one mesh
 
-The step is one function, compiled once for each batch shape. A sliced array of the state
-(`dtrans.sharding`) is padded and sharded over the mesh. Other arrays are replicated.
+The step is one function, compiled once for each batch shape. `dtrans.sharding` divides an array of
+the state among the devices: the array is padded to equal slices, and sharded over the mesh. Other
+arrays are replicated.
 """
 
 from __future__ import annotations
@@ -138,7 +140,11 @@ class CollectiveJob(Job):
         return step.lower(state, arrays)
 
     def _prepare(self, state: CollectiveState, batch: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-        """Return the jitted step for a batch, and the batch's arrays on the trainers' devices."""
+        """Return the compiled step for a batch, and the batch's arrays on the trainers' devices.
+
+        The first time that a batch has a new shape, this also checks that all processes run the
+        same program.
+        """
         batch, global_rows = without_parts(batch)
         arrays = self.batches.flatten(batch)
         types = [(x.shape, x.dtype) for x in arrays]
@@ -152,7 +158,10 @@ class CollectiveJob(Job):
         return self._jitted, arrays
 
     def _uneven_step(self, arrays: Sequence[Any], rows: int) -> tuple[Any, Sequence[Any]]:
-        """Return the jitted step for a batch that needs padding, and the padded arrays."""
+        """Pad a batch that the trainers cannot divide evenly; return its step and its arrays.
+
+        The step ignores the rows of padding, so its results are those of the batch without padding.
+        """
         padded = self.batches.place_padded(arrays, rows)
         batch_types = self.batches.global_types(arrays, rows)
         key = tuple((t.shape, t.dtype) for t in batch_types)
@@ -203,7 +212,7 @@ class CollectiveJob(Job):
         return self._state.state(values), values_at(values, self._rest.names)
 
     def _program(self, state: CollectiveState, arrays: Sequence[Any]) -> Program:
-        """Return the program for a trainer's part of a batch."""
+        """Return the program that one trainer runs for batches of this shape."""
         check_types(self._state.arrays(state), self._state.types)
         types = values_at(self.plan.program.inputs, self._state.names)
         return self.plan.program.specialize_flat([*types, *self.batches.part_types(arrays)])
@@ -213,7 +222,11 @@ class CollectiveJob(Job):
         return self.watch.rules(OVER_AXIS, leaves, self.plan.options.over)
 
     def _way(self, name: str) -> tuple[str, Any]:
-        """Return the merge rule of an output, with the dimension or sharding of `StepLayout`."""
+        """Return the rule that merges one output of all trainers, such as "same" or "concat".
+
+        The second value is the dimension or the sharding that the rule needs (see
+        `StepLayout.ways`).
+        """
         sharding = self._state.sharding(name)
         if sharding.cut:
             return "state", sharding
@@ -324,7 +337,11 @@ class CollectiveJob(Job):
 
 
 def _check_reduces_finite(plan: CollectivePlan, on_nonfinite: str) -> None:
-    """Raise ConfigError if the plan reduces no gradients, or itself handles infinite gradients."""
+    """Raise ConfigError if `on_nonfinite` cannot work with this plan.
+
+    The check for infinite or NaN gradients is a part of their reduction. It is impossible if the
+    plan reduces no gradients, or handles infinite gradients itself.
+    """
     reason = ""
     if plan.trainers == 1:
         reason = (

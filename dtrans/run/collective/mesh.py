@@ -24,7 +24,9 @@ from dtrans.zero.plan import ShardingPlan
 
 
 class MeshTrainers(Trainers):
-    """Trainers on the devices of a mesh.
+    """Backend of a job of one process, in which each trainer is a device of a mesh.
+
+    With several devices per trainer, a trainer is a row of the mesh.
 
     Args:
       mesh: a mesh of devices, with the axes of the plan.
@@ -112,7 +114,7 @@ def on_mesh(
 
 
 def mesh_of(plan: CollectivePlan, devices: Sequence[jax.Device]) -> Mesh:
-    """Return a mesh of the first devices, with the plan's axes."""
+    """Return the mesh on which a plan runs, made of the first devices of a list."""
     sizes = [size for _, size in plan.axes]
     return Mesh(np.array(devices[: plan.device_count]).reshape(sizes), plan.axis_names)
 

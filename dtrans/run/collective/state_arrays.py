@@ -1,4 +1,4 @@
-"""State of a collective job: names, types and slices of its arrays."""
+"""Names, shapes and shardings of the arrays in the state of a collective job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from dtrans.run.collective.trainers import without_padding
 
 
 class StateArrays:
-    """Names and slices of the arrays in a plan's state.
+    """Description of a job's state: the name, type and sharding of each of its arrays.
+
+    With `dtrans.sharding`, an array may be divided into slices, one per device. It is then padded
+    so that the slices have equal size.
 
     Args:
       plan: the plan of the job.
@@ -71,14 +74,14 @@ class StateArrays:
             raise missing_array(e.args[0]) from e
 
     def state(self, arrays: Mapping[str, Any]) -> CollectiveState:
-        """Return a state of these arrays."""
+        """Build a state from its arrays, by name. Other entries of `arrays` are ignored."""
         parts = []
         for names in self._parts:
             parts.append(subset(arrays, names))
         return CollectiveState(*parts)
 
     def unpad(self, name: str, x: Any) -> Any:
-        """Remove the padding of a global array; call it inside jit."""
+        """Remove the padding from an array that was padded to equal slices. Call it inside jit."""
         shape = self.shape(name)
         return x if shape is None else without_padding(x, shape)
 

@@ -20,7 +20,9 @@ from dtrans.run.base.spmd import AxisSharding, Function
 
 @dataclasses.dataclass(frozen=True)
 class StepLayout:
-    """Layout of a step's inputs and outputs over trainers.
+    """Distribution of a step's inputs and outputs over trainers, and the rules that merge outputs.
+
+    A backend needs it to run the program of one trainer on all trainers.
 
     Attributes:
       axes: all axes of the devices, as pairs (name, size).
@@ -68,12 +70,12 @@ class StepLayout:
 
 
 def without_padding(x: Any, shape: tuple[int, ...]) -> Any:
-    """Return the first entries of an array along each dimension."""
+    """Remove the padding at the end of each dimension, so that the array has the shape `shape`."""
     return x if x.shape == shape else jax.lax.slice(x, (0,) * x.ndim, shape)
 
 
 class Trainers(abc.ABC):
-    """Backend of a collective job: places arrays, and maps a trainer's program over all trainers.
+    """Backend of a collective job: decides where trainers run, and runs one program on all of them.
 
     Attributes:
       mesh: the devices of the trainers; None if one device simulates all.
@@ -108,19 +110,27 @@ class Trainers(abc.ABC):
         return arrays
 
     def check_start(self, startup: ClosedJaxpr) -> None:  # noqa: B027
-        """Check that all processes have the same startup program.
+        """Check that all processes have the same startup program, before they compute the state.
 
-        The job calls this only if each process computes slices of the first state. If the state is
-        replicated, trainer 0 broadcasts it, and no check is needed.
+        The job calls this only if each process computes its own slices of the first state. If the
+        state is replicated, trainer 0 broadcasts it, and no check is needed.
         """
 
     def check_step(  # noqa: B027
         self, program: Program, split: Sequence[str], merges: Mapping[str, str]
     ) -> None:
-        """Check that all processes are about to run the same program."""
+        """Check that all processes are about to run the same program, so that no collective hangs.
+
+        Args:
+          program: the program of one trainer.
+          split: names of the batch arrays that are split over trainers.
+          merges: the rule that merges each output, by name.
+        """
 
     def unshard(self, x: Any, shape: tuple[int, ...] | None) -> Any:
-        """Gather a global array; return it in this process, without padding.
+        """Return the complete value of an array of the state in this process, without padding.
+
+        If the array is divided among devices, its slices are gathered first.
 
         Args:
           x: the global array.
@@ -129,16 +139,20 @@ class Trainers(abc.ABC):
         return x if shape is None else without_padding(x, shape)
 
     def to_local(self, tree: Any) -> Any:
-        """Return the results as arrays of this process."""
+        """Convert the results of a step to arrays that this process can read without the others."""
         return tree
 
     def step_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which to run a step."""
+        """Return a context manager around each step, for example to convert errors."""
         return contextlib.nullcontext()
 
     @abc.abstractmethod
     def map_program(self, program: Program, layout: StepLayout) -> Function:
-        """Map a trainer's program over all trainers.
+        """Return a function that runs the program of one trainer on all trainers.
+
+        Args:
+          program: the program of one trainer.
+          layout: the distribution of inputs and outputs over trainers.
 
         Returns:
           A function of the arrays of state and batch that returns merged outputs.

@@ -1,4 +1,8 @@
-"""Messages between the processes of a job, on the key-value store of JAX's coordinator."""
+"""Messages between trainers before their own connections exist: texts in JAX's key-value store.
+
+JAX's coordinator (in trainer 0) has a small store of keys and texts that all processes can reach.
+The trainers of an nccl2 job use it to exchange addresses, secrets and digests of their programs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,10 @@ CHECK_EVERY = 0.5  # seconds between two calls of `check` during a wait
 
 
 def read(place: str, limit: float, check: Callable[[], None]) -> str | None:
-    """Wait for the value at a key of the store.
+    """Wait until another process has written a key of JAX's store, and return the value.
+
+    JAX's own wait cannot be interrupted. This function waits in short intervals, so that `check`
+    can raise an error in between, for example if the other trainer has ended.
 
     Args:
       place: the key.
@@ -54,7 +61,10 @@ def all_gather_text(
     missed: str,
     check: Callable[[int], None] = lambda k: None,
 ) -> dict[int, str]:
-    """Write this process's text to the store; return the texts of all processes.
+    """Exchange one text per trainer through the coordinator's store, and return all texts.
+
+    Every trainer calls this function with the same `topic`. For example, trainers exchange the
+    names of their hosts before they choose addresses.
 
     Args:
       cluster: the job.

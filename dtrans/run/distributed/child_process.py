@@ -95,7 +95,11 @@ class Child:
         self._thread(self._wait, events)
 
     def begin(self) -> None:
-        """Start the command, after `Guard.add` has registered the process."""
+        """Let the started process run the role's command.
+
+        The process waits for this call, so that the launcher can first register it with the guard
+        process (`Guard.add`). If the launcher is killed before this call, the process exits.
+        """
         assert self.process.stdin is not None
         with self.process.stdin:
             self._send(b"\n")
@@ -124,16 +128,24 @@ class Child:
         return False
 
     def how(self) -> str:
-        """Return the cause of a role's failure, as the words after `failed with` in messages."""
+        """Return the way in which a failed role ended, such as "exit code 1" or "signal SIGKILL".
+
+        Messages contain the result after the words `failed with`.
+        """
         if self.returncode < 0:
             return f"signal {signal.Signals(-self.returncode).name}"
         return f"exit code {self.returncode}"
 
     def tell_ended(self, role: str, how: str, epoch: int) -> None:
-        """Inform this role that another role has ended in an epoch (part between failures).
+        """Inform this role that another role has ended, so that it does not wait for that role.
 
-        For a role on this host, do nothing: such a role reads the ends of other roles from a folder
-        (`dtrans.run.net.ended_roles`).
+        For a role on this host, do nothing. Such a role reads the ends of other roles from a folder
+        (`dtrans.run.net.ended_roles`). Subclasses for other hosts send a message.
+
+        Args:
+          role: name of the role that has ended, such as "trainer 1".
+          how: the way in which it ended, such as "exit code 1".
+          epoch: number of the job's current epoch (the time between two failures of the job).
         """
 
     def signal(self, signum: int) -> None:
@@ -143,14 +155,23 @@ class Child:
             os.killpg(self.pid, signum)
 
     def reap(self) -> None:
-        """Reap an ended role, and kill the remaining processes of its group."""
+        """Collect the exit status of a role that has ended, and kill the remaining processes of its
+        group.
+
+        Until this call, the operating system does not give the role's process id to another
+        process.
+        """
         self.signal(signal.SIGKILL)
         self.process.wait()
         for reader in self._readers:
             reader.join(DRAIN)
 
     def last_words(self) -> str:
-        """Return the last lines of standard error, from the first traceback on if there is one."""
+        """Return the last lines that the role wrote to standard error, for the error message of the
+        job.
+
+        If the lines contain a traceback, the result starts there.
+        """
         lines = list(self.tail)
         for i, line in enumerate(lines):
             if line.startswith("Traceback (most recent call last)"):
@@ -203,9 +224,10 @@ def _check_command(role: Role, program: str, env: Mapping[str, str]) -> None:
 
 
 class Guard:
-    """A separate process that ends the registered roles if this process dies.
+    """A separate process that ends the job's roles if the launcher is killed.
 
-    It is a context manager. See `dtrans.run.distributed.orphan_guard`.
+    A launcher that gets SIGKILL cannot end its roles itself. Use the object as a context manager
+    around the job. See `dtrans.run.distributed.orphan_guard`.
 
     Args:
       python: the interpreter that runs the guard.

@@ -145,7 +145,9 @@ def connect(
 
 
 def connected() -> Membership:
-    """Return the membership of this process; call `connect` if only `jax.distributed` is connected.
+    """Return the membership of this process in an nccl2 job: its trainer id and the job's options.
+
+    If the user called `jax.distributed.initialize` but not `dtrans.connect`, call `connect` first.
 
     Raises:
       ConfigError: this process is not connected.
@@ -192,7 +194,11 @@ def _join_job(role: Role | None, options: _Options) -> Membership:
 
 
 def _check_same(role: Role, member: Membership) -> None:
-    """Raise ConfigError if this process is connected as another role than `role`."""
+    """Raise ConfigError if this process is already connected, but with another role than `role`.
+
+    A second call of `connect` cannot change the trainer id, the number of trainers or the
+    endpoints.
+    """
     found = (role.trainer_id, role.trainers)
     if found != (member.trainer_id, jax.process_count()) or member.endpoints not in (
         (),
@@ -288,14 +294,17 @@ def heartbeat_timeout(patience: float, loss: str) -> int:
 
 
 def bind_address(coordinator: str) -> str:
-    """Return the address for JAX's coordinator to bind, if a scheduler started the job.
+    """Return the address that JAX's coordinator should bind in a job that a scheduler started.
+
+    By default, JAX's coordinator binds every address of its host. This function finds the one
+    address that the other hosts use.
 
     Args:
       coordinator: the address that JAX detected, `host:port`.
 
     Returns:
-      The address, `host:port`. The result is empty if this host cannot bind the address. It is also
-      empty if a host name resolves to loopback (on Debian), which other hosts cannot reach.
+      The address, `host:port`. It is empty if JAX's default must be used: this host cannot bind the
+        address, or the host's name resolves to loopback, which other hosts cannot reach.
 
     Example:
       >>> from dtrans.run.distributed.connect import bind_address
@@ -330,10 +339,10 @@ def _share_run_name(member: Membership) -> str:
 
 
 def _leave() -> None:
-    """Disconnect from the job when this process exits. End a failed process at once.
+    """Disconnect from the job when this process exits; after an exception, exit without waiting.
 
-    JAX has a barrier at exit. A failed trainer would wait there for the other trainers, which wait
-    for its gradients.
+    JAX waits for all processes at exit. A failed trainer would wait there for the other trainers,
+    while these wait for its gradients.
     """
     member = known()
     drops = member is not None and member.on_trainer_loss == "drop"

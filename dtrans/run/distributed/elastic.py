@@ -1,11 +1,11 @@
-"""Training that continues without lost trainers: `on_trainer_loss="drop"`.
+"""Training that continues without lost trainers, in nccl2 mode with `on_trainer_loss="drop"`.
 
-    all_or_none()   a block of code that either all live trainers complete, or none. At its end
-                    trainers wait for each other and agree on the live trainers.
-    Loss            the exception that all survivors get after the block if a trainer has ended.
+    all_or_none()   a context manager for one step: all live trainers complete the step, or none.
+                    At its end, trainers wait for each other and agree on the live trainers.
+    Loss            the exception that all survivors get after the step if a trainer has ended.
                     The survivors then repeat the step without that trainer.
 
-The lost trainer's part of the batch is skipped, and means are over the survivors. Trainer 0 is
+The step skips the lost trainer's part of the batch, and means are over the survivors. Trainer 0 is
 JAX's coordinator: when it ends, JAX ends all processes. A trainer counts as lost when it has been
 silent for `connect(patience=...)` seconds, or at once if it closed its connection.
 
@@ -34,7 +34,7 @@ TIMEOUT_FLAG = "--xla_cpu_collective_timeout_seconds"
 
 
 class Loss(Exception):
-    """Failure of trainers during a block of `all_or_none`.
+    """Error that every survivor gets if trainers failed in an `all_or_none` block, such as a step.
 
     Attributes:
       trainers: ids of the lost trainers.
@@ -63,7 +63,11 @@ def prepare(seconds: int) -> None:
 
 @contextlib.contextmanager
 def all_or_none() -> Iterator[None]:
-    """Wait for all live trainers after a `with` block; raise Loss if a trainer has ended."""
+    """Run a `with` block that either all live trainers complete, or none.
+
+    At the end of the block, trainers wait for each other. If a trainer has ended meanwhile, all
+    survivors raise Loss, and can repeat the block without it.
+    """
     try:
         with live_devices(jax.devices()):
             yield

@@ -73,11 +73,15 @@ def bind_gloo(endpoints: Sequence[str], deadline: float) -> None:
 def reachable(me: int, source: str, hosts: Mapping[int, str], addresses: Mapping[int, str]) -> str:
     """Return an address at which other hosts reach this host; empty if none is known.
 
+    Usually this is the source address of messages to JAX's coordinator. On the coordinator's own
+    host that address is loopback. Then the function takes the address that another host knows.
+
     Args:
       me: the id of this trainer.
       source: the source address of this host's messages to JAX's coordinator.
       hosts: the host of each trainer (`this_host`).
-      addresses: for each trainer, the address to which it resolves the coordinator's name.
+      addresses: for each trainer, the address to which it resolves the name of the coordinator's
+        host.
 
     Example:
       >>> from dtrans.run.distributed.gloo import reachable
@@ -97,7 +101,11 @@ def reachable(me: int, source: str, hosts: Mapping[int, str], addresses: Mapping
 
 
 def check_host_name(me: int) -> None:
-    """Raise ConfigError if the name of this host resolves to loopback, or does not resolve."""
+    """Raise ConfigError if other hosts cannot reach this host by the address of its own name.
+
+    This is needed only if dtrans could not choose Gloo's address. Gloo then binds the address to
+    which the host's name resolves, and loopback would make all processes end with SIGABRT.
+    """
     name = socket.gethostname()
     address = resolve_host(name)
     if address and not is_loopback(address):

@@ -1,8 +1,8 @@
-"""Identity of a spare: the environment variables of the role that the spare becomes.
+"""Messages that give a role to a spare, a process that waits to replace a lost role of a job.
 
-A spare is a process that runs the script of a job, and waits in `Role.from_env` for a role. The
-launcher writes the identity to the spare's standard input, as one line of JSON, and closes this
-input.
+A spare runs the job's script, and waits in `Role.from_env` for a role. When a role is lost, the
+launcher writes the role's environment variables to the spare's standard input, as one line of JSON.
+Then it closes this input.
 """
 
 from __future__ import annotations

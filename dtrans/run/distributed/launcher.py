@@ -202,7 +202,10 @@ def launch(
 def _epochs_of(
     roles: Sequence[Role], site: Site, options: RestartOptions, on_trainer_loss: str
 ) -> contextlib.AbstractContextManager[JobEpochs | None]:
-    """Return a context manager that yields a job's epochs (parts between failures), or None.
+    """Return a context manager that yields the job's record of failures and restarts, or None.
+
+    The result is None if this job cannot continue in place after a failure. That is the case
+    without servers, without restarts, or on several hosts without a shared folder.
 
     Args:
       roles: every role of the job.
@@ -371,7 +374,9 @@ def _check_spares(
 
 @contextlib.contextmanager
 def _announce(endpoints: Sequence[str], secret: str) -> Iterator[None]:
-    """Print the job's `dtrans status` command; in the block, store the token for this command.
+    """Print the `dtrans status` command for this job, and let that command find the job's token.
+
+    The token is stored in a file of this user until the `with` block ends.
 
     Args:
       endpoints: the endpoints that answer; empty if the job does not answer.

@@ -78,7 +78,7 @@ def current() -> Membership:
 
 
 def lost(trainers: Collection[int]) -> Membership:
-    """Remove lost trainers from the stored membership, and return the new membership."""
+    """Remove lost trainers from this process's membership of the job; return the new membership."""
     now = current()
     survivors = tuple(k for k in now.members if k not in trainers)
     return join(dataclasses.replace(now, members=survivors))

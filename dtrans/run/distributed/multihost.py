@@ -1,7 +1,8 @@
-"""Global arrays of trainers in separate processes, and their sums, broadcasts and checks.
+"""Arrays and checks that span the trainers of an nccl2 job, when each trainer is its own process.
 
-A trainer's part of the batch is its shard of a global array. Parameters and results that a trainer
-reads are arrays on its first device.
+Each trainer passes its part of the batch, and the parts form one global `jax.Array`. Parameters and
+results that a trainer reads are arrays on its first device. The module also has sums and broadcasts
+over all trainers.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ def trainer_devices() -> list[jax.Device]:
 
 
 def to_global_array(x: Any, sharding: NamedSharding) -> jax.Array:
-    """Return the global array that the arrays of all processes form.
+    """Combine the arrays of all processes into one global `jax.Array`.
+
+    Every process calls this function with its own part. For example, 2 processes with 4 rows each
+    get a global array of 8 rows.
 
     Args:
       x: this process's array: the full value for a replicated sharding, else its rows.
@@ -161,10 +165,11 @@ def check_consistent(
     *,
     rows: int | None = None,
 ) -> None:
-    """Check that all trainers are about to run the same program on equally many rows.
+    """Check that all trainers are about to run the same program on the same number of rows.
 
-    Trainers compare digests on the key-value store of JAX's coordinator. Without this check, a
-    reduction would wait forever for a trainer that runs a different program.
+    Trainers call this before the first step with a new program or batch shape. They compare digests
+    through JAX's coordinator. Without this check, a reduction would wait forever for a trainer that
+    runs a different program.
 
     Args:
       program: the program of this trainer.
@@ -235,7 +240,9 @@ _rounds: dict[tuple[int, ...], int] = {}
 
 
 def _all_gather_words(words: Sequence[str]) -> dict[int, list[str]]:
-    """All-gather a list of texts; return the texts of each trainer, by its id.
+    """Exchange a list of words between all trainers; return the words of each trainer, by its id.
+
+    The n-th call on one trainer receives the words of the n-th call on each other trainer.
 
     Raises:
       DeadlineError: a trainer did not write its words in time.
@@ -279,7 +286,11 @@ def _digest(lines: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def peers() -> Iterator[None]:
-    """Convert JAX errors of a `with` block to PeerError if another trainer's end caused them."""
+    """Convert errors of JAX in a `with` block to PeerError, if another trainer's end caused them.
+
+    Code that runs a collective uses this context manager. JAX's errors do not name the lost
+    trainer, but a PeerError does.
+    """
     watched = watch()
     operation: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if watched is not None:

@@ -62,7 +62,10 @@ def _send(groups: set[int], signum: int) -> bool:
 
 
 def begin(command: list[str]) -> None:
-    """Execute a command when a line arrives on standard input; exit if standard input closes."""
+    """Wait for a line on standard input, then replace this process by a command.
+
+    If standard input closes first, the launcher has been killed, and this process exits.
+    """
     if not os.read(0, 1):
         sys.exit(1)
     # standard input stays open for a spare, which reads its role's variables there

@@ -18,7 +18,10 @@ _output = threading.Lock()
 
 @contextlib.contextmanager
 def open_logs(folder: str | Path | None) -> Iterator[Callable[[str], Emit]]:
-    """Yield a function that returns, for a role's name, the function that prints and logs lines.
+    """Yield a function that opens the output of one role.
+
+    That function takes a role's name and returns a second function. The second function prints each
+    line of the role with the name in front, and writes the line to the role's log file.
 
     Args:
       folder: the folder of the log files; None to print lines without log files.

@@ -51,9 +51,9 @@ class _World:
 
 
 def names_role(env: Mapping[str, str]) -> bool:
-    """Return True if variables of dtrans or Paddle determine the role of this process.
+    """Return True if the environment variables of dtrans or Paddle name the role of this process.
 
-    If not, `dtrans.connect` lets JAX detect the processes of a scheduler.
+    If not, `dtrans.connect` lets JAX detect the processes that a scheduler started.
     """
     names = ("DTRANS_ROLE", *_USER_VARIABLES, "TRAINING_ROLE", "PADDLE_TRAINER_ENDPOINTS")
     return any(name in env for name in names)
@@ -105,7 +105,7 @@ def expand_nodes(text: str) -> tuple[str, ...]:
 
 
 def expand_tasks(text: str) -> tuple[int, ...]:
-    """Return the number of tasks on each node, from Slurm's compressed form.
+    """Return the number of tasks on each node, from Slurm's text such as "2(x3),1".
 
     Raises:
       ConfigError: the text is not in this form.
@@ -239,7 +239,11 @@ def _list_task_hosts(nodes: str, tasks: str, size: int | None) -> list[str]:
 
 
 def _read_pod(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that follow from a Kubernetes pod's index among the pods of one role."""
+    """Return the DTRANS_* variables of a Kubernetes pod that follow from its index in the Job.
+
+    For example, pod 2 of the trainers has DTRANS_TRAINER_ID=2. Variables that the user has set are
+    not in the result.
+    """
     if not env.get("JOB_COMPLETION_INDEX"):
         return {}
     index = _integer(env, "JOB_COMPLETION_INDEX", "an indexed Job of Kubernetes sets it")

@@ -88,17 +88,20 @@ class Site:
         return Child(role, command, env, events, emit, inherit_stdout=inherit_stdout)
 
     def ended(self, child: Child, *, stopped: bool) -> None:
-        """Update the site's display of roles after a role has ended.
+        """Note the end of a role. A site that shows the states of its roles overrides this method.
 
         Args:
+          child: the process of the role.
           stopped: True if the launcher ended the role.
         """
 
 
 def roles_at(mode: str, trainers: int, endpoints: Sequence[str]) -> tuple[Role, ...]:
-    """Return every role of a job.
+    """Return all roles of a job, if the endpoints are already chosen.
 
     Args:
+      mode: "pserver" or "nccl2".
+      trainers: number of trainers.
       endpoints: endpoints of the pservers; in nccl2 mode, of the trainers.
     """
     if mode == "nccl2":
@@ -107,11 +110,14 @@ def roles_at(mode: str, trainers: int, endpoints: Sequence[str]) -> tuple[Role, 
 
 
 def check_place(endpoint: str, address: str, host: str) -> None:
-    """Raise ConfigError if a pserver of a continued job would have another address than before.
+    """Raise ConfigError if a pserver of a continued job would get a different address than before.
+
+    The files of a job that was interrupted contain the endpoints of its pservers. The job can
+    continue only at the same endpoints.
 
     Args:
-      endpoint: endpoint of the pserver, as its cuts (snapshots) contain it.
-      address: address of the host on which the pserver is placed.
+      endpoint: endpoint of the pserver before the interruption.
+      address: address of the host on which the pserver is placed now.
       host: name of this host, for the error.
     """
     if split_endpoint(endpoint)[0] != address:
@@ -123,5 +129,12 @@ def check_place(endpoint: str, address: str, host: str) -> None:
 
 
 def jax_variables(device: int) -> dict[str, str]:
-    """Return JAX's environment variables for a trainer that uses one device of its host."""
+    """Return environment variables that make JAX use one device of a host, such as GPU 1.
+
+    Each trainer of nccl2 mode gets its own device. The variables also disable JAX's preemption
+    service, which would keep a trainer from ending at SIGTERM.
+
+    Args:
+      device: number of the device on its host.
+    """
     return {"JAX_ENABLE_PREEMPTION_SERVICE": "0", "JAX_LOCAL_DEVICE_IDS": str(device)}

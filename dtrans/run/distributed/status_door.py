@@ -1,9 +1,11 @@
-"""Socket by which trainer 0 of an nccl2 job answers `dtrans status`.
+"""Socket at which trainer 0 of an nccl2 job answers the command `dtrans status`.
 
-The launcher, or the user, sets the socket's endpoint by DTRANS_STATUS_ENDPOINT.
+Jobs with parameter servers do not need it, because their servers answer. The launcher, or the user,
+sets the socket's endpoint by DTRANS_STATUS_ENDPOINT.
 
-A process that asks for the status is an *observer*. Observers only have the job's token, but
-trainers connect with a secret of this run (`board.shared_keys`). So this socket has separate keys.
+A process that asks for the status is an *observer*. An observer has the token of the job, which all
+runs share. The trainers' own connections use a secret of this run (`board.shared_keys`), which
+observers do not have. So this socket has separate keys.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ QUEUE = 100  # pending messages of one observer
 
 
 class WatchedTrainers:
-    """The trainers of a job as trainer 0 sees them, for a `StatusReporter`.
+    """View of all trainers of an nccl2 job, from which trainer 0 makes its status report.
+
+    `StatusReporter` also reports for parameter servers. This class gives it the same attributes for
+    a job without servers.
 
     Args:
       endpoint: the endpoint at which trainer 0 answers.
@@ -101,7 +106,7 @@ class WatchedTrainers:
 
 
 class StatusDoor:
-    """Listening socket that answers observers.
+    """Listening socket of trainer 0 that answers `dtrans status`.
 
     Args:
       trainers: the trainers whose status it sends.
@@ -139,7 +144,13 @@ class StatusDoor:
         )
 
     def look(self, now: float) -> None:
-        """Record the counts of steps and bytes, from which a status report computes rates."""
+        """Record the current numbers of steps and bytes, from which a report computes rates.
+
+        Trainer 0 calls this method after each poll of its connections.
+
+        Args:
+          now: the current time in seconds, from the transport's clock.
+        """
         self.reporter.look(now)
 
     def take(self, event: Event, now: float) -> None:

@@ -80,7 +80,10 @@ def is_by_peer(text: str) -> bool:
 
 
 class Watch:
-    """One trainer's connection to trainer 0; in trainer 0, the connections of all other trainers.
+    """Connection between the trainers of an nccl2 job that reports when a trainer has ended.
+
+    Trainers 1, 2, ... connect to trainer 0. Trainer 0 sends the end of each trainer to all others.
+    A thread reads the messages while the main thread trains.
 
     Args:
       cluster: the membership of this trainer.
@@ -169,7 +172,10 @@ class Watch:
 
     @contextlib.contextmanager
     def operation(self) -> Iterator[None]:
-        """Mark the block as an operation of all trainers.
+        """Mark a `with` block as a computation of all trainers together, such as a reduction.
+
+        If another trainer has ended, the block does not begin. If one ends during the block, this
+        process exits with an error after a few seconds, since JAX's wait cannot be interrupted.
 
         Raises:
           PeerError: another trainer has ended, so the operation cannot complete.
@@ -187,7 +193,12 @@ class Watch:
             self._doing -= 1
 
     def check(self, origin: int | None = None) -> None:
-        """Raise PeerError if this process cannot continue, or if trainer `origin` has ended."""
+        """Raise PeerError if this process cannot continue because another trainer has ended.
+
+        Args:
+          origin: id of a trainer from which this process awaits a value. The end of this trainer is
+            an error even if the job could otherwise continue.
+        """
         why = self.members.failure()
         if not why and origin is not None:
             why = self.members.why(origin)
@@ -280,7 +291,10 @@ class Watch:
                 self._door.send(address, [words])
 
     def _report_progress(self, now: float) -> None:
-        """Report the progress of this process; log a long wait."""
+        """Send this process's number of operations and its line of code; log a long wait.
+
+        The log names the trainers that have not begun the operation in which this process waits.
+        """
         if now < self._next_word:
             return
         self._next_word = now + SAY
@@ -361,7 +375,15 @@ class Watch:
 
 
 def _exit(me: str, why: str) -> None:
-    """Write the main thread's stack and a PeerError to standard error, and end the process."""
+    """Print the place where this process waits and the reason, and end the process at once.
+
+    A process that waits inside JAX cannot raise an exception. So this function writes a PeerError
+    to standard error itself, where the launcher finds it.
+
+    Args:
+      me: name of this trainer.
+      why: the reason, such as the error of the trainer that has ended.
+    """
     stack = "".join(traceback.format_stack(_main_frame()))
     error = (
         f"{PeerError.__module__}.PeerError: {me} cannot continue, because it waits in JAX "
@@ -400,7 +422,10 @@ def _where() -> str:
 
 
 def _user(trainer: int) -> str:
-    """Return the name with which a trainer connects."""
+    """Return the user name with which a trainer connects, such as "watched trainer 1".
+
+    Trainer 0 learns the sender of a message from this name.
+    """
     return f"watched trainer {trainer}"
 
 
@@ -408,12 +433,11 @@ _watch: Watch | None = None
 
 
 def start(cluster: Membership) -> None:
-    """Connect this process to trainer 0, to detect lost trainers.
+    """Connect this process to trainer 0, so that both learn when another trainer has ended.
 
-    Trainer 0 also opens the socket for `dtrans status`.
-
-    The function opens no connection if JAX itself detected the trainers, they are on several hosts,
-    and `allow_remote` is not set.
+    `dtrans.connect` calls this function in every trainer. Trainer 0 also opens the socket for
+    `dtrans status`. There is no connection if JAX detected trainers on several hosts, and the user
+    has not set `allow_remote`.
 
     Raises:
       ConfigError: DTRANS_STATUS_ENDPOINT cannot be bound, or is not allowed.
@@ -434,5 +458,5 @@ def start(cluster: Membership) -> None:
 
 
 def watch() -> Watch | None:
-    """Return the watch of this process, or None."""
+    """Return this process's connection for the ends of other trainers, or None if it has none."""
     return _watch

@@ -63,14 +63,16 @@ class EndedRoles:
 
 
 def ended_roles(epoch: int = 0, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return a map from each role of this job that has ended to its exit status.
+    """Return the roles of this job that have ended, each with its exit status.
 
-    The map is empty if the job has no launcher.
+    Servers call this every second, so that they do not wait for a role that ended before it
+    connected. For example, the result is {"trainer 1": "exit code 3"}. It is empty if the job has
+    no launcher.
 
     Args:
-      epoch: number of the reader's epoch (part of the job between failures). Roles that ended in an
-        earlier epoch have started again.
-      environ: environment variables of the reader.
+      epoch: number of the epoch (the time between two failures of the job) of this process. Roles
+        that ended in an earlier epoch have started again, so they are left out.
+      environ: environment variables of this process.
     """
     folder = environ.get(VARIABLE)
     if not folder or not os.path.isdir(folder):

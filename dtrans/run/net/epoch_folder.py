@@ -48,10 +48,11 @@ WITHOUT_CUTS = "without-cuts"
 
 
 class EpochFolder:
-    """Epochs and cuts of a job, read from a folder.
+    """Shared folder of a job that survives failures: reads its epochs and its cuts.
 
-    A *cut* is a copy of the job's state. An *epoch* is a part of a job. It ends with the failure of
-    a process, or the return of a dropped trainer.
+    A *cut* is a snapshot of the states of all servers. An *epoch* is the time between two failures
+    of the job; it also ends when a dropped trainer returns. At the start of an epoch, roles go back
+    to a cut.
 
     Args:
       path: the folder, which all roles and the launcher see.
@@ -63,11 +64,13 @@ class EpochFolder:
 
     @property
     def is_used(self) -> bool:
-        """True if a launcher has granted an epoch (part of a job) in this folder."""
+        """True if a job has started in this folder, and has not ended without an error."""
         return (self.path / "epoch.json").exists()
 
     def current(self) -> Epoch:
-        """Return the epoch (a part of the job) that the launcher has granted last.
+        """Return the current epoch of the job (the time since its last failure).
+
+        It names the cut (snapshot) with which the epoch began, and the dropped trainers.
 
         Raises:
           ConfigError: the folder has no epoch, since no launcher uses it.
@@ -76,12 +79,16 @@ class EpochFolder:
 
     @property
     def run(self) -> str:
-        """Identifier of the job, which marks the pieces of its cuts (snapshots)."""
+        """Identifier of the job. It is also in the files of each cut (snapshot) of the job."""
         return str(self._granted()["run"])
 
     @property
     def launch(self) -> int:
-        """Identifier of the current launcher: the number of its first epoch (part of the job)."""
+        """Number of the first epoch of the current launcher; it distinguishes successive launchers.
+
+        An epoch is the time between two failures. If a launcher is killed, another one continues
+        the job with the next epoch.
+        """
         return int(self._granted().get("launch", 0))
 
     @property
@@ -100,34 +107,50 @@ class EpochFolder:
         return tuple(self._granted()["endpoints"])
 
     def steps(self) -> list[int]:
-        """Return the steps of synchronous servers' cuts (snapshots), also of incomplete ones."""
+        """Return the steps at which servers have begun to write cuts (snapshots), increasing.
+
+        Only synchronous servers count. A cut is incomplete until every server has written its part.
+        """
         names = [] if not self.path.is_dir() else os.listdir(self.path)
         return sorted(int(name) for name in names if name.isdecimal())
 
     def marks(self) -> dict[str, RoleMark]:
-        """Return the last report of each role, by name."""
+        """Return the last report of each role to the launcher, by the role's name.
+
+        A report has the role's epoch (the time between two failures) and the cuts (snapshots) it
+        has written.
+        """
         files = read_all_json(self.path / "roles")
         return {name: mark_of(fields) for name, fields in files.items()}
 
     def lost(self, epoch: int) -> list[LostReport]:
-        """Return the reports of lost roles in an epoch, in the order of the reporters' names."""
+        """Return the reports of roles that have lost another role, in the order of the reporters'
+        names.
+
+        Args:
+          epoch: number of an epoch (the time between two failures). Reports of other epochs are
+            left out.
+        """
         files = read_all_json(self.path / "lost")
         reports = [LostReport(reporter, **fields) for reporter, fields in files.items()]
         return [report for report in reports if report.epoch == epoch]
 
     @property
     def lacks_cuts(self) -> bool:
-        """True if a server writes no cuts (snapshots), and no role has written a report."""
+        """True if this job can never go back after a failure, because a server writes no cuts
+        (snapshots).
+        """
         return (self.path / WITHOUT_CUTS).exists() and not self.marks()
 
     def newest_cut(
         self, servers: Collection[str], dropped: Collection[int] | None = None
     ) -> int | None:
-        """Return the step of the newest complete cut (snapshot); None if there is none.
+        """Return the step of the newest complete cut (snapshot of all servers); None without one.
 
-        A cut is complete if every server has written its piece. If trainers write parts of cuts,
-        every trainer that was not dropped has written its part, too. A role that has not entered
-        the current epoch may report cuts after the epoch's cut. The job has undone the steps of
+        After a failure, the job goes back to this step. A cut is complete if every server has
+        written its part. If trainers write parts of cuts, every trainer that was not dropped has
+        written its part, too. A role that has not entered the current epoch (the time since the
+        last failure) may report cuts after the epoch's first step. The job has undone the steps of
         these cuts, so they do not count.
 
         Args:
@@ -142,7 +165,10 @@ class EpochFolder:
         return old_cut(self._complete_cuts(servers))
 
     def cuts_alone(self, servers: Collection[str]) -> tuple[int, ...]:
-        """Return the steps of asynchronous servers' newest cuts (snapshots); () if one has none.
+        """Return the step of the newest cut (snapshot) of each asynchronous server.
+
+        Asynchronous servers write cuts at different steps, and each goes back to its own. The
+        result is empty if a server has no cut, or the servers are synchronous.
 
         Args:
           servers: names of all servers.

@@ -1,9 +1,10 @@
-"""Log of a job's epochs: the trainers of each step, for `dtrans.replay`.
+"""Log of a job's failures: the trainers of each step, so that `dtrans.replay` can repeat the job.
 
-The launcher adds one line to `epochs.jsonl` before it grants an epoch. When the job has ended, the
-log stays in the folder of the cuts (snapshots). A new job in the folder begins a new log.
+The launcher adds one line to `epochs.jsonl` for each epoch (the time between two failures), before
+it starts the epoch. When the job has ended, the log stays in the folder of the cuts (snapshots). A
+new job in the folder begins a new log.
 
-A launcher may be killed between the line and the grant. Its successor then grants another epoch
+A launcher may be killed between the line and the start. Its successor then starts another epoch
 with the same number, so the last line with a number counts.
 """
 
@@ -72,7 +73,13 @@ class EpochLog:
         return Path(self.folder) / NAME
 
     def add(self, record: EpochRecord) -> None:
-        """Add a line, and flush the file to the disk. The line of epoch 0 begins a new log."""
+        """Add an epoch (the time between two failures) to the log, and flush the file to the disk.
+
+        Epoch 0 begins a new job, so its line replaces an older log in the folder.
+
+        Args:
+          record: the epoch.
+        """
         before = b""
         if record.epoch and self.path.exists():
             before = self.path.read_bytes()
@@ -111,10 +118,13 @@ def read_log(path: str | os.PathLike[str]) -> list[EpochRecord]:
 def members_of_steps(
     records: Sequence[EpochRecord], first: int, stop: int
 ) -> list[tuple[int, ...]]:
-    """Return the trainers of each step of a synchronous job, in the last epoch that made the step.
+    """Return the trainers that took part in each step of a synchronous job.
+
+    After a failure, a job repeats the steps since its last cut (snapshot), possibly with other
+    trainers. For such a step, the result has the trainers of the last repetition.
 
     Args:
-      records: the epochs of the job.
+      records: the lines of the log, one for each time between two failures.
       first: number of steps before the job.
       stop: number of steps at the end of the job.
 

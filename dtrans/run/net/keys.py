@@ -109,7 +109,10 @@ class Keys:
 
     @property
     def setting(self) -> str:
-        """Text for errors: the settings of encryption, which all processes of a job must share."""
+        """Text for errors: this process's encryption option, such as "transport_encryption='auto'".
+
+        All processes of a job must use the same option.
+        """
         return f"transport_encryption={self.encryption!r}" + f" and {FOLDER}" * bool(self.folder)
 
     def encrypts(self, address: str) -> bool:
@@ -119,7 +122,7 @@ class Keys:
         return self.encryption != "disabled"
 
     def check(self, who: str, address: str) -> None:
-        """Check that this process can protect a connection.
+        """Raise ConfigError if this process cannot protect a connection as its options require.
 
         If the connection leaves this host without encryption, warn.
 
@@ -165,13 +168,20 @@ class Keys:
         return public_key(self.server_secret())
 
     def client_secret(self, user: str, role: str) -> bytes:
-        """Return the secret key of a role that connects as a user."""
+        """Return the secret key with which a role connects to servers.
+
+        Args:
+          user: name under which the process connects. Without separate keys, it determines the key.
+          role: role of the process, such as "trainer 0". With separate keys, it determines the key.
+        """
         if self.folder:
             return self._read(f"{_file_name(role)}.secret")
         return _derive_secret(self.secret, f"client {user}")
 
     def users_by_key(self, users: Mapping[str, str]) -> Mapping[bytes, str]:
-        """Return a map from each admitted public key, as 32 bytes, to its user.
+        """Return the public keys that a listener admits, each with the user name of its owner.
+
+        The keys of the result are 32 bytes long.
 
         Args:
           users: maps each user name to the role that may connect under it. An empty role admits all
@@ -240,7 +250,11 @@ class Keys:
     # -- refusals --------------------------------------------------------------------------------
 
     def other_mechanism(self, address: str) -> str:
-        """Return the error text for a peer that uses the other mechanism, CURVE or PLAIN."""
+        """Return the error text for a connection that one side encrypts and the other does not.
+
+        Args:
+          address: the address of the connection.
+        """
         encrypts = self.encrypts(address)
         others = [Keys(self.token, e) for e in ENCRYPTIONS]
         theirs = " or ".join(k.setting for k in others if k.encrypts(address) != encrypts)
@@ -254,9 +268,9 @@ class Keys:
         )
 
     def other_keys(self) -> str:
-        """Return the cause of a refused connection and its remedy, as a part of an error.
+        """Return the error text for a connection that the other process refused, with a remedy.
 
-        The process at the other end has refused the key or the password of this process.
+        The other process has refused the key or the password of this process.
         """
         if self.folder:
             return (

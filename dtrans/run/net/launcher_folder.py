@@ -1,6 +1,7 @@
-"""Launcher's files in the folder of epochs and cuts: the launcher grants epochs.
+"""Launcher's files in the shared folder of a job that survives failures.
 
-`dtrans.run.net.epoch_folder` lists the files of the folder.
+The launcher starts each epoch (the time between two failures), and names the cut (snapshot) with
+which it begins. `dtrans.run.net.epoch_folder` lists the files of the folder.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ class LauncherFolder(EpochFolder):
     """
 
     def environment(self, started: int) -> dict[str, str]:
-        """Return the environment variables that the launcher sets for a role.
+        """Return the environment variables by which a role finds this folder.
 
         Args:
-          started: number of the epoch (part of the job) in which the role's process is started.
+          started: number of the epoch (the time between two failures) in which the role's process
+            is started. A role with an older number learns that another process has replaced it.
         """
         return {VARIABLE: str(self.path), STARTED: str(started)}
 
@@ -55,10 +57,10 @@ class LauncherFolder(EpochFolder):
         launch: int = 0,
         on_trainer_loss: str = "restart",
     ) -> None:
-        """Write a new epoch to the folder. The file is flushed to the disk before the method
-        returns.
+        """Start a new epoch (the time until the next failure), by a file that all roles read.
 
-        `run`, `trainers` and `endpoints` are the same in all epochs of a job.
+        The file is flushed to the disk before the method returns. `run`, `trainers` and `endpoints`
+        are the same in all epochs of a job.
 
         Args:
           epoch: the epoch.
@@ -77,10 +79,10 @@ class LauncherFolder(EpochFolder):
         write_json(self.path / "epoch.json", {**dataclasses.asdict(epoch), **job})
 
     def announce_end(self, lost: Collection[str] = ()) -> None:
-        """Tell servers that the current epoch is ending, so that they write their newest states.
+        """Ask servers to write their newest states as cuts (snapshots), after a failure.
 
         Args:
-          lost: names of the lost servers, whose replicas other servers write.
+          lost: names of the lost servers. Other servers write replicas of their states.
         """
         ending = {"is_ending": True, "lost": list(lost)}
         write_json(self.path / "epoch.json", {**self._granted(), **ending})
@@ -96,17 +98,21 @@ class LauncherFolder(EpochFolder):
                 shutil.rmtree(path)
 
     def remove_other_cuts(self, cut: int | None) -> None:
-        """Remove all cuts (snapshots) of synchronous servers, except the newest complete one.
+        """Remove all cuts (snapshots) of synchronous servers except one, if the disk is full.
 
         Args:
-          cut: step of the newest complete cut, or None.
+          cut: step of the newest complete cut, which stays; None to remove all.
         """
         for step in self.steps():
             if step != cut:
                 shutil.rmtree(self.path / str(step), ignore_errors=True)
 
     def forget_marks(self) -> None:
-        """Remove reports of roles, and cuts (snapshots) of GEO-SGD trainers, while no role runs."""
+        """Remove the reports of roles, and the cuts (snapshots) of GEO-SGD trainers.
+
+        The launcher calls this while no role runs, before the job begins again with its first
+        state. Otherwise a role could use an old cut.
+        """
         for path in (self.path / "roles", self.path / "lost", *self.path.glob("trainer-*")):
             shutil.rmtree(path, ignore_errors=True)
         (self.path / WITHOUT_CUTS).unlink(missing_ok=True)

@@ -1,6 +1,7 @@
-"""Role's files in the folder of epochs and cuts (snapshots): reports of epochs and cuts.
+"""Role's files in the shared folder of a job that survives failures.
 
-`dtrans.run.net.epoch_folder` lists the files of the folder.
+A role reports its epoch (the time between two failures) and the cuts (snapshots) that it has
+written. `dtrans.run.net.epoch_folder` lists the files of the folder.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ POLL = 0.05  # seconds between two looks at the epoch, in a trainer that waits t
 
 
 class RoleFolder(EpochFolder):
-    """Folder of a job's epochs (parts between failures) and cuts (snapshots), in a role's process.
+    """Shared folder of a job that survives failures, as one role's process sees it.
+
+    The role reads the current epoch (the time between two failures). It reports to the launcher
+    that it has entered the epoch, and which cuts (snapshots) it has written.
 
     Args:
       path: the folder, which all roles and the launcher see.
@@ -55,7 +59,9 @@ class RoleFolder(EpochFolder):
         return cls(path, role, int(environ.get(STARTED, 0))) if path else None
 
     def current(self) -> Epoch:
-        """Return the epoch (a part of the job) that the launcher has granted last.
+        """Return the current epoch of the job (the time since its last failure).
+
+        It names the cut (snapshot) with which the epoch began, and the dropped trainers.
 
         Raises:
           ConfigError: the folder has no epoch, since no launcher uses it.
@@ -73,10 +79,11 @@ class RoleFolder(EpochFolder):
         return epoch
 
     def join(self) -> Epoch:
-        """Wait for an epoch in which this role takes part; return the epoch.
+        """Wait until this role takes part in the job, and return the current epoch.
 
-        If the launcher has dropped this trainer, and has started this process to replace it, the
-        method first reports that the process is ready. Then the launcher grants such an epoch.
+        Usually the method returns at once. If the launcher has dropped this trainer and has started
+        this process as its replacement, the method reports that the process is ready. Then the
+        launcher starts an epoch (the time between two failures) with this trainer.
         """
         epoch = self.current()
         if not epoch.has_role(self._role):
@@ -94,11 +101,11 @@ class RoleFolder(EpochFolder):
         writes_newest: bool = False,
         writes_replicas: bool = False,
     ) -> None:
-        """Tell the launcher that this role takes part in an epoch (a part of the job).
+        """Tell the launcher that this role takes part in an epoch (the time between two failures).
 
-        The job has undone the steps after the epoch's cut. So the role forgets its cuts (snapshots)
-        of these steps, and removes the files. Otherwise, a later cut of the same step could contain
-        a part that an earlier launch with another script has written.
+        The job has undone the steps after the cut (snapshot) with which the epoch begins. So the
+        role forgets its cuts of these steps, and removes the files. Otherwise, a later cut of the
+        same step could contain a part that an earlier launch with another script has written.
 
         Args:
           epoch: the epoch.
@@ -121,7 +128,11 @@ class RoleFolder(EpochFolder):
                     self._remove_part(step)
 
     def enter_alone(self, epoch: Epoch) -> None:
-        """Tell the launcher that this asynchronous server is in an epoch; keep its snapshots."""
+        """Tell the launcher that this asynchronous server takes part in a new epoch.
+
+        An epoch is the time between two failures of the job. In contrast to `enter`, the server's
+        cuts (snapshots) stay, because asynchronous servers undo no steps.
+        """
         with self._lock:
             before = self.mark()
             mark = RoleMark(epoch.number, before.cuts, is_alone=True, counts=before.counts)
@@ -159,7 +170,7 @@ class RoleFolder(EpochFolder):
 
     @contextlib.contextmanager
     def reading_cut(self, step: int) -> Iterator[None]:
-        """Read a cut (snapshot) in a `with` block; if it is damaged, withdraw its report.
+        """Read a cut (snapshot) in a `with` block; if it is damaged, tell the launcher.
 
         The launcher then chooses an older cut.
 
@@ -181,13 +192,14 @@ class RoleFolder(EpochFolder):
             ) from e
 
     def of_lost(self, role: str, epoch: int) -> RoleFolder:
-        """Return the folder of a lost role, to write that role's part of a cut (snapshot).
+        """Return the folder of a lost server, for a server that writes its state from a replica.
 
-        The methods of the result raise ReplacedError when a new process of the role has started.
+        The methods of the result raise ReplacedError when a new process of the lost server has
+        started.
 
         Args:
-          role: name of the lost role.
-          epoch: number of the ending epoch.
+          role: name of the lost server.
+          epoch: number of the epoch (the time between two failures) that ends now.
         """
         folder = RoleFolder(self.path, role, epoch)
         folder._mark = folder.mark()
@@ -198,7 +210,10 @@ class RoleFolder(EpochFolder):
         return step in self._mark.cuts or step in self._mark.early
 
     def remove_part(self, step: int) -> None:
-        """Remove this role's part of the cut (snapshot) of a step, which the role has not reported.
+        """Remove this role's part of a cut (snapshot) that it could not write completely.
+
+        Args:
+          step: the step of the cut. The role has not reported this cut.
 
         Raises:
           ReplacedError: the launcher has started another process of this role.
@@ -207,7 +222,7 @@ class RoleFolder(EpochFolder):
         self._remove_part(step)
 
     def note_end(self, epoch: int, lost: Collection[str] = ()) -> None:
-        """Tell the launcher that this server has written its newest states.
+        """Tell the launcher that this server has written its newest state, after a failure.
 
         Args:
           epoch: number of the epoch that is ending.
@@ -219,7 +234,7 @@ class RoleFolder(EpochFolder):
                 self._write_mark(mark)
 
     def note_cut_alone(self, step: int, counts: Sequence[int]) -> list[int]:
-        """Tell the launcher that this asynchronous server has written a cut (snapshot).
+        """Tell the launcher that this asynchronous server has written a cut (snapshot of itself).
 
         Args:
           step: the step of the cut. Steps increase.
@@ -235,15 +250,19 @@ class RoleFolder(EpochFolder):
         return old
 
     def drop_cuts(self, epoch: int, before: int) -> list[int]:
-        """Report the removal of all cuts (snapshots) before a step; return the steps of these cuts.
+        """Tell the launcher that this role removes its cuts (snapshots) before a step.
 
-        Some of these cuts are incomplete, because only some roles have written their parts.
-        The cut of the current epoch stays, since this role may have to load it.
+        Some of these cuts are incomplete, because only some roles have written their parts. The cut
+        with which the current epoch (the time since the last failure) began stays, since this role
+        may have to load it. The caller removes the files.
 
         Args:
-          epoch: number of the role's epoch. If the launcher has granted a newer epoch, no cut is
+          epoch: number of the role's epoch. If the launcher has started a newer epoch, no cut is
             removed.
           before: the step.
+
+        Returns:
+          The steps of the cuts to remove.
         """
         with self._lock:
             granted = self.current()
@@ -257,7 +276,9 @@ class RoleFolder(EpochFolder):
         return old
 
     def remove_old_cuts(self, epoch: int, servers: Collection[str]) -> None:
-        """Remove all cuts (snapshots) before the second newest complete one.
+        """Remove the cuts (snapshots) that no failure can need any more, to save space.
+
+        The two newest complete cuts stay.
 
         Args:
           epoch, servers: as for `drop_cuts` and `newest_cut`.
@@ -275,7 +296,9 @@ class RoleFolder(EpochFolder):
             self._write_mark(dataclasses.replace(self._mark, left=True))
 
     def report_lost(self, epoch: int, role: str, reason: str) -> None:
-        """Tell the launcher that this role has lost another role in an epoch.
+        """Tell the launcher that this role has lost its connection to another role.
+
+        The launcher then kills the other role if it still runs, and may start it again.
 
         Args:
           epoch: number of the epoch.
@@ -324,5 +347,5 @@ class RoleFolder(EpochFolder):
 
     @property
     def _slug(self) -> str:
-        """Name of this role in the names of files and folders."""
+        """Name of this role in file names, such as "pserver-0" for the role "pserver 0"."""
         return self._role.replace(" ", "-")

@@ -1,7 +1,8 @@
-"""Reports of roles to the launcher: epochs, cuts (snapshots), and the roles that they lost.
+"""Reports of roles to the launcher of a job that survives failures, and decisions from them.
 
-`dtrans.run.net.role_folder` writes the reports, and `dtrans.run.net.epoch_folder` reads them. The
-functions below compute the decisions of the launcher from the reports.
+A role reports its epoch (the time between two failures), the cuts (snapshots) that it has written,
+and roles that it has lost. `dtrans.run.net.role_folder` writes the reports, and
+`dtrans.run.net.epoch_folder` reads them. The functions below compute the launcher's decisions.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class RoleMark:
-    """Report of one role to the launcher.
+    """Report of one role to the launcher: its epoch and the cuts (snapshots) that it has written.
+
+    An epoch is the time between two failures of the job.
 
     Attributes:
       epoch: number of the epoch in which the role takes part.
@@ -43,11 +46,12 @@ class RoleMark:
     ended_for: tuple[str, ...] = ()
 
     def has_ended(self, epoch: int, lost: Collection[str]) -> bool:
-        """Return True if the server has written its newest states at the end of an epoch.
+        """Return True if the server has written its newest state, as the launcher asks after a
+        failure.
 
         Args:
-          epoch: number of the epoch.
-          lost: names of the lost servers, whose replicas must be written, too.
+          epoch: number of the epoch (the time between two failures) that ended with this failure.
+          lost: names of the lost servers. The replicas of their states must be written, too.
         """
         return self.ended >= epoch and {*lost} <= {*self.ended_for}
 
@@ -57,7 +61,7 @@ class RoleMark:
         return () if cut is None else tuple(step for step in written if step <= cut)
 
     def without_cut(self, step: int) -> RoleMark:
-        """Return this report without the cut (snapshot) of a step."""
+        """Return this report without one cut (snapshot), for a cut with damaged files."""
         cuts = tuple(x for x in self.cuts if x != step)
         early = tuple(x for x in self.early if x != step)
         return dataclasses.replace(self, cuts=cuts, early=early)
@@ -65,7 +69,7 @@ class RoleMark:
 
 @dataclasses.dataclass(frozen=True)
 class LostReport:
-    """Report that one role has lost another.
+    """Report of one role that it has lost its connection to another role.
 
     Attributes:
       reporter: name of the role that reports.
@@ -93,10 +97,12 @@ def mark_of(fields: Mapping[str, Any]) -> RoleMark:
 
 
 def complete_cuts(marks: Mapping[str, RoleMark], roles: Collection[str]) -> set[int]:
-    """Return the steps of the cuts (snapshots) that all roles have written.
+    """Return the steps at which every role has written its part of a cut (snapshot of the job).
 
-    A trainer begins a step after all servers have made the evictions before it. So if one server
-    knows that the next step has begun, the early cuts of other servers have these evictions, too.
+    Servers may write a cut before the evictions of table rows that follow its step. Such an *early*
+    part counts only if another role's part has these evictions. A trainer begins a step after all
+    servers have made the evictions before it. So if one server knows that the next step has begun,
+    the early parts of other servers have these evictions, too.
 
     Args:
       marks: the report of each role, by name.
@@ -119,8 +125,8 @@ def complete_cuts(marks: Mapping[str, RoleMark], roles: Collection[str]) -> set[
 def old_cut(complete: Collection[int]) -> int:
     """Return the step of the second newest complete cut (snapshot); 0 if there is none.
 
-    Roles may remove cuts that are older. The launcher goes back to the newest cut that it knows,
-    which may be the second newest while roles write.
+    Roles remove the cuts before this step. The second newest cut must stay: while roles write, it
+    may be the newest that the launcher knows.
 
     Args:
       complete: steps of the complete cuts.
@@ -157,7 +163,7 @@ def without_undone(
 
 
 def newest_alone(marks: Mapping[str, RoleMark], servers: Collection[str]) -> tuple[int, ...]:
-    """Return the steps of asynchronous servers' newest cuts (snapshots); () if one has none.
+    """Return the step of the newest cut (snapshot) of each asynchronous server; () if one has none.
 
     Args:
       marks: the report of each role, by name.
@@ -180,9 +186,9 @@ def can_go_back(
 ) -> bool:
     """Return True if the roles that were not lost can go back to a cut (snapshot).
 
-    All these roles must run, and must not have left the job. Each of them must also have entered an
-    epoch since its start. While an epoch is pending, this last condition does not apply: then a
-    role without an epoch has just started again, and it will enter the pending epoch.
+    If not, the launcher must restart all roles. All these roles must run, and must not have left
+    the job. Each of them must also have reported that it takes part in the job. A role that has
+    just started again has not reported yet. This is allowed only if `is_pending` is True.
 
     Args:
       marks: the report of each role's current process, by name.
@@ -207,10 +213,11 @@ def can_go_back(
 def find_left(
     marks: Mapping[str, RoleMark], servers: Collection[str], started: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Return the ids of the trainers that have left, and that need not go back; increasing.
+    """Return the ids of the trainers that have finished, and whose steps no server has lost.
 
-    These are trainers of asynchronous servers, if no server has started again since the trainer
-    entered its last epoch. A server that has started again may lack the trainer's last steps.
+    After a failure, such trainers need not go back. They exist only with asynchronous servers. If a
+    server has started again since a trainer's last report, the server may lack this trainer's last
+    steps.
 
     Args:
       marks: the report of each role's current process, by name.
@@ -236,9 +243,9 @@ def find_left(
 
 
 def is_waiting(reporter: str, marks: Mapping[str, RoleMark], running: Collection[str]) -> bool:
-    """Return True if a role that has reported a lost role waits for a new epoch.
+    """Return True if a role that has lost another role still waits for its replacement.
 
-    A role that has left the job waits for no other role.
+    A role that has ended, or has left the job, waits for no other role.
 
     Args:
       reporter: name of the role that has reported the failure.
@@ -249,10 +256,10 @@ def is_waiting(reporter: str, marks: Mapping[str, RoleMark], running: Collection
 
 
 def have_entered(marks: Mapping[str, RoleMark], roles: Collection[str], epoch: int) -> bool:
-    """Return True if all roles take part in an epoch, and none of them has left the job.
+    """Return True if all roles take part in an epoch (the time between two failures) of the job.
 
-    A trainer that was dropped can join again only then. Otherwise a role might be unable to go back
-    to the cut (snapshot) of the next epoch.
+    The result is False if a role has left the job. The launcher lets a dropped trainer join again
+    only if the result is True. Otherwise a role might be unable to go back to a cut (snapshot).
 
     Args:
       marks: the report of each role's current process, by name.
@@ -271,10 +278,10 @@ def have_entered(marks: Mapping[str, RoleMark], roles: Collection[str], epoch: i
 def find_writers(
     marks: Mapping[str, RoleMark], servers: Collection[str], live: Collection[str], epoch: int
 ) -> set[str]:
-    """Return the servers that write their newest states when an epoch ends.
+    """Return the servers that the launcher asks to write their newest states after a failure.
 
-    The result is empty if a live server cannot write them, since no cut (snapshot) can become
-    complete.
+    The result is empty if a live server cannot write them, since no complete cut (snapshot) is
+    possible then.
 
     Args:
       marks: the report of each role's current process, by name.
@@ -299,9 +306,9 @@ def find_writers(
 def can_complete_cut(
     marks: Mapping[str, RoleMark], servers: Collection[str], writers: Collection[str]
 ) -> bool:
-    """Return True if the cut (snapshot) that some servers write at a failure can become complete.
+    """Return True if some servers together can write the newest states of all servers.
 
-    Either all servers write, or the writing servers also write the replicas of lost servers.
+    Either no server is lost, or the servers have replicas of the lost servers' states.
 
     Args:
       marks: the report of each role, by name.

@@ -46,7 +46,7 @@ def write_json(path: Path, fields: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the contents of a JSON file, which another host may replace meanwhile.
+    """Return the contents of a JSON file, also if another host replaces the file at this moment.
 
     Raises:
       FileNotFoundError: the file does not exist.

@@ -138,7 +138,7 @@ def connect(unbound: zmq.Socket[Any], address: str, keys: Keys, user: str, role:
 
 @contextlib.contextmanager
 def _room_for_curve(unbound: zmq.Socket[Any], keys: Keys, address: str) -> Iterator[None]:
-    """Increase a socket's limit for frames by the bytes that CURVE adds, in a `with` block.
+    """Allow slightly larger frames in a `with` block, since encryption (CURVE) adds bytes to each.
 
     The block binds or connects the socket, because ZeroMQ copies the limit at that time.
     """
@@ -270,7 +270,9 @@ def _find_user(
 
 
 class Handshakes:
-    """Reader of the connection events of a connecting socket.
+    """Observer of the connection attempts of a connecting socket.
+
+    It notices if the listener refuses this process, and finds the reason for the error message.
 
     Args:
       connecting: the socket, before it is connected.
@@ -321,7 +323,11 @@ class Handshakes:
 
 
 def offers_curve(address: str) -> bool:
-    """Return True if a process at an address sends the greeting of ZeroMQ with CURVE (RFC 37)."""
+    """Return True if a ZeroMQ listener that encrypts with CURVE (RFC 37) is at an address.
+
+    After repeated failed handshakes, this distinguishes wrong keys from a server that has not
+    started.
+    """
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
     with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
         if address.startswith("ipc:"):
@@ -342,7 +348,10 @@ def user_of(frame: zmq.Frame) -> str:
 
 
 class PeerIds:
-    """Ids of a bound socket's connected peers, and of the peers whose connections have ended.
+    """Record of a bound socket's peers, which reports the peers whose connections have ended.
+
+    ZeroMQ reports the end of a connection by its file descriptor, but messages carry the peer's id.
+    This class maps one to the other.
 
     Args:
       bound: the socket, before it is bound.
@@ -368,7 +377,7 @@ class PeerIds:
 
     @property
     def silent(self) -> int:
-        """Number of open connections on which no message has been received."""
+        """Number of peers that have connected but have not sent a message yet."""
         return len(self._silent)
 
     def add(self, address: zmq.Frame) -> bool:

@@ -47,7 +47,10 @@ def announce_job(endpoints: Sequence[str], token: str) -> Iterator[None]:
 
 
 def token_of_job(endpoints: Sequence[str]) -> str:
-    """Return the token of this user's job at these endpoints; empty without such a job."""
+    """Return the token of the job at these endpoints, if this user has launched it on this host.
+
+    The result is empty without such a job. `dtrans status` calls this function.
+    """
     for folder in live_folders():
         # The job may end and remove its folder before the file is read.
         with contextlib.suppress(FileNotFoundError):

@@ -58,7 +58,7 @@ def live_folders() -> list[Path]:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove the folders of processes that have ended."""
+    """Remove the temporary folders of processes that were killed, and so left them behind."""
     for lock in parent.glob(f"{PREFIX}*/{LOCK}"):
         # An OSError means that a live process holds the lock, that the file belongs to another
         # user, or that another process is removing the folder.

@@ -42,7 +42,11 @@ MAX_POLL = 3600.0
 
 
 class ZmqLink:
-    """Connecting socket and its monitor. `ZmqTransport.connect` creates it."""
+    """Connection to a listener of another process. `ZmqTransport.connect` creates it.
+
+    It consists of a ZeroMQ socket and a second socket, the monitor, which reports connection
+    events.
+    """
 
     def __init__(
         self,
@@ -73,7 +77,7 @@ class ZmqLink:
 
     @property
     def is_due(self) -> bool:
-        """True if connection events are stored that no caller has received yet."""
+        """True if the link has events that the next poll returns without waiting."""
         return bool(self._changes)
 
     def send(self, frames: Sequence[Any], /) -> None:
@@ -136,7 +140,9 @@ class ZmqLink:
 
 
 class ZmqListener:
-    """Bound socket and its monitor. `ZmqTransport.bind` creates it.
+    """Bound socket to which other processes connect. `ZmqTransport.bind` creates it.
+
+    A second socket, the monitor, reports connection events.
 
     Attributes:
       endpoint: the `host:port` to which other processes connect.
@@ -197,7 +203,7 @@ class ZmqListener:
 
     @property
     def silent(self) -> int:
-        """Number of open connections on which no message has been received."""
+        """Number of peers that have connected but have not sent a message yet."""
         self._peers.read_monitor()
         return self._peers.silent
 
@@ -264,14 +270,21 @@ class ZmqListener:
 
 
 def _message_event(listener: ZmqListener, address: zmq.Frame, frames: list[zmq.Frame]) -> Event:
-    """Return the event for a message. An empty message of PROBE_ROUTER gives `connected`."""
+    """Return the event for a received message.
+
+    A peer's first message is empty, because its socket has the option PROBE_ROUTER. It gives the
+    event `connected`.
+    """
     if len(frames) == 1 and not len(frames[0]):
         return Event("connected", listener, address=bytes(address.buffer))
     return Event("message", listener, frames, bytes(address.buffer), user_of(address))
 
 
 class ZmqTransport:
-    """Implementation of `dtrans.protocol.transport.Transport` with ZeroMQ.
+    """Messages between the processes of a real job, over ZeroMQ.
+
+    The class implements `dtrans.protocol.transport.Transport`. Simulated jobs use another
+    implementation.
 
     Args:
       keys: keys of the job.

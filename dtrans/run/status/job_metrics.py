@@ -83,10 +83,9 @@ class JobCollector:
         self._lock = threading.Lock()
 
     def describe(self) -> Iterable[Any]:
-        """Return an empty list.
+        """Return an empty list, so that Prometheus does not call `collect` at registration.
 
-        Without this method, the registry would call `collect` at registration, which fails if no
-        server answers yet.
+        That call would fail if no server answers yet.
         """
         return []
 
@@ -98,7 +97,7 @@ class JobCollector:
 
 
 def job_metrics(answers: Sequence[Answer]) -> Iterable[Any]:
-    """Yield the metrics of a job."""
+    """Yield the Prometheus metrics of a job, from the answers of its servers."""
     from prometheus_client.core import GaugeMetricFamily
 
     # servers

@@ -43,7 +43,11 @@ class TrainerRow:
 
 
 def merge_trainers(answers: Sequence[Answer]) -> list[TrainerRow]:
-    """Return the status of each trainer, merged over servers, in the order of trainer ids."""
+    """Return one row per trainer from the answers of all servers, in the order of trainer ids.
+
+    Each server reports all trainers as it sees them. For example, a trainer that sends to two
+    servers has the smaller of the two step numbers.
+    """
     seen: dict[int, list[TrainerStatus]] = {}
     for answer in answers:
         for t in answer.trainers:

@@ -25,7 +25,7 @@ from dtrans.run.net.zmq_transport import ZmqTransport
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Answer of one server, or the reason that there is none.
+    """Status of one server as it answered, or the reason why there is no answer.
 
     Attributes:
       endpoint: the server's endpoint, as the user wrote it.
@@ -129,7 +129,7 @@ class _Line:
             self._asked = True
 
     def take(self, event: Event) -> None:
-        """Process an event of this connection; ignore events of other connections."""
+        """Handle an event of the transport, if it belongs to this connection."""
         if event.source is not self._link:
             return
         if event.kind == "message":

@@ -34,7 +34,10 @@ Event = Child | int  # a role that has ended, or the number of a signal
 
 
 class Attempt:
-    """One attempt at a job: its running roles, and its outcome.
+    """One run of a job's roles, from their start until they have ended or all start again.
+
+    If the launcher restarts all roles, it makes a new attempt. A restart of one role does not end
+    the attempt.
 
     Args:
       events: the queue of ended roles and signals.
@@ -110,7 +113,10 @@ class Attempt:
         (self.joining if joins else self.running).append(child)
 
     def join(self, names: Collection[str], epoch: int) -> None:
-        """Begin an epoch in which dropped trainers take part again.
+        """Add dropped trainers that have started again to the roles of the job.
+
+        The job had continued without them. A new epoch (the time until the next failure) begins
+        with them.
 
         Args:
           names: names of the trainers.
@@ -125,7 +131,11 @@ class Attempt:
         return next((child for child in self.running if child.role.name == name), None)
 
     def find_alive(self) -> set[str]:
-        """Return the names of the running roles, without roles whose end the queue reports."""
+        """Return the names of the running roles that have not ended.
+
+        A role may have ended although the launcher has not handled this event yet. Such a role is
+        not in the result.
+        """
         events = self._queued()
         return {child.role.name for child in self.running if child not in events}
 
@@ -135,7 +145,11 @@ class Attempt:
         return self.signum is not None or any(isinstance(x, int) for x in self._queued())
 
     def take_signal(self) -> bool:
-        """Read the first signal in the queue. Return True if this process has received one."""
+        """Read a signal from the queue of events, without handling the ends of roles in the queue.
+
+        Returns:
+          True if this process has received a signal, now or earlier.
+        """
         events = self._queued()
         while not self.events.empty():
             self.events.get()
@@ -156,7 +170,13 @@ class Attempt:
         return events
 
     def begin_epoch(self, number: int) -> None:
-        """Continue in a new epoch without the failed role, whose process will be replaced."""
+        """Continue after a failure, without a restart of all roles.
+
+        The caller starts a new process for the failed role, or has dropped the role.
+
+        Args:
+          number: number of the new epoch (the time between two failures of the job).
+        """
         self.epoch, self.failed = number, None
 
     def kill(self, child: Child) -> None:
@@ -164,9 +184,13 @@ class Attempt:
         child.signal(signal.SIGKILL)
 
     def wait(self, limit: float | None) -> None:
-        """Wait until all roles have ended, one has failed, a signal came, or the limit passed.
+        """Wait until the attempt is over: all roles have ended, one has failed, or a signal came.
 
-        The wait also ends when `look` has set `failed`, `error` or `superseded`.
+        The wait also ends at the time limit, or if the function `look` has decided that the job
+        cannot continue.
+
+        Args:
+          limit: the time limit, in seconds of the monotonic clock, or None.
         """
         while self.running:
             event = self._next(limit if self._look is None else _earlier(limit, LOOK))
@@ -206,7 +230,10 @@ class Attempt:
             limit = None
 
     def lost(self, *, was_reached: bool, has_cuts: bool) -> Child | None:
-        """Return the lost role that made the job fail; None if no lost role made the job fail.
+        """Return the role whose loss made the job fail, or None if the failure had another cause.
+
+        A role is lost if a signal or the failure of its host ended it. A role that raised an
+        exception of its own is not lost: a restart would only raise the exception again.
 
         Args:
           was_reached: True if every host ran its roles in an earlier attempt.
@@ -302,7 +329,10 @@ def _earlier(limit: float | None, seconds: float) -> float:
 
 
 def by_peer(child: Child) -> bool:
-    """Return True if a role's last lines blame another role: by a PeerError, or an error of JAX."""
+    """Return True if a role ended because another role did, according to its last lines of output.
+
+    Such lines have a PeerError, or an error of JAX about a lost connection.
+    """
     for line in child.tail:
         if line.startswith(BY_PEER):
             return True

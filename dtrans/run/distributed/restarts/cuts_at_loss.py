@@ -1,7 +1,7 @@
-"""Cuts that servers write after the failure of a role, before the epoch ends.
+"""Cuts (snapshots) that servers write after a failure, so that the job loses fewer steps.
 
-Servers write these cuts (snapshots) in jobs with `Cuts(at_loss=True)`. The job then goes back to
-the newest states.
+Normally a job goes back to the last periodic cut. With `Cuts(at_loss=True)`, the surviving servers
+first write their newest states, and the job goes back to these.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ POLL = 0.02  # seconds between two looks at the servers' reports
 
 
 class CutsAtLoss:
-    """Cuts that the servers of a job write after the failure of a role, from their newest states.
+    """Request of the launcher that servers write cuts (snapshots) of their newest states.
 
     Args:
-      folder: folder of the job's epochs and cuts (snapshots).
+      folder: folder in which the launcher and the servers exchange messages, and which has the
+        cuts.
       servers: names of all servers.
     """
 
@@ -41,14 +42,14 @@ class CutsAtLoss:
     ) -> None:
         """Make servers write their newest states as cuts (snapshots), after the failure of a role.
 
-        The method waits for all live servers, up to WRITE_PATIENCE seconds. If another server is
-        lost meanwhile, the server with its replica writes its states. The method returns at once if
-        the servers cannot write a complete cut: a server has left, takes part in another epoch, or
-        is lost without a replica.
+        The method waits for all live servers, up to WRITE_PATIENCE seconds. If a server was lost,
+        another server may have a replica of its state, and writes this replica. The method returns
+        at once if no complete cut is possible. For example, a server was lost and there is no
+        replica.
 
         Args:
-          epoch: number of the current epoch, which ends.
-          marks: the report of each role's current process, by name.
+          epoch: number of the epoch (the time between two failures of the job) that ends now.
+          marks: the last report of each role's current process, by name.
           lost: name of the lost role.
           running: returns the names of the running roles.
           is_stopped: returns True if the job ends, so that it needs no cut.
@@ -72,10 +73,10 @@ class CutsAtLoss:
             say(f"{', '.join(sorted(late))} did not write a cut within {WRITE_PATIENCE:.0f} s")
 
     def _announce(self, writers: Collection[str]) -> bool:
-        """Announce the epoch's end and lost servers; return False if no cut (snapshot) is possible.
+        """Ask servers to write their newest states; return False if no complete cut would result.
 
         Args:
-          writers: names of the live servers.
+          writers: names of the live servers. They also write the replicas of the other servers.
         """
         if not can_complete_cut(self._folder.marks(), self._servers, writers):
             return False

@@ -1,4 +1,4 @@
-"""Grants of epochs, which the launcher writes to the log and to the folder of cuts (snapshots)."""
+"""Files by which the launcher starts a new epoch: the time between two failures of a job."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from dtrans.run.net.launcher_folder import LauncherFolder
 
 
 class EpochGrants:
-    """Writer of the epochs of one job (its parts between failures).
+    """Writer of the files that start each epoch (the time between two failures of a job).
+
+    After a failure, the launcher writes the next epoch. It contains the cut (snapshot) to which all
+    roles go back, and the trainers that take part. Roles read it and continue from there.
 
     Args:
-      folder: folder of the job's epochs and cuts (snapshots).
+      folder: folder of the job's epochs and cuts.
       run: identifier of the job.
       role: any role of the job.
-      launch: number of the launcher's first epoch.
+      launch: number of this launcher's first epoch. It is greater than 0 if the launcher continues
+        a job after another launcher was killed.
       on_trainer_loss: as for `launch`.
     """
 
@@ -30,7 +34,10 @@ class EpochGrants:
         self._launch, self._on_trainer_loss = launch, on_trainer_loss
 
     def write(self, epoch: Epoch, started: Mapping[str, int], lost: str, reason: str) -> None:
-        """Grant an epoch. If the disk is full, remove all cuts (snapshots) except the epoch's cut.
+        """Start an epoch: write it to the log, and to the file that all roles read.
+
+        If this fails, the disk may be full. Then remove all cuts (snapshots) except the one with
+        which the epoch begins, and try again.
 
         Args:
           epoch: the epoch.

@@ -1,13 +1,16 @@
-"""Launcher's side of a job's epochs: decides when roles can go back to a cut (snapshot).
+"""Decisions of the launcher about failures of a job: the roles that go back, and their snapshot.
 
-    epoch folder    roles report their epochs and cuts there, the launcher grants epochs
-    in place        a restart of the lost role alone; the other processes continue to run.
-                    Synchronous servers and their trainers go back to a cut
-    dropped         the job continues without a lost trainer. With `on_trainer_loss="replace"`, the
-                    trainer starts again meanwhile, and joins the job when it is ready
-    pending         True from the grant of an epoch until all roles have entered it
+    cut        a snapshot of the states of all servers at the same step
+    epoch      the time between two failures of the job. The launcher alone starts an epoch: it
+               writes a file ("grants the epoch"), which all roles read
+    mark       the report of a role in the folder: its epoch and the cuts that it has written
+    in place   a restart of the lost role alone. The other processes continue to run; synchronous
+               servers and their trainers go back to a cut
+    dropped    a lost trainer without which the job continues. With `on_trainer_loss="replace"`, the
+               trainer starts again meanwhile, and joins the job when it is ready
+    pending    an epoch that the launcher has granted, but that some roles have not entered yet
 
-The launcher alone grants epochs. `dtrans.protocol.epochs` describes what the roles do.
+`dtrans.protocol.epochs` describes the roles' side.
 """
 
 from __future__ import annotations
@@ -35,11 +38,12 @@ from dtrans.run.net.role_marks import (
 
 
 class JobEpochs:
-    """Epochs of one job: the parts between failures.
+    """Failures of one job as the launcher sees them: it decides how the job continues after each.
 
-    A new object grants this launcher's first epoch. If the folder already has an epoch, it belongs
-    to a job whose launcher has ended. This launcher continues that job: the next epoch begins at
-    the newest complete cut (snapshot), or at the newest cut of each asynchronous server.
+    The time between two failures is an *epoch*. At its start, roles go back to a *cut*, which is a
+    snapshot of all servers. The constructor starts the first epoch. If the folder has epochs
+    already, their launcher was killed. Then this launcher continues that job: the next epoch begins
+    at the newest complete cut, or at the newest cut of each asynchronous server.
 
     Args:
       path: the folder.
@@ -126,7 +130,11 @@ class JobEpochs:
 
     @property
     def has_marks(self) -> bool:
-        """True if roles of the job take part in epochs."""
+        """True if roles have written reports, which means that this job can go back to a cut
+        (snapshot).
+
+        It is False if the servers write no cuts, or no role has begun to train yet.
+        """
         return bool(self._folder.marks())
 
     @property
@@ -152,19 +160,25 @@ class JobEpochs:
 
     @property
     def _expected(self) -> list[str]:
-        """Names of the roles that must enter the next epoch while all servers run."""
+        """Names of the roles that must take part when the job goes back, if no server is lost.
+
+        Dropped trainers are left out, and trainers that finished their steps and need not go back.
+        """
         left = [f"trainer {k}" for k in self._find_left()]
         return [name for name in self._active if name not in left]
 
     def _find_left(self) -> tuple[int, ...]:
-        """Return the ids of the trainers that need not go back (`find_left`)."""
+        """Return the ids of the trainers that have finished, and whose steps no server has lost."""
         return find_left(self._current_marks(), self._servers, self._started)
 
     # -- failures ----------------------------------------------------------------------------------
 
     @property
     def have_all_entered(self) -> bool:
-        """True if all expected roles are in the current epoch, and have not left the job."""
+        """True if all roles have read the current epoch's file and continue the job.
+
+        A trainer that has finished all its steps gives False, unless it never needs to go back.
+        """
         return have_entered(self._current_marks(), self._expected, self.epoch.number)
 
     def end_epoch(
@@ -181,7 +195,11 @@ class JobEpochs:
         self._cuts_at_loss.request(self.epoch.number, marks, lost, running, is_stopped)
 
     def note_loss(self, name: str) -> bool:
-        """Record a role's failure; return True if no cut was written since its previous failure."""
+        """Record a role's failure; return True if it failed twice without a new cut in between.
+
+        A cut is a snapshot of the job. A role that fails again from the same cut would fail
+        forever, so the launcher then ends the job.
+        """
         if not self.has_marks:
             return False
         newest = self._newest()
@@ -190,10 +208,14 @@ class JobEpochs:
         return is_crash_loop
 
     def _newest(self, dropped: Collection[int] | None = None) -> int | tuple[int, ...] | None:
-        """Return the step of the newest cut (snapshot), or a step for each asynchronous server.
+        """Return the step of the newest cut (snapshot) to which the job could go back; None without
+        one.
+
+        Asynchronous servers write separate cuts. For them, the result is a tuple with one step per
+        server.
 
         Args:
-          dropped: as for `EpochFolder.newest_cut`.
+          dropped: ids of the trainers that take no part; None for those of the current epoch.
         """
         alone = self._folder.cuts_alone(self._servers)
         return alone or self._folder.newest_cut(self._servers, dropped)
@@ -201,7 +223,10 @@ class JobEpochs:
     def can_go_back(
         self, lost: str, running: Collection[str], *, without_lost: bool = False
     ) -> bool:
-        """Return True if there is a cut (snapshot) to which all roles except a lost one can return.
+        """Return True if the job can continue after a failure while the other roles keep running.
+
+        There must be a cut (snapshot) to go back to, and each other role must be able to load it.
+        If not, the launcher restarts all roles.
 
         Args:
           lost: name of the lost role.
@@ -218,7 +243,10 @@ class JobEpochs:
         return self._newest(dropped) is not None
 
     def go_back(self, lost: str, reason: str = "") -> None:
-        """Grant the next epoch, before a lost role starts again while other roles continue.
+        """Start an epoch (the time until the next failure) in which only the lost role restarts.
+
+        The caller starts the role's new process afterwards. All other roles keep running, and go
+        back to the newest cut (snapshot).
 
         Args:
           lost: name of the lost role.
@@ -229,14 +257,21 @@ class JobEpochs:
         self._is_pending = True
 
     def drop(self, lost: str, reason: str = "") -> None:
-        """Grant the next epoch, without a lost trainer. For the arguments, see `go_back`."""
+        """Start an epoch (the time until the next failure) without a lost trainer.
+
+        The arguments are those of `go_back`.
+        """
         # on a lost host, the trainer's old process may still run; it ends when it reads this epoch
         self._started[lost] = self.epoch.number + 1
         self._grant_next(lost, reason, self.epoch.dropped_with(lost))
         self._is_pending = True
 
     def find_ready(self, waiting: Collection[str], running: Collection[str]) -> list[str]:
-        """Return the dropped trainers that can join the job now.
+        """Return the trainers that were dropped, have started again, and can join the job now.
+
+        A trainer is ready when it has planned its step and waits for the launcher. The list is
+        empty while some other role cannot go back to a cut (snapshot), since all roles must do so
+        at a join.
 
         Args:
           waiting: names of the dropped trainers whose new process runs.
@@ -249,7 +284,11 @@ class JobEpochs:
         return [name for name in waiting if name in marks]
 
     def join(self, names: Collection[str]) -> None:
-        """Grant the next epoch, in which dropped trainers take part again."""
+        """Start an epoch (the time until the next failure) in which dropped trainers return.
+
+        Args:
+          names: names of the trainers, such as "trainer 1".
+        """
         dropped = tuple(k for k in self.epoch.dropped if f"trainer {k}" not in names)
         self._grant_next("", f"{', '.join(names)} joined", dropped)
         self._is_pending = True
@@ -262,9 +301,10 @@ class JobEpochs:
         return f"all roles go back to step {self.epoch.cut}"
 
     def start_again(self, lost: str = "", reason: str = "") -> None:
-        """Grant the next epoch, before all roles start again.
+        """Start an epoch (the time until the next failure) for which all roles are restarted.
 
-        Dropped trainers also start again, but only with `on_trainer_loss="replace"`.
+        The caller starts the roles afterwards. Dropped trainers also start again, but only with
+        `on_trainer_loss="replace"`.
 
         Args:
           lost: name of the lost role; empty if no role was lost.
@@ -279,9 +319,14 @@ class JobEpochs:
         self._grant_next(lost, reason, dropped)
 
     def excuse_left(self) -> bool:
-        """Grant the next epoch if servers wait in vain for trainers; return True if they do.
+        """Start another epoch if servers wait for trainers that have already finished their steps.
 
-        Such a trainer has left the job in an older epoch, after the launcher granted this one.
+        A trainer may finish and end just before it would see a new epoch (the time between two
+        failures). It never enters that epoch. The next epoch names the trainer as finished, so that
+        servers stop waiting.
+
+        Returns:
+          True if there was such a trainer.
         """
         marks, late = self._current_marks(), []
         for k in self._find_left():
@@ -293,7 +338,10 @@ class JobEpochs:
         return bool(late)
 
     def find_unable(self, running: Collection[str]) -> str | None:
-        """Return a role that has left or ended, so that it cannot enter the next epoch; or None.
+        """Return a role that cannot enter the current epoch, as it has finished or ended; or None.
+
+        An epoch is the time between two failures. After the launcher has started one, it calls this
+        method until all roles have entered it. If a role cannot, the launcher restarts all roles.
 
         Args:
           running: names of the running roles.
@@ -314,10 +362,10 @@ class JobEpochs:
     # -- reports ---------------------------------------------------------------------------------
 
     def reports(self, running: Collection[str]) -> list[LostReport]:
-        """Return the reports of lost roles in the current epoch.
+        """Return the roles' reports that they have lost the connection to another role.
 
         Args:
-          running: names of the running roles.
+          running: names of the running roles. Reports of other roles are left out.
         """
         return self._reports.current(self.epoch.number, self._current_marks(), running)
 

@@ -1,4 +1,4 @@
-"""Folder of a job's cuts (snapshots), which one launcher at a time uses."""
+"""Folder of a job's cuts (snapshots), locked so that only one launcher at a time uses it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ LOCK_PAUSE = 0.05  # seconds between two tries to lock a file
 
 
 def endpoints_of(cuts: str | os.PathLike[str] | None) -> tuple[str, ...]:
-    """Return the server endpoints of the job that wrote the cuts (snapshots) in a folder.
+    """Return the endpoints of the servers of the job that has used a folder of cuts (snapshots).
 
-    The result is empty if the folder has no cuts, or `cuts` is None.
+    A launcher that continues this job must place its servers at the same endpoints. The result is
+    empty if the folder has no job, or `cuts` is None.
     """
     folder = EpochFolder("" if cuts is None else cuts)
     if cuts is None or not folder.is_used:
@@ -47,7 +48,9 @@ def open_epochs(
     on_trainer_loss: str = "restart",
     quorum: int = 1,
 ) -> Iterator[JobEpochs]:
-    """Yield the epochs of a job.
+    """Lock the folder of a job's cuts (snapshots), and yield the launcher's record of its failures.
+
+    The lock lasts until the `with` block ends. A temporary folder needs no lock.
 
     Args:
       roles: every role of the job.

@@ -18,7 +18,9 @@ from dtrans.run.distributed.role_output import say
 
 
 class Joins:
-    """Joins of the dropped trainers of one job.
+    """Restarts of trainers that a job has dropped, with `on_trainer_loss="replace"`.
+
+    The job continues while such a trainer starts again. When it is ready, the job takes it back.
 
     Args:
       rules: rules for the failure of a role.
@@ -57,7 +59,10 @@ class Joins:
         self._start(attempt, role, shared, spare, joins=True)
 
     def look(self, epochs: JobEpochs, attempt: Attempt) -> None:
-        """Begin an epoch with the dropped trainers that are ready, if the other roles can go back.
+        """Take back the dropped trainers that are ready, if the other roles can go back to a cut.
+
+        A cut is a snapshot of the job. All roles go back to the newest cut, so that the returning
+        trainers begin with the same state as the others.
 
         Args:
           epochs: epochs of the job.

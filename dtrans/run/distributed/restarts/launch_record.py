@@ -1,6 +1,7 @@
-"""Command line of a job's launcher, in the folder of the job's cuts: `dtrans launch --resume`.
+"""Record of a launcher's command line, with which `dtrans launch --resume` continues a job.
 
-The file has options and arguments, but no environment variables, since these may be secrets.
+The file is in the folder of the job's cuts (snapshots). It has options and arguments, but no
+environment variables, since these may be secrets.
 """
 
 from __future__ import annotations

@@ -68,7 +68,11 @@ class LossRules:
         return ""
 
     def why_not_dropped(self, lost: Child) -> str:
-        """Return the reason why a lost trainer is not dropped, so that the job ends."""
+        """Return the reason why the job cannot continue without a lost trainer, for the error.
+
+        Args:
+          lost: the process of the trainer.
+        """
         assert self._epochs is not None
         others, restarts = len(self._epochs.members) - 1, f"restarts={self.most}"
         if self.leaves_quorum(lost.role):

@@ -1,4 +1,8 @@
-"""Reports of roles that have lost another role, and the report on which the launcher acts."""
+"""Reports by which a role tells the launcher that it has lost its connection to another role.
+
+A process that hangs, or a host without network, sends no signal to the launcher. The launcher
+learns of it from these reports.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ PATIENCE = 1.0
 
 
 class LostReports:
-    """Reports of the lost roles of a job.
+    """Reader of the reports in which a role names another role that it has lost.
 
     Args:
       folder: folder of the job's epochs and cuts (snapshots).
@@ -34,11 +38,12 @@ class LostReports:
     def current(
         self, epoch: int, marks: Mapping[str, RoleMark], running: Collection[str]
     ) -> list[LostReport]:
-        """Return an epoch's reports of lost roles, from roles that now wait for a new epoch.
+        """Return the reports of roles that lost another role and still wait for its replacement.
 
         Args:
-          epoch: number of the epoch.
-          marks: the report of each role's current process, by name.
+          epoch: number of the current epoch (the time between two failures). Older reports are left
+            out.
+          marks: the last report of each role's current process, by name.
           running: names of the running roles.
         """
         return [x for x in self._folder.lost(epoch) if is_waiting(x.reporter, marks, running)]
@@ -67,9 +72,13 @@ class FirstReport:
         self._since = 0.0
 
     def choose(self, reports: Sequence[LostReport]) -> LostReport | None:
-        """Return the first of the current reports if it is old enough, or None.
+        """Return the first report about a lost role, once it is PATIENCE seconds old; else None.
 
-        Two roles may report each other. The launcher ends only the role in the first report.
+        Within this time, a role that fails loses its connections, and then prints its own error.
+        Without the pause, the launcher could kill it before that.
+
+        Args:
+          reports: the current reports.
         """
         if self._report not in reports:
             self._report, self._since = next(iter(reports), None), time.monotonic()

@@ -16,7 +16,7 @@ from dtrans.run.net.ended_roles import EndedRoles
 
 @dataclasses.dataclass(frozen=True)
 class RoleStarter:
-    """Options with which a launcher starts each role.
+    """Command, environment and output with which a launcher starts the process of each role.
 
     Attributes:
       command: program and arguments of every role.
@@ -35,7 +35,13 @@ class RoleStarter:
     inherit_stdout: bool
 
     def shared(self, ended_roles: EndedRoles) -> dict[str, str]:
-        """Return the variables that all roles of a new attempt share."""
+        """Return the environment variables that all roles share, for one attempt at the job.
+
+        Each attempt, that is each start of all roles, has a new run name.
+
+        Args:
+          ended_roles: the folder in which the launcher reports the roles that have ended.
+        """
         return {**self.base, **ended_roles.environment, RUN: self.run_name or new_run()}
 
     def variables(self, role: Role, shared: Mapping[str, str]) -> dict[str, str]:
@@ -43,7 +49,13 @@ class RoleStarter:
         return {**self.site.variables(role), **shared, **role.environment()}
 
     def start(self, role: Role, shared: Mapping[str, str], events: SimpleQueue[Event]) -> Child:
-        """Start a role's process, which waits for `begin`."""
+        """Start a role's process. It runs the command only after `Child.begin`.
+
+        Args:
+          role: the role.
+          shared: the variables from `shared`.
+          events: the launcher's queue, to which the child is added when its process has ended.
+        """
         return self.site.start(
             role,
             self.command,

@@ -48,7 +48,9 @@ class RoleLoss(NamedTuple):
 
 
 class Restarts:
-    """Attempts at one job.
+    """Driver of a job: starts all roles, handles each failure, and restarts roles if allowed.
+
+    One *attempt* lasts from one start of all roles to the next.
 
     Args:
       roles: every role of the job.
@@ -164,7 +166,11 @@ class Restarts:
     # -- failures ----------------------------------------------------------------------------------
 
     def _find_loss(self, attempt: Attempt) -> RoleLoss | None:
-        """Return the failure that ended an attempt, or None if the job does not continue."""
+        """Return the lost role after which the job continues; None if the job ends.
+
+        This is called when an attempt (one run of all roles) has stopped. Servers may write their
+        newest states here.
+        """
         has_cuts = self._epochs is not None and self._epochs.has_marks
         lost = attempt.lost(was_reached=self._rules.count > 0, has_cuts=has_cuts)
         if lost is None or attempt.signum is not None:
@@ -203,7 +209,11 @@ class Restarts:
         return self._epochs.can_go_back(lost.role.name, _names(attempt), without_lost=True)
 
     def _goes_back(self, attempt: Attempt, loss: RoleLoss, shared: Mapping[str, str]) -> bool:
-        """Continue after a loss without a restart of all roles; return False if impossible."""
+        """Continue after the loss of a role while all other processes run; False if impossible.
+
+        The lost role is dropped or restarted. If neither is possible, the caller restarts all
+        roles.
+        """
         if loss.is_dropped:
             self._drop(attempt, loss.child, shared)
         elif self._can_go_back(attempt, loss.child):
@@ -224,7 +234,11 @@ class Restarts:
         self._joins.replace(attempt, lost, shared)
 
     def _end_epoch(self, epochs: JobEpochs, attempt: Attempt, lost: Child) -> None:
-        """Make servers write their newest states, unless a signal or the deadline ends the job."""
+        """Make servers write their newest states as cuts (snapshots), before the job goes back to
+        them.
+
+        The servers do not write if a signal or the deadline ends the job.
+        """
         unreachable = set[str]()
         if lost.is_host_lost(was_reached=True):
             unreachable = {x.role.name for x in attempt.running if x.where == lost.where}
@@ -287,7 +301,11 @@ class Restarts:
     # -- reports of roles ------------------------------------------------------------------------
 
     def _look(self, attempt: Attempt) -> None:
-        """Act on reports of lost roles. If a role cannot go back to a cut, restart all roles."""
+        """Handle the reports of roles while the job runs; the attempt calls this every 0.2 seconds.
+
+        The reports are about lost roles, roles that cannot go back to a cut (snapshot), spares, and
+        dropped trainers that want to join.
+        """
         assert self._epochs is not None
         self._spares.renew(self._epochs)
         if self._epochs.excuse_left():
@@ -301,7 +319,10 @@ class Restarts:
             self._joins.look(self._epochs, attempt)
 
     def _supersede(self, attempt: Attempt, running: Collection[str]) -> bool:
-        """Return True if all roles start again, because a role cannot go back to a cut (snapshot).
+        """Return True if a role has ended so that all roles must start again, instead of one role.
+
+        This happens if a role leaves the job before it could go back to the cut (snapshot) that the
+        launcher has chosen.
 
         Args:
           attempt: the attempt.
@@ -315,7 +336,7 @@ class Restarts:
         return True
 
     def _act_on(self, attempt: Attempt, report: LostReport) -> None:
-        """End the role to which another role has lost its connection.
+        """Kill a role that another role has reported as lost, so that it can start again.
 
         End the job if the role cannot start again.
         """

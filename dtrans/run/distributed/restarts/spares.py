@@ -31,7 +31,7 @@ NAME = "spare"
 
 
 class SpareChild(Child):
-    """Process without a role, which may become a role.
+    """Process of a spare: it has started the job's script and waits for a role that is lost.
 
     Args:
       command, env, emit: as for `Child`; `env` has the variables that all roles share.
@@ -55,7 +55,7 @@ class SpareChild(Child):
         self._send(b"\n")
 
     def take_role(self, role: Role, variables: Mapping[str, str], emit: Emit) -> None:
-        """Become a role.
+        """Give a role to this waiting process, which then continues the script as that role.
 
         Args:
           role: the role.
@@ -78,10 +78,11 @@ class SpareChild(Child):
 
 
 class Spares:
-    """The spares (waiting processes) of a job, which end when this context manager exits.
+    """Processes that wait to replace a lost role; they end when this context manager exits.
 
-    The object is also the queue (`Events`) to which a spare is added when it ends. If the spare
-    has become a role, `put` adds it to the launcher's queue instead.
+    A spare has already imported the script's modules, so it continues faster than a new process.
+    The object is also the queue (`Events`) to which a spare is added when it ends. If the spare has
+    become a role, `put` adds it to the launcher's queue instead.
 
     Args:
       count: number of spares.
@@ -111,7 +112,7 @@ class Spares:
         self._lost_in = -1  # number of the last epoch in which a signal ended a spare
 
     def put(self, child: SpareChild) -> None:
-        """Note that a process has ended. The child's thread calls this method."""
+        """Note that a spare's process has ended. A thread of its `Child` calls this method."""
         with self._lock:
             child.has_ended = not child.is_taken
         queue = self._ended if child.has_ended else self._events
