@@ -146,8 +146,8 @@ class Plan(abc.ABC):
     def programs(self) -> Mapping[str, Program]:
         """Program of each role, by the role's name.
 
-        Examples of names are `trainer`, if all trainers run the same program, `stage 0 forward` in
-        a pipeline, and the address of a parameter server.
+        If all trainers run the same program, the name is `trainer`. Other examples are `stage 0
+        forward` in a pipeline, and the address of a parameter server.
         """
 
     def costs(self, link: float | str | None = None) -> Costs:
@@ -291,10 +291,10 @@ class Plan(abc.ABC):
 
         Args:
           batches: source of each trainer's part of the batch, from which the trainer's actor reads.
-            It is a function (trainer, step) -> batch, or a dataset of Ray Data whose columns have
-            the names of the step's arguments. `job.step(state)` then has no batch arguments. By
-            default, the driver passes the global batch to `job.step(state, *batch)`, which splits
-            the batch.
+            It is a function (trainer, step) -> batch, or a dataset of Ray Data. The columns of the
+            dataset have the names of the step's arguments. `job.step(state)` then has no batch
+            arguments. By default, the driver passes the global batch to `job.step(state, *batch)`,
+            which splits the batch.
           **options: options of `dtrans.hosts.on_ray.RayJob`: `address`, `trainers_on`,
             `trainer_resources`, `server_resources`, `processes`, `rows`, `checkpoints`, `env`,
             `deadline`, `patience`.

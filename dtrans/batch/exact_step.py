@@ -6,9 +6,9 @@
             torch DDP
 
 For a masked mean, for example, the mean of the trainers' means is not one device's mean: trainers
-must add up their counts. But many exact steps need no communication, because one device's step is
-the mean, or the sum, of the user's step on the parts (`dtrans.batch.scaled`). Then each trainer
-runs the user's step itself.
+must add up their counts. But many exact steps need no communication: one device's step is the mean,
+or the sum, of the user's step on the parts (`dtrans.batch.scaled`). Then each trainer runs the
+user's step itself.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Types = Sequence[jax.ShapeDtypeStruct]  # types of the inputs of a step
 class ExactStep:
     """Step of one trainer on its part of the batch, and rules that merge the trainers' outputs.
 
-    Merged by these rules, the outputs equal those of one device on the full batch, if `proven` is
-    True or `step` communicates.
+    Merged by these rules, the outputs equal those of one device on the full batch. Strategies with
+    parts that cannot communicate must check `proven`.
 
     Attributes:
       step: step of one trainer, on its part of the batch.
@@ -308,7 +308,7 @@ def shard_alone(step: DividedStep, batch: Batch, parts: int, name: str) -> Exact
 def parts_error(
     step: DividedStep, shared: ExactStep, name: str, kind: str = "local"
 ) -> ConfigError:
-    """Return the error for a step whose parts would have to communicate, but cannot.
+    """Return the error for a step on parts of the batch that would have to communicate.
 
     Args:
       step: the step.

@@ -12,7 +12,7 @@ inputs. Each value of the user's step is trainers**exponent times the paired val
 
 Exponents come from the numbers that differ. In a product exponents add up, and all terms of a sum
 must have one exponent. In the derived step, a replicated value such as a weight penalty is a term
-of the first trainer only, so its exponent is 1. Gradients with exponent 1 are averaged over
+of the first trainer only. So its exponent is 1. Gradients with exponent 1 are averaged over
 trainers, and gradients with exponent 0 are summed.
 
 If equations cannot be paired, or exponents do not fit, nothing is proven.

@@ -1,10 +1,10 @@
 """Step of one trainer on its part of the batch, derived from the step on the full batch.
 
 The engine (`dtrans.engine`) rewrites the forward and backward pass of the full step for one
-trainer, with replicated parameters and a divided batch. Where a value depends on the full batch,
-the program communicates: for the two sums of a masked mean, say, or the statistics of a batch
-normalisation. Numbers that depend on the batch size, and random numbers of rows, equal the numbers
-of one device.
+trainer. Parameters are replicated, and the batch is divided. Where a value depends on the full
+batch, the program communicates: for the two sums of a masked mean, say, or the statistics of a
+batch normalisation. Numbers that depend on the batch size, and random numbers of rows, equal the
+numbers of one device.
 
 Gradients are partial sums: the sum over trainers is one device's gradient. The gradients are marked
 (`dtrans.step.marks`), and the user's update follows unchanged. A strategy divides this program at

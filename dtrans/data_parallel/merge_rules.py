@@ -4,8 +4,8 @@ With `batch="local"`, each trainer computes its own loss, batch statistics and o
 job returns one value. With local steps, all state must be merged, too. A rule in the user's `merge`
 has priority. Other rules are inferred from two traces: the step of one trainer, and the step on the
 full batch. Results that are larger in the second trace grow with the batch, and are concatenated.
-Propagation over the equations finds the values that depend on rows of the batch, and the values
-that depend only on the number of rows. If no rule can be inferred, the plan raises an error.
+Propagation over the equations finds the values that depend on rows of the batch. It also finds the
+values that depend only on the number of rows. If no rule can be inferred, the plan raises an error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Inputs of a trainer's program, and results that the step computes from reduced gradients.
 
 Each trainer folds its index into the random keys of the batch, and so draws different numbers. A
-result that depends on gradients, such as their norm, is computed from the reduced gradients, so
-that all trainers have the same result.
+result that depends on gradients, such as their norm, is computed from the reduced gradients. So all
+trainers have the same result.
 """
 
 from __future__ import annotations

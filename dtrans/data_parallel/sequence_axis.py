@@ -91,7 +91,7 @@ class SequenceAxis:
 
 
 def find_sequence_axis(step: DividedStep, options: Options) -> SequenceAxis | None:
-    """Find the batch arrays whose sequences the devices divide.
+    """Find the batch arrays with sequences that the devices of a trainer divide.
 
     Return None if the user's mesh has no axis "sequence".
 

@@ -580,7 +580,7 @@ def _write_shared_update(
     outs: Mapping[str, Atom],
     kind: Callable[[str], ReduceSpec],
 ) -> dict[str, Atom]:
-    """Write a trainer's step whose update reads the reduced gradients.
+    """Write a trainer's step, with an update that reads the reduced gradients.
 
     Returns:
       The outputs by name.

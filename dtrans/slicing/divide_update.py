@@ -106,7 +106,7 @@ def divide_update(serve: JaxprEqn) -> tuple[PartBlocks, ...]:
 def copied_state_bytes(serve: JaxprEqn) -> int:
     """Return the bytes of optimizer state that a server stores twice, for the plan's costs.
 
-    A server whose update has parts stores the state before the step until the last part is
+    If an update has parts, the server stores the state before the step until the last part is
     complete.
 
     Args:
@@ -205,7 +205,7 @@ def _shared_values(
     """Return the names of the common values that several blocks read, so that parts return them.
 
     This keeps the bits of the full update. XLA rewrites `x / s` to `x * (1 / s)` if `s` has one
-    reader. A part returns the shared values, so each of them has several readers in every part, as
+    reader. A part returns the shared values. So each of them has several readers in every part, as
     in the update of all blocks. One equation may compute several names. XLA merges equal results of
     different equations only after this rewriting, so such results have separate readers.
     """

@@ -1,6 +1,6 @@
 """Programs that compute only some rows of the outputs of an init function.
 
-A parameter server stores only some rows of a parameter, and computes a row of a table when that row
+A parameter server stores only some rows of a parameter. It computes a row of a table when that row
 is first used. So it should not compute all rows of the initial value.
 
 From the last equation to the first, the wanted *parts* (slices) of outputs determine the wanted
@@ -214,8 +214,8 @@ class _Plan:
     def _is_full(self, var: Var) -> bool:
         """Return True if a value must be computed in full.
 
-        This is so if the full value is wanted, or if all wanted slices together are more than twice
-        as large as the full value.
+        This is so in two cases. The full value is wanted. Or all wanted slices together are more
+        than twice as large as the full value.
         """
         if None in self._wanted.get(var, ()):
             return True

@@ -1,9 +1,10 @@
 """Values that parameter servers exchange within an update, and the order of the exchanges.
 
-Each server stores and updates some parameters. The *home* of a value is the parameter whose servers
-compute the value, because it depends on rows of this parameter. Parameters that are updated
-together have one home. Shared values, such as a learning rate, are computed on every server that
-reads them. A *cross-server value* is computed at a home and read on other servers:
+Each server stores and updates some parameters. A value may depend on rows of a parameter. The
+servers of this parameter compute the value, and the parameter is the *home* of the value.
+Parameters that are updated together have one home. Shared values, such as a learning rate, are
+computed on every server that reads them. A *cross-server value* is computed at a home and read on
+other servers:
 
     a reduction over the rows of a parameter          each block has a part; the parts are combined
     a value of a parameter that is not divided        its server sends it
@@ -38,7 +39,7 @@ class CrossServerValue:
       var: variable of the value in the update.
       op: operation, e.g. "all_reduce", that combines the parts of the value, one from each block.
       part: type of a part.
-      home: parameter whose servers compute the parts.
+      home: the parameter to which the value belongs: its servers compute the parts.
       level: number of exchanges before the parts are computed. One more exchange gives the value.
     """
 
@@ -101,7 +102,7 @@ class ExchangeRounds:
     # -- homes and levels ------------------------------------------------------------------------
 
     def home_of(self, i: int) -> str | None:
-        """Return the parameter whose servers run equation `i`; None if every server may run it."""
+        """Return the parameter with the servers that run equation `i`; None for all servers."""
         step = self.analysis.flow.steps.get(i)
         if step is None:
             return None
@@ -198,7 +199,7 @@ class ExchangeRounds:
 
         Args:
           atom: the value.
-          home: the parameter whose servers read the value; None for all servers.
+          home: the servers of this parameter read the value; None for all servers.
         """
         layout = self.analysis.layout(atom)
         if not isinstance(layout, Colocated) or self.analysis.home(layout) == home:

@@ -1,7 +1,7 @@
 """Writer of the programs that one server runs in a step, Paddle's optimize blocks.
 
 Servers exchange some values, such as norms, during an update. So a server runs one set of programs
-before the first exchange (level 0), one after it (level 1), and so on (`dtrans.slicing.rounds`):
+before the first exchange (level 0), and one after each exchange (`dtrans.slicing.rounds`):
 
     level 0    lr_sched           counts and schedules: values that do not depend on rows
                params/w.block0    equations that need no cross-server value; parts of reductions

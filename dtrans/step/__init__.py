@@ -1,9 +1,9 @@
 """Analysis of a training step that a user wrote for one device: trace, gradients and two halves.
 
-All strategies start here. They trace the step, find its gradients, and divide it into a trainer
-half (forward and backward pass) and an optimize half (the update).
+All strategies start here. They trace the step and find its gradients. There they divide it into a
+trainer half (forward and backward pass) and an optimize half (the update).
 
-trace              tracing of a function to a program, whose values have names and roles
+trace              tracing of a function to a program of equations with names and roles
 marks              `value_and_grad` and `make_train_step`, which mark gradients in a trace
 local_clip         clips each trainer's gradients by their norm, before trainers send them
 capture            trace in which the loss function is one equation, not yet differentiated

@@ -46,15 +46,15 @@ class BatchNumbers:
 
     Attributes:
       spots: maps the name of each number to the operands that the number replaces.
-      fixed: outputs of the update that depend on the batch size in another way, so that no input
-        can replace the batch size.
+      fixed: outputs of the update that depend on the batch size in another way. No input can
+        replace the batch size there.
     """
 
     spots: Mapping[str, tuple[NumberPlace, ...]] = dataclasses.field(default_factory=dict)
     fixed: tuple[str, ...] = ()
 
     def taken_by(self, step: DividedStep) -> DividedStep:
-        """Return a divided step whose update reads these numbers from inputs, not from constants.
+        """Return a divided step with an update that reads these numbers from inputs.
 
         `DividedStep.numbers` of the result has the values for the batch size of this step. Trainers
         send these values to the servers.

@@ -277,8 +277,8 @@ def part_of(
       name: name of the array in errors.
       trainers: number of trainers in all processes. If this number does not divide the rows, the
         result is an `UnevenPart`. 0 if parts must be equal.
-      shares: function that gets the number of rows of `x`, and returns the number of rows of each
-        part, such as `Batch.shares`. The result is then an `UnevenPart`. None for equal parts.
+      shares: function from the number of rows of `x` to the number of rows of each part. An example
+        is `Batch.shares`. The result is then an `UnevenPart`. None for equal parts.
 
     Raises:
       BatchError: `count` does not divide the rows, and `trainers` is 0.

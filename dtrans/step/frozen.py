@@ -124,7 +124,7 @@ def frozen_leaves(main: Program, begin: Mapping[str, Any]) -> tuple[dict[str, An
 
     Returns:
       A dict: name of an unchanged leaf or state array -> the number in all its entries, or None.
-        And the names of the parameters whose marked gradient is zeros.
+        And the names of the parameters with a marked gradient of zeros.
     """
     jaxpr = inline_calls(main.jaxpr)
     invars = dict(zip(main.in_names, opened(jaxpr).invars, strict=True))

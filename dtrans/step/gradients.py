@@ -18,8 +18,9 @@ micro-batches. If the update reads only their sum, the first value that is linea
 the gradient. The additions then belong to the backward pass. Otherwise the module raises an error,
 which lists the values.
 
-A step with a loop over several updates is another error. The module assumes this error if an output
-of a loop becomes the new parameter, and no later equation reads the old parameter.
+A step with a loop over several updates is another error. The module assumes this error under two
+conditions: an output of a loop becomes the new parameter, and no later equation reads the old
+parameter.
 
 A loop over micro-batches may also return other values (a count of tokens, the loss). So
 `derivatives` is a set of values, not of equations.

@@ -209,8 +209,8 @@ class DividedStep:
     def differing_outputs(self, other: DividedStep) -> list[str]:
         """Return the outputs that depend on the batch size in a way other than through gradients.
 
-        An example is a parameter whose update divides by the number of rows. Strategies split the
-        batch, so that the number of rows changes.
+        An example is an update that divides by the number of rows. Strategies split the batch, so
+        that the number of rows changes.
 
         Args:
           other: the same step, traced with another batch size.
@@ -260,7 +260,7 @@ class OptimizeHalf(NamedJaxpr):
 
     @property
     def graded(self) -> frozenset[str]:
-        """Names of the parameters whose gradients are inputs of this update."""
+        """Names of the parameters with a gradient among the inputs of this update."""
         return frozenset(n.leaf for n in self.in_names if isinstance(n, Gradient))
 
     def differing_outputs(self, other: OptimizeHalf) -> list[str]:
@@ -277,7 +277,7 @@ class OptimizeHalf(NamedJaxpr):
 
         Args:
           other: the update of the same step, traced with another batch size.
-          name: the output of this update whose equations are searched.
+          name: the output of this update. Only equations that compute it are searched.
         """
         mine = value_digests(self.jaxpr, self.in_names)
         known = {*value_digests(other.jaxpr, other.in_names).values()}
@@ -607,9 +607,13 @@ class _StepDivider:
         This method sets `across` or `argument_need` if the update reads more than gradients,
         parameters and state.
 
+        Args:
+          gradients: the gradient of each parameter.
+          optimized: parameters that the update computes.
+          computed_frozen: parameters that the forward pass computes, such as batch statistics.
+
         Returns:
-          The update, the parameters whose gradients it reads, and the indices of its equations in
-          the step.
+          The update, the parameters with gradients that it reads, and the indices of its equations.
         """
         out_names = (*optimized, *self.s.opt_state)
         outs = values_at(self.s.outs, out_names)
@@ -795,8 +799,8 @@ def _updated_param_need(
 ) -> Need | None:
     """Find a gradient that is taken at an already updated parameter.
 
-    An example is a step that updates a first model, and then differentiates the loss of a second
-    model that reads the first one. One update must then run before the second gradient.
+    For example, a step updates a first model. It then differentiates the loss of a second model
+    that reads the first one. One update must then run before the second gradient.
 
     Returns:
       The `Need` of this gradient; None if there is none.

@@ -228,7 +228,7 @@ def kinds_of(step: OpenStep) -> dict[str, str]:
 
 
 def _read_by_forward(step: OpenStep, gradients: Collection[Var], names: Sequence[str]) -> set[str]:
-    """Return the state leaves whose old values the forward or backward pass reads.
+    """Return the arrays of the state that the forward or backward pass reads.
 
     Args:
       step: the training step, with its calls inlined.
@@ -321,7 +321,7 @@ def split_startup(main: Program, startup: Program) -> Program:
 
 
 def first_difference(wanted: Mapping[str, str], have: Mapping[str, str]) -> str | None:
-    """Return the first path whose types differ between two pytrees; None if all types are equal.
+    """Return the first path at which the types of two pytrees differ; None if all are equal.
 
     Args:
       wanted, have: for each pytree, a dict from the paths of its leaves to their types.

@@ -1,9 +1,9 @@
-"""Tracing of a Python function to a `Program`, whose inputs, outputs and equations have names.
+"""Tracing of a Python function to a `Program`: equations with named inputs and outputs.
 
 Names of inputs come from the function's parameters and pytree paths, such as `params/w`. A part of
-the result with the structure and shapes of the argument `params` is the new `params`, and its
-leaves get the argument's names. The same holds for `opt_state`. Each equation gets a role (forward,
-backward or optimize), which its name stack determines.
+the result may have the structure and shapes of the argument `params`. It is the new `params`, and
+its leaves get the argument's names. The same holds for `opt_state`. Each equation gets a role
+(forward, backward or optimize), which its name stack determines.
 """
 
 from __future__ import annotations

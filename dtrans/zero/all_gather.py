@@ -5,10 +5,10 @@
     y = dot_general h w         the first equation that reads the gathered w
 
 A gathered parameter needs memory, so a rank keeps it only for a *window*: the equations from a
-first to a last reader (`dtrans.zero.live_ranges`). The forward pass has one window of a parameter,
-and the backward pass has another, for which the rank gathers the parameter again. Without `after`,
-XLA would merge two gathers of one slice, or start all gathers at once. With `prefetch=k`, a rank
-gathers a parameter k windows before it is needed.
+first to a last reader (`dtrans.zero.live_ranges`). The forward and the backward pass each have a
+window of a parameter. So the rank gathers the parameter twice. Without `after`, XLA would merge two
+gathers of one slice, or start all gathers at once. With `prefetch=k`, a rank gathers a parameter k
+windows before it is needed.
 
 `dtrans.zero.slice_analysis` finds the values that can be computed as slices. A loop over layers
 takes slices of the stacked layers, gathers one layer in each iteration, and returns slices. A
@@ -120,7 +120,7 @@ class Gatherer(SliceWriter):
     def _write(self, i: int, eqn: JaxprEqn) -> None:
         """Write an equation that is not run on slices, after the gathers of its operands.
 
-        It may also be a loop whose body reads slices.
+        It may also be a loop with a body that reads slices.
         """
         self._gather_for(i, eqn)
         if i in self.entered:
@@ -165,7 +165,7 @@ class Gatherer(SliceWriter):
         """Return the full value of a sliced parameter, or of a cheap function of parameters.
 
         The parameter has been gathered before. A function of parameters, such as a cast, is
-        computed again from the gathered parameters, so that it needs no memory in between.
+        computed again from the gathered parameters. So it needs no memory in between.
         """
         if atom not in self.uses.derived:
             return self._gathered_leaves[id(self.uses.window(atom, self._at))]
@@ -268,7 +268,7 @@ class Gatherer(SliceWriter):
     # -- loops -------------------------------------------------------------------------------------
 
     def _write_bodies(self, i: int) -> None:
-        """Write a loop, a branch or `jax.checkpoint` whose bodies read or return slices."""
+        """Write a loop, a branch or `jax.checkpoint` with bodies that read or return slices."""
         eqn, entered = self.eqns[i], self.entered[i]
         wires, wanted = wiring(eqn), entered.wanted
         atoms: list[Atom] = []

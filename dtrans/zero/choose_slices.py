@@ -5,9 +5,9 @@ the last slices end with *padding*. Padding is zero in the first state. Gathers 
 norms omit it.
 
 A parameter is sliced along its first dimension. If that dimension is shorter than the number of
-ranks, as in the kernel of a convolution, the longest dimension is sliced. A stack that loops read
-layer by layer is sliced along a later dimension, so that each rank has a slice of every layer.
-These parameters are not sliced:
+ranks, as in the kernel of a convolution, the longest dimension is sliced. Loops may read a stack of
+parameters layer by layer. The stack is sliced along a later dimension, so that each rank has a
+slice of every layer. These parameters are not sliced:
 
   - parameters without dimensions;
   - parameters that the update combines with each rank's part of the batch;
@@ -17,7 +17,7 @@ These parameters are not sliced:
   - parameters without optimizer state, if all ranks compute the same gradient anyway.
 
 The optimizer's state is sliced like its parameter. If an update mixes rows (Muon, Shampoo),
-parameter and state are sliced too, and the update gathers the operands that it needs
+parameter and state are sliced too. The update then gathers the operands that it needs
 (`dtrans.zero.update`).
 
 Source: ZeRO divides variables into slices (Rajbhandari et al., arXiv 1910.02054). The sharding pass
@@ -240,7 +240,7 @@ def _find_state_homes(analysis: RowAnalysis) -> dict[str, tuple[str, RowAxis | N
 def _choose_state_row(
     shape: tuple[int, ...], leaf: tuple[int, ...], axis: int, degree: int, least: int
 ) -> RowAxis | None:
-    """Choose the dimension to slice in an optimizer state array whose rows the update mixes.
+    """Choose the dimension to slice in an optimizer state array, if the update mixes its rows.
 
     If the array's shape ends with the parameter's shape, the array is sliced like the parameter.
     Another array, such as a preconditioner, is sliced if it has at least `least` elements and a
@@ -344,10 +344,10 @@ def slice_state_again(
 
 
 def _find_replicated_gradients(step: DividedStep) -> set[str]:
-    """Return the parameters whose gradients are equal on all ranks without a reduction.
+    """Return the parameters for which all ranks compute the same gradient.
 
-    Such a gradient depends neither on the batch nor on the rank's index. An example is a penalty on
-    a parameter.
+    The gradient depends neither on the batch nor on the rank's index, and needs no reduction. An
+    example is a penalty on a parameter.
     """
     batch = values_at(step.program.invars, step.batch)
     local = local_values(step.program.inner.eqns, batch)

@@ -103,5 +103,5 @@ def leaves_that_meet_the_batch(
 
 
 def _completed() -> set[Primitive]:
-    """Return the collectives whose results are equal on every rank."""
+    """Return the collectives with the same result on every rank, such as an all-reduce."""
     return {record.primitive for record in COLLECTIVES.values() if record.same_for_all}

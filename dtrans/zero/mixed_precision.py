@@ -2,10 +2,9 @@
 
     dot_general f32 x f32      becomes    convert, dot_general in 16 bits, convert back
 
-If only products read a weight, ranks convert their slices of the weight before the all-gather,
-which then sends half as many bytes. For this, a cast is written as early as possible: before a
-transpose, and before a loop over layers. Sums, norms, softmax, the loss and the update keep 32
-bits.
+If only products read a weight, ranks convert their slices of the weight before the all-gather. It
+then sends half as many bytes. For this, a cast is written as early as possible: before a transpose,
+and before a loop over layers. Sums, norms, softmax, the loss and the update keep 32 bits.
 
 bfloat16 has the range of float32. float16 has a smaller range, in which small gradients become
 zero. So with float16 the loss is scaled: the first cotangent of the backward pass
@@ -273,7 +272,7 @@ def low_products(
 
 
 def low_gradients(step: DividedStep, dtype: Any) -> set[str]:
-    """Return the parameters whose gradients can be reduced in 16 bits without a loss of precision.
+    """Return the parameters with gradients that can be reduced in 16 bits without rounding.
 
     The step casts these gradients from `dtype` to 32 bits, so a cast back is exact.
     """

@@ -60,7 +60,7 @@ def _differing(completed: Collection[Primitive]) -> ForwardAnalysis[bool]:
     """Return the analysis that finds the values that differ from rank to rank.
 
     Args:
-      completed: collectives whose results are equal on every rank.
+      completed: collectives with the same result on every rank.
     """
 
     def rule(eqn: JaxprEqn, ins: Sequence[bool]) -> list[bool] | None:

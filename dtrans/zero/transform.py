@@ -266,7 +266,7 @@ def _plan_undivided(
     options: ShardingOptions,
     replan: Callable[[ShardingOptions], ShardingPlan],
 ) -> ShardingPlan:
-    """Plan sharding of a step whose gradients cannot be found, so that only its state is sliced.
+    """Plan sharding of a step without known gradients, so that only its state is sliced.
 
     Args:
       plain: the step, from `leave_undivided`.

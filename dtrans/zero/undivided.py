@@ -1,4 +1,4 @@
-"""Sharding of a step whose gradients cannot be found, such as DP-SGD or a zeroth-order method.
+"""Sharding of a step without known gradients, such as DP-SGD or a zeroth-order method.
 
 Ranks divide the batch, and store slices of the state: optimizer state in each stage, parameters in
 stage 3. The engine rewrites all equations of the step for one rank (`dtrans.batch.trainer_step`).
