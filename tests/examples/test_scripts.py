@@ -289,7 +289,7 @@ def test_plot_of_what_was_planned_and_what_ran(
         for k in range(4)
     ]
     assert sorted(re.findall(r'id="(play\d-\w+-stage\d)"', drawn)) == sorted(tasks)
-    assert "planned: Interleaved" in drawn and "ran: the median of 7 steps" in drawn
+    assert "planned: Interleaved" in drawn and "measured: the median of 7 steps" in drawn
 
 
 def test_simulated_and_out_of_bounds(
