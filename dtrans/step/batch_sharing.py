@@ -19,17 +19,34 @@ from dtrans.ir.pytree import TreeSpec
 class Batch:
     """Options for the division of the batch among trainers, and for the merge of their results.
 
-    All strategies accept this object as the option `batch`.
+    All strategies accept this object as the option `batch`. `kind` has three values:
+
+    - "exact", the default: the job computes the numbers of one device for every step. Trainers
+      communicate values that depend on the full batch (a masked mean, batch statistics, a count).
+      Random numbers for the batch equal those of one device. Micro-batches of a pipeline, and
+      asynchronous trainers, cannot communicate within a step. For them, planning raises an error if
+      the sum of the parts' results is not the result of the full batch.
+    - "local": each trainer computes the step on its part alone, as in Paddle and `dtrans.Geo`. So
+      each trainer has its own statistics, random numbers and counts.
+    - "micro", for pipelines: each micro-batch computes the step alone. For a pipeline, "local"
+      means "micro".
+
+    `merge` maps a name to the way in which the trainers' values become one. The names are those of
+    results, and of parameters that the optimizer does not compute (batch statistics):
+
+    - "mean", "max" and "sum" reduce the values. The "sum" of a parameter is the sum of the
+      trainers' increments.
+    - "concat" concatenates the values along dimension 0.
+    - "each" adds a leading axis with one entry per trainer.
+    - "same" states that all trainers compute the same value.
+
+    By default, results that grow with the batch are concatenated, and parameters are averaged.
+    Floating-point results are reduced as gradients are. The default for other values is "each".
+    Results that depend on gradients read the reduced gradients, but with `local_sgd` the gradients
+    of the trainer. Parameter servers have different merges, see `dtrans.pserver`.
 
     Attributes:
-      kind: "exact", the default: the job computes the numbers of one device for every step.
-        Trainers communicate values that depend on the full batch (a masked mean, batch statistics,
-        a count). Random numbers for the batch equal those of one device. Micro-batches of a
-        pipeline, and asynchronous trainers, cannot communicate within a step. For them, planning
-        raises an error if the results of the parts do not add up to the result of the full batch.
-        "local": each trainer computes the step on its part alone, with its own statistics, random
-        numbers and counts, as in Paddle and `dtrans.Geo`. "micro", for pipelines: each micro-batch
-        computes the step alone; for a pipeline, "local" means "micro".
+      kind: "exact", "local" or "micro".
       axes: the batch dimension of each batch argument, as `in_axes` of `jax.vmap`: a number, None
         for a replicated argument, or a tuple with one entry for each argument. 0-d arrays are
         always replicated.
@@ -40,15 +57,7 @@ class Batch:
         its index into a `jax.random.key` that is not named here.
       example_count: name of a result, a scalar: the number of examples in a trainer's part of the
         batch. The job returns its sum over trainers.
-      merge: name -> way to merge the trainers' values, for results, and for parameters that the
-        optimizer does not compute (batch statistics). "mean", "max" and "sum" reduce the values;
-        the "sum" of a parameter is the sum of the trainers' increments. "concat" concatenates on
-        dimension 0. "each" adds a leading axis with one entry per trainer. "same" states that all
-        trainers compute the same value. By default, results that grow with the batch are
-        concatenated, parameters are averaged, and floating-point results are reduced as gradients
-        are. The default for other values is "each". Results that depend on gradients read the
-        reduced gradients, but with `local_sgd` the gradients of the trainer. Parameter servers have
-        different merges, see `dtrans.pserver`.
+      merge: name -> way to merge the trainers' values, such as {"aux/hits": "sum"}.
       speeds: the relative speed of each trainer of `dtrans.pserver`, such as [2, 1]. A trainer gets
         a share of the rows in proportion to its speed (`shares`). By default, all trainers get
         equal parts.

@@ -469,17 +469,22 @@ def _inferred(step: OpenStep) -> Gradients:
 def _read_elsewhere(
     step: OpenStep, names: Sequence[str], candidates: Collection[Var], known: Collection[Var]
 ) -> dict[str, Var]:
-    """Find the gradients of leaves whose own new values do not read them.
+    """Find gradients that only the updates of other parameters read.
 
-    A clip by the global norm reads the gradients of frozen leaves. Several such leaves of one shape
-    get the gradients in the order of their first reads, as a norm reads the leaves. A wrong order
-    would change only names. If the numbers of leaves and gradients differ, the leaves get none.
+    For example, a clip by the global norm reads the gradients of frozen parameters. Their own
+    updates do not read these gradients. Several frozen parameters may have one shape. They get the
+    gradients in the order in which the step first reads them, because a norm reads gradients in the
+    order of the parameters. A wrong order would change only names. If the numbers of parameters and
+    gradients differ, none is found.
 
     Args:
       step: the training step, with its calls inlined.
-      names: leaves for which no gradient was found.
+      names: parameters for which no gradient was found.
       candidates: values that may be gradients.
       known: gradients that were found.
+
+    Returns:
+      The gradient by name of the parameter.
     """
     if not names:
         return {}

@@ -178,7 +178,10 @@ def refuse_observers(
 
 
 def refuse_calls(observers: Iterable[Observer]) -> None:
-    """Raise GradientError if a step has host callbacks, which each device would call."""
+    """Raise GradientError if a step has host callbacks, because several devices would call them.
+
+    Strategies call this function if a trainer has several devices.
+    """
     for x in observers:
         if x.calls:
             raise GradientError(f"every device of a trainer would call {x}; {RETURN_IT}")

@@ -48,11 +48,14 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
     """Trace a training step or an init function to a `Program`, which the transforms take.
 
     Nothing is computed; JAX only records the equations. Inputs are named after the parameters of
-    `fn` and the pytree paths below them. If `fn` returns a tuple, the first part with the structure
-    and shapes of the first argument, `params`, gets the names of this argument. The same holds for
-    the second argument, `opt_state`. The first scalar after them is named `loss`, the next value
-    `aux`, and further values by their position, `out4`. If `fn` returns a dict, the keys are the
-    names.
+    `fn` and the pytree paths below them, such as `params/w`. Outputs are named by these rules:
+
+    - If `fn` returns a dict, the keys are the names.
+    - If `fn` returns a tuple, its first part that looks like the first argument (`params`) is the
+      new `params`. Both have the same structure and shapes. The part gets the names of the
+      argument. The same holds for the second argument, `opt_state`.
+    - The first scalar after them is named `loss`, the next value `aux`, and further values by their
+      position, `out4`.
 
     Args:
       fn: a pure function of (params, opt_state, *batch), which are pytrees of arrays. Leaves that
