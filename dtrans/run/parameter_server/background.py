@@ -81,8 +81,7 @@ class BackgroundComm:
       connect: function that connects to servers.
       lost: reports a lost server, and returns the exception to raise.
       rejoin: closes the old connections after the failure of a process. Its argument is the
-        smallest
-        number that the next epoch (period between two failures) can have.
+        smallest number that the next epoch (period between two failures) can have.
       deadline: seconds that a server may take to answer.
     """
 
@@ -164,8 +163,7 @@ class BackgroundComm:
         """Wait until this step's gradients are computed, then queue them for the background thread.
 
         JAX computes asynchronously. Without this wait, the trainer could dispatch steps much faster
-        than
-        its device computes them.
+        than its device computes them.
         """
         pending, self._pending = self._pending, []
         self._received = None
@@ -360,8 +358,7 @@ class BackgroundComm:
         """Call a function with the communicator (background thread).
 
         A trainer of GEO-SGD keeps its state after the failure of a process. So the trainer connects
-        again,
-        and repeats the call.
+        again, and repeats the call.
 
         Args:
           act: the function.

@@ -114,8 +114,7 @@ class BlockUpdates:
         """Return the state that each block donates to XLA, by the block's name.
 
         A block donates state that it replaces and that no other block reads. So XLA reuses the
-        memory of
-        the old values for the new ones.
+        memory of the old values for the new ones.
         """
         readers = collections.Counter(n for b in self.update.blocks for n in b.in_names)
         params = set(self.update.params)
@@ -133,8 +132,7 @@ class BlockUpdates:
 
         Returns:
           The new values of state, such as a step counter. Then the values that the other blocks of
-          this
-          step read, such as the learning rate.
+          this step read, such as the learning rate.
         """
         values = subset(state, self._replaced)
         new: dict[str, Any] = {}
@@ -163,8 +161,7 @@ class BlockUpdates:
         """Run one block, which updates a parameter; return the new arrays by name.
 
         The method waits for the computation, because the next step's gradients overwrite the memory
-        of
-        these gradients. The arrays that `spent` names become invalid.
+        of these gradients. The arrays that `spent` names become invalid.
 
         Args:
           block: the block's name.
@@ -244,8 +241,7 @@ class BlockUpdates:
         """Compile a block (small program) as a function from arrays by name to new arrays by name.
 
         The function donates its second argument to XLA. Blocks with equal programs share one
-        compiled
-        function, because they differ only in names.
+        compiled function, because they differ only in names.
         """
         spent = self._spent.get(block.name, [])
         read = [n for n in block.in_names if n not in spent]

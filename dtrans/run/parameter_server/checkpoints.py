@@ -53,8 +53,7 @@ class ServerCheckpoints:
 
         If synchronous servers are at different steps, they write different checkpoints, which are
         incomplete. Asynchronous servers have no common step: the first server to save chooses the
-        name for
-        all servers.
+        name for all servers.
 
         Args:
           state: the server's arrays, by name.
@@ -90,8 +89,7 @@ class ServerCheckpoints:
         """Return the number that names a last checkpoint, which continues the user's numbers.
 
         For example, a trainer saved checkpoint "300" after 100 steps of this job. After 120 steps,
-        the
-        number is 320.
+        the number is 320.
 
         Args:
           step: number of steps of this job.
@@ -105,8 +103,7 @@ class ServerCheckpoints:
         """Return a checkpoint name for all servers of this run: the `name` of the first caller.
 
         Asynchronous servers count different steps, so their names differ. The name is stored as the
-        target
-        of a symbolic link, because the system creates a link atomically.
+        target of a symbolic link, because the system creates a link atomically.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         link = self.folder / f".last-of-{mark.run[0]}"

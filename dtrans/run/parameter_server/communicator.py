@@ -53,8 +53,7 @@ class Communicator:
         those of the stored rows that other trainers have changed.
       counts: function that is called after connecting. Its argument is the number of this trainer's
         steps that each server has received, by endpoint. Its result is the number of steps that
-        each
-        server must record, as for `Traffic`.
+        each server must record, as for `Traffic`.
 
     Attributes:
       local_tables: the argument `local_tables`.
@@ -119,10 +118,8 @@ class Communicator:
         """Return the newest received parameters, by the keys of `leaves`; wait for the first ones.
 
         If no reference to an old result exists, its memory is used again. For a table with rows
-        that the
-        trainer stores, the result has the rows that other trainers have changed since the previous
-        answer.
-        So the caller must read every answer.
+        that the trainer stores, the result has the rows that other trainers have changed since the
+        previous answer. So the caller must read every answer.
         """
         self._wait_for(lambda: self._loop.newest is not None)
         assert self._loop.newest is not None

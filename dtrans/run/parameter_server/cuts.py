@@ -34,8 +34,7 @@ def computed_leaves(plan: PServerPlan) -> list[str]:
     """Return the names of the arrays that each trainer computes itself, and that no server stores.
 
     Examples are batch statistics, and rounding errors of compressed gradients. After a failure, a
-    job
-    can restore them only from files of the trainers.
+    job can restore them only from files of the trainers.
     """
     return [*changed_leaves(plan.main, plan.frozen), *plan.compression.rounding_error_types]
 
@@ -54,8 +53,7 @@ class EpochStart:
       state: the server's arrays, by name.
       step: for a synchronous server, the number of steps that the job took before.
       counts: for an asynchronous server, the number of steps that each trainer took before, by the
-        id
-        of the trainer.
+        id of the trainer.
       loaded: step of the cut (snapshot) from which `state` was loaded; None for any other state.
     """
 
@@ -136,8 +134,7 @@ class ServerCuts:
         """Return the state with which a synchronous server begins or continues.
 
         The server calls this method at the start of the job, and after each failure of a process.
-        After a
-        failure, the state comes from a cut (snapshot) that all servers have written.
+        After a failure, the state comes from a cut (snapshot) that all servers have written.
 
         Args:
           state: the initial arrays, by name. The server begins with them if there is no cut.
@@ -167,8 +164,7 @@ class ServerCuts:
         """Return the state with which a new process of an asynchronous server begins.
 
         The process may replace a lost server. The state then comes from the lost server's newest
-        cut
-        (snapshot).
+        cut (snapshot).
 
         Args:
           state: the initial arrays, by name. The server begins with them if it has no cut.
@@ -215,12 +211,9 @@ class ServerCuts:
         state.
 
         A reader combines pieces of several servers only if their identifiers are equal. After a
-        failure,
-        repeated steps have the same bits, so pieces from before and after the failure may be
-        combined.
-        There are two exceptions: the trainers have changed, or the job was launched again, perhaps
-        with
-        another script. Then the run gets another name.
+        failure, repeated steps have the same bits, so pieces from before and after the failure may
+        be combined. There are two exceptions: the trainers have changed, or the job was launched
+        again, perhaps with another script. Then the run gets another name.
 
         Args:
           since: number of the first epoch (part of the job) with the current trainers.
@@ -244,10 +237,8 @@ class ServerCuts:
         """Write this server's piece of a cut (snapshot), and remove its pieces of old cuts.
 
         The thread that writes checkpoints calls this method. If the piece cannot be written, the
-        job
-        continues with its earlier cuts, and logs a warning. The method does nothing if a failure
-        has
-        happened since the snapshot was taken.
+        job continues with its earlier cuts, and logs a warning. The method does nothing if a
+        failure has happened since the snapshot was taken.
 
         Args:
           epoch: number of the epoch (part of the job between two failures) in which the state was
@@ -306,10 +297,8 @@ class ServerCuts:
         """Report to the launcher that this server has written its newest states after a failure.
 
         The launcher waits for this report of every live server, and then chooses the step from
-        which the
-        job continues. If a report fails, the launcher chooses the newest complete cut (snapshot)
-        after some
-        seconds.
+        which the job continues. If a report fails, the launcher chooses the newest complete cut
+        (snapshot) after some seconds.
 
         Args:
           epoch: number of the epoch (part of the job between two failures) that is ending.
@@ -340,8 +329,7 @@ def check_drops(plan: PServerPlan, on_trainer_loss: str) -> None:
     """Raise ConfigError if the launcher may continue without a lost trainer, but the plan cannot.
 
     For example, a step that needs values of the full batch cannot continue without a trainer. After
-    a
-    trainer is dropped, the updates are those of on_trainer_exit="drop".
+    a trainer is dropped, the updates are those of on_trainer_exit="drop".
 
     Args:
       plan: the job's plan.

@@ -9,8 +9,8 @@ them are only recorded, and one message to each server ends the step:
     recv             records the parameters to receive, and memory for them
     fetch_barrier    sends one message to each server: the rest of its outbox, the barrier and the
                      request for parameters. Then it waits for the parameters. Asynchronous steps
-                     have no fetch_barrier: the same message is sent before the next equation, or
-                     at the end of the program (`settle`)
+                     have no fetch_barrier: the same message is sent before the next equation, or at
+                     the end of the program (`settle`)
     exchange         sends this trainer's values to a server, and waits for the merged values
     prefetch         records the table rows that a step looks up (`tables.row_lookups`)
     send_rows        sends gradients of table rows
@@ -191,8 +191,7 @@ class EndpointFabric:
           endpoint: endpoint of the server that merges.
           number: number of this exchange in the step.
           how: for each value, name and arguments of the collective, such as ("all_reduce", "sum");
-            see
-            `dtrans.ops.rpc`.
+            see `dtrans.ops.rpc`.
           values: this trainer's values.
 
         Returns:
@@ -282,8 +281,7 @@ class EndpointFabric:
         """Wait until the servers have received all gradients in the background thread's queue.
 
         With GEO-SGD, the method does nothing: the trainer itself repeats pushes after a failure.
-        After
-        `close`, all gradients are sent already.
+        After `close`, all gradients are sent already.
         """
         if not self._closed and not self._background.keeps_running:
             self._background.drain()

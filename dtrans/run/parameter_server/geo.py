@@ -49,8 +49,7 @@ class PushQueue(Protocol):
         """Return the newest parameters from the servers.
 
         The result maps the index of each parameter, such as "0", to the parameter. It maps the name
-        of each
-        table to the rows that other trainers have changed.
+        of each table to the rows that other trainers have changed.
         """
 
     def received(self) -> int:
@@ -80,8 +79,7 @@ class GeoTrainer:
       received_before: the argument `received_before`.
       note_push: function that is called before each push. Its first argument is the number of steps
         that are pushed up to this push. The second argument has the ids of the pushed rows, by name
-        of
-        the table.
+        of the table.
     """
 
     def __init__(
@@ -212,8 +210,7 @@ class GeoTrainer:
         Args:
           step: number of steps so far.
           params: parameters before the next step. A parameter has the name of its first block on a
-            server,
-            here and in the result.
+            server, here and in the result.
           local: arrays that only this trainer has, such as optimizer state, by name.
         """
         steps, names = self._steps, self._names
@@ -229,8 +226,7 @@ class GeoTrainer:
         """Begin with a cut (snapshot) in a process that replaces a lost trainer.
 
         Servers may have received later pushes of the lost trainer. So only those changes of the cut
-        that
-        were not pushed later are added to the servers' parameters.
+        that were not pushed later are added to the servers' parameters.
 
         Args:
           cut: the snapshot.
@@ -341,8 +337,8 @@ def split_push(
 
     Returns:
       The parameters, and one (name, ids, arrays) for each table. `ids` are the ids of the rows that
-      the
-      step has looked up. `arrays` are the new values of these rows and of their optimizer state.
+      the step has looked up. `arrays` are the new values of these rows and of their optimizer
+      state.
     """
     count = len(eqn.params["names"])
     rest, tables = iter(values[count:]), []

@@ -396,10 +396,9 @@ class LateRowsJob(MeshJob):
     """Job for `plan.verify()` whose table rows are updated late, as in jobs of processes.
 
     With an optimizer such as Adam, a step also changes rows without a gradient. A server process
-    skips
-    such a row, and makes up for the skipped updates before the row is read. `plan.verify()` traces
-    this
-    job to check this computation. In the trace, all rows are brought up to date in each step.
+    skips such a row, and makes up for the skipped updates before the row is read. `plan.verify()`
+    traces this job to check this computation. In the trace, all rows are brought up to date in each
+    step.
     """
 
     rows_are_late = True

@@ -51,8 +51,7 @@ class MeshPlacement:
 
     Trainers use the first devices, and servers the next ones. With fewer devices than roles, roles
     share devices. Each device of trainers runs the same number of trainers. For example, 4 trainers
-    on
-    3 devices use 2 devices, with 2 trainers on each.
+    on 3 devices use 2 devices, with 2 trainers on each.
 
     Args:
       devices: one device or more.
@@ -86,8 +85,7 @@ class MeshPlacement:
         Args:
           x: the array.
           share: the array's division among trainers: the dimension that is split, "replicated", or
-            "key".
-            Into a PRNG key, each trainer folds its id.
+            "key". Into a PRNG key, each trainer folds its id.
         """
         if share == "key":
             x = jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(self.trainers))
@@ -168,8 +166,7 @@ class MeshServers:
         """Run one update of every server, and pass values between servers, such as partial norms.
 
         A server pauses when it needs values of other servers. The method continues the servers that
-        wait
-        for the earliest exchange (smallest `level`), until all updates are complete.
+        wait for the earliest exchange (smallest `level`), until all updates are complete.
 
         Args:
           state: the state of each server, by endpoint; updated in place.
@@ -301,13 +298,10 @@ def _unstack(sent: Sequence[Mapping[int, str]], grads: Mapping[str, Any]) -> dic
 
     Args:
       sent: one dict for each gradient. It maps the id of a trainer to the name under which this
-        trainer
-        sends the gradient.
+        trainer sends the gradient.
       grads: gradients by name. A gradient of a table has one entry for each trainer. Any other
-        gradient
-        has only trainer 0's entry. This entry contains the stacked shards of all trainers, or one
-        array
-        that all trainers share.
+        gradient has only trainer 0's entry. This entry contains the stacked shards of all trainers,
+        or one array that all trainers share.
     """
     each: dict[str, Any] = {}
     for names in sent:
@@ -337,8 +331,7 @@ class MeshFabric:
     Attributes:
       state: the state of each server after the program, by endpoint.
       rules: maps each primitive to the name of the method that executes it. Bound methods would
-        form a
-        reference cycle, which delays the release of gradients and state.
+        form a reference cycle, which delays the release of gradients and state.
     """
 
     rules: ClassVar[dict[Primitive, str]] = {

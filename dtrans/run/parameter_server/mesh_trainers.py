@@ -90,13 +90,11 @@ def shared_program(
     Args:
       plan: the job's plan.
       arrays: the arrays of the full batch, each with its split over trainers. With an exact split,
-        the
-        number of rows need not be divisible by the number of trainers.
+        the number of rows need not be divisible by the number of trainers.
 
     Returns:
       The program, and a map from each result's name to its merge rule. The map is None if the plan
-      does
-      not define merge rules.
+      does not define merge rules.
     """
     main, shared = plan.main, plan.shared
     is_uneven = lambda x, share: isinstance(share, int) and x.shape[share] % plan.trainers
@@ -119,8 +117,7 @@ def _merges(shared: ExactStep, rows: Mapping[str, int]) -> dict[str, Merge]:
     Args:
       shared: the exact split of the batch.
       rows: if the batch is padded, the number of rows without padding of each concatenated result,
-        by
-        name; otherwise empty.
+        by name; otherwise empty.
     """
     merges = {}
     for n, way in shared.merges.items():
@@ -145,8 +142,7 @@ class MeshTrainerPrograms:
       program: the program of a trainer, or of one of its devices.
       pieces: the program, cut at its communication equations.
       kinds: layout of each variable that differs between trainers: "stacked" (one row for each
-        trainer)
-        or "split" (rows of the batch).
+        trainer) or "split" (rows of the batch).
       outs: maps each output's name to its variable.
       rest: the structure of the step's outputs without the parameters.
       result_names: names of the outputs that are not parameters.
@@ -306,8 +302,7 @@ class MeshTrainerPrograms:
         """Adapt a merge rule to a result's layout on the mesh; return None if no merge is needed.
 
         A result that is sharded like a batch is already one array with the rows of all trainers. A
-        result
-        that is equal on all trainers needs no merge.
+        result that is equal on all trainers needs no merge.
         """
         kind = self._kind(self.outs[name])
         if kind == "split":

@@ -106,8 +106,7 @@ class RecordedOrder:
       turns: all turns, in order.
       rounds: the number of rounds.
       batches: the number of batches. In each round, the trainers split one batch. With GEO-SGD,
-        each
-        trainer has a full batch, and takes the next trainer's batch in the next round.
+        each trainer has a full batch, and takes the next trainer's batch in the next round.
     """
 
     turns: tuple[Turn, ...]
@@ -120,10 +119,8 @@ class RecordedOrder:
         second.
 
         Steps of different trainers overlap: the second half of a step follows the first half of the
-        next
-        step. So the next trainer computes with parameters that lack an update. For trainers 0 and
-        1, the
-        sequence is (0, False), (1, False), (0, True), ...
+        next step. So the next trainer computes with parameters that lack an update. For trainers 0
+        and 1, the sequence is (0, False), (1, False), (0, True), ...
         """
         for before, turn in itertools.pairwise((None, *self.turns)):
             assert turn is not None
@@ -140,8 +137,7 @@ class RecordedOrder:
         """Choose the number of steps for a plan, so that all kinds of communication occur.
 
         Trainers use old parameters at least once. With GEO-SGD, they also push changes, and apply
-        the
-        servers' answer.
+        the servers' answer.
         """
         rounds = ROUNDS + local_steps(plan.push_every)
         turns = []
@@ -169,8 +165,7 @@ def local_steps(push_every: int) -> int:
     """Return the number of steps before each push of GEO-SGD, at most 2; 0 without GEO-SGD.
 
     A *push* is a message with changes of parameters. More steps before a push would run the same
-    code,
-    and make the comparison slower.
+    code, and make the comparison slower.
     """
     return min(push_every, MOST_LOCAL_STEPS)
 
@@ -184,8 +179,7 @@ def rows_at_start(rows: int, trainer: int) -> np.ndarray:
     """Return the ids of the table rows that a GEO-SGD trainer stores at the start.
 
     The trainer stores every second row, and fetches the others from servers. So a step tests both
-    cases. For 5 rows and trainer 1,
-    the function returns [1, 3].
+    cases. For 5 rows and trainer 1, the function returns [1, 3].
     """
     return np.arange(trainer % 2, rows, 2, dtype=np.int32)
 
@@ -216,8 +210,7 @@ def part_axes(plan: PServerPlan) -> dict[str, int]:
     """Return the dimension on which each batch array is split over the trainers, by name.
 
     For example, `{"x": 0}` splits the rows of x. With GEO-SGD or with one trainer, no array is
-    split,
-    and the result is empty.
+    split, and the result is empty.
     """
     if plan.push_every or plan.trainers == 1:
         return {}
@@ -250,8 +243,7 @@ class OrderedJob:
     Args:
       plan: an asynchronous plan.
       begins: arguments of the user's `init`. With GEO-SGD, they determine the initial optimizer
-        state
-        of rows that a trainer looks up for the first time.
+        state of rows that a trainer looks up for the first time.
     """
 
     def __init__(self, plan: PServerPlan, begins: Sequence[Any] = ()) -> None:
@@ -451,8 +443,7 @@ class _OrderedServer:
         """Return this server's state as if every trainer had just received the newest parameters.
 
         With delay compensation, a server stores a copy of the parameters that each trainer last
-        received.
-        These copies are set to the current parameters.
+        received. These copies are set to the current parameters.
         """
         copies = {backup_of(n, k): self.state[n] for n in self._backed for k in range(trainers)}
         return {**self.state, **copies}
@@ -664,8 +655,7 @@ class _OrderedTrainer:
         """Return full tables and their optimizer state, from the rows that this trainer stores.
 
         `plan.verify()` compares full arrays. Rows that the trainer does not store are zero, and
-        have the
-        initial optimizer state.
+        have the initial optimizer state.
         """
         found: dict[str, Any] = {}
         for table, local in self._local_rows.items():

@@ -96,8 +96,7 @@ class Server:
         """Create new state machines, at the start and after each failure of another process.
 
         So no state of the time before a failure has to be cleared. In a job without cuts
-        (snapshots), the
-        method is called once.
+        (snapshots), the method is called once.
 
         Args:
           state: the initial arrays, by name.
@@ -132,8 +131,7 @@ class Server:
         """Return the state with which the server begins, or continues after a failure.
 
         After a failure, a synchronous server loads a cut (snapshot), and an asynchronous one keeps
-        its
-        state.
+        its state.
 
         Args:
           state: the initial arrays, by name.
@@ -157,10 +155,8 @@ class Server:
         """Return the registry of the trainers that take part in an epoch.
 
         An *epoch* is the part of the job between two failures. After a failure, trainers of an
-        asynchronous
-        server may first finish user code between two steps. The registry gets their ids as `busy`,
-        so that
-        the deadline does not apply to them.
+        asynchronous server may first finish user code between two steps. The registry gets their
+        ids as `busy`, so that the deadline does not apply to them.
 
         Args:
           epoch: the epoch.

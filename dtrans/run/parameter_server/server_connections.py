@@ -109,8 +109,7 @@ class ServerConnections:
         Raises:
           NewEpoch: a process has failed, and this server has already continued after the failure.
           PeerError: the server refuses this trainer. Also raised if `wait_port` is False, and no
-            process
-            listens at the endpoint.
+            process listens at the endpoint.
           DeadlineError: the server does not answer.
         """
         if endpoint in self._links:
@@ -210,8 +209,7 @@ class ServerConnections:
         """Raise LostPeerError instead of `NewEpoch` in this block, which follows the last step.
 
         After a failure, a trainer usually repeats steps. After its last step, the trainer has no
-        loop that
-        repeats them.
+        loop that repeats them.
         """
         try:
             yield
@@ -291,10 +289,8 @@ class ServerConnections:
         """Tell a server that this trainer is complete, and wait for the answer.
 
         If another process fails meanwhile, an asynchronous trainer does not wait any longer.
-        Servers have
-        received all its steps before. The trainer has also told the launcher that it leaves
-        (`close`), so
-        servers continue without it.
+        Servers have received all its steps before. The trainer has also told the launcher that it
+        leaves (`close`), so servers continue without it.
 
         Args:
           operation: the message and its answer.

@@ -38,11 +38,10 @@ class ServerStorage:
     Attributes:
       keep: saves a state under a name; None without a folder for checkpoints.
       keep_last: saves the state when the job ends by an error. It returns the path of the
-        checkpoint,
-        or None if the server has no arrays. Without `keep_last`, the state is not saved.
+        checkpoint, or None if the server has no arrays. Without `keep_last`, the state is not
+        saved.
       cuts: writes and reads snapshots (cuts) from which a failed job continues; None without the
-        user's
-        option `cuts`.
+        user's option `cuts`.
     """
 
     keep: Keep | None = None
@@ -259,17 +258,13 @@ class ServerSaves:
         """Start to write the newest states as cuts (snapshots), because a process has failed.
 
         So the job can continue from its newest step, not from the last regular cut. The server
-        answers
-        messages during the write, and the writing thread reports the end. If more servers fail
-        meanwhile,
-        the method is called again, and writes only the copies of their states. `NewestStates`
-        chooses the
-        states.
+        answers messages during the write, and the writing thread reports the end. If more servers
+        fail meanwhile, the method is called again, and writes only the copies of their states.
+        `NewestStates` chooses the states.
 
         Args:
           lost: names of the failed servers, such as "pserver 1". If this server has a copy of a
-            failed
-            server's state, it also writes the copy.
+            failed server's state, it also writes the copy.
         """
         kind, mine = self._protocol.kind, self._cuts
         if mine is None or not mine.at_loss:
@@ -303,8 +298,7 @@ class ServerSaves:
         """Return the current state by name, and the names of those arrays that must be copied.
 
         The writing thread reads the other arrays while the server continues. The tables of the
-        result are
-        snapshots that another thread can read during updates.
+        result are snapshots that another thread can read during updates.
         """
         tables = self._update.snapshot(self._protocol.trainers.deadline / 4)
         dense, spent = {}, []
@@ -318,8 +312,7 @@ class ServerSaves:
         """Return True if an array must be copied before the next update overwrites it.
 
         On CPU, a snapshot is a view of the array's memory, and an update may reuse this memory. An
-        array in
-        pieces (`RowPieces`) is copied into the one array that a file has.
+        array in pieces (`RowPieces`) is copied into the one array that a file has.
         """
         if isinstance(x, RowPieces):
             return True

@@ -91,12 +91,10 @@ class StateWriter:
         Args:
           name: name of the checkpoint.
           state: arrays by name. The arrays in `spent` must not change before `wait_copied`. The
-            other
-            arrays must not change before the end of the write.
+            other arrays must not change before the end of the write.
           mark: the run and the step.
           spent: names of the arrays that must be copied, because the next update overwrites their
-            memory,
-            or because they are `RowPieces`.
+            memory, or because they are `RowPieces`.
         """
         assert self._keep is not None
         self._begin(name, functools.partial(self._keep, name), state, mark, spent, Future())
@@ -116,8 +114,7 @@ class StateWriter:
           keep: writes the state. `ended` does not yield its result.
           state, mark, spent: as in `begin`.
           waits: True to wait first until the previous cut is written. Without this wait, a slow
-            disk would
-            let cuts fill the memory.
+            disk would let cuts fill the memory.
         """
         if waits:
             self._written.result()

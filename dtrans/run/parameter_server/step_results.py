@@ -113,8 +113,7 @@ def _drop_padding(x: Any, axis: int, shares: Sequence[int]) -> Any:
     """Remove the padding from concatenated results of trainers with different numbers of rows.
 
     Before the merge, each trainer pads its results to the largest number of rows. For shares (2,
-    1),
-    the concatenated results have 4 rows, and the last row is padding.
+    1), the concatenated results have 4 rows, and the last row is padding.
 
     Args:
       x: the results of all trainers, concatenated along dimension `axis`.

@@ -68,9 +68,8 @@ class SyncUpdate:
       keeps_old: True to store the state before the newest one, too.
       merges: True if `begin` takes the gradients that `merge` returns.
       parts: parts of the update that run as soon as their gradients arrive. With parts, the
-        optimizer
-        state before the newest one is stored, and the next update reuses the memory of this older
-        state.
+        optimizer state before the newest one is stored, and the next update reuses the memory of
+        this older state.
 
     Attributes:
       state: the arrays by name, with tables in `TableMemory`, and divided arrays as `RowPieces`.
@@ -80,8 +79,8 @@ class SyncUpdate:
       spent: names of the state arrays whose memory an update reuses.
       before: function that is called before each update.
       old: the state before the newest one; None before the first update, during an update, and
-        without
-        `keeps_old`. Its tables are snapshots, which have the old values of rows that have changed.
+        without `keeps_old`. Its tables are snapshots, which have the old values of rows that have
+        changed.
     """
 
     def __init__(

@@ -38,8 +38,7 @@ class TrainerCalls:
     """Choice of the program for each batch of one trainer.
 
     If the rows of a batch cannot be divided evenly, the trainer needs another program: the results
-    of
-    trainers then have different weights. Programs are stored, and used again for equal batches.
+    of trainers then have different weights. Programs are stored, and used again for equal batches.
 
     Args:
       plan: the plan of the job.
@@ -65,8 +64,7 @@ class TrainerCalls:
 
         Raises:
           BatchError: the rows of the parts do not fit the plan, or parts of a plan with
-            `Batch.speeds` are
-            not from `job.shard_batch`.
+            `Batch.speeds` are not from `job.shard_batch`.
           ConfigError: the batch is split unevenly, and the job may drop trainers.
         """
         arrays, rows = without_parts(batch)
@@ -86,8 +84,7 @@ class TrainerCalls:
         """Return the program and padded arguments for a batch that is split unevenly.
 
         For example, 3 trainers have 4, 4 and 2 of 10 rows. Each part is padded to 4 rows, and the
-        program
-        gives the padding no weight. With `Batch.speeds`, each trainer has a program without
+        program gives the padding no weight. With `Batch.speeds`, each trainer has a program without
         padding.
 
         Args:

@@ -87,8 +87,7 @@ class Phase:
 
         Returns:
           The new state by name, the values for later phases by name, and the vectors for the other
-          servers
-          in the exchange after the phase.
+          servers in the exchange after the phase.
         """
         values = dict(read)
         if self.begins is not None:
@@ -199,13 +198,11 @@ class ServerUpdate:
         """Return the same update for other numbers of table rows.
 
         An update touches only the rows for which gradients have arrived. So their number changes
-        from step
-        to step, and the update is compiled for each number.
+        from step to step, and the update is compiled for each number.
 
         Args:
           sizes: maps the name of each table's block to the number of rows that the update changes,
-            such as
-            `{"params/emb.block0": 64}`.
+            such as `{"params/emb.block0": 64}`.
         """
         return dataclasses.replace(self, eqn=self.eqn.params["tables"].sized(sizes))
 
@@ -226,8 +223,7 @@ class ServerUpdate:
         """Return an update that reads gradients that are already summed over trainers.
 
         A server with a backup merges the gradients first, and sends the result to the backup. Then
-        both run
-        this update. A merged gradient has the name under which the first trainer sends it.
+        both run this update. A merged gradient has the name under which the first trainer sends it.
         """
         blocks = []
         for block in self.blocks:
@@ -291,8 +287,7 @@ class ServerUpdate:
         """Step arguments that the update reads, such as a learning rate, by name.
 
         For each argument, a dict maps the id of a trainer to the name under which this trainer
-        sends the
-        argument.
+        sends the argument.
         """
         found = {}
         for block in self.blocks:
@@ -385,8 +380,7 @@ class ServerUpdate:
         """Return a map from each value to the index of the first phase that can read the value.
 
         A later block of the same phase can read the value. But the result of an exchange with other
-        servers
-        can be read only in the phase after the exchange.
+        servers can be read only in the phase after the exchange.
         """
         known: dict[str, int] = {}
         for i, (blocks, exchange) in enumerate(parts):
@@ -409,11 +403,9 @@ class CompiledUpdate:
       update: the update.
       donate: True to reuse the memory of the old optimizer state for the new optimizer state.
       keeps_old: True to leave the state before the step valid. The new optimizer state then reuses
-        the
-        memory of a state that the caller passes as `unused`.
+        the memory of a state that the caller passes as `unused`.
       prepare: function that converts the argument `grads` of `run` to gradients by name. It is
-        compiled
-        into each phase that reads gradients.
+        compiled into each phase that reads gradients.
     """
 
     def __init__(
@@ -438,22 +430,19 @@ class CompiledUpdate:
         """Run one update as a generator that pauses at each exchange with other servers.
 
         At an exchange, the generator yields the exchange, and the vectors that this server must
-        send to
-        others. The caller sends the other servers' vectors into the generator. The generator
-        returns the
-        new state by name.
+        send to others. The caller sends the other servers' vectors into the generator. The
+        generator returns the new state by name.
 
         The method does not wait until arrays are computed. If the update was compiled with
-        donate=True,
-        the arrays in `state` become invalid, except the parameters.
+        donate=True, the arrays in `state` become invalid, except the parameters.
 
         Args:
           grads: gradients by name, or an argument for `prepare`.
           state: the state before the step.
           watched: a dict to which the method adds the values that `ServerUpdate.watched` names.
           unused: if the update was compiled with keeps_old=True: arrays by name that are no longer
-            needed.
-            The new optimizer state is written into their memory. Arrays of tables are left out.
+            needed. The new optimizer state is written into their memory. Arrays of tables are left
+            out.
         """
         new, values = dict(state), dict[str, Any]()
         seen = {} if watched is None else watched

@@ -1,8 +1,8 @@
 """Synchronous update in parts: each part runs as soon as its gradients have arrived.
 
-So a server computes while later gradients are still on their way.
-`dtrans.slicing.divide_update` divides the update. If the rows of one array belong to several
-parts, the array is stored in pieces (`RowPieces`), one for each part.
+So a server computes while later gradients are still on their way. `dtrans.slicing.divide_update`
+divides the update. If the rows of one array belong to several parts, the array is stored in pieces
+(`RowPieces`), one for each part.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ class PartUpdate:
     Attributes:
       part: the gradients, parameters and rows that the part reads and writes.
       update: the server's update, limited to this part. Parts with equal programs have the same
-        object,
-        so that it is compiled once.
+        object, so that it is compiled once.
       of: the part's optimize blocks (small programs).
     """
 

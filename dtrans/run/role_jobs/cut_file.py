@@ -17,8 +17,7 @@ class CutFile:
     """File with one trainer's snapshot (cut): arrays by name, in NumPy's `.npz` format.
 
     NumPy's format has no bfloat16 and no random keys. Such arrays are stored as bytes, without
-    their
-    types. `read` therefore takes the types of the arrays as its argument.
+    their types. `read` therefore takes the types of the arrays as its argument.
 
     Args:
       path: path of the file. The file need not exist before `write`.

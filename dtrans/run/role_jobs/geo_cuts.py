@@ -9,17 +9,17 @@ In GEO-SGD, a trainer updates its own copy of the parameters. Every few steps, t
     tables        for embedding tables, the rows that the trainer stores: their ids, changes,
                   optimizer state, and pushed changes
 
-A trainer writes a cut before a step, every few steps. Cuts of a trainer are independent of the
-cuts of servers and of other trainers.
+A trainer writes a cut before a step, every few steps. Cuts of a trainer are independent of the cuts
+of servers and of other trainers.
 
-No change may be added to the parameters twice. So servers count the steps of each trainer that
-they have received. A trainer that starts again continues after the largest of these counts, or
-after its cut's step if that is larger. The trainer begins with the servers' parameters. Then it
-adds the changes of its cut, except the changes that later pushes contained (`GeoReturn`). The local
-leaves lack the steps after the cut.
+No change may be added to the parameters twice. So servers count the steps of each trainer that they
+have received. A trainer that starts again continues after the largest of these counts, or after its
+cut's step if that is larger. The trainer begins with the servers' parameters. Then it adds the
+changes of its cut, except the changes that later pushes contained (`GeoReturn`). The local leaves
+lack the steps after the cut.
 
-A push contains only the table rows that steps have looked up. So before each push after a cut,
-the trainer writes the ids of these rows to a file.
+A push contains only the table rows that steps have looked up. So before each push after a cut, the
+trainer writes the ids of these rows to a file.
 
     trainer-0/STEP.npz          the cut of trainer 0 after STEP of its steps
     trainer-0/push-COUNT.npz    ids of the rows in the push after which COUNT steps were pushed
@@ -107,8 +107,7 @@ class GeoCuts(TrainerCuts):
         """Return this process's first state, and the number of steps that the trainer took before.
 
         In a new job, the number is 0. If this process replaces a lost trainer, the optimizer state
-        comes
-        from the lost trainer's newest snapshot (cut).
+        comes from the lost trainer's newest snapshot (cut).
 
         Args:
           executor: the trainer's executor, which has run the startup program.
@@ -140,8 +139,7 @@ class GeoCuts(TrainerCuts):
         """Write a snapshot (cut) of this trainer's state, if one is due before the next step.
 
         The servers choose the number of steps between two snapshots. If the file cannot be written,
-        the
-        job continues with its earlier snapshot, and logs a warning.
+        the job continues with its earlier snapshot, and logs a warning.
 
         Args:
           executor: the trainer's executor.
@@ -180,12 +178,9 @@ class GeoCuts(TrainerCuts):
         """Write a file with the ids of the table rows in a push, before the push is sent.
 
         A trainer that restarts from a snapshot (cut) reads these files. They name the rows that
-        servers
-        already have, so the trainer does not push the changes of these rows twice. Without a
-        snapshot, no
-        file is needed. If the file cannot be written, the snapshot is removed, because its changes
-        could be
-        pushed twice.
+        servers already have, so the trainer does not push the changes of these rows twice. Without
+        a snapshot, no file is needed. If the file cannot be written, the snapshot is removed,
+        because its changes could be pushed twice.
 
         Args:
           count: number of steps whose changes were pushed so far, including this push.

@@ -57,8 +57,8 @@ class LeafCuts(TrainerCuts):
         state.
 
         The method is called when the job starts, and again after each failure of a process. If the
-        job
-        goes back to a snapshot (cut), the leaves that the trainer computes come from the snapshot.
+        job goes back to a snapshot (cut), the leaves that the trainer computes come from the
+        snapshot.
 
         Args:
           executor: the trainer's executor, which is already connected to the servers.
@@ -80,8 +80,7 @@ class LeafCuts(TrainerCuts):
         """Return the parameters with the values that constant leaves had in the last step.
 
         A trainer that goes back to a snapshot runs the init again. The user's state may have other
-        values
-        of constant leaves than the init, so the last values are used.
+        values of constant leaves than the init, so the last values are used.
         """
         (params,) = self._replace((params,), self._last_constants)
         return params
@@ -90,8 +89,7 @@ class LeafCuts(TrainerCuts):
         """Write this trainer's leaves if a snapshot (cut) is due before the next step.
 
         The method also remembers the leaves that no step changes, for `keep_constants`. If the file
-        cannot
-        be written, the job continues with its earlier snapshots, and logs a warning.
+        cannot be written, the job continues with its earlier snapshots, and logs a warning.
 
         Args:
           executor: the trainer's executor.

@@ -9,9 +9,9 @@ trainers. With a replay, users check the result of a job.
     server    calls the update that a server's process runs (`SyncUpdate`)
 
 In each step, all trainers compute gradients, one after the other. Then the servers update their
-parameters, and the trainers receive the new values. Function calls replace messages. An update is
-a function of the state and the gradients, so the replay computes the same bits as the job. A job
-with replicas of servers is an exception (`replay`).
+parameters, and the trainers receive the new values. Function calls replace messages. An update is a
+function of the state and the gradients, so the replay computes the same bits as the job. A job with
+replicas of servers is an exception (`replay`).
 """
 
 from __future__ import annotations
@@ -73,15 +73,12 @@ def replay(
     """Compute the steps of a finished synchronous job again, in this process, from the job's log.
 
     Use this function to check the result of a job in which trainers failed. The log names the
-    trainers
-    that took part in each step. The result has the same bits as the job's parameters and optimizer
-    state. With `dtrans.Cuts(replicas=1)`, the last bits can differ, because servers merge gradients
-    in
-    a separate compiled function.
+    trainers that took part in each step. The result has the same bits as the job's parameters and
+    optimizer state. With `dtrans.Cuts(replicas=1)`, the last bits can differ, because servers merge
+    gradients in a separate compiled function.
 
     The job must have started from `job.init`, and all its trainers must have taken the same steps.
-    The
-    function does not repeat evictions of table rows.
+    The function does not repeat evictions of table rows.
 
     Args:
       plan: the job's plan, with the same options. The endpoints may differ.
@@ -223,10 +220,8 @@ class _ReplayedJob:
         """Run the update of all servers, and pass values such as norms between the servers.
 
         An update may need values that several servers compute together, such as a gradient norm.
-        Then each
-        server pauses until the other servers' vectors have arrived. The loop continues the servers
-        that
-        wait for the earliest exchange (smallest `level`) first.
+        Then each server pauses until the other servers' vectors have arrived. The loop continues
+        the servers that wait for the earliest exchange (smallest `level`) first.
         """
         sent: dict[str, Vectors] = {}  # endpoint of a waiting server -> the vectors that it sends
         for ep, server in self._servers.items():
@@ -299,8 +294,7 @@ class _ReplayedServer:
 
         Returns:
           Vectors for other servers, if the update needs values of other servers. None if the update
-          is
-          complete.
+          is complete.
         """
         gradients, self.gradients = self.gradients, {}
         return self.update.begin(gradients, members, step)
@@ -349,8 +343,7 @@ class _ReplayedTrainer:
         """Return a generator that takes one step with this trainer's part of a batch.
 
         The generator pauses once, when the trainer has sent its gradients. The servers then update
-        their
-        parameters. The generator continues by receiving the new parameters.
+        their parameters. The generator continues by receiving the new parameters.
 
         Args:
           batch: the batch of all trainers.

@@ -16,23 +16,21 @@ class ReturnToCut:
     """State of one trainer's return to a cut (a snapshot of the job after an earlier step).
 
     When a process fails, all processes go back to a snapshot. An operation of a trainer that is
-    running
-    then raises `NewEpoch`. The job calls `begin`, which receives the parameters of the snapshot.
-    The next `job.step` passes these parameters to the user's loop, in the exception `Rewound`.
+    running then raises `NewEpoch`. The job calls `begin`, which receives the parameters of the
+    snapshot. The next `job.step` passes these parameters to the user's loop, in the exception
+    `Rewound`.
 
     Args:
       name: name of the trainer, such as "trainer 0", for errors.
       epochs: folder with the job's epochs (periods between two failures). None if the launcher does
         not restart processes.
       connect: connects to the servers of an epoch. Its argument is the smallest number that the
-        epoch
-        can have.
+        epoch can have.
       receive: returns the servers' current parameters.
 
     Attributes:
       before: number of steps that the trainer had taken when the return began. None if no return is
-        in
-        progress.
+        in progress.
     """
 
     def __init__(
@@ -84,18 +82,15 @@ class ReturnToCut:
         """Continue after a request during which the servers went back to a snapshot (cut).
 
         A request is a call between two steps, such as `job.save`. If the snapshot has the trainer's
-        current
-        step, nothing is lost, and the return ends. Otherwise, the next `job.step` raises `Rewound`.
-        The
-        loop over `job.steps` then repeats the lost steps and the request.
+        current step, nothing is lost, and the return ends. Otherwise, the next `job.step` raises
+        `Rewound`. The loop over `job.steps` then repeats the lost steps and the request.
 
         Args:
           call: the user's call for the error, such as "job.save('300')".
           before: number of steps that the trainer had taken before the request.
           step: number of steps in the snapshot.
           repeats: True if the user's loop over `job.steps` can repeat steps. False after the loop.
-            None if
-            no such loop has begun.
+            None if no such loop has begun.
 
         Raises:
           LostPeerError: the loop is over.

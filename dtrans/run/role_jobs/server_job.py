@@ -24,10 +24,8 @@ class ServerJob(RoleJob):
     """Job of one process that is a parameter server.
 
     `init` computes the initial values of the parameters that this server stores. `serve` then
-    updates
-    them with the trainers' gradients, until every trainer has closed its job. The state is a dict
-    from
-    names to arrays: this server's blocks of parameters and optimizer state.
+    updates them with the trainers' gradients, until every trainer has closed its job. The state is
+    a dict from names to arrays: this server's blocks of parameters and optimizer state.
 
     Attributes:
       restored: path of the checkpoint that the state comes from; None without a checkpoint.
@@ -71,43 +69,33 @@ class ServerJob(RoleJob):
         """Run the server: update its parameters for the trainers, until every trainer has closed.
 
         A checkpoint after a failure is named by a number of steps. The server counts these steps
-        from the
-        last `job.save` with a number as its name. Without such a call, it counts from the number of
-        the
-        restored checkpoint, or from 0.
+        from the last `job.save` with a number as its name. Without such a call, it counts from the
+        number of the restored checkpoint, or from 0.
 
         Args:
           state: the state that `init` or `dtrans.checkpoint.restore` returned.
           checkpoints: a folder that all servers share, for the checkpoints that trainers request
-            with
-            `job.save(name)`.
+            with `job.save(name)`.
           on_failure: "save" writes the state to `checkpoints` if the job fails or this process gets
             SIGTERM. The checkpoint's name is the number of the step. "drop" does not save the
-            state. The
-            default is "save" if there is a folder, and servers store all arrays of a checkpoint.
+            state. The default is "save" if there is a folder, and servers store all arrays of a
+            checkpoint.
           init: the arguments of `init`, if the state comes from a checkpoint. Then table rows with
-            their
-            initial values need no memory, and `job.tables.evict` can evict other rows.
+            their initial values need no memory, and `job.tables.evict` can evict other rows.
           cuts: the number of steps after which servers copy their state to disk, such as 100, or a
             `dtrans.Cuts` with further options. Such a copy is a *cut*. After the failure of a
-            process, the
-            job continues from the last cut. Servers write cuts only if `dtrans launch --restarts`
-            started
-            the job. A new cut waits until the previous one is written. With `cuts`, the job counts
-            its
-            steps from the number of the restored checkpoint. An asynchronous server counts the
-            steps of
-            all trainers.
+            process, the job continues from the last cut. Servers write cuts only if `dtrans launch
+            --restarts` started the job. A new cut waits until the previous one is written. With
+            `cuts`, the job counts its steps from the number of the restored checkpoint. An
+            asynchronous server counts the steps of all trainers.
 
         Returns:
           The final state, for `dtrans.checkpoint.save`.
 
         Raises:
           ConfigError: on_failure="save" has no folder, or only trainers store some arrays of the
-            plan.
-            `checkpoints` is set, but orbax is not installed. Or `cuts` is set, but the plan has
-            state that
-            cuts cannot contain.
+            plan. `checkpoints` is set, but orbax is not installed. Or `cuts` is set, but the plan
+            has state that cuts cannot contain.
           DeadlineError, PeerError: the job has failed.
         """
         self._check_open()

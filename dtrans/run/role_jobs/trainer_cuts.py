@@ -24,8 +24,7 @@ class TrainerCuts(ABC):
     """Writer and reader of one trainer's cuts (snapshots of the state that no server stores).
 
     Servers write the state that they store. A trainer writes the remainder, so that a job can
-    continue
-    after the failure of a process.
+    continue after the failure of a process.
 
     Args:
       folder: folder of the job's snapshots. None if the launcher does not restart processes.
@@ -61,8 +60,7 @@ class TrainerCuts(ABC):
         """Write a snapshot (cut) of this trainer's state, if one is due before the next step.
 
         `job.step` calls this method first. If the file cannot be written, the job continues with
-        its
-        earlier snapshots, and logs a warning.
+        its earlier snapshots, and logs a warning.
 
         Args:
           executor: the trainer's executor.

@@ -44,12 +44,11 @@ class TrainerJob(RoleJob):
 
     `init` receives the initial parameters from the servers. `step` computes gradients from this
     trainer's part of a batch, sends them to the servers, and receives the new parameters. If the
-    plan
-    splits the batch exactly, a server also merges the losses and other results of all trainers.
+    plan splits the batch exactly, a server also merges the losses and other results of all
+    trainers.
 
     The state is the tuple (params,). With GEO-SGD, trainers have an optimizer state, and the state
-    is
-    (params, opt_state). With error feedback it is ((params, rounding_errors),).
+    is (params, opt_state). With error feedback it is ((params, rounding_errors),).
     """
 
     _step_count = 0
@@ -172,8 +171,7 @@ class TrainerJob(RoleJob):
 
         Raises:
           Rewound: a process was lost, and the job goes back to an earlier step. A loop over
-            `job.steps`
-            handles this error.
+            `job.steps` handles this error.
         """
         self.check(state)
         self.check_return()
@@ -203,16 +201,12 @@ class TrainerJob(RoleJob):
         """Request the table rows that a later step looks up, without waiting for them.
 
         Call this method with the next batch, then `step` with the current batch. The rows arrive
-        while the
-        step computes. If you call the method twice before a `step`, the second call takes the batch
-        after
-        the next one.
+        while the step computes. If you call the method twice before a `step`, the second call takes
+        the batch after the next one.
 
         Prefetching does not change results: if an update changes rows that servers have already
-        sent, the
-        servers send these rows again. With `dtrans.Rows(staleness=)`, a step may use older rows. A
-        step
-        requests the rows that were not prefetched.
+        sent, the servers send these rows again. With `dtrans.Rows(staleness=)`, a step may use
+        older rows. A step requests the rows that were not prefetched.
 
         Args:
           batch: this trainer's part of the arguments of `step` after the state.

@@ -123,8 +123,7 @@ class TrainerRequests:
         incomplete.
 
         After the failure, the trainer repeats the steps since a snapshot (cut). A checkpoint of
-        such a step
-        is saved again. A checkpoint of an earlier step is not, so the log names it.
+        such a step is saved again. A checkpoint of an earlier step is not, so the log names it.
 
         Args:
           step: number of steps in the snapshot.
@@ -150,20 +149,17 @@ class TrainerRequests:
         """Send a request to the servers. If a process fails meanwhile, send it again or skip it.
 
         After a failure, the servers go back to a snapshot (cut). If the snapshot is older than the
-        current
-        step, the loop over `job.steps` repeats the lost steps, and the user's code repeats the
-        request. A
-        request that only reads is also sent again at once, and reads the state of the snapshot.
+        current step, the loop over `job.steps` repeats the lost steps, and the user's code repeats
+        the request. A request that only reads is also sent again at once, and reads the state of
+        the snapshot.
 
         Args:
           call: the user's call for errors, such as "job.save('300')".
           request: function that sends the request, and returns the answer.
           skipped: function that returns the result of a skipped request. None for a request that
-            only
-            reads, which is never skipped.
+            only reads, which is never skipped.
           retries: False to skip the request even if the snapshot has the current step. Use False
-            for
-            evictions: a snapshot of synchronous servers after this step already contains the
+            for evictions: a snapshot of synchronous servers after this step already contains the
               eviction.
         """
         while skipped is None or not self._return.is_due:

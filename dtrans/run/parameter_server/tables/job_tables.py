@@ -167,10 +167,10 @@ class JobTables(abc.ABC):
         So the row may differ from the row of a single-device run. Evicted rows do not count towards
         the table's limit.
 
-        Synchronous trainers must all call this method with the same arguments, between the same
-        two steps. Servers evict rows when all trainers have called. Asynchronous trainers call the
-        method independently, and each server counts the steps of all trainers. Servers do not
-        evict rows whose gradient has not arrived yet.
+        Synchronous trainers must all call this method with the same arguments, between the same two
+        steps. Servers evict rows when all trainers have called. Asynchronous trainers call the
+        method independently, and each server counts the steps of all trainers. Servers do not evict
+        rows whose gradient has not arrived yet.
 
         Args:
           name: name of the table.

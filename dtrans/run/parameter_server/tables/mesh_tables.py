@@ -42,8 +42,8 @@ class MeshTables(JobTables):
       plan: the job's plan.
       newest: function that returns the last state of `init` or `step`; None if the caller has
         deleted this state.
-      check: function that raises StateError for a state of another job, or for a state with
-        donated arrays.
+      check: function that raises StateError for a state of another job, or for a state with donated
+        arrays.
     """
 
     def __init__(

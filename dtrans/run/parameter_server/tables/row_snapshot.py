@@ -95,8 +95,8 @@ class RowSnapshot(TableRows):
       memory: the block.
       is_live: True if updates continue. Then an update saves rows before it changes them, and
         `segments` can be read only once.
-      patience: seconds that the server waits for a reader that makes no progress. None to save
-        any number of rows without a wait.
+      patience: seconds that the server waits for a reader that makes no progress. None to save any
+        number of rows without a wait.
 
     Attributes:
       most: the largest number of bytes that saved rows have had so far.
