@@ -1,7 +1,7 @@
-"""Lookups of table rows through a communicator.
+"""A trainer's requests for rows of embedding tables, through a background thread (communicator).
 
 Equations record lookups. One request to each server then receives the rows of all recorded lookups.
-`dtrans.run.parameter_server.tables.row_lookups` does the same without a communicator.
+`dtrans.run.parameter_server.tables.row_lookups` does the same without a thread.
 """
 
 from __future__ import annotations
@@ -55,14 +55,19 @@ class _Lookup:
 
 
 class BackgroundLookups:
-    """Recorded lookups of one trainer."""
+    """Lookups of table rows that one trainer's step has recorded, and not requested yet."""
 
     def __init__(self) -> None:
         self._pending: list[_Lookup] = []
         self._pool = BufferPool()
 
     def record(self, eqn: JaxprEqn, uniq: np.ndarray) -> np.ndarray:
-        """Return an array for the rows of a `prefetch`. `receive` writes the rows into it."""
+        """Record a lookup; return an array into which `receive` writes the rows.
+
+        Args:
+          eqn: the `prefetch` equation.
+          uniq: sorted ids of the rows.
+        """
         p, (t,) = eqn.params, eqn.params["types"]
         rows = self._pool.take(f"{p['table']} rows", t.shape, t.dtype)
         self._add(eqn, uniq, rows, lambda: None)
@@ -71,9 +76,10 @@ class BackgroundLookups:
     def record_local(
         self, eqn: JaxprEqn, uniq: np.ndarray, local: CachedRows
     ) -> Sequence[np.ndarray]:
-        """Return arrays for local rows and their state; `receive` fills the arrays.
+        """Record a lookup of GEO-SGD; return arrays for the rows and their optimizer state.
 
-        Rows that the trainer does not store yet are requested from servers.
+        A GEO-SGD trainer stores the rows that it has looked up before. Only missing rows are
+        requested from servers. `receive` fills the arrays.
 
         Args:
           eqn: a `geo_prefetch` equation.
@@ -102,11 +108,11 @@ class BackgroundLookups:
         self._pending.append(_Lookup(eqn, rows, parts, wanted, finish))
 
     def receive(self, receive: Callable[[str, Sequence[WantedRows]], object]) -> None:
-        """Receive the rows of all recorded lookups.
+        """Request the rows of all recorded lookups, and write them into their arrays.
 
         Args:
-          receive: function that receives rows. Its arguments are the trainer's name, and the rows
-            of each block. It is not called if no rows are missing.
+          receive: function that requests rows and waits for them. Its arguments are the trainer's
+            name, and the rows of each server. It is not called if no rows are missing.
         """
         pending, self._pending = self._pending, []
         wanted: list[WantedRows] = []

@@ -1,4 +1,7 @@
-"""Ids of the table rows that a trainer's step looks up, computed before the step."""
+"""Ids of the table rows that a step will look up, computed from a batch before the step.
+
+`job.prefetch` uses them to request these rows in advance.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ from dtrans.run.base.segments import Rules, interpret
 
 
 class BatchRows:
-    """Function from a batch to the ids of the table rows that a step looks up.
+    """Function that computes the ids of the table rows that a step will look up in a batch.
 
-    The function consists of the equations of the trainer's program that compute the ids.
+    The function consists of those equations of the trainer's program that compute the ids.
 
     Args:
       program: the trainer's program. The program's first argument is the state.
@@ -74,7 +77,7 @@ class BatchRows:
         )
 
     def __call__(self, flat: Sequence[Any]) -> list[tuple[JaxprEqn, np.ndarray]]:
-        """Return each `prefetch` equation, and the ids of the rows that it looks up.
+        """Return pairs (`prefetch` equation of a lookup, ids of its rows) for a batch.
 
         Args:
           flat: the program's flat inputs. The state among them is not read.

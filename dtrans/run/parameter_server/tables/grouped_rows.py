@@ -1,9 +1,10 @@
-"""Initialization of new rows of several tables in one call.
+"""Initialization of new rows of several embedding tables in one call.
 
-A step looks up new rows in many tables, and few in each. Tables of one shape and one init have
-equal programs that initialize rows: the programs differ only in the values of the PRNG keys. Such
-tables form a *group*. One call of a compiled loop initializes the new rows of all tables of a
-group. An iteration runs the program of one table, so a row has the same bits as in a single call.
+A step may look up a few new rows in each of many tables, and a call for each table would be slow.
+Tables with equal shapes and inits have equal programs that initialize rows: the programs differ
+only in the values of the PRNG keys. Such tables form a *group*. One call of a compiled loop
+initializes the new rows of all tables of a group. An iteration runs the program of one table, so a
+row has the same bits as in a single call.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ _New = tuple[TableMemory, np.ndarray]  # a table, and the ids of its new rows
 
 
 class GroupedRows:
-    """Creation of the rows that one request looks up in several tables.
+    """Initializer of the new rows that one request looks up in several embedding tables.
 
     Args:
-      memory: the blocks of tables, by name.
+      memory: the blocks (rows of a table on this server), by name.
     """
 
     def __init__(self, memory: Mapping[str, TableMemory]) -> None:
@@ -44,10 +45,13 @@ class GroupedRows:
         self._groups: dict[tuple[Callable[..., Any], int], _Group] = {}
 
     def create(self, ids: Mapping[str, np.ndarray]) -> None:
-        """Initialize and store the rows that do not exist.
+        """Initialize and store the rows of a lookup that do not exist yet.
+
+        A server calls this method before it reads the rows of one request, which may be rows of
+        many tables.
 
         Args:
-          ids: sorted ids of rows in each block, by the block's name.
+          ids: sorted ids of the rows that are looked up in each block, by the block's name.
         """
         wanted: list[tuple[TableMemory, np.ndarray]] = []
         for name, rows in ids.items():
@@ -72,7 +76,7 @@ class GroupedRows:
         found: Sequence[np.ndarray],
         counts: np.ndarray,
     ) -> None:
-        """Initialize and store rows that do not exist, and set their slots in `found`.
+        """Initialize and store new rows, and write their indices in memory (slots) into `found`.
 
         Args:
           wanted: blocks of tables, each with ids of its rows.
@@ -93,7 +97,7 @@ class GroupedRows:
             slots[places] = its_slots
 
     def _initialize(self, new: Sequence[_New]) -> list[list[np.ndarray]]:
-        """Return the initial rows of each block. One call initializes the rows of a group."""
+        """Return the initial rows of each block, with one call for tables with equal programs."""
         found: list[list[np.ndarray]] = [[] for _ in new]
         groups: dict[Hashable, list[int]] = {}
         for i, (table, ids) in enumerate(new):
@@ -110,7 +114,14 @@ class GroupedRows:
         return found
 
     def _key(self, table: TableMemory, count: int) -> tuple[Callable[..., Any], int] | None:
-        """Return the group that can initialize new rows of a table, None if there is none."""
+        """Return the program and number of rows by which tables are grouped, or None.
+
+        None means that the table is initialized alone.
+
+        Args:
+          table: the table.
+          count: number of its new rows.
+        """
         maker = _maker(table)
         if count > SIZES[-1] or maker.is_summed:
             return None
@@ -134,7 +145,7 @@ def _maker(table: TableMemory) -> RowMaker:
 
 
 class _Group:
-    """Tables with equal programs.
+    """Tables whose rows one compiled loop initializes, because their programs are equal.
 
     Args:
       fn: program that initializes rows of one table.

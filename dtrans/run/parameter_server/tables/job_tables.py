@@ -1,4 +1,4 @@
-"""`job.tables`: lookup, export, report, changed rows and eviction of a running job's tables.
+"""`job.tables`: reads rows of a running job's embedding tables, and evicts unused rows.
 
 `JobTables` is the interface of every job with tables. `TrainerTables` sends requests to server
 processes. `MeshTables` (`dtrans.run.parameter_server.tables.mesh_tables`) reads the arrays of a job
@@ -34,10 +34,11 @@ NUMBERS = ("rows", "made", "bytes", "limit", "evicted", "step")  # columns of a 
 
 @dataclasses.dataclass(frozen=True)
 class TablesReport:
-    """Report of a job's tables, with one record for each block. `print` shows it as a table.
+    """Rows and memory of a job's embedding tables. `print` shows the report as a table.
 
     Attributes:
-      blocks: one `TableReport` for each block, in the order of the servers.
+      blocks: one `TableReport` for each block (rows of a table on one server), in the order of the
+        servers.
 
     Example:
       >>> import dtrans
@@ -65,7 +66,9 @@ class TablesReport:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ChangedRows:
-    """Rows of a table that have changed since a step, to update an older copy of the table.
+    """Rows of an embedding table that have changed since a step, to update an older copy.
+
+    A server for inference has a copy, for example. `job.tables.changed` returns this object.
 
     Attributes:
       step: the step after which the rows were read. Pass it as `since` to the next call.
@@ -90,7 +93,7 @@ class ChangedRows:
 
 
 class JobTables(abc.ABC):
-    """Tables of a running job. A table has the name of its leaf, such as `params/emb`.
+    """Embedding tables of a running job, by the name of the parameter, such as `params/emb`.
 
     Args:
       plan: the job's plan.
@@ -129,7 +132,9 @@ class JobTables(abc.ABC):
 
     @abc.abstractmethod
     def report(self) -> TablesReport:
-        """Return the number of rows of each block, and their bytes, after this trainer's last step.
+        """Return the number of stored rows of each table on each server, and their bytes.
+
+        The report describes the state after this trainer's last step.
 
         Raises:
           ConfigError: `init` was not called.
@@ -160,32 +165,17 @@ class JobTables(abc.ABC):
 
     @abc.abstractmethod
     def evict(self, name: str, unused_for: int) -> int:
-        """Evict the rows that received no gradient in the last `unused_for` steps.
+        """Free the memory of rows that received no gradient in the last `unused_for` steps.
 
-        The servers free the memory of these rows and of their optimizer state. When an evicted row
-        is looked up again, it has its initial value, bit for bit, and the initial optimizer state.
-        So the row may differ from the row of a single-device run. Evicted rows do not count towards
-        the table's limit.
+        The servers also free the optimizer state of these rows. When an evicted row is looked up
+        again, it has its initial value, bit for bit, and the initial optimizer state. So the row
+        may differ from the row of a single-device run. Evicted rows do not count towards the
+        table's limit.
 
         Synchronous trainers must all call this method with the same arguments, between the same two
         steps. Servers evict rows when all trainers have called. Asynchronous trainers call the
         method independently, and each server counts the steps of all trainers. Servers do not evict
         rows whose gradient has not arrived yet.
-
-        Args:
-          name: name of the table.
-          unused_for: the number of steps. After a restore from a checkpoint, steps of the earlier
-            job count, too.
-
-        Returns:
-          The number of evicted rows, over all servers. In a synchronous job with cuts (snapshots),
-          0 if a process was lost during the call.
-
-        Raises:
-          ConfigError: the plan has no table `name`, or `init` was not called. Also raised with
-            `dtrans.Geo`, or if the table's update changes rows that no step has looked up.
-          PeerError: a server cannot initialize rows again, or another trainer continues without
-            this call.
         """
 
     def export(self, name: str, path: str | os.PathLike[str]) -> None:
@@ -214,7 +204,7 @@ class JobTables(abc.ABC):
         file.flush()
 
     def _table(self, name: str) -> Table:
-        """Return a table of the plan.
+        """Return the plan's description of a table.
 
         Raises:
           ConfigError: the plan has no table of this name.
@@ -228,11 +218,11 @@ class JobTables(abc.ABC):
         return tables[name]
 
     def _gather(self, name: str, ids: Any, read: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return the rows for ids of any shape and order.
+        """Return rows for ids of any shape and order, by reading each different row once.
 
         Args:
           name: name of the table.
-          ids: row ids.
+          ids: row ids, of any shape.
           read: function from sorted ids to their rows. It is called with one id or more.
         """
         rows, wanted = self._table(name).lookups.rows, np.asarray(ids)
@@ -245,7 +235,7 @@ class JobTables(abc.ABC):
 
 
 class AskServers(Protocol):
-    """Function that sends servers a request between two steps."""
+    """Function that sends all servers a request about a table, between two steps of a trainer."""
 
     def __call__(
         self,
@@ -253,23 +243,24 @@ class AskServers(Protocol):
         ask: Callable[[TrainerSteps], Operation[T]],
         skipped: Callable[[], T] | None = None,
     ) -> T:
-        """Return the servers' answer.
+        """Send the request, and return the servers' answer.
 
         Args:
           what: name of the request, for errors.
           ask: function that starts the request.
-          skipped: for an eviction: returns the result if a process is lost during the request. The
-            job then goes back to a cut (snapshot). Either the cut contains the eviction, or a
-            repeated step requests it again.
+          skipped: only for an eviction: returns its result if a process fails during the request.
+            The job then goes back to a cut (snapshot). Either the snapshot contains the eviction,
+            or a repeated step requests it again.
         """
 
 
 class TrainerTables(JobTables):
-    """Tables of a trainer whose servers are processes.
+    """Embedding tables of a job in processes: a trainer asks the server processes.
 
     Args:
       plan: the job's plan.
-      look_up: function that returns the servers' current rows of a table for sorted ids.
+      look_up: function that returns the servers' current rows. Its arguments are the table's name
+        and sorted ids.
       ask: function that sends servers a request between two steps.
     """
 
@@ -327,12 +318,17 @@ class TrainerTables(JobTables):
             )
 
     def _blocks(self, name: str) -> list[tuple[str, str]]:
-        """Return the server's endpoint and the name of each block of a table."""
+        """Return (endpoint, name) of each server's rows of a table."""
         self._table(name)
         return [(b.endpoint, b.name) for b in self.plan.placement.blocks[name]]
 
     def _ids_in_table(self, name: str, places: Sequence[np.ndarray]) -> np.ndarray:
-        """Convert ids in each block of a table to sorted ids in the table."""
+        """Convert ids of rows on each server to sorted ids in the table.
+
+        Args:
+          name: name of the table.
+          places: for each server with rows of the table, ids that count only these rows.
+        """
         found = []
         for b, there in zip(self.plan.placement.blocks[name], places, strict=True):
             assert b.span is not None

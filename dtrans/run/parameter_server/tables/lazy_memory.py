@@ -1,4 +1,8 @@
-"""Memory of tables. The system allocates a page on its first write; unused pages are freed."""
+"""Memory for embedding tables that may stay mostly unused.
+
+The operating system allocates a page on its first write. Pages that are no longer used can be
+freed.
+"""
 
 from __future__ import annotations
 

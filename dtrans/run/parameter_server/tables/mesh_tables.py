@@ -1,10 +1,10 @@
-"""Tables on a mesh: execution of lookups between the compiled pieces of a trainer's program.
+"""Embedding tables of a job in one process: lookups between the pieces of a trainer's program.
 
     split_ids   checks the ids that each trainer looks up; makes them unique and sorted, on the host
     prefetch    copies rows from the devices of their servers to the trainers, through the host
     send_rows   copies gradients of rows to the host, where a server's update merges them
 
-Each block of a table is on its server's device. Trainers get a static number of rows
+A table's rows are on the devices of their servers. Trainers get a static number of rows
 (`TableLookups.size`), as in jobs of processes.
 
 In a traced step (`plan.verify()`), ids are not known. Each of these functions is then traced as an

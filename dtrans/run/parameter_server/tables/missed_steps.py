@@ -1,4 +1,4 @@
-"""Missed steps of table rows: a row catches up on them before it is read.
+"""Updates that rows of an embedding table skip, and make up for before they are read.
 
 Some optimizers also change rows without a gradient: momentum continues, moments and weights decay.
 On a single device, each step updates all rows. A server updates only rows with a gradient; the
@@ -42,7 +42,10 @@ Arrays = Mapping[str, Any]
 
 
 class StepRecords:
-    """Values that each update of a table has read in addition to rows.
+    """Record of the values that each update of a table has read, other than rows and gradients.
+
+    With these values, such as the learning rate, the server can run an update later for a row that
+    skipped it.
 
     Args:
       types: shape and dtype of each value, by name.
@@ -63,7 +66,7 @@ class StepRecords:
         return sum(x.nbytes for x in self._values.values())
 
     def add(self, values: Arrays) -> None:
-        """Record a step."""
+        """Record the values that a step has read, by name."""
         at = self.now - self.first
         for n, x in self._values.items():
             if at == len(x):  # The array is full, so its length is doubled.
@@ -72,13 +75,13 @@ class StepRecords:
         self.now += 1
 
     def until_now(self) -> StepRecords:
-        """Return a copy that later steps do not change. The copy shares the records' memory."""
+        """Return a copy that later steps do not change, for a thread. The copy shares memory."""
         found = copy.copy(self)
         found._values = dict(self._values)
         return found
 
     def window(self, step: int) -> dict[str, np.ndarray]:
-        """Return the records of at most `WINDOW` steps, from `step` on."""
+        """Return the recorded values of at most `WINDOW` steps, from `step` on, by name."""
         at = step - self.first
         return {n: x[at : at + WINDOW] for n, x in self._values.items()}
 
@@ -92,10 +95,14 @@ class StepRecords:
 
 
 class MissedSteps:
-    """Missed steps of the rows of one block.
+    """Updates that the rows of one block (a table's rows on one server) have skipped.
 
-    A row *rests* until its first update: it has its initial values, and misses no steps. The *slot*
-    of a row is its index in the block's memory (`dtrans.run.parameter_server.tables.stored_rows`).
+    An optimizer such as Adam also changes rows without a gradient. The server skips such a row, and
+    runs the skipped updates with zero gradients before the row is read.
+
+    A row *rests* until its first update: it has its initial values, and no update changes it. The
+    *slot* of a row is its index in the block's memory
+    (`dtrans.run.parameter_server.tables.stored_rows`).
 
     Args:
       update: the server's update.
@@ -123,15 +130,24 @@ class MissedSteps:
 
     @property
     def seen(self) -> np.ndarray:
-        """For each slot, the number of steps that its row includes, or RESTS for a resting row."""
+        """For each slot, the number of updates that its row includes; RESTS if unused."""
         return self._seen
 
     def start(self, slots: np.ndarray) -> None:
-        """Record that rows have the values of the init."""
+        """Record that new rows have their initial values.
+
+        Args:
+          slots: indices of the rows in the block's memory.
+        """
         self._seen[slots] = RESTS if self.rests else 0
 
     def start_from(self, state: Arrays, count: int) -> None:
-        """Record that the rows of the first `count` slots have the values in `state`, by name."""
+        """Record that rows have the values of a checkpoint or of an init, and no skipped updates.
+
+        Args:
+          state: the block and its optimizer state, by name.
+          count: number of rows; they have the first slots (indices in memory).
+        """
         self._seen[:count] = 0
         if self.rests:
             is_resting = np.ones(count, bool)
@@ -147,39 +163,39 @@ class MissedSteps:
         return found
 
     def for_rows(self, seen: np.ndarray) -> MissedSteps:
-        """Return a copy with the same records for other rows.
+        """Return an object with the same records of updates, for copies of other rows.
 
         Args:
-          seen: number of steps that each of these rows includes.
+          seen: number of updates that each of these rows includes.
         """
         found = copy.copy(self)
         found._seen = seen
         return found
 
     def behind(self, slots: np.ndarray) -> np.ndarray:
-        """Return those of some slots (indices in memory) whose rows have missed steps."""
+        """Return the slots (indices in memory) of those rows that have skipped updates."""
         return slots[self._seen[slots] < self._records.now]
 
     def add(self, slots: np.ndarray, values: Arrays) -> bool:
-        """Record a step. Return True if the records are too large, and all rows must catch up.
+        """Record an update; return True if the records are too large, so all rows must catch up.
 
         Args:
-          slots: slots of the rows that the step has updated.
-          values: the values that the step has read in addition to rows, by name.
+          slots: indices in memory of the rows that the update has changed.
+          values: the values that the update has read in addition to rows, by name.
         """
         self._records.add(values)
         self._seen[slots] = self._records.now
         return self._records.nbytes > MOST_BYTES
 
     def forget(self) -> None:
-        """Drop the records. Before this call, all rows must have caught up."""
+        """Drop the records of updates. Before this call, all rows must have caught up."""
         self._records.forget()
 
     def make_up(self, slots: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
-        """Run the missed steps of some rows; write the new rows into `arrays`.
+        """Run the skipped updates of some rows; write the new rows into `arrays`.
 
         Args:
-          slots: slots of the rows.
+          slots: indices of the rows in memory.
           arrays: the block and its optimizer state, by name.
         """
         now, behind = self._records.now, self.behind(slots)
@@ -201,10 +217,10 @@ class MissedSteps:
     def _make(
         self, slots: np.ndarray, size: int, begin: int, stop: int, arrays: dict[str, np.ndarray]
     ) -> None:
-        """Run the missed steps of one window with the compiled program for `size` rows.
+        """Run the skipped updates of one window of steps, with the program for `size` rows.
 
         Args:
-          slots: slots of at most `size` rows.
+          slots: indices in memory of at most `size` rows.
           size: the number of rows of the program.
           begin: the first step of the window.
           stop: the step after the window's last step.
@@ -252,10 +268,12 @@ class MissedSteps:
 def at_zero_gradient(
     blocks: Sequence[OptimizeBlock], rows: Arrays, values: Arrays
 ) -> dict[str, Any]:
-    """Return a block's rows and state after an update with a zero gradient; a pure function.
+    """Return rows and their optimizer state after an update with a zero gradient.
+
+    This pure function is a skipped update, which a row makes up for.
 
     Args:
-      blocks: the optimize blocks of the update, in order.
+      blocks: the optimize blocks (small programs) of the update, in order.
       rows: the rows and their state, by name.
       values: the values that the update reads in addition to rows, by name.
     """
@@ -278,16 +296,16 @@ def at_zero_gradient(
 
 
 def blocks_of(update: ServerUpdate, table: TableBlock, size: int) -> list[OptimizeBlock]:
-    """Return the optimize blocks that update a table's block, for `size` rows."""
+    """Return the optimize blocks (small programs) that update `size` rows of a table."""
     return [b for b in update.sized({table.name: size}).blocks if b.name == table.name]
 
 
 def _read_beside_rows(update: ServerUpdate, table: TableBlock) -> dict[str, Any]:
-    """Return the types of the values that a block's update reads in addition to rows, by name.
+    """Return shape and dtype of each value that an update reads in addition to rows, by name.
 
-    These values include outputs of earlier optimize blocks if they are reduced over rows. Such an
-    output has the same shape for every number of rows. So the function compares the output's shapes
-    for two numbers of rows.
+    Examples are the learning rate and a clipping factor. These values include outputs of earlier
+    optimize blocks if they are reduced over rows. Such an output has the same shape for every
+    number of rows. So the function compares the output's shapes for two numbers of rows.
     """
     some, more = (blocks_of(update, table, size) for size in (LEAST, 2 * LEAST))
     found: dict[str, Any] = {}

@@ -1,9 +1,8 @@
-"""Initialization of table rows on first use, bit for bit as by the user's init.
+"""Initialization of rows of an embedding table on first use, with the same bits as the user's init.
 
-A server starts without table rows. `NewRows` is a placeholder for a block, or for an array of
-optimizer state that has a row for each row of the block. The placeholder has the array's shape and
-dtype. Its conversion to an array initializes all rows. `table_memory` initializes only the rows
-that are used.
+A server starts without table rows. `NewRows` is a placeholder for the rows of a table on a server,
+or for an array of their optimizer state. The placeholder has the array's shape and dtype. Its
+conversion to an array initializes all rows. `table_memory` initializes only the rows that are used.
 
 PRNG keys are computed separately. So tables of equal shapes share the compiled program that
 initializes rows.
@@ -43,15 +42,15 @@ TOGETHER = 64  # number of rows of each call of an initializer that adds up the 
 
 
 class RowMaker:
-    """Initializer of a block's rows, and of their optimizer state.
+    """Initializer of a table's rows, and of their optimizer state, on one server.
 
     Args:
-      eqn: the block's `init_on_use` equation.
-      args: the arguments of the init.
+      eqn: the `init_on_use` equation of the server's startup program.
+      args: the arguments of the user's `init`.
 
     Attributes:
-      types: shape and dtype of the block, and of each array of its optimizer state.
-      is_summed: True if the init sums numbers of a row.
+      types: shape and dtype of the rows on this server, and of each array of their optimizer state.
+      is_summed: True if the init sums numbers within a row.
     """
 
     def __init__(self, eqn: JaxprEqn, args: Sequence[Any]) -> None:
@@ -62,7 +61,7 @@ class RowMaker:
         self.is_summed = any(map(_sums, equations(self._write(TOGETHER).jaxpr)))
 
     def __call__(self, ids: np.ndarray) -> list[np.ndarray]:
-        """Return initial rows of the block, and then of each array of its state."""
+        """Return the initial values of some rows, and of each array of their state."""
         if not len(ids):
             return [np.empty((0, *t.shape[1:]), t.dtype) for t in self.types]
         calls = rooms(len(ids))
@@ -138,7 +137,7 @@ def split_keys(jaxpr: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
 
 
 class NewRows(ArrayLike):
-    """Placeholder for a table's block, or an array of its state, whose rows are not initialized.
+    """Placeholder for a table's rows, or for an array of their state, before initialization.
 
     Args:
       maker: initializes rows.
@@ -154,7 +153,9 @@ class NewRows(ArrayLike):
 
 
 class KnownRows(ArrayLike):
-    """All rows of a block, or of an array of its state, and the initializer of these rows.
+    """All rows of a table on a server, such as those of a checkpoint, with an initializer.
+
+    With the initializer, rows can be evicted, and initialized again later.
 
     Args:
       array: the rows.
@@ -170,10 +171,12 @@ class KnownRows(ArrayLike):
 
 
 def with_makers(state: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a server's state whose tables also have the initializers of their rows.
+    """Add initializers of rows to the tables of a server's state, such as that of a checkpoint.
+
+    With the initializers, rows can be evicted, and initialized again later.
 
     Args:
-      state: the state, such as one from a checkpoint.
+      state: the state, by name.
       first: the outputs of the server's startup program, by name.
     """
     found = dict(state)
@@ -186,6 +189,11 @@ def with_makers(state: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str,
 
 
 def new_rows(eqn: JaxprEqn, args: Sequence[Any]) -> list[NewRows]:
-    """Return the outputs of an `init_on_use` equation."""
+    """Return placeholders for the rows of a table, which are initialized on first use.
+
+    Args:
+      eqn: the `init_on_use` equation of the server's startup program.
+      args: its operands, the arguments of the user's `init`.
+    """
     maker = RowMaker(eqn, args)
     return [NewRows(maker, i) for i in range(len(maker.types))]

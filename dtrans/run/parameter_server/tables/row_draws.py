@@ -1,4 +1,4 @@
-"""Random numbers with which a row filter admits rows.
+"""Random numbers with which a row filter decides to store a new row of an embedding table.
 
 A number depends on the arguments of the init, the name of the table, the id of the row, and the
 number of the update. So it depends neither on the row's server nor on other rows, and a repeated

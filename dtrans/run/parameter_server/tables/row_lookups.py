@@ -1,10 +1,10 @@
-"""A trainer's lookups of table rows on servers.
+"""A trainer's requests for rows of embedding tables, which servers store.
 
-prefetch   records a lookup, or uses announced rows
+prefetch   records a lookup, or returns rows that were requested in advance
 receive    sends one request to each server for all recorded lookups, and waits for the rows
-announce   requests the rows of a later step, without waiting
+announce   requests the rows of a later step in advance, without waiting
 look_up    reads rows between steps, for evaluation
-send_rows  sends gradients of rows to the servers of the rows
+send_rows  sends gradients of rows to the servers that store the rows
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Lookup:
 
 
 class RowLookups:
-    """One trainer's lookups of table rows on servers.
+    """One trainer's requests for rows of embedding tables, which servers store.
 
     Args:
       connections: the trainer's connections to servers.
@@ -57,10 +57,14 @@ class RowLookups:
         self._parts: dict[str, tuple[np.ndarray, Sequence[BlockPart]]] = {}
 
     def prefetch(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-        """Return an array for the rows of a `prefetch`.
+        """Return an array for the rows of a table that the current step looks up.
 
-        If the rows were announced, the array contains them. Otherwise, `receive` writes the rows
-        into the array later.
+        If the rows were requested in advance (`announce`), the array contains them. Otherwise,
+        `receive` writes the rows into the array later.
+
+        Args:
+          eqn: the `prefetch` equation.
+          values: its operand, the sorted ids of the rows.
         """
         self._connections.identify(eqn)
         (uniq,) = values
@@ -76,13 +80,13 @@ class RowLookups:
         return [lookup.rows]
 
     def _allocate(self, eqn: JaxprEqn, uniq: np.ndarray) -> _Lookup:
-        """Allocate an array for the rows that a `prefetch` looks up."""
+        """Allocate an array for the rows that a `prefetch` equation looks up."""
         (t,) = eqn.params["types"]
         rows = self._pool.take(f"{eqn.params['table']} rows", t.shape, t.dtype)
         return _Lookup(eqn, uniq, rows)
 
     def _look_up(self, lookups: Sequence[_Lookup]) -> list[LookedUp]:
-        """Split lookups of a step into lookups of blocks, in one pass over all tables."""
+        """Divide lookups among the servers that store the rows, in one pass over all tables."""
         found = []
         eqns = [x.eqn for x in lookups]
         parts = parts_in(eqns, [x.uniq for x in lookups])
@@ -93,7 +97,7 @@ class RowLookups:
         return found
 
     def receive(self) -> None:
-        """Request and receive the rows of all recorded lookups."""
+        """Request the rows of all recorded lookups from the servers, and wait for them."""
         pending, self._pending = self._pending, []
         if not pending:
             return
@@ -105,10 +109,10 @@ class RowLookups:
             self._parts[x.table] = x.uniq, x.parts
 
     def announce(self, lookups: Sequence[tuple[JaxprEqn, np.ndarray]]) -> None:
-        """Request the rows of a later step without waiting for them.
+        """Request the rows of a later step in advance, without waiting for them.
 
         Args:
-          lookups: `prefetch` equations, each with the ids of its rows.
+          lookups: the `prefetch` equations of this step, each with the ids of its rows.
         """
         for eqn, _ in lookups:
             self._connections.identify(eqn)
@@ -117,13 +121,13 @@ class RowLookups:
     def look_up(
         self, eqn: JaxprEqn, ids: np.ndarray, ask: Callable[[Sequence[WantedRows]], bool]
     ) -> np.ndarray:
-        """Return rows for evaluation. No gradient of these rows follows.
+        """Return rows for evaluation between steps. The trainer sends no gradient of these rows.
 
         Args:
           eqn: a `prefetch` equation of the table.
           ids: increasing row ids.
-          ask: function that receives the rows through the communicator, or returns False if no
-            communicator runs.
+          ask: function that requests the rows through the background thread. It returns False if no
+            thread runs; then this method uses the connections itself.
         """
         t = eqn.params["types"][0]
         rows = np.empty((len(ids), *t.shape[1:]), t.dtype)

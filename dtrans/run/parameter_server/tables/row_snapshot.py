@@ -1,12 +1,14 @@
-"""Copy-on-write snapshot of a block's rows, which another thread reads during updates.
+"""Snapshot of an embedding table, which a thread writes to a file while updates change the table.
 
-The reader reads the rows in increasing order, in segments. Before the server changes a row that the
-reader has not read, the server saves a copy of the row. The memory for saved rows is bounded: when
-it is full, the server waits for the reader. If the reader makes no progress for some time, the
-server continues, and the reader gets an error.
+The table is not copied at once (copy-on-write). The thread, called *reader*, reads the rows in
+increasing order, in segments. Before the server changes a row that the reader has not read, the
+server saves a copy of the row. The memory for saved rows is bounded: when it is full, the server
+waits for the reader. If the reader makes no progress for some time, the server continues, and the
+reader gets an error.
 
-A server with cuts at failures takes a snapshot before each update. Most of these snapshots are
-never read, so they only record the old values of the rows that the update changes.
+A server with snapshots at failures (`dtrans.Cuts(at_loss=True)`) takes a snapshot before each
+update. Most of these snapshots are never read, so they only record the old values of the rows that
+the update changes.
 """
 
 from __future__ import annotations
@@ -56,14 +58,14 @@ class SharedRows(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _SavedRows:
-    """Copies of rows before a change.
+    """Copies of rows that an update has changed since the snapshot.
 
     Attributes:
       ids: the sorted ids of the rows.
       changed: `StoredRows.changed` of each row.
-      seen: number of steps that each row includes, undefined for rows that do not exist; None if
-        rows miss no steps.
-      rows: maps the name of each array to copies of the rows. Rows that do not exist are left out.
+      seen: number of updates that each row includes, undefined for rows that do not exist; None if
+        rows skip no updates.
+      rows: copies of the rows in each array, by name. Rows that do not exist are left out.
     """
 
     ids: np.ndarray
@@ -89,10 +91,10 @@ class _SavedRows:
 
 
 class RowSnapshot(TableRows):
-    """Snapshot of the rows of a block.
+    """Snapshot of a table's rows on one server, which another thread can read during updates.
 
     Args:
-      memory: the block.
+      memory: the rows.
       is_live: True if updates continue. Then an update saves rows before it changes them, and
         `segments` can be read only once.
       patience: seconds that the server waits for a reader that makes no progress. None to save any
@@ -218,12 +220,13 @@ class RowSnapshot(TableRows):
         self.close()
 
     def _next(self, most: int) -> tuple[_SavedRows, np.ndarray]:
-        """Read at most `most` further rows.
+        """Read at most `most` further rows, as they were at the time of the snapshot.
 
-        With the lock held, the method copies current rows, and replaces changed rows by saved rows.
+        With the lock held, the method copies current rows. For rows that have changed since, it
+        takes the saved copies.
 
         Returns:
-          The rows at the time of the snapshot, and the ids of rows that did not exist at that time.
+          The rows, and the ids of rows that did not exist at the time of the snapshot.
         """
         with self._progress:
             if self._over:
@@ -274,7 +277,7 @@ class RowSnapshot(TableRows):
         return self._known[first:last], stop
 
     def _catch_up(self, old: _SavedRows, new: np.ndarray) -> RowSegment:
-        """Run the missed steps of rows; return the rows as a segment.
+        """Run the updates that rows have skipped; return the rows as a segment.
 
         If updates also change rows that do not exist yet, initialize these rows and include them.
 

@@ -1,12 +1,12 @@
-"""Updates of the table rows that trainers have looked up.
+"""Updates of those rows of embedding tables that trainers have looked up.
 
 An update reads these rows (`take`), computes new rows, and writes the new rows back (`put`). A
 server process stores tables in NumPy memory (`table_memory`). On a mesh, a table is an array on its
 server's device. `put` then returns a new array. If the old array is donated, the new array reuses
 its memory.
 
-Updates are compiled for a few numbers of rows only (`room_for`), and so are `take` and `put` on
-devices.
+The number of rows changes from step to step. To compile few functions, the rows are padded to one
+of a few numbers (`room_for`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Rows = Mapping[str, Any]
 
 
 class RowUpdates:
-    """Updates of a server, with or without tables.
+    """Updates of a server in which some gradients are those of table rows.
 
     Args:
       tables: the server's blocks of tables, by name.
@@ -40,10 +40,9 @@ class RowUpdates:
         with zeros.
       put: function that stores new rows of a block and of its optimizer state. It returns these
         arrays, by name.
-      groups: groups of the tables whose updates touch only some rows, if `run` gets an update with
-        one optimize block for each group. By default, each table is a group.
-      admit: function that drops gradients of rows that a row filter does not admit. By default, all
-        rows are admitted.
+      groups: groups of tables that the update handles together. By default, each table is a group.
+      admit: function that drops gradients of rows that a row filter does not store. By default, all
+        rows are stored.
     """
 
     def __init__(
@@ -74,7 +73,10 @@ class RowUpdates:
         watched: dict[str, Any] | None = None,
         unused: Mapping[str, Any] = {},
     ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
-        """Run a step like `CompiledUpdate.run`, with gradients of table rows.
+        """Run one update as a generator, which pauses at exchanges like `CompiledUpdate.run`.
+
+        The method reads the rows with a gradient, runs the compiled update, and stores the new
+        rows.
 
         Args:
           compiled: function that returns the compiled update for a number of rows of each group.
@@ -115,7 +117,7 @@ class RowUpdates:
     def _put_group(
         self, group: TableGroup, ids: Mapping[str, np.ndarray], new: Rows, state: Rows
     ) -> Rows:
-        """Store new rows of the tables of a group; return the arrays of these tables."""
+        """Store the new rows of all tables in a group; return the arrays of these tables."""
         if len(group.tables) == 1:
             return self._put(group.tables[0], ids[group.name], new, state)
         found: dict[str, Any] = {}
@@ -130,13 +132,16 @@ class RowUpdates:
         grads: Rows,
         present: Collection[int],
     ) -> dict[str, Any]:
-        """Return gradients that are reduced over trainers; gradients of tables are `RowGradient`s.
+        """Sum gradients over trainers, before they are sent to a backup server.
 
         Args:
-          merge: compiled function that reduces arrays.
+          merge: compiled function that sums arrays.
           names: names of the gradients that `merge` reads.
           grads: gradients by name.
-          present: ids of the trainers whose gradients are reduced.
+          present: ids of the trainers whose gradients are summed.
+
+        Returns:
+          The sums by name. Gradients of tables are `RowGradient`s.
         """
         ids = self._ids(grads, present)
         sizes = _grow(self._room_of_merge, {n: len(x) for n, x in ids.items()})
@@ -155,12 +160,12 @@ class RowUpdates:
     def _scattered(
         self, grads: Rows, ids: Mapping[str, np.ndarray], sizes: Mapping[str, int]
     ) -> dict[str, Any]:
-        """Return gradients as arrays. The rows of a table's gradient follow the ids of its block.
+        """Convert gradients of rows to arrays that have one row for each id, with zeros in between.
 
         Args:
-          grads: gradients by name.
+          grads: gradients by name. Gradients that are arrays stay the same.
           ids: ids of rows, by block.
-          sizes: number of rows of the arrays, by block. Gradients that are arrays stay the same.
+          sizes: number of rows of the arrays, by block.
         """
         arrays = dict(grads)
         for name, x in grads.items():
@@ -170,12 +175,12 @@ class RowUpdates:
         return arrays
 
     def _ids(self, grads: Rows, present: Collection[int]) -> dict[str, np.ndarray]:
-        """Return the ids of the rows to update, by block."""
+        """Return the sorted ids of all rows that have a gradient, by block."""
         return {n: all_ids(t, grads, present) for n, t in self._by_rows.items()}
 
 
 def _grow(sizes: dict[str, int], counts: Mapping[str, int]) -> dict[str, int]:
-    """Return the numbers of rows of a compiled function; increase `sizes` if they do not suffice.
+    """Choose the padded numbers of rows for one step, so that few functions are compiled.
 
     One compiled function has the rows of all blocks, so each new combination of numbers is
     compiled. To have few combinations, all numbers stay the same while they suffice. When one block
@@ -183,8 +188,9 @@ def _grow(sizes: dict[str, int], counts: Mapping[str, int]) -> dict[str, int]:
     larger than the block's number of rows.
 
     Args:
-      sizes: number of rows of each block or group, by name; updated in place. Empty at first.
-      counts: number of rows that are needed, by name.
+      sizes: current number of rows of each block or group, by name; updated in place. Empty at
+        first.
+      counts: number of rows that this step needs, by name.
     """
     if not sizes:
         sizes |= {n: room_for(count) for n, count in counts.items()}
@@ -197,7 +203,13 @@ def _grow(sizes: dict[str, int], counts: Mapping[str, int]) -> dict[str, int]:
 def all_ids(
     table: TableBlock, grads: Mapping[str, RowGradient], present: Collection[int]
 ) -> np.ndarray:
-    """Return the sorted ids of the rows in the gradients of the trainers in `present`."""
+    """Return the sorted ids of the rows for which some trainers have sent gradients.
+
+    Args:
+      table: the block.
+      grads: gradients by name.
+      present: ids of these trainers.
+    """
     ids = [grads[table.gradients[k]].ids for k in sorted(present)]
     return ids[0] if len(ids) == 1 else sorted_once(np.concatenate(ids))
 
@@ -208,10 +220,10 @@ def all_ids(
 def take_padded(
     group: TableGroup, ids: Mapping[str, np.ndarray], size: int, state: Rows
 ) -> dict[str, jax.Array]:
-    """Return rows of a group's only block and of its state on a device, padded with zeros.
+    """Return a table's rows and their state from a device, padded to `size` with zeros.
 
     Args:
-      group: the group.
+      group: a group that consists of this table only.
       ids: ids of the rows, by block.
       size: the number of rows of the result.
       state: the block and its optimizer state, by name.
@@ -221,22 +233,22 @@ def take_padded(
 
 
 def take_rows(table: TableBlock, ids: Any, state: Rows) -> dict[str, jax.Array]:
-    """Return rows of a block and of its state; return zeros for ids that are padding."""
+    """Return a table's rows and their state; an id beyond the table gives a row of zeros."""
     return {n: _take(state[n], ids) for n in table.arrays}
 
 
 def put_rows(table: TableBlock, ids: Any, new: Rows, state: Rows) -> dict[str, jax.Array]:
-    """Return a block and its state with new rows. Drop rows whose ids are padding."""
+    """Return a table and its optimizer state with some new rows; ignore ids beyond the table."""
     return {n: _put(state[n], ids, new[n]) for n in table.arrays}
 
 
 def put_padded(
     table: TableBlock, ids: np.ndarray, new: Rows, state: Rows, *, donate: bool = True
 ) -> dict[str, jax.Array]:
-    """Return a block and its state with new rows.
+    """Return a table and its optimizer state on a device, with some new rows.
 
     Args:
-      table: the block of the table.
+      table: the table's block.
       ids: the ids of the rows that the update has changed.
       new: rows by name. Rows after the first len(ids) are padding.
       state: the state before the step.
@@ -255,7 +267,10 @@ def read_rows(block: jax.Array, ids: np.ndarray) -> np.ndarray:
 
 
 def pad_ids(ids: np.ndarray, size: int, rows: int) -> np.ndarray:
-    """Pad ids to length `size` with the number `rows`, which is not a row id."""
+    """Pad row ids to length `size` with the table's number of rows, which is no valid id.
+
+    For a table of 9 rows, [1, 4] and size 4 give [1, 4, 9, 9].
+    """
     return np.concatenate([ids, np.full(size - len(ids), rows)]).astype(np.int32)
 
 

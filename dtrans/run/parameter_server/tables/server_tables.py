@@ -1,4 +1,4 @@
-"""Reports, changed rows and evictions of one server's tables, between two updates."""
+"""Reports, changed rows and evictions of one server's embedding tables, at a trainer's request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from dtrans.run.parameter_server.tables.table_memory import TableMemory
 
 
 class ServerTables:
-    """Implementation of `dtrans.protocol.tables.stored_tables.StoredTables`.
+    """One server's embedding tables, for requests of trainers between two updates.
+
+    The class implements `dtrans.protocol.tables.stored_tables.StoredTables`. A *block* has the rows
+    of a table on one server.
 
     Args:
       endpoint: the server's endpoint.
@@ -57,7 +60,7 @@ class ServerTables:
         return TableReport(*place, table.rows, size, None, 0, self._steps(table.name))
 
     def evict(self, name: str, unused_for: int, under_way: np.ndarray) -> int:
-        """Evict the rows without a gradient in the last `unused_for` steps; return how many.
+        """Free the rows without a gradient in the last `unused_for` steps; return their number.
 
         Args:
           name: name of the block.

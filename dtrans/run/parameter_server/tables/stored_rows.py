@@ -1,9 +1,9 @@
-"""Memory of the rows of a block that exist, and of their optimizer state.
+"""Memory of those rows of an embedding table that exist, and of their optimizer state.
 
-The rows have no gaps: a hash table maps the id of each row to a *slot*, and the slots of n rows are
-0 to n - 1. So memory is proportional to the number of existing rows, even if their ids are
-scattered over a large table. If all rows exist from the start, the slot of a row is its id, and
-there is no hash table.
+A server stores a row only after its first use. The stored rows have no gaps: a hash table maps the
+id of each row to a *slot* (index in memory), and the slots of n rows are 0 to n - 1. So memory is
+proportional to the number of stored rows, even if their ids are scattered over a large table. If
+all rows exist from the start, the slot of a row is its id, and there is no hash table.
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ class StoredRows:
         return ids[is_evicted], changed[is_evicted]
 
     def counts(self, ids: np.ndarray) -> np.ndarray:
-        """Return how many updates a row filter has counted for each of some missing rows."""
+        """Return the number of updates that a row filter has counted for missing rows."""
         return split_counts(self.slots(ids))[0]
 
     def set_counts(self, ids: np.ndarray, counts: np.ndarray) -> None:
-        """Store how many updates a row filter has counted for rows that do not exist."""
+        """Store the number of updates that a row filter has counted for rows that do not exist."""
         assert self._directory is not None
         _, changed = split_counts(self.slots(ids))
         self._directory.put(ids, changed - counts * COUNTS)

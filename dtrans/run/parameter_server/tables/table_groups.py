@@ -1,9 +1,10 @@
-"""Groups of tables whose rows one optimize block updates.
+"""Groups of embedding tables whose rows are updated together, by one optimize block.
 
-The optimize blocks of tables with equal rows and one optimizer differ only in names. Such tables
-form a *group*. One block then updates the rows of all tables of the group: each of its arrays has
-the rows of the first table, the rows of the second table, and so on, and then padding. A group has
-the name of its first table. Any other table is a group of one table.
+A model may have many tables with a few updated rows each, and one update for each would be slow.
+The optimize blocks (small programs) of tables with equal rows and one optimizer differ only in
+names. Such tables form a *group*. One block then updates the rows of all tables of the group: each
+of its arrays has the rows of the first table, the rows of the second table, and so on, and then
+padding. A group has the name of its first table. Any other table is a group of one table.
 """
 
 from __future__ import annotations
@@ -24,25 +25,33 @@ from dtrans.run.parameter_server.update import ServerUpdate
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableGroup:
-    """Tables whose rows one optimize block updates.
+    """Tables whose rows are updated together, by one optimize block (small program).
 
     Attributes:
-      tables: the blocks of the tables.
+      tables: the blocks (rows on this server) of the tables.
     """
 
     tables: tuple[TableBlock, ...]
 
     @property
     def name(self) -> str:
-        """Name of the group."""
+        """Name of the group: the name of its first table."""
         return self.tables[0].name
 
     def count(self, ids: Mapping[str, np.ndarray]) -> int:
-        """Return the number of rows of all tables; `ids` maps each table's name to its row ids."""
+        """Return the total number of rows to update.
+
+        Args:
+          ids: ids of the rows to update in each table, by name.
+        """
         return sum(len(ids[t.name]) for t in self.tables)
 
     def spans(self, ids: Mapping[str, np.ndarray]) -> list[tuple[TableBlock, slice]]:
-        """Return the positions of each table's rows in the arrays of the group."""
+        """Return the positions of each table's rows in the arrays of the group, as (table, slice).
+
+        Args:
+          ids: ids of the rows to update in each table, by name.
+        """
         found, start = [], 0
         for t in self.tables:
             stop = start + len(ids[t.name])
@@ -82,7 +91,12 @@ class TableGroup:
     def split(
         self, new: Mapping[str, Any], ids: Mapping[str, np.ndarray]
     ) -> list[tuple[TableBlock, dict[str, np.ndarray]]]:
-        """Split the arrays of the group into the rows of each table's arrays."""
+        """Divide the arrays of the group into arrays for each table; the inverse of joining rows.
+
+        Args:
+          new: the arrays of the group, by name.
+          ids: ids of the rows in each table, by name.
+        """
         arrays = [np.asarray(new[n]) for n in self.tables[0].arrays]
         found = []
         for t, at in self.spans(ids):
@@ -91,12 +105,12 @@ class TableGroup:
 
 
 def single_tables(tables: Mapping[str, TableBlock]) -> list[TableGroup]:
-    """Return one group for each table."""
+    """Return groups in which each table is alone, so that each table has its own update."""
     return [TableGroup((t,)) for t in tables.values()]
 
 
 def group_tables(update: ServerUpdate, tables: Mapping[str, TableBlock]) -> list[TableGroup]:
-    """Return the groups of a server's tables.
+    """Find the tables of a server that can be updated together; return groups of tables.
 
     Args:
       update: the server's update.
@@ -128,11 +142,12 @@ def group_tables(update: ServerUpdate, tables: Mapping[str, TableBlock]) -> list
 
 
 def _kind(table: TableBlock, blocks: Sequence[OptimizeBlock]) -> Hashable:
-    """Return a value that is equal for the tables of one group.
+    """Return a key that is equal for two tables if they can be updated together.
 
     Args:
       table: the block of a table.
-      blocks: the optimize blocks that read or write the table's arrays, or read its gradients.
+      blocks: the optimize blocks (small programs) that read or write the table's arrays, or read
+        its gradients.
     """
     if len(blocks) != 1 or blocks[0].name != table.name or len(blocks[0].grads) != 1:
         return table.name
@@ -150,7 +165,7 @@ def _kind(table: TableBlock, blocks: Sequence[OptimizeBlock]) -> Hashable:
 def size_groups(
     update: ServerUpdate, groups: Sequence[TableGroup], sizes: Mapping[str, int]
 ) -> ServerUpdate:
-    """Return an update with one optimize block for each group.
+    """Return an update in which one optimize block (small program) updates each group of tables.
 
     Args:
       update: the server's update.

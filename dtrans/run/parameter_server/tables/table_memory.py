@@ -1,15 +1,18 @@
-"""A block of a table in a server's NumPy memory, whose updates read and write some rows.
+"""Rows of an embedding table in one server's memory, which lookups read and updates change.
+
+A *block* has the rows of a table on one server. A row *exists* if it is stored. It is initialized
+and stored on its first use in a step (`dtrans.run.parameter_server.tables.new_rows`).
 
 Updates are compiled for a few numbers of rows
 (`dtrans.parameter_server.tables.touched_rows.room_for`). Rows, state and gradients are padded with
 zeros to such a number, and the outputs for padding are dropped.
 
-A row *exists* if it is stored. It is initialized and stored on its first use in a step
-(`dtrans.run.parameter_server.tables.new_rows`). If updates also change rows without gradients,
-these rows catch up before they are read (`dtrans.run.parameter_server.tables.missed_steps`).
+With an optimizer such as Adam, an update also changes rows without gradients. These rows skip the
+update. They make up for skipped updates before they are read
+(`dtrans.run.parameter_server.tables.missed_steps`).
 
 With a row filter, lookups create no rows. Before each update, the filter counts the update for each
-row with a gradient. It drops the gradients of rows that it does not admit.
+row with a gradient. It drops the gradients of rows that it does not admit (store) yet.
 
 `dtrans.run.parameter_server.tables.stored_rows` stores the rows, and the step that has last changed
 each row. Rows without a recent update can be evicted. An evicted row has its initial value when it
@@ -56,24 +59,23 @@ CHUNK = 1 << 16  # number of rows that are compared with their initial values at
 
 
 class TableMemory:
-    """Rows of one block, and of its optimizer state.
+    """Memory of one block (an embedding table's rows on one server) and of its optimizer state.
 
     Args:
       update: the server's update.
-      table: the block of the table.
+      table: description of the block.
       state: the initial values, by name.
-      directory: the block's part of the server's hash table, from ids of rows to their slots.
 
     Attributes:
-      table: the block of the table.
+      table: description of the block.
       stored: the rows that exist.
-      arrays: maps names to NumPy arrays: the block, and each array of optimizer state that has a
-        row for each row of the block. The index of a row is its slot in `stored`.
+      arrays: NumPy arrays by name: the block, and each array of optimizer state that has a row for
+        each row of the block. The index of a row is its slot in `stored`.
       reads: names of the values that `put` needs from each update.
       evicted: the number of evicted rows so far.
       step: the number of updates, including updates before the restored checkpoint.
       maker: initializes rows; None if rows cannot be initialized again.
-      missed: missed steps of rows; None if updates change only rows with a gradient.
+      missed: updates that rows have skipped; None if updates change only rows with a gradient.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class TableMemory:
         return self.stored.count
 
     def _load(self, saved: TableRows) -> None:
-        """Store the rows of a checkpoint.
+        """Load the rows that a checkpoint contains.
 
         Raises:
           StateError: this job's init and the init of the checkpoint's job return different rows.
@@ -131,7 +133,7 @@ class TableMemory:
             self.stored.mark_missing(segment.ids[~exists], segment.changed[~exists])
 
     def _store_changed(self, initial: Sequence[np.ndarray], maker: RowMaker) -> None:
-        """Store only the rows that differ from the initial rows of `maker`."""
+        """Store only those rows that differ from the initial values, which `maker` computes."""
         for at in range(0, self.table.rows, CHUNK):
             ids = np.arange(at, min(at + CHUNK, self.table.rows))
             chunks = [x[ids] for x in initial]
@@ -141,7 +143,7 @@ class TableMemory:
             self.stored.add(ids[~is_new], [x[~is_new] for x in chunks], 1)
 
     def rows(self, ids: np.ndarray, *, train: bool) -> np.ndarray:
-        """Return current rows of the block.
+        """Return current rows, for a trainer's lookup.
 
         Args:
           ids: sorted ids.
@@ -163,7 +165,9 @@ class TableMemory:
         return rows.take(self._current(ids, slots), 0, mode="clip")
 
     def admit(self, gradients: Mapping[str, RowGradient]) -> Mapping[str, RowGradient]:
-        """Return the gradients of an update without the rows that the row filter does not admit.
+        """Remove the gradients of rows that the table's row filter does not store yet.
+
+        Without a row filter, all gradients are returned.
 
         Args:
           gradients: the gradients of this block, by name. With delay compensation, the values also
@@ -183,7 +187,13 @@ class TableMemory:
         return found
 
     def _filter(self, ids: np.ndarray) -> np.ndarray:
-        """Count an update for rows; return a mask of the rows that the update may change."""
+        """Apply the row filter: count an update for each row; return a mask of the rows to update.
+
+        A row is updated if it is stored already, or if the filter admits it now.
+
+        Args:
+          ids: sorted ids of the rows with a gradient.
+        """
         how, exists = self.table.row_filter, self.stored.slots(ids) >= 0
         assert how is not None
         new = ids[~exists]
@@ -207,14 +217,14 @@ class TableMemory:
         return is_changed
 
     def _draw(self, ids: np.ndarray) -> np.ndarray:
-        """Draw a number in [0, 1) for each row, for the next update."""
+        """Return a random number in [0, 1) for each row, for the filter's decision."""
         if self._draws is None:
             assert self.maker is not None
             self._draws = RowDraws(self.table.leaf, self.maker.args)
         return self._draws(self.table.span.in_leaf(ids), self.step)
 
     def take(self, ids: np.ndarray, size: int) -> dict[str, np.ndarray]:
-        """Return rows of the block and of its state, padded to `size` with zeros."""
+        """Return rows and their optimizer state for an update, padded to `size` with zeros."""
         return take_together([(self, ids)], size)
 
     def copy_rows(self, ids: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
@@ -225,17 +235,19 @@ class TableMemory:
             x.take(slots, 0, out=rows, mode="clip")
 
     def _slots(self, ids: np.ndarray) -> np.ndarray:
-        """Return the slot of each row, negative for rows that do not exist."""
+        """Return each row's index in the arrays, negative for rows that are not stored."""
         if ids is not self._found[0]:
             self._found = ids, self.stored.slots(ids), False
         return self._found[1]
 
     def _current(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Initialize rows that do not exist; run the missed steps of all rows; return slots.
+        """Bring rows up to date before they are read; return their indices in the arrays.
+
+        Rows that do not exist are initialized. Rows that have skipped updates make up for them.
 
         Args:
           ids: the ids of the rows.
-          slots: the slot of each row; negative for rows that do not exist.
+          slots: the index of each row in the arrays; negative for rows that do not exist.
         """
         if ids is not self._found[0] or not self._found[2]:
             is_new = slots < 0
@@ -248,7 +260,7 @@ class TableMemory:
     def put(
         self, ids: np.ndarray, new: Mapping[str, Any], values: Mapping[str, Any]
     ) -> dict[str, np.ndarray]:
-        """Store the rows that an update has computed; return `arrays`.
+        """Store the rows that an update has computed; return the block's arrays by name.
 
         Args:
           ids: sorted ids of the rows.
@@ -274,7 +286,7 @@ class TableMemory:
         return self.arrays
 
     def evict(self, unused_for: int, under_way: np.ndarray) -> int:
-        """Evict the rows without a gradient in the last `unused_for` steps; return how many.
+        """Free the rows without a gradient in the last `unused_for` steps; return their number.
 
         Evicted rows do not exist any more. Their next use initializes them again.
 
@@ -311,7 +323,11 @@ class TableMemory:
         return len(gone)
 
     def changed(self, since: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of the changed and of the evicted rows after the step `since`."""
+        """Return the ids of rows that were changed, and of rows that were evicted, after a step.
+
+        Args:
+          since: the number of the step.
+        """
         evicted, at = self.stored.evicted()
         gone = evicted[at < -(since + 1)]
         is_changed = self.stored.changed_at[: self.count] > since + 1
@@ -327,12 +343,17 @@ class TableMemory:
         return self.stored.nbytes
 
     def final(self) -> dict[str, ArrayLike]:
-        """Return placeholders for the final arrays of the block and of its state, by name."""
+        """Return the block's final arrays by name, as placeholders that convert on demand.
+
+        So a table that does not fit into memory as one array can still be saved.
+        """
         table = RowSnapshot(self)
         return {n: _FinalArray(self, n, table) for n in self.arrays}
 
     def snapshot(self, patience: float | None = None) -> dict[str, ArrayLike]:
-        """Return a snapshot of the block and of its state, to be read by a thread during updates.
+        """Return a snapshot of the block and its optimizer state, by name.
+
+        A thread can read the snapshot while updates change the block.
 
         Args:
           patience: as for `RowSnapshot`.
@@ -342,14 +363,18 @@ class TableMemory:
         return {n: TableArray(x, table, i) for i, (n, x) in enumerate(self.arrays.items())}
 
     def _before(self, ids: np.ndarray) -> None:
-        """Copy rows that an update will change into the snapshots that a thread still reads."""
+        """Copy rows into the snapshots that threads still read, before the rows change."""
         if self._snapshots:
             self._snapshots = [x for x in self._snapshots if not x.is_over]
             for x in self._snapshots:
                 x.save(ids)
 
     def materialize(self, name: str) -> np.ndarray:
-        """Return the array of this name with all rows. Rows that do not exist are initialized."""
+        """Return one array of the block with all rows. Missing rows are initialized.
+
+        Args:
+          name: name of the array: the block, or an array of its optimizer state.
+        """
         slots = np.arange(self.count)
         self._catch_up(slots)
         if self.count < self.table.rows and self.missed is not None and not self.missed.rests:
@@ -368,7 +393,7 @@ class TableMemory:
         return found
 
     def must_find(self, ids: np.ndarray) -> bool:
-        """Return True if the slots of rows are only known after a search."""
+        """Return True if only a search finds the slots (indices in memory) of these rows."""
         return self.stored.has_gaps and ids is not self._found[0]
 
     def note_slots(self, ids: np.ndarray, slots: np.ndarray, *, all_exist: bool) -> None:
@@ -432,7 +457,7 @@ class TableMemory:
 
 
 class _FinalArray(ArrayLike):
-    """Placeholder for one array of a table; conversion to an array returns all rows."""
+    """Placeholder for one array of a table at the end of a job; it converts to all rows."""
 
     def __init__(self, memory: TableMemory, name: str, table: TableRows) -> None:
         super().__init__(memory.arrays[name], table)
@@ -443,7 +468,12 @@ class _FinalArray(ArrayLike):
 
 
 def _maker_of(saved: TableRows | None, initial: Sequence[Any]) -> RowMaker | None:
-    """Return the initializer of a block's rows; None if rows cannot be initialized again."""
+    """Return the object that initializes a block's rows; None if they cannot be initialized again.
+
+    Args:
+      saved: the rows of a checkpoint, or None.
+      initial: the initial values of the block and of its optimizer state.
+    """
     if saved is not None:
         return None if saved.begins is None else RowMaker(saved.begins.eqn, saved.begins.args)
     if all(isinstance(x, NewRows | KnownRows) for x in initial):
@@ -453,7 +483,10 @@ def _maker_of(saved: TableRows | None, initial: Sequence[Any]) -> RowMaker | Non
 
 
 def _saved_rows(table: TableBlock, initial: Sequence[Any]) -> TableRows | None:
-    """Return the rows of a block and of its state if all come from one checkpoint, else None."""
+    """Return the checkpoint's rows of a block, if the block and its state come from one checkpoint.
+
+    Otherwise, return None.
+    """
     found = {x.table if isinstance(x, ArrayLike) else None for x in initial}
     saved = found.pop()
     if found or saved is None or saved.names != table.arrays:
@@ -472,7 +505,12 @@ def _as_bytes(rows: np.ndarray) -> np.ndarray:
 
 
 def memory_of(update: ServerUpdate, state: Mapping[str, Any]) -> dict[str, TableMemory]:
-    """Return the memory of each block whose updates touch only some rows, by name."""
+    """Create the memory of each table block whose updates touch only some rows, by name.
+
+    Args:
+      update: the server's update.
+      state: the initial values, by name.
+    """
     memory: dict[str, TableMemory] = {}
     directory, start = RowDirectory(), 0
     for n, t in update.tables.items():
@@ -501,7 +539,7 @@ class NewTableRows:
 
 
 def store_together(new: Sequence[NewTableRows]) -> list[np.ndarray]:
-    """Store rows of several blocks that do not exist; return the slots of each block's rows.
+    """Store new rows of several blocks; return the slots (indices in memory) of each block's rows.
 
     Raises:
       WireError: the number of rows would exceed a table's limit. No row is stored.
@@ -522,7 +560,7 @@ def store_together(new: Sequence[NewTableRows]) -> list[np.ndarray]:
 
 
 def find_slots(tables: Sequence[tuple[TableMemory, np.ndarray]]) -> list[np.ndarray]:
-    """Return the slots of rows of several blocks as views of one array.
+    """Return the slots (indices in memory) of rows of several blocks, as views of one array.
 
     One search finds the rows of all blocks, because a search in each of many blocks would take
     longer than the update of their rows.
@@ -539,7 +577,10 @@ def find_slots(tables: Sequence[tuple[TableMemory, np.ndarray]]) -> list[np.ndar
 def take_together(
     tables: Sequence[tuple[TableMemory, np.ndarray]], size: int
 ) -> dict[str, np.ndarray]:
-    """Return rows of several blocks and of their state in one array for each array of a block.
+    """Return the rows of a group of tables that one update changes together, padded with zeros.
+
+    The rows of all tables follow each other in one array. There is one array for the tables, and
+    one for each array of their optimizer state.
 
     Args:
       tables: blocks of tables that form a group, each with the ids of its rows.
@@ -566,7 +607,7 @@ def take_together(
 
 
 def final_arrays(memory: Mapping[str, TableMemory]) -> dict[str, Any]:
-    """Return placeholders for the final arrays of blocks and of their state, by name."""
+    """Return the final arrays of all blocks by name, as placeholders that convert on demand."""
     found: dict[str, Any] = {}
     for table in memory.values():
         found |= table.final()
@@ -576,7 +617,7 @@ def final_arrays(memory: Mapping[str, TableMemory]) -> dict[str, Any]:
 def snapshot_arrays(
     memory: Mapping[str, TableMemory], patience: float | None = None
 ) -> dict[str, Any]:
-    """Return snapshots of blocks and of their state, by name. A thread reads them during updates.
+    """Return snapshots of all blocks by name, which a thread can read during updates.
 
     Args:
       memory: the blocks, by name.
@@ -589,7 +630,9 @@ def snapshot_arrays(
 
 
 def scatter_rows(ids: np.ndarray, size: int, gradient: RowGradient) -> np.ndarray:
-    """Scatter a gradient of rows into an array of `size` rows.
+    """Write gradients of some rows into a larger array, with zeros for the other rows.
+
+    For example, ids [2, 5], size 4 and a gradient of row 5 give the rows (0, gradient, 0, 0).
 
     Args:
       ids: sorted ids of the first len(ids) rows of the array. Later rows are zero.
@@ -603,10 +646,10 @@ def scatter_rows(ids: np.ndarray, size: int, gradient: RowGradient) -> np.ndarra
 
 
 def fill_rows(array: np.ndarray, ids: np.ndarray, gradient: RowGradient) -> None:
-    """Write a gradient of rows into an array that has one row for each id.
+    """Write gradients of some rows into an array, in place; write zeros into the other rows.
 
     Args:
-      array: the array. Rows without a gradient become zero.
+      array: the array, with one row for each id.
       ids: increasing ids of the array's rows.
       gradient: gradients of rows whose ids are a subset of `ids`.
     """
