@@ -1,7 +1,8 @@
-"""Batches that are divided among trainers: checks of their arrays, and padding.
+"""Division of batches among trainers: checks of their arrays, and padding.
 
-The `Share` of an array says how the array is divided: the dimension that is split over the
-trainers, or "replicated", or "key". All split arrays of a batch have the same number of rows.
+The `Share` of an array says which part each trainer gets. It is the dimension that is split over
+the trainers, or "replicated" (every trainer gets the full array), or "key". All split arrays of a
+batch have the same number of rows.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ Share = int | str
 def batch_arrays(
     specs: Sequence[TreeSpec], batch: Sequence[Any], types: Mapping[str, Any]
 ) -> list[Any]:
-    """Flatten the arguments of a batch, and check structures, ranks and types.
+    """Flatten the batch arguments of a step to a list of arrays, and check them.
 
     Args:
       specs: the structure of each argument.
-      types: maps each name to the type of the array with which the step was traced. Sizes of
-        dimensions may differ.
+      batch: the arguments.
+      types: the types with which the step was traced, by name. Sizes of dimensions may differ.
 
     Returns:
       The arrays, in the order of the names in `specs`.
@@ -98,12 +99,17 @@ def shared_batch(
     unsplit: Collection[str],
     unsplit_option: str,
 ) -> list[tuple[Any, Share]]:
-    """Return pairs (array, share). The share is the split dimension, "replicated" or "key".
+    """Decide for each array of a batch which part each trainer gets.
 
     Args:
       names: names of the arrays.
+      arrays: the arrays.
+      trainers: the number of trainers.
       unsplit: names of the arrays that every trainer takes in full.
       unsplit_option: the user's option with these names, for errors.
+
+    Returns:
+      Pairs (array, share). The share is the split dimension, "replicated" or "key" (`Share`).
 
     Raises:
       BatchError: the arrays have different numbers of rows, or the number of trainers does not
@@ -163,9 +169,10 @@ def check_rows(
 
 
 def share_of(name: str, x: Any, trainers: int, unsplit: Collection[str]) -> Share:
-    """Return the share of a batch array: 0 (split along dimension 0), "replicated", or "key".
+    """Return the part of an array that each trainer gets: 0, "replicated" or "key".
 
-    An array is split on dimension 0 if it has dimensions, and `unsplit` does not name it.
+    An array is split on dimension 0 if it has dimensions, and `unsplit` does not name it. Into a
+    PRNG key, each trainer folds its id.
     """
     if trainers == 1 or name in unsplit:
         return "replicated"
@@ -180,7 +187,7 @@ def share_of(name: str, x: Any, trainers: int, unsplit: Collection[str]) -> Shar
 def pad_for_trainers(x: Any, axis: int, trainers: int) -> Any:
     """Pad dimension `axis` to a multiple of the number of trainers.
 
-    The step must ignore the padding.
+    For 3 trainers, 10 rows become 12. The step must ignore the padding.
     """
     return pad_rows(x, axis, -(-x.shape[axis] // trainers) * trainers)
 
@@ -200,10 +207,13 @@ def pad_rows(x: Any, axis: int, count: int) -> Any:
 
 
 def check_uneven(rows: int, trainers: int, is_supported: bool) -> None:
-    """Raise BatchError unless a batch of `rows` rows may be passed as `dtrans.UnevenPart`s.
+    """Raise BatchError if a step cannot take a batch that `shard_batch` has split unevenly.
+
+    Trainers then get `dtrans.UnevenPart`s, with different numbers of rows. The plan must support
+    them, and the rows must not be divisible by the number of trainers.
 
     Args:
-      rows: the rows of the global batch.
+      rows: number of rows of the full batch.
       trainers: the number of trainers.
       is_supported: True if the plan can pad batches.
     """
@@ -228,12 +238,15 @@ def uneven_rows(
     size: int,
     here: int | None = None,
 ) -> list[Any]:
-    """Pad this process's part of a batch that is not split evenly over trainers.
+    """Pad one trainer's part of an unevenly split batch, so that all parts have equal sizes.
+
+    For 10 rows and 3 trainers, the parts have 4, 4 and 2 rows. The last one is padded to 4.
 
     Args:
-      arrays: pairs (array of this process, its share).
-      rows: number of rows of the global batch.
-      part: index of this process.
+      names: names of the arrays.
+      arrays: pairs (array of this trainer, its share).
+      rows: number of rows of the full batch.
+      part: index of this trainer.
       size: number of rows of a part after padding.
       here: number of rows of this part; None if only the last parts have fewer than `size` rows.
 
@@ -260,20 +273,22 @@ def uneven_rows(
 
 
 def part_types(arrays: Sequence[tuple[Any, Share]], trainers: int) -> list[jax.ShapeDtypeStruct]:
-    """Return the types of one trainer's part of a batch, including padding."""
+    """Return shape and dtype of one trainer's part of each array, including padding."""
     return [resize(x, share, lambda rows: -(-rows // trainers)) for x, share in arrays]
 
 
 def global_types(parts: Sequence[tuple[Any, Share]], trainers: int) -> list[jax.ShapeDtypeStruct]:
-    """Convert the types of one trainer's part of a batch to the types of the global batch."""
+    """Return shape and dtype of the full batch's arrays, from those of one trainer's part."""
     return [resize(x, share, lambda rows: rows * trainers) for x, share in parts]
 
 
 def resize(x: Any, share: Share, rows: Callable[[int], int]) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of an array after a change of its number of rows.
+    """Return the shape and dtype of an array with another number of rows.
 
     Args:
-      rows: takes the number of rows of `x`, and returns the new number.
+      x: the array.
+      share: the dimension of its rows; "replicated" or "key" for an array without rows.
+      rows: function from the number of rows of `x` to the new number.
     """
     if isinstance(share, str):
         return array_type(x)

@@ -1,9 +1,8 @@
-"""Positions of a user's batches, to which `dtrans.feed` can go back.
+"""A user's batches, with a way back to an earlier batch, for `dtrans.feed`.
 
-    position    number of batches before the next one
-    mark        the source's state at a position, for sources that can save and restore a state
-
-`dtrans.run.base.feeder` reads a source in a thread, and goes back after the failure of a process.
+After the failure of a process, a job repeats steps, and needs their batches again. The *position*
+of a source is the number of batches before the next one. Some loaders can save and restore their
+state; a *mark* is such a state at a position. `dtrans.run.base.feeder` reads a source in a thread.
 """
 
 from __future__ import annotations
@@ -35,7 +34,9 @@ STATE_METHODS = (
 
 
 class BatchSource:
-    """Batches of an iterable, which is read once from its start to its end.
+    """Batches of an iterable that cannot go back: they are read once, from start to end.
+
+    Subclasses can go back to earlier batches.
 
     Args:
       batches: the iterable.
@@ -43,7 +44,7 @@ class BatchSource:
 
     Attributes:
       position: number of batches before the next one.
-      state: the iterable's state at the position; None if the iterable has none.
+      state: the iterable's saved state at the position; None if it cannot save a state.
     """
 
     state: Any = None
@@ -74,12 +75,17 @@ class BatchSource:
             )
 
     def restore(self, position: int, state: Any) -> None:
-        """Continue at `position`, at which the source had the state `state`."""
+        """Continue at a position, with the state that the source had there.
+
+        Args:
+          position: number of batches before the next one.
+          state: the source's state at this position, or None.
+        """
         self.seek(position)
 
 
 class FunctionSource(BatchSource):
-    """Endless batches, which a function of the step number returns."""
+    """Endless batches from a function of the step number. It can go to any step."""
 
     def __init__(self, batch_of: Callable[[int], Any]) -> None:
         super().__init__(batch_of, iter(()))
@@ -94,7 +100,7 @@ class FunctionSource(BatchSource):
 
 
 class SeekableSource(BatchSource):
-    """Batches of an iterable with a method `seek(step)`."""
+    """Batches of an iterable with a method `seek(step)`, which goes to the batch of a step."""
 
     def seek(self, position: int) -> None:
         if position != self.position:

@@ -35,7 +35,7 @@ from dtrans.run.base.batch_source import BatchSource, open_source
 
 
 class _Loaded(NamedTuple):
-    """Loaded batch that waits for a step, or a mark for the end of the batches.
+    """Loaded batch that waits for a step, or the end of the batches, or an error.
 
     Attributes:
       batch: this process's part.
@@ -49,7 +49,7 @@ class _Loaded(NamedTuple):
 
 
 class Feed(Iterator[Any]):
-    """Iterator over the batches that a thread loads. `dtrans.feed` creates it.
+    """Iterator over the batches that a thread loads while steps run. `dtrans.feed` creates it.
 
     Attributes:
       position: number of batches before the next one. `job.steps` increases it after each step.
@@ -71,9 +71,10 @@ class Feed(Iterator[Any]):
         return loaded.batch
 
     def read_ahead(self) -> Iterator[Any]:
-        """Yield the batches of the next steps. `job.steps` calls `advance` after each step.
+        """Yield batches before their steps, for `job.steps`, which may prefetch their table rows.
 
-        A batch that `advance` has not counted is yielded again by the next call.
+        `job.steps` calls `advance` after each step. If a batch's step has not ended, the next call
+        of this method yields the batch again.
         """
         for loaded in tuple(self._read_ahead):
             yield loaded.batch
@@ -86,7 +87,7 @@ class Feed(Iterator[Any]):
             yield loaded.batch
 
     def advance(self, batch: Any) -> None:
-        """Count a batch that `read_ahead` yielded, because its step has ended.
+        """Move the position past a batch from `read_ahead`, because its step has ended.
 
         Raises:
           StateError: another caller has changed the position since `read_ahead`.
@@ -99,7 +100,7 @@ class Feed(Iterator[Any]):
         self._count(self._read_ahead.popleft())
 
     def _receive(self) -> _Loaded:
-        """Wait for a batch of the loading thread."""
+        """Wait for the next batch from the loading thread."""
         if self._end is not None:
             raise self._end
         start = time.perf_counter()
@@ -168,7 +169,7 @@ class Feed(Iterator[Any]):
         """Start a thread that loads batches.
 
         Args:
-          move: changes the position of the source.
+          move: function that the thread calls first, to move the source to another position.
         """
         self._state = Future()
         self._ready: queue.Queue[_Loaded] = queue.Queue(self._ahead)

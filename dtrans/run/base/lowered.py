@@ -1,4 +1,4 @@
-"""Compiled functions of a step: a record of them for `job.lower`, and a cache."""
+"""Compiled functions of a step: a record for `job.lower`, and a cache of equal functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class LoweredStep:
-    """Lowered functions of a step, in the order of their calls.
+    """Compiled functions of a step, in the order of their calls, for inspection. See `job.lower`.
 
     Attributes:
       parts: maps the name of each function to the result of `jax.jit(...).lower`. Names are
@@ -46,10 +46,12 @@ def recording() -> Iterator[dict[str, Any]]:
 
 
 def call_recorded(name: Callable[[], str], jitted: Callable[..., Any], *args: Any) -> Any:
-    """Call a jitted function; inside a `recording` block, also record its lowered form.
+    """Call a jitted function. During `job.lower`, also record its lowered form.
 
     Args:
       name: function that returns the name for the record. It is called only inside `recording`.
+      jitted: the function.
+      *args: its arguments.
     """
     if _recorded is not None and hasattr(jitted, "lower"):
         _recorded.setdefault(name(), jitted.lower(*args))
@@ -57,10 +59,10 @@ def call_recorded(name: Callable[[], str], jitted: Callable[..., Any], *args: An
 
 
 def jitted_once(fn: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
-    """Jit a function; reuse an earlier jitted function that has equal StableHLO and options.
+    """Jit a function, or return an earlier jitted function with equal StableHLO and options.
 
-    Lowering takes a tenth of the time of compiling. For tables of one shape, for example, the
-    programs that initialise rows are equal, so only one is compiled.
+    Lowering takes a tenth of the time of compiling. For example, tables of one shape have equal
+    programs that initialize rows, so only one program is compiled.
 
     Args:
       fn: a pure function.

@@ -1,4 +1,4 @@
-"""Conversion of a program to the function that one trainer on a named axis runs."""
+"""Conversion of a program to a function that one trainer runs, with JAX's collectives."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from dtrans.run.base.segments import Rules, interpret
 def per_trainer(
     program: Program, rules: Callable[[], Rules] = lambda: OVER_AXIS
 ) -> Callable[..., list[Any]]:
-    """Convert a program to a function of flat arrays, which each trainer of a named axis runs.
+    """Convert a program to a function of flat arrays, which each trainer on a named axis runs.
+
+    Callers map the function over all trainers by `jax.shard_map` or `jax.vmap`.
 
     Args:
+      program: the program of one trainer.
       rules: function that returns the implementation of each communication primitive, for one
         trace. By default these are JAX's collectives over the axis.
     """

@@ -12,15 +12,7 @@ from dtrans.ir.array_fns import in_one
 
 @dataclasses.dataclass(frozen=True)
 class Merge:
-    """Rule that merges one result over all trainers.
-
-    The input stacks the results of all trainers on a leading dimension. `way` is one of:
-
-        "mean", "sum"   reduces over trainers
-        "same"          takes one value, because all trainers have the same
-        "concat"        concatenates rows of the batch along `axis`
-        "joined"        the rows of the input are concatenated already
-        "each"          returns the stack unchanged
+    """Rule that merges one result, such as the loss, over all trainers.
 
     Attributes:
       way: the rule, one of the above.
@@ -37,7 +29,12 @@ class Merge:
     rows: int | None = None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Merge the results of all trainers, which `x` stacks on a leading dimension."""
+        """Merge the results of all trainers.
+
+        Args:
+          x: the results, stacked on a leading dimension. With "joined", their rows are
+            concatenated.
+        """
         if self.way in ("concat", "joined"):
             if self.way == "concat":
                 x = in_one(x, self.axis)

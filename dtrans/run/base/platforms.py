@@ -16,12 +16,13 @@ from dtrans.zero.plan import ShardingPlan
 
 
 def resolve_for_platform(plan: CollectivePlan, platform: str = "") -> CollectivePlan:
-    """Return the plan with a platform's defaults for options that the user left unset.
+    """Set options that the user left unset, to the best values for a platform.
 
     On CPUs, loops of ZeRO stage 3 do not prefetch the next layer, because all-gathers do not
     overlap with computation. A prefetch would only cost the memory of a layer.
 
     Args:
+      plan: the plan.
       platform: JAX's name of the platform: "cpu", "gpu", "tpu".
     """
     if not isinstance(plan, ShardingPlan):
@@ -35,8 +36,9 @@ def resolve_for_platform(plan: CollectivePlan, platform: str = "") -> Collective
 
 
 def stable_bits_options() -> dict[str, str] | None:
-    """Return compiler options that make an equation's result bitwise equal in every program.
+    """Return compiler options with which equal equations have equal bits in different programs.
 
+    Several servers compile different programs for parts of one update, and must round equally.
     XLA's algebraic simplifier rewrites `x / s` to `x * (1 / s)` if only one equation reads `s`. On
     a server with one block, one equation reads Adam's bias correction, and with two blocks two
     equations do. So the two servers would round differently. On CPUs, the options disable the

@@ -1,11 +1,11 @@
-"""Mapping of one trainer's program over all trainers, on a mesh or on one device.
+"""Conversion of one trainer's program to a function that computes all trainers' results.
 
     on_mesh         by `jax.shard_map`: each trainer is a device
     on_one_device   by `jax.vmap`, one call for each axis: one device simulates all trainers
 
-Trainers are arranged along named axes, and the collectives of the program refer to these names.
-Both functions take an `AxisSharding` for each operand and result of the program. They return a
-function of global arrays.
+Trainers are arranged along named axes, such as "data" and "model". The collectives of the program
+refer to these names. Both functions take an `AxisSharding` for each operand and result of the
+program. They return a function of global arrays.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ Axes = Sequence[tuple[str, int]]  # pairs (name, size), the outermost axis first
 
 @dataclasses.dataclass(frozen=True)
 class AxisSharding:
-    """Sharding of a value over named axes.
+    """Relation between a value of one trainer and a global array, for trainers along named axes.
 
-    Along an axis that is in no attribute, the value is replicated, so all trainers must compute the
-    same value.
+    Along an axis that is in no attribute, the value is replicated: all trainers must compute the
+    same value. For example, `cut=((0, ("data",)),)` means that the trainers along "data" divide the
+    rows.
 
     Attributes:
       cut: pairs (dimension of one trainer's value, axes that shard the dimension).
@@ -47,7 +48,7 @@ class AxisSharding:
 
     @functools.cached_property
     def spec(self) -> P:
-        """Sharding of the global array."""
+        """JAX's `PartitionSpec` of the global array."""
         leading = bool(self.stacked)
         along = {dim + leading: names for dim, names in self.cut}
         if leading:
@@ -61,11 +62,13 @@ class AxisSharding:
 
     @functools.cached_property
     def varies(self) -> frozenset[str]:
-        """Axes along which trainers have different values."""
+        """Axes along which trainers have different values or different shards."""
         return frozenset(self.stacked).union(*(names for _, names in self.cut))
 
     def sharded_along(self, dim: int | None, *axes: str) -> AxisSharding:
-        """Return a sharding in which `axes` shard dimension `dim`, and no other dimension.
+        """Return the sharding with a dimension that some axes divide.
+
+        If the axes divided another dimension before, they no longer do.
 
         Args:
           dim: the dimension; None to return the sharding unchanged.
@@ -82,10 +85,10 @@ class AxisSharding:
 
     @classmethod
     def from_dims(cls, dims: Mapping[str, int]) -> AxisSharding:
-        """Return the sharding of an array that mesh axes divide.
+        """Return the sharding of an array that several mesh axes divide.
 
         Args:
-          dims: the dimension that each axis divides (dict by axis).
+          dims: the dimension that each axis divides, such as `{"data": 0, "model": 1}`.
         """
         sharding = cls()
         for mesh_axis, dim in dims.items():
@@ -93,7 +96,7 @@ class AxisSharding:
         return sharding
 
     def restrict_to(self, axes: Collection[str]) -> AxisSharding:
-        """Return the sharding with `axes` only; all other axes must have size 1."""
+        """Return the sharding without all axes that are not in `axes`. Their size must be 1."""
 
         def known(names: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(name for name in names if name in axes)
@@ -109,10 +112,11 @@ def on_mesh(
     outs: Sequence[AxisSharding],
     gathered: Collection[int] = (),
 ) -> Function:
-    """Map a function of one trainer over the devices of a mesh.
+    """Convert a function of one trainer to a function of all trainers, each on a mesh device.
 
     Args:
       fn: function of flat arrays, with collectives over the axes of the mesh.
+      mesh: the devices, along named axes.
       ins, outs: shardings of the function's operands and results.
       gathered: indices of results to all-gather, so that every device has the full result.
 
@@ -145,7 +149,7 @@ def on_mesh(
 
 
 def _all_gather(x: jax.Array, sharding: AxisSharding) -> jax.Array:
-    """Return the global array on every device."""
+    """Gather the shards of a result, so that every device has the full array."""
     for dim, names in enumerate(sharding.spec):
         if names is not None:
             x = jax.lax.all_gather(x, names, axis=dim, tiled=True)
@@ -160,7 +164,7 @@ def on_one_device(
     *,
     in_turn: bool = False,
 ) -> Function:
-    """Map a function of one trainer over axes that one device simulates.
+    """Convert a function of one trainer to a function of all trainers, which one device computes.
 
     Args:
       fn: function of flat arrays, with collectives over the axes.
@@ -206,7 +210,14 @@ def _leading_if(is_mapped: bool) -> int | None:
 
 
 def _map_in_turn(fn: Function, in_axes: Sequence[int | None], size: int) -> Function:
-    """Return a function that applies `fn` to each index of the leading dimension, in turn."""
+    """Return a function that calls `fn` for each trainer, one after the other.
+
+    Args:
+      fn: function of one trainer.
+      in_axes: for each operand, 0 if its leading dimension has one entry for each trainer, else
+        None.
+      size: the number of trainers.
+    """
 
     def run_all(*args: Any) -> Any:
         def run_one(parts: Sequence[Any]) -> Sequence[Any]:
@@ -226,7 +237,11 @@ def _map_in_turn(fn: Function, in_axes: Sequence[int | None], size: int) -> Func
 
 
 def _to_leading(x: Any, sharding: AxisSharding, axes: Axes) -> Any:
-    """Reshape a global array for vmap: one leading dimension for each axis in `varies`."""
+    """Reshape a global array for `jax.vmap`, which maps over leading dimensions.
+
+    The result has one leading dimension for each axis along which trainers differ. For example, an
+    array of shape [8, 3], whose rows 2 trainers divide, gets the shape [2, 4, 3].
+    """
     sizes, cut = dict(axes), dict(sharding.cut)
     shape = values_at(sizes, sharding.stacked)
     position = number_items(sharding.stacked)
@@ -241,10 +256,10 @@ def _to_leading(x: Any, sharding: AxisSharding, axes: Axes) -> Any:
 
 
 def _from_leading(x: Any, sharding: AxisSharding, axes: Axes) -> Any:
-    """Reshape a result of vmap to a global array; the inverse of `_to_leading`.
+    """Reshape a result of `jax.vmap` to a global array; the inverse of `_to_leading`.
 
-    `x` has one leading dimension for each axis in `varies`. Along axes in `first`, the value of
-    the first trainer is selected.
+    The value has one leading dimension for each axis along which trainers differ. Along axes in
+    `first`, the function selects the value of the first trainer.
     """
     sizes, cut = dict(axes), dict(sharding.cut)
     mapped = [name for name, _ in axes if name in sharding.varies.union(sharding.first)]

@@ -14,7 +14,12 @@ from dtrans.ir.array_fns import padded_to
 
 
 def with_padding(x: Any, cuts: Mapping[str, Sliced]) -> Any:
-    """Return an array of the state with the padding of its slices over each mesh axis."""
+    """Pad an array of a job's state, so that its devices can store equal slices.
+
+    Args:
+      x: the array.
+      cuts: the slices along each mesh axis, by the name of the axis.
+    """
     for sliced in cuts.values():
         x = padded_to(x, sliced.axis, sliced.padded)
     return x
@@ -37,7 +42,14 @@ def check_kind(state: Any, kind: type, method: str = "step") -> None:
 
 
 def check_arrays(arrays: Iterable[tuple[str, Any]], *, donates: bool) -> None:
-    """Raise StateError for an array that was donated before, or that would be donated twice."""
+    """Raise StateError for an array that cannot be donated: it was donated before, or occurs twice.
+
+    A donated array's memory is reused, so the array can no longer be read.
+
+    Args:
+      arrays: arrays of the state, with their names.
+      donates: True if the step will donate the arrays.
+    """
     seen: dict[int, str] = {}
     for n, x in arrays:
         # NumPy arrays (of a checkpoint) and traced arrays cannot be donated, so skip them
