@@ -1,4 +1,7 @@
-"""Exchange of table rows between trainers and servers.
+"""Exchange of the rows of embedding tables between trainers and servers.
+
+A table is divided into *blocks* of rows, each on one server. A trainer requests only the rows that
+its step looks up. It may *announce* the rows of a later step, that is, request them early.
 
 table_rows     row ids of a lookup, and their distribution over blocks
 row_requests   a server's handling of requests for rows, and memory for gradients of these rows

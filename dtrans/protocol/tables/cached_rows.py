@@ -30,7 +30,10 @@ LEAST = 64  # initial capacity in rows
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CachedCut:
-    """Copy of a trainer's stored rows of one table, without the servers' values.
+    """Snapshot of a trainer's rows of one table, for a restart of the trainer after a failure.
+
+    It has the trainer's changes of the rows, but not the servers' values, which the new process
+    receives from the servers.
 
     Attributes:
       ids: sorted ids of the rows.
@@ -48,7 +51,10 @@ class CachedCut:
 
 
 class CachedRows:
-    """Rows of one table that a trainer stores.
+    """Copy of a table's rows on one trainer of GEO-SGD: the rows that the trainer has looked up.
+
+    The trainer changes its rows for some steps. Then it sends ("pushes") its changes to the
+    servers, and receives ("pulls") the changes of other trainers.
 
     Args:
       types: shape and dtype of the table, and then of each array of its optimizer state. The first
@@ -119,7 +125,9 @@ class CachedRows:
         self._old[at] = rows
 
     def take(self, ids: np.ndarray, size: int) -> list[np.ndarray]:
-        """Return a copy of local rows, followed by a copy of each array of their state.
+        """Return copies of some rows and of their optimizer state, for a step that looks them up.
+
+        The first array has the rows, and each further one an array of the state.
 
         Args:
           ids: ids of the rows.
@@ -132,7 +140,7 @@ class CachedRows:
         return found
 
     def put(self, ids: np.ndarray, new: Sequence[Any]) -> None:
-        """Store new values of rows that a step has looked up, and the new state of these rows.
+        """Store the new values of the rows that a step has updated, and their new optimizer state.
 
         Args:
           ids: ids of the rows.
@@ -146,14 +154,23 @@ class CachedRows:
         self._touched.append(fresh)
 
     def pushed(self, trainers: int) -> RowGradient:
-        """Return the deltas of a push, and add them to the old values."""
+        """Return the changes to send to the servers, and count them as sent.
+
+        These are 1/trainers of the changes of the rows that steps have looked up since the last
+        call. With 2 trainers, a row that has changed by 0.6 gives 0.3. The remainder is sent later.
+
+        Args:
+          trainers: number of trainers of the job.
+        """
         ids, local, old = self._unpushed()
         deltas = (local - old) / np.asarray(trainers, old.dtype)
         self._agree(ids, None, old + deltas)
         return RowGradient(ids, deltas)
 
     def pulled(self, server: RowGradient) -> None:
-        """Add the changes of other trainers to the local rows, and update the old values.
+        """Add the changes that other trainers have made to this trainer's rows.
+
+        The trainer's own changes that it has not sent yet stay.
 
         Args:
           server: ids of the rows that other trainers have changed, and the servers' values.
@@ -176,7 +193,12 @@ class CachedRows:
         return self._slots.ids[slots], self._stored[0][slots], self._old[slots]
 
     def _known(self, server: RowGradient) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return ids, received values, local values and old values of the rows that are stored."""
+        """Select the received rows that this trainer stores.
+
+        Returns:
+          Their ids, received values, local values, and the values on which the trainer and the
+          servers last agreed.
+        """
         slots = self._slots.find(server.ids)
         is_here = slots >= 0
         slots = slots[is_here]
@@ -192,10 +214,11 @@ class CachedRows:
     # -- cuts ------------------------------------------------------------------------------------
 
     def cut(self, pending: RowGradient | None) -> CachedCut:
-        """Return a copy of the rows, for the trainer's cut (snapshot).
+        """Return a snapshot of the rows, which the trainer writes for a restart after a failure.
 
         Args:
-          pending: deltas in a push without an answer; None if no push is pending.
+          pending: changes that the trainer has sent, but that no server has acknowledged yet; or
+            None.
         """
         slots = np.argsort(self.ids)
         local, *state = (x[slots] for x in self._stored)
@@ -203,12 +226,13 @@ class CachedRows:
         return CachedCut(self.ids[slots], self._is_touched[slots], changes, state, pending)
 
     def resume(self, cut: CachedCut) -> None:
-        """Store the rows of a cut (snapshot) in an empty store. The old values are zero.
+        """Continue with the rows of a snapshot, in a trainer that was restarted after a failure.
 
-        The next pull must contain all these rows. The pull adds the servers' values.
+        The snapshot has only the trainer's changes. The next pull must contain all these rows, and
+        adds the servers' values.
 
         Args:
-          cut: the cut.
+          cut: the snapshot. This object must have no rows yet.
         """
         self.add(cut.ids, np.zeros_like(cut.changes), cut.state)
         slots = self._slots.find(cut.ids)

@@ -1,9 +1,9 @@
-"""GEO-SGD: rows that one trainer stores and that other trainers have changed.
+"""GEO-SGD: a server's record of the changed rows that it must send to each trainer.
 
-A trainer stores the rows that it has requested, and knows its own changes. A server records the
-changes of other trainers (`UnseenChanges`), and sends the changed rows to the trainer
-(`ChangedInbox`). After the failure of a process, servers begin with an empty record. Each trainer
-then looks up all its stored rows again, so a server's cut (snapshot) contains no record.
+Each trainer stores copies of the rows that it has requested, and changes them. A server records the
+changes of other trainers (`UnseenChanges`), and sends the changed rows to the trainer, which
+receives them by `ChangedInbox`. After the failure of a process, servers begin with an empty record.
+Each trainer then requests all its rows again, so a server's snapshot contains no record.
 
 Source: `AsyncSparseParamUpdateRecorder` in
 paddle/fluid/operators/distributed/async_sparse_param_update_recorder.h. In contrast to dtrans,
@@ -31,7 +31,10 @@ STORED, CHANGED = 1, 2
 
 
 class UnseenChanges:
-    """Record of the rows that each trainer stores, and of the changes by other trainers.
+    """Record of a server: the table rows that each trainer has not seen in their newest version.
+
+    For example, trainer 0 has rows 1 and 2, and trainer 1 changes row 2. Then trainer 0 must
+    receive row 2 again.
 
     Args:
       tables: maps the name of each block to its specification. Only blocks with `on_trainers`
@@ -64,13 +67,25 @@ class UnseenChanges:
             self.forget(k)
 
     def asked(self, k: int, name: str, ids: np.ndarray) -> None:
-        """Record that trainer k stores these rows of a block from now on."""
+        """Record that trainer k now has copies of these rows, since it has requested them.
+
+        Args:
+          k: id of the trainer.
+          name: name of the block (the part of a table on this server).
+          ids: row ids in the block.
+        """
         if name in self._rows:
             has = self._has[k, name]
             has[ids] = np.maximum(has[ids], STORED)
 
     def changed(self, k: int, name: str, ids: np.ndarray) -> None:
-        """Record that trainer k has changed these rows of a block."""
+        """Record that trainer k has changed these rows, so that other trainers must receive them.
+
+        Args:
+          k: id of the trainer.
+          name: name of the block (the part of a table on this server).
+          ids: row ids in the block.
+        """
         if name not in self._rows:
             return
         for other in range(self._trainers):
@@ -91,7 +106,14 @@ class UnseenChanges:
         return ids
 
     def has(self, name: str) -> np.ndarray:
-        """Return an array [trainer, row] that contains `STORED`, `CHANGED` or 0."""
+        """Return the state of each row at each trainer, as an array [trainer, row].
+
+        A checkpoint contains this array. An entry is 0 if the trainer has no copy of the row,
+        `STORED` if it has the newest version, and `CHANGED` if it must receive the row again.
+
+        Args:
+          name: name of the block (the part of a table on this server).
+        """
         return np.stack([self._has[k, name] for k in range(self._trainers)])
 
     def restore(self, name: str, has: np.ndarray) -> None:
@@ -101,7 +123,7 @@ class UnseenChanges:
             self._news[k, name] = [np.flatnonzero(rows == CHANGED)]
 
     def forget(self, k: int) -> None:
-        """Record that trainer k stores no rows."""
+        """Record that trainer k has no copies of rows, for example because it was restarted."""
         for n, rows in self._rows.items():
             # New zeros release memory: the system allocates a page only at its first write.
             self._has[k, n] = np.zeros(rows, np.uint8)
@@ -110,7 +132,7 @@ class UnseenChanges:
 
 @dataclasses.dataclass(frozen=True)
 class CachedBlock:
-    """Block of a table whose rows a trainer stores.
+    """Part of a table that one server stores, for a trainer that has copies of its rows.
 
     Attributes:
       table: key of the table in this trainer.
@@ -126,11 +148,13 @@ class CachedBlock:
 
 
 class ChangedInbox:
-    """Changed rows that servers send to a trainer before they answer one `recv`.
+    """Receiver of the rows that other trainers have changed, in a trainer of GEO-SGD.
+
+    Each server sends these rows before it answers the trainer's request for parameters (`recv`).
 
     Args:
-      blocks: maps the server's endpoint and the name of each block to the block. The server
-        sends one `changed` for each of its blocks.
+      blocks: the parts of tables on all servers, by the server's endpoint and the part's name. A
+        server sends one `changed` for each of its parts.
     """
 
     def __init__(self, blocks: Mapping[tuple[str, str], CachedBlock]) -> None:

@@ -16,7 +16,10 @@ from dtrans.protocol.tables.rows_ahead import DueRows, RowsAhead, due_messages
 
 
 class RowAnswers:
-    """Answers to the requests for table rows that one server's trainers send.
+    """Answers of a synchronous server to trainers that look up rows of embedding tables.
+
+    A trainer may also request the rows of a later step early ("announce" them). The server then
+    sends them again if an update changes them meanwhile.
 
     Args:
       served: the server's blocks.
@@ -39,11 +42,15 @@ class RowAnswers:
         self._touched: dict[str, list[np.ndarray]] = {}
 
     def take(self, k: int, message: wire.Message, grads: Inbox) -> None:
-        """Handle a `prefetch` of trainer k, and answer it when the request is complete.
+        """Handle trainer k's request for rows (`prefetch`), and send the rows when it is complete.
+
+        A request may arrive in several messages.
 
         Args:
-          grads: the trainer's gradients. If gradients of the requested rows belong to this step,
-            memory for them is added.
+          k: id of the trainer.
+          message: the message.
+          grads: receiver of the trainer's gradients. If gradients of the requested rows follow in
+            this step, memory for them is added.
         """
         step, ahead = message["step"], message.fields.get("ahead")
         if ahead is not None:
@@ -72,11 +79,19 @@ class RowAnswers:
         self._say(address, "rows", rows, step=step, **message.request)
 
     def begin(self, k: int, message: wire.Message, grads: Inbox) -> None:
-        """Allocate memory for gradients of the rows that trainer k has announced for this step."""
+        """Prepare a trainer's step: add memory for gradients of rows that it has requested earlier.
+
+        Args:
+          k: id of the trainer.
+          message: the first message of the step.
+          grads: receiver of the trainer's gradients.
+        """
         self.requests.expect(k, message, dict(self._ahead.begin(k, message["step"])), grads)
 
     def gradients(self, grads: Mapping[int, Inbox], counted: Collection[int]) -> dict[str, Any]:
-        """Return all gradients by name; gradients of tables are `RowGradient`s.
+        """Return all trainers' gradients, which an update reads, by name.
+
+        The gradient of a table is a `RowGradient`: row ids, and the gradients of these rows.
 
         Args:
           grads: maps the id of each trainer to the inbox with its gradients.
@@ -90,7 +105,7 @@ class RowAnswers:
         return found
 
     def send_changed(self, step: int) -> None:
-        """Send the announced rows that are due after an update.
+        """Send rows that trainers have requested for later steps, after an update has changed them.
 
         Args:
           step: number of complete updates.
@@ -107,12 +122,15 @@ class RowAnswers:
             self._say(address, "rows", blocks, step=step, **fields)
 
     def forget_trainer(self, k: int) -> None:
-        """Drop the announcements of trainer k, which has left."""
+        """Forget the rows that trainer k, which has left, has requested for later steps."""
         self._ahead.forget(k)
 
     def forget_table(self, name: str) -> None:
-        """Drop all announcements for a block after an eviction.
+        """Forget all requests for rows of later steps of one block, after rows of it were evicted.
 
-        The server sends no message: trainers drop the same announcements when the eviction ends.
+        The server sends no message: trainers forget the same requests when the eviction ends.
+
+        Args:
+          name: name of the block (the part of a table on this server).
         """
         self._ahead.forget_rows(name)

@@ -1,10 +1,11 @@
-"""Hash table from ids of rows to numbers, with open addressing in NumPy arrays.
+"""Hash table from the ids of table rows to small integers, stored in NumPy arrays.
 
+For example, it maps a row's id to its position in memory. All ids of a batch are looked up at once.
 Entries are in two arrays, at the positions that linear probing selects. Entries are never deleted.
 So a thread may look up an id while another thread adds other ids.
 
-The blocks of tables of one server are *parts* of one hash table. So one search finds the rows that
-a step looks up in all tables, however many tables there are.
+The tables of one server are *parts* of one hash table. So one search finds the rows that a step
+looks up in all tables, however many tables there are.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class RowDirectory:
 
 
 class DirectoryPart:
-    """Entries of one block in a hash table that several blocks share.
+    """Entries of one table's rows, in a hash table that several tables of a server share.
 
     Args:
       directory: the hash table.
@@ -133,11 +134,11 @@ class DirectoryPart:
 
 
 def find_together(parts: Sequence[DirectoryPart], ids: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the number of each row of several parts of one hash table, by one search.
+    """Look up rows of several tables by one search of the hash table that they share.
 
     Args:
-      parts: the parts.
-      ids: the rows of each part.
+      parts: the entries of each table.
+      ids: the row ids to look up in each table.
 
     Returns:
       The numbers of all rows, in the order of the parts; `MISSING` for rows without an entry.
@@ -159,13 +160,13 @@ def put_together(
     numbers: Sequence[np.ndarray],
     before: Sequence[np.ndarray],
 ) -> None:
-    """Set the number of each row of several parts of one hash table.
+    """Set the numbers of rows of several tables, which share one hash table.
 
     Args:
-      parts: the parts.
-      ids: the rows of each part, which must be unique.
+      parts: the entries of each table.
+      ids: the row ids of each table, which must be unique.
       numbers: the number of each of these rows.
-      before: the result of `find` for the rows of each part.
+      before: the result of `find` for the rows of each table.
     """
     parts[0].directory.put(_keys(parts, ids), np.concatenate(numbers))
     for part, found in zip(parts, before, strict=True):

@@ -27,7 +27,10 @@ from dtrans.protocol.server_blocks import RowGradient, TableSpec
 
 
 class RowRequests:
-    """Requests of one server's trainers for rows of tables.
+    """Requests for table rows at one server, and memory for the gradients that follow them.
+
+    A trainer sends the gradients of its rows without ids, in the order in which it requested the
+    rows. So the server records the ids of each request.
 
     Args:
       endpoint: endpoint of the server.
@@ -48,23 +51,30 @@ class RowRequests:
         self._under_way: dict[tuple[int, str], list[np.ndarray]] = {}
 
     def memory_of(self, k: int) -> dict[str, np.ndarray]:
-        """Return an array with 0 rows for each table gradient of trainer k, by name.
+        """Return empty memory (0 rows) for each table gradient of a trainer, by name.
 
-        A request replaces such an array by memory for the requested rows.
+        When the trainer requests rows, this memory is replaced by memory for the gradients of these
+        rows.
+
+        Args:
+          k: id of the trainer.
         """
         return {t.gradients[k]: np.empty((0, *t.row), t.dtype) for t in self._tables.values()}
 
     def take(
         self, k: int, message: wire.Message, grads: Inbox
     ) -> tuple[dict[str, np.ndarray], bool] | None:
-        """Receive a `prefetch` message of trainer k.
+        """Receive one message of a trainer's request for rows (`prefetch`).
 
         Args:
-          grads: the trainer's gradients. If a gradient of the rows follows in this step, memory
-            for it is added.
+          k: id of the trainer.
+          message: the message.
+          grads: receiver of the trainer's gradients. If gradients of the rows follow in this step,
+            memory for them is added.
 
         Returns:
-          The row ids in each block, by name, and `train`; None until the request is complete.
+          The row ids in each block (the part of a table on this server) by name, and True if
+          gradients follow. None until the request is complete.
 
         Raises:
           WireError: the request is malformed.
@@ -87,7 +97,9 @@ class RowRequests:
     def expect(
         self, k: int, message: wire.Message, ids: Mapping[str, np.ndarray], grads: Inbox
     ) -> None:
-        """Allocate zeros for gradients of table rows. A trainer need not send these gradients.
+        """Add memory, filled with zeros, for a trainer's gradients of some rows.
+
+        Gradients that the trainer does not send stay zero.
 
         Args:
           message: the message after which gradients of these rows may arrive.
@@ -113,9 +125,16 @@ class RowRequests:
         grads.renew(memory)
 
     def answered(self, k: int, name: str, ids: np.ndarray, rows: np.ndarray) -> None:
-        """Record the rows that were sent to trainer k, until their gradient arrives.
+        """Record the rows that were sent to trainer k, until their gradients have been used.
 
-        Each step requests rows of every block once; the request may contain no row ids.
+        A row with a pending gradient must not be evicted. With delay compensation, the update also
+        reads the values that were sent.
+
+        Args:
+          k: id of the trainer.
+          name: name of the block (the part of a table on this server).
+          ids: row ids in the block. Each step requests rows of every block once, possibly 0 rows.
+          rows: the values that were sent.
         """
         if not self._tables[name].on_trainers:
             self._under_way.setdefault((k, name), []).append(ids)
@@ -123,7 +142,11 @@ class RowRequests:
             self._backups[k, name] = RowGradient(ids, rows)
 
     def follows(self, k: int, message: wire.Message, grads: Inbox) -> None:
-        """Receive the row ids of gradients that trainer k sends next."""
+        """Receive the ids of the rows whose gradients trainer k sends next (a `row_ids` message).
+
+        A communicator merges gradients of several steps, so their rows differ from the rows of one
+        request.
+        """
         blocks = {table.gradients[k]: name for name, table in self._tables.items()}
         for gradient in message["counts"]:
             if gradient not in blocks:
@@ -147,10 +170,14 @@ class RowRequests:
     def _numbers(
         self, k: int, message: wire.Message, blocks: Mapping[str, str], *, train: bool
     ) -> tuple[dict[str, np.ndarray], bool] | None:
-        """Receive row ids of several blocks. A request may consist of several messages.
+        """Receive row ids of one or several blocks, possibly in several messages.
 
         Args:
-          blocks: maps each name in the message's `counts` to the name of a block.
+          k: id of the trainer.
+          message: the message.
+          blocks: maps each name in the message's `counts` to the name of a block (the part of a
+            table on this server).
+          train: True if gradients of the rows follow.
 
         Returns:
           The row ids in each block, by name, and `train` of the request's first message; None if
@@ -199,7 +226,11 @@ class RowRequests:
         return found, train
 
     def under_way(self, name: str) -> np.ndarray:
-        """Return the ids of a block's rows whose gradients are pending or incomplete."""
+        """Return the ids of a block's rows that wait for a gradient, so that they are not evicted.
+
+        Args:
+          name: name of the block (the part of a table on this server).
+        """
         ids = [np.empty(0, np.int32)]
         for k, gradient in self._tables[name].gradients.items():
             ids.append(self._gradient_ids(k, gradient))
@@ -220,10 +251,11 @@ class RowRequests:
         return found
 
     def backups(self, k: int) -> dict[str, RowGradient]:
-        """Return the values of rows that trainer k used to compute its current gradients.
+        """Return the row values from which trainer k has computed its current gradients.
 
-        The result contains only tables with delay compensation. Its keys are the names under which
-        updates read these values.
+        Delay compensation corrects a gradient by the change of the row since then. The result
+        contains only tables with delay compensation, under the names by which updates read these
+        values.
         """
         found = {}
         for n, t in self._tables.items():
@@ -234,10 +266,11 @@ class RowRequests:
         return found
 
     def used(self, k: int, grads: Inbox, steps: int | None = None) -> None:
-        """Release the row ids and memory of trainer k's table gradients after an update used them.
+        """Release the row ids and the memory of trainer k's table gradients, after an update.
 
         Args:
-          grads: the trainer's gradients. The memory of table gradients is released.
+          k: id of the trainer.
+          grads: receiver of the trainer's gradients. The memory of table gradients is released.
           steps: number of steps whose gradients were used; None if the trainer has left.
         """
         for n, t in self._tables.items():

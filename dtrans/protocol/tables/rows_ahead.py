@@ -49,7 +49,7 @@ AT = "@AT"
 
 @dataclasses.dataclass(eq=False)
 class _Announced:
-    """Rows of a block that a trainer has requested for a later step.
+    """Rows of one block that a trainer has requested before the step that looks them up.
 
     Attributes:
       ids: row ids in the block.
@@ -64,7 +64,9 @@ class _Announced:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DueRows:
-    """Announced rows to send to a trainer.
+    """Rows that a server now sends to a trainer, which has requested them for a later step.
+
+    The server sends such rows at once, and sends again those that updates change meanwhile.
 
     Attributes:
       trainer: id of the trainer.
@@ -115,7 +117,9 @@ def due_messages(
 
 
 class RowsAhead:
-    """Announcements: requests of one server's trainers for table rows of later steps.
+    """Requests at one server for table rows that trainers will look up in later steps.
+
+    A trainer requests rows early ("announces" them), so that they arrive while it computes.
 
     Args:
       tables: specification of each block of a table, by name.
@@ -130,14 +134,16 @@ class RowsAhead:
         return bool(self._of)
 
     def announce(self, k: int, name: str, step: int, ahead: int, ids: np.ndarray) -> DueRows | None:
-        """Record trainer k's request for rows of a later step; return the rows to send now.
+        """Record trainer k's early request for rows; return the rows to send now, or None.
 
-        Call `check` first.
+        None means that the rows are sent after a later update, which may change all of them. Call
+        `check` first.
 
         Args:
-          name: name of the block.
-          step: current step.
-          ahead: number of steps until the step that uses the rows.
+          k: id of the trainer.
+          name: name of the block (the part of a table on this server).
+          step: the trainer's current step.
+          ahead: number of steps until the step that looks up the rows, such as 1 for the next step.
           ids: row ids in the block.
         """
         target, table = step + ahead, self._tables[name]
@@ -149,7 +155,11 @@ class RowsAhead:
         return DueRows(k, name, target, ids, None, due == step)
 
     def check(self, k: int, name: str, step: int, ahead: int) -> None:
-        """Raise WireError if trainer k has already announced these rows, or `ahead` is wrong."""
+        """Raise WireError if trainer k's early request for rows is invalid.
+
+        It is invalid if the trainer has already requested this block's rows for the same step, or
+        if the step is too far ahead.
+        """
         if not 1 <= ahead <= MOST:
             raise WireError(
                 f"trainer {k} announces rows of {wire.brief(name)} {ahead} steps ahead, expected 1 "
@@ -163,11 +173,12 @@ class RowsAhead:
     def end_update(
         self, step: int, touched: Mapping[str, Sequence[np.ndarray]]
     ) -> Iterator[DueRows]:
-        """Record the rows that an update has changed; yield the rows that are due now.
+        """Note the rows that an update has changed; yield the requested rows that must be sent now.
 
         Args:
-          step: number of complete updates.
-          touched: maps the name of each block to the row ids of each trainer's gradient.
+          step: number of complete updates, including this one.
+          touched: row ids of each trainer's gradient, by the name of the block (the part of a table
+            on this server).
         """
         for (k, name, target), x in list(self._of.items()):
             if target < step:
@@ -184,7 +195,15 @@ class RowsAhead:
                     yield DueRows(k, name, target, x.ids[at], at, True)
 
     def begin(self, k: int, step: int) -> list[tuple[str, np.ndarray]]:
-        """Remove trainer k's announcements for a step; return (block, row ids) of each."""
+        """Remove trainer k's early requests for a step, which now begins; return them.
+
+        Args:
+          k: id of the trainer.
+          step: number of the step.
+
+        Returns:
+          The name of the block and the row ids of each request.
+        """
         found = []
         for trainer, name, target in list(self._of):
             if (trainer, target) == (k, step):
@@ -192,15 +211,15 @@ class RowsAhead:
         return found
 
     def drop(self, k: int, name: str, step: int) -> None:
-        """Drop trainer k's announcement for a step that looks up other rows instead."""
+        """Drop trainer k's early request for a step, because the step looks up other rows."""
         self._of.pop((k, name, step), None)
 
     def forget_rows(self, name: str) -> None:
-        """Drop all announcements for a block."""
+        """Drop all early requests for rows of a block, because rows of it were evicted."""
         self._of = {key: x for key, x in self._of.items() if key[1] != name}
 
     def forget(self, k: int) -> None:
-        """Drop all announcements of trainer k."""
+        """Drop all early requests for rows of trainer k, which has left the job."""
         self._of = {key: x for key, x in self._of.items() if key[0] != k}
 
 
@@ -224,7 +243,7 @@ class _Coming:
 
 
 class ComingRows:
-    """Rows that a trainer has requested from one server for later steps.
+    """Receiver of rows that a trainer has requested from one server for later steps.
 
     Args:
       endpoint: endpoint of the server.
@@ -235,7 +254,7 @@ class ComingRows:
         self._steps: dict[int, _Coming] = {}  # number of the step that uses the rows -> rows
 
     def expect(self, target: int, memory: Mapping[str, np.ndarray]) -> None:
-        """Record an announcement.
+        """Record that this trainer has requested rows for a later step.
 
         Args:
           target: number of the step that uses the rows.
@@ -244,7 +263,7 @@ class ComingRows:
         self._steps[target] = _Coming(Inbox(memory, self._not_asked))
 
     def take(self, message: wire.Message) -> None:
-        """Receive announced rows.
+        """Receive rows that the trainer has requested for a later step.
 
         Raises:
           PeerError: the rows were not announced, or are already complete.
@@ -269,7 +288,11 @@ class ComingRows:
     def _take_again(
         self, coming: _Coming, message: wire.Message, counts: Mapping[str, Any]
     ) -> bool:
-        """Receive changed rows; return True if all of them are at their positions."""
+        """Receive new values of rows that updates have changed since the server first sent them.
+
+        Returns:
+          True if all values have arrived and were written over the old values.
+        """
         key = tuple(counts)
         if key not in coming.again:
             coming.again[key] = Inbox(self._room_again(coming, counts), self._not_asked)
@@ -303,7 +326,12 @@ class ComingRows:
         return memory
 
     def collect(self, name: str, target: int) -> None:
-        """Remove an announcement; raise PeerError if its rows are incomplete."""
+        """End an early request when its step begins; raise PeerError if rows are missing.
+
+        Args:
+          name: name of the block (the part of a table on the server).
+          target: number of the step that looks up the rows.
+        """
         coming = self._steps[target]
         is_complete = name in coming.complete and coming.inbox.has_all(name)
         self.forget(name, target)
@@ -314,9 +342,9 @@ class ComingRows:
             )
 
     def forget(self, name: str, target: int) -> None:
-        """Drop an announcement after an eviction.
+        """Drop an early request for rows, after an eviction of rows of its table.
 
-        The trainer sends no message: the server has dropped the same announcement.
+        The trainer sends no message: the server has dropped the same request.
         """
         coming = self._steps[target]
         coming.inbox.drop(name)

@@ -25,7 +25,7 @@ from dtrans.protocol.server_blocks import TableSpec
 
 @dataclasses.dataclass(frozen=True)
 class TableReport:
-    """Report of one block of a table: its numbers of rows, and its size in memory.
+    """Report of one part of a table on one server: its numbers of rows, and its size in memory.
 
     Attributes:
       name: name of the block.
@@ -61,16 +61,17 @@ class TableReport:
 
 
 class StoredTables(Protocol):
-    """Interface to the blocks of tables of one server.
+    """Interface to the tables of one server, for reports, evictions and queries of changed rows.
 
-    Each method may raise StateError if the server cannot answer in its current state.
+    A server has a *block* of each table, that is, some of the table's rows. Each method may raise
+    StateError if the server cannot answer in its current state.
     """
 
     def report(self) -> Sequence[TableReport]:
         """Return a report of each block."""
 
     def evict(self, name: str, unused_for: int, under_way: np.ndarray) -> int:
-        """Evict those rows of a block that have no recent gradient; return how many were evicted.
+        """Delete the rows of a block that had no gradient recently; return how many they were.
 
         Args:
           name: name of the block.
@@ -80,7 +81,11 @@ class StoredTables(Protocol):
         """
 
     def changed(self, name: str, since: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """Return the ids of the rows of a block that were changed or evicted after step `since`.
+        """Return the ids of the rows of a block that were changed, or evicted, after a step.
+
+        Args:
+          name: name of the block.
+          since: number of the step.
 
         Returns:
           The current step of the block, the ids of the changed rows, the ids of the evicted rows.
@@ -90,7 +95,15 @@ class StoredTables(Protocol):
 def check_eviction(
     endpoint: str, tables: Mapping[str, TableSpec], k: int, message: wire.Message
 ) -> tuple[str, int]:
-    """Check trainer k's `evict` message; return the message's fields `table` and `unused_for`.
+    """Check a trainer's request to evict rows, and return the block's name and the number of steps.
+
+    Rows without a gradient in this number of steps are evicted.
+
+    Args:
+      endpoint: the server's endpoint, for errors.
+      tables: the server's tables, by the block's name.
+      k: id of the trainer.
+      message: the `evict` message.
 
     Raises:
       WireError: a field is invalid.
@@ -116,7 +129,12 @@ def check_eviction(
 def evict(
     stored: StoredTables | None, name: str, unused_for: int, under_way: np.ndarray
 ) -> dict[str, Any]:
-    """Evict rows, and return the fields of the `evicted` message."""
+    """Evict rows, and return the fields of the answer to the trainer, such as an error.
+
+    Args:
+      stored: the server's tables, or None.
+      name, unused_for, under_way: as for `StoredTables.evict`.
+    """
     try:
         if stored is None:
             raise WireError(f"this server cannot evict rows of {name}")

@@ -1,4 +1,7 @@
-"""Row ids of a step's lookups, and the distribution of these ids over the blocks of a table."""
+"""Row ids that a step looks up in a table, and their distribution over the table's servers.
+
+A table is divided into *blocks* of rows, each on one server.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,10 @@ def unique_ids(
     outside: Sequence[str] = (),
     whose: str = "",
 ) -> np.ndarray:
-    """Return the sorted unique row ids of several lookups.
+    """Return the sorted row ids that a step looks up, each once, padded to a fixed length.
+
+    A compiled step needs a fixed length. For example, take the lookups [2, 5] and [2, 0] in a table
+    of 9 rows, and `size=4`. The result is [0, 2, 5, 9], where 9 is padding.
 
     Args:
       ids: array of row ids of each lookup.
@@ -153,17 +159,31 @@ def are_among(numbers: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 class BlockRowSet(Protocol):
-    """Interface to the set of a table's rows that one block contains."""
+    """Interface to the rows of a table that one server stores (a block), for conversions of ids.
+
+    A row has an id in the table, and another id in the block.
+    """
 
     @property
     def rows(self) -> int:
         """Number of rows."""
 
     def among(self, ids: np.ndarray) -> slice | np.ndarray:
-        """Return the positions of the block's rows in `ids`, which are increasing table row ids."""
+        """Return the positions in `ids` of the rows that this block contains.
+
+        Args:
+          ids: increasing row ids in the table.
+        """
 
     def parts_of(self, ids: Sequence[np.ndarray]) -> Sequence[BlockPart]:
-        """Return the block's part of the increasing row ids of each of several tables."""
+        """Select the rows of this block from row ids of several tables that are divided alike.
+
+        Args:
+          ids: for each table, increasing row ids in the table.
+
+        Returns:
+          For each table, the positions of the block's rows in the ids, and their ids in the block.
+        """
 
     def local(self, ids: np.ndarray) -> np.ndarray:
         """Convert row ids in the table to row ids in the block."""
@@ -174,7 +194,9 @@ class BlockRowSet(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RowRun:
-    """Block of consecutive rows.
+    """Block of consecutive rows of a table.
+
+    With `start=4`, row 6 of the table is row 2 of the block.
 
     Attributes:
       start: id of the first row in the table.
@@ -202,7 +224,7 @@ class RowRun:
 
 
 def runs_of(sections: Sequence[int]) -> list[RowRun]:
-    """Return adjacent blocks with the given numbers of rows. The first block starts at row 0."""
+    """Divide a table into adjacent blocks with the given numbers of rows, from row 0 on."""
     runs, start = [], 0
     for rows in sections:
         runs.append(RowRun(start, rows))
@@ -213,14 +235,18 @@ def runs_of(sections: Sequence[int]) -> list[RowRun]:
 def block_parts(
     ids: Sequence[np.ndarray], spans: Sequence[Sequence[BlockRowSet]]
 ) -> list[list[BlockPart]]:
-    """Return each block's part of the row ids of several tables, as one list for each table.
+    """Divide a step's row ids of several tables among the blocks that store the rows.
 
-    One pass computes the parts of all tables with equal blocks. For a small table, a call of NumPy
-    takes longer than its work.
+    A block has some rows of a table, and is on one server. One pass computes the parts of all
+    tables with equal blocks. For a small table, a call of NumPy takes longer than its work.
 
     Args:
       ids: for each table, increasing row ids. Ids after the table's last row are padding.
       spans: for each table, the set of its rows that each block contains.
+
+    Returns:
+      For each table, one part per block: the positions of the block's rows in the ids, and their
+        ids in the block.
     """
     found: list[list[BlockPart]] = [[] for _ in ids]
     alike: dict[Sequence[BlockRowSet], list[int]] = {}
@@ -241,11 +267,11 @@ def wanted_of(
     names: Sequence[str],
     parts: Sequence[BlockPart],
 ) -> list[WantedRows]:
-    """Split a lookup of table rows by the blocks that store them, each on one server.
+    """Split a lookup of table rows into one request per block; each block is on one server.
 
-    Received rows are written into `rows`. If the rows of a block are consecutive in `rows`, they
-    are received in place. Otherwise they are received in separate memory, and `put_in_place` copies
-    them.
+    The rows that arrive are written into `rows`. If the rows of a block are consecutive in `rows`,
+    they are received in place. Otherwise they are received in separate memory, and `put_in_place`
+    copies them.
 
     Args:
       rows: memory for the rows. The rows of padding are set to zero.
@@ -274,7 +300,11 @@ def wanted_of(
 
 
 def by_server(wanted: Sequence[WantedRows]) -> dict[str, tuple[Arrays, Arrays]]:
-    """Return two dicts for each server's endpoint: row ids, and memory for the rows, by block."""
+    """Group the parts of a lookup by server, so that each server gets one message.
+
+    Returns:
+      For each server's endpoint, the row ids and the memory for the rows, both by the block's name.
+    """
     found: dict[str, tuple[Arrays, Arrays]] = {}
     for endpoint, name, ids, rows in wanted:
         blocks, memory = found.setdefault(endpoint, ({}, {}))
@@ -297,7 +327,7 @@ def put_in_place(
 
 
 def merged_rows(parts: Sequence[RowGradient], how: str) -> RowGradient:
-    """Merge a table's gradients of several steps. The result has the rows of all gradients.
+    """Add up or average a table's gradients of several steps, which may have different rows.
 
     Args:
       parts: gradient of each step.

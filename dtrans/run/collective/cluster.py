@@ -291,7 +291,10 @@ def job_of(plan: CollectivePlan, *, donate: bool, on_nonfinite: str) -> Collecti
 
 
 def local_piece(x: Any) -> Any:
-    """Return this process's part of a global array; return other values unchanged."""
+    """Return the part of a global array that is on this process's first device.
+
+    Values of other types are returned unchanged.
+    """
     return local_shard(x) if isinstance(x, jax.Array) else x
 
 

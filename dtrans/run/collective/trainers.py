@@ -97,7 +97,10 @@ class Trainers(abc.ABC):
 
     @abc.abstractmethod
     def replicate(self, xs: Sequence[Any]) -> list[Any]:
-        """Replicate arrays of this process over all trainers."""
+        """Put a copy of each array on every trainer.
+
+        In a job of several processes, all copies have the values of trainer 0.
+        """
 
     @abc.abstractmethod
     def place_state(self, x: Any, sharding: AxisSharding) -> Any:
