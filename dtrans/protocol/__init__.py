@@ -1,4 +1,4 @@
-"""State machines of the protocol.
+"""Behaviour of trainers and servers when messages arrive, independent of the network.
 
 The inputs of a state machine are messages and the time. Its outputs are messages and updates. A
 state machine uses no sockets, threads or clocks. A loop connects it to a `transport`: ZeroMQ in
@@ -8,10 +8,11 @@ transport           the interface to connections, listeners and the clock
 wire                the format of messages: a msgpack header and raw frames
 numbered_messages   numbers of messages, to repeat lost messages after a reconnection
 token               the job's secret, and the proofs that a process knows it
-buffers, inbox      memory into which blocks are received
-row_pieces          blocks whose rows are in several arrays
+epochs              the parts of a job between failures, and the snapshots at their starts
+buffers, inbox      memory into which arrays are received
+row_pieces          arrays that are stored in several pieces
 refusals            a counter of refused messages
-server_blocks       the blocks and tables of one server
+server_blocks       the parameters and tables of one server
 wait_reminder       the times of the log lines of a waiting process
 job_status          the status of a job for observers
 trainer             a trainer of parameter servers: its steps, connections and communicator

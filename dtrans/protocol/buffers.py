@@ -1,9 +1,9 @@
-"""Memory for received blocks, reused between steps.
+"""Memory into which arrays are received, reused between steps.
 
 On CPU, `jax.device_put` does not copy host memory that is aligned to 64 bytes. The JAX array uses
-that memory until JAX deletes the array, and all computations that read the array have ended. So
-the pool reuses memory only if CPython's reference count shows that nothing else refers to the
-memory. New memory in every step would cause page faults, which take longer than the transfer.
+that memory until JAX deletes the array, and all computations that read the array have ended. So the
+pool reuses memory only if CPython's reference count shows that nothing else refers to the memory.
+New memory in every step would cause page faults, which take longer than the transfer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ ALIGNMENT = 64  # bytes; XLA:CPU does not copy host memory with this alignment
 
 
 class BufferPool:
-    """Pool of aligned arrays. An array is reused when only the pool refers to it.
+    """Pool of arrays into which messages are received, aligned so that JAX need not copy them.
+
+    An array is reused when only the pool refers to it.
 
     Args:
       alignment: alignment of each array in bytes, a power of two.
@@ -40,7 +42,7 @@ class BufferPool:
         self._starts: dict[int, int] = {}
 
     def take(self, key: str, shape: Sequence[int], dtype: Any) -> np.ndarray:
-        """Return an uninitialized array: an unused one of the pool, or a new one.
+        """Return an array with undefined contents: an unused one of the pool, or a new one.
 
         Args:
           key: name of the array; an array is reused only for the key that it was created with.

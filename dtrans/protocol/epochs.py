@@ -52,7 +52,10 @@ DROPS = ("drop", REPLACE)
 
 @dataclasses.dataclass(frozen=True)
 class Epoch:
-    """Part of a job. It ends with the failure of a process, or the return of a dropped trainer.
+    """Part of a job between two failures, with the snapshot from which it starts.
+
+    After the failure of a process, the launcher starts the next epoch: roles go back to the newest
+    snapshot (*cut*) of the job. An epoch also ends when a dropped trainer returns.
 
     Attributes:
       number: number of the epoch, from 0.
@@ -100,10 +103,11 @@ class Epoch:
         return Epoch(number, cut, dropped=dropped, members_since=since, left=left)
 
     def is_cut_due(self, step: int, first: int, every: int) -> bool:
-        """Return True if roles write a cut (snapshot) after a step of a synchronous job.
+        """Return True if roles write a cut (snapshot of the job) after a step of a synchronous job.
 
-        If the epoch does not start from a cut, roles write a cut before its first step. If it
-        does, roles do not write this cut a second time.
+        They write one every `every` steps, and one before the first step of an epoch (the time
+        between two failures). If the epoch starts from a cut, they do not write this cut a second
+        time.
 
         Args:
           step: number of steps of the job.
@@ -125,7 +129,7 @@ class Epoch:
         return name not in [f"trainer {k}" for k in self.dropped]
 
     def dropped_with(self, lost: str) -> tuple[int, ...]:
-        """Return the ids that `dropped` will have after trainer `lost` is dropped, too.
+        """Return the ids of all dropped trainers, if one more trainer is dropped.
 
         Args:
           lost: name of the lost trainer.
@@ -139,9 +143,10 @@ class Epoch:
 
 
 def is_cut_due_alone(step: int, newest: int | None, every: int) -> bool:
-    """Return True if an asynchronous server writes a cut (snapshot) after a step.
+    """Return True if an asynchronous server writes a cut (snapshot of itself) now.
 
-    One message of a trainer may end several steps, so `step` may jump over a multiple of `every`.
+    It writes one about every `every` steps. One message of a trainer may end several steps, so
+    `step` may jump over a multiple of `every`.
 
     Args:
       step: total number of steps of all trainers.
@@ -152,9 +157,10 @@ def is_cut_due_alone(step: int, newest: int | None, every: int) -> bool:
 
 
 class NewEpoch(Exception):
-    """Signal within a process: the job has a newer epoch, a part of the job between failures.
+    """Signal within a process that the job goes back to a snapshot, after another process failed.
 
-    Users never see this exception.
+    The main loop of a trainer or server catches it, and continues in the new epoch (the time until
+    the next failure). Users never see this exception.
 
     Attributes:
       number: the smallest possible number of the new epoch.
@@ -173,7 +179,10 @@ class ReplacedError(StateError):
 
 
 class Epochs(Protocol):
-    """Epochs of a job, as one role sees them; implemented by `dtrans.run.net.role_folder`.
+    """Interface of a role to the launcher, in a job that survives failures.
+
+    The launcher starts a new epoch after each failure. `dtrans.run.net.role_folder` implements the
+    interface by files.
 
     Attributes:
       incarnation: number of the epoch in which the role's process was started.
@@ -182,16 +191,21 @@ class Epochs(Protocol):
     incarnation: int
 
     def current(self) -> Epoch:
-        """Return the epoch (a part of the job) that the launcher has granted last."""
+        """Return the current epoch (the time since the last failure of the job)."""
 
     def enter(self, epoch: Epoch) -> None:
-        """Tell the launcher that this role takes part in an epoch (a part of the job)."""
+        """Tell the launcher that this role takes part in an epoch (time between two failures)."""
 
     def leave(self) -> None:
         """Tell the launcher that this role has left the job after its last step."""
 
     def report_lost(self, epoch: int, role: str, reason: str) -> None:
-        """Tell the launcher that this role has lost another role in an epoch.
+        """Tell the launcher that this role has lost its connection to another role.
 
-        The launcher ends the other role, and grants a new epoch.
+        The launcher ends the other role, and starts a new epoch.
+
+        Args:
+          epoch: number of the current epoch (the time since the last failure).
+          role: "trainer 1", or "pserver " and its endpoint.
+          reason: text of the error.
         """

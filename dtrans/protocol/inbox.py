@@ -1,4 +1,4 @@
-"""Reception of blocks in pieces: the memory of each block, and the number of received bytes."""
+"""Receiver of arrays that arrive in several messages: their memory, and the bytes so far."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from dtrans.protocol import wire
 
 
 class Inbox:
-    """Memory for blocks that arrive in several messages.
+    """Receiver of named arrays (blocks) that arrive in several messages, such as gradients.
+
+    The pieces of a block arrive in order.
 
     Args:
       memory: maps the name of each block to contiguous memory for it.
@@ -52,7 +54,12 @@ class Inbox:
         return self.has_rows(name, slice(None))
 
     def has_rows(self, name: str, rows: slice) -> bool:
-        """Return True if the bytes of this block have arrived up to the end of these rows."""
+        """Return True if the first rows of a block have arrived, up to the end of a slice.
+
+        Args:
+          name: name of the block.
+          rows: slice of its rows; only its end counts.
+        """
         due = self.memory[name]
         if rows.stop is not None:
             due = due[: rows.stop]
@@ -67,7 +74,13 @@ class Inbox:
         return f"{self._arrived.get(name, 0)} of {self.memory[name].nbytes} bytes"
 
     def renew(self, memory: Mapping[str, np.ndarray]) -> None:
-        """Replace the memory of blocks, by name, before the first byte of these blocks arrives."""
+        """Replace the memory of blocks, for example when the number of their rows is known.
+
+        No byte of these blocks has arrived yet.
+
+        Args:
+          memory: the new memory, by the block's name.
+        """
         self.memory = {**self.memory, **memory}
 
     def drop(self, name: str) -> None:
@@ -76,7 +89,7 @@ class Inbox:
         self._arrived.pop(name, None)
 
     def clear(self) -> None:
-        """Expect all blocks again from their first byte."""
+        """Receive all blocks again from their first byte, for the next step."""
         self._arrived.clear()
 
     def phase(self) -> str:

@@ -182,7 +182,7 @@ def read_report(message: wire.Message) -> tuple[ServerStatus, list[TrainerStatus
 
 
 def _types(kind: type) -> dict[str, Any]:
-    """Return the type of each field of a record, without type parameters."""
+    """Return the Python type that each field of a record must have, to check a received message."""
     found = {}
     for name, hint in typing.get_type_hints(kind).items():
         found[name] = hint
@@ -197,7 +197,7 @@ _TYPES: dict[Any, dict[str, Any]] = {
 
 
 def _record(kind: type[Record], fields: Any) -> Record:
-    """Check the types of a message's fields, and return a record with these fields."""
+    """Return a record from the fields of a received message; raise WireError for a wrong type."""
     wanted = _TYPES[kind]
     if not isinstance(fields, dict) or fields.keys() != wanted.keys():
         raise WireError(
@@ -211,7 +211,7 @@ def _record(kind: type[Record], fields: Any) -> Record:
 
 
 class Observed(Protocol):
-    """Interface to the process whose status is reported: a server, or trainer 0.
+    """Interface through which a status report reads a server, or trainer 0 of a collective job.
 
     Attributes:
       endpoint: endpoint of the process.
@@ -239,7 +239,7 @@ class Observed(Protocol):
 
 
 class ObservedTrainers(Protocol):
-    """Interface to the trainers of the process whose status is reported.
+    """Interface through which a status report reads the state of the trainers.
 
     Attributes:
       count: number of trainers of the job.
@@ -283,7 +283,7 @@ class Sample(typing.NamedTuple):
 
 
 class StatusReporter:
-    """Status of one process, and the process's answers to observers.
+    """Answers of a server, or of trainer 0, to requests for the job's status (`dtrans status`).
 
     Args:
       kind: the server, or trainer 0 of a collective job.
@@ -313,7 +313,11 @@ class StatusReporter:
     # -- counting --------------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
-        """Record the counts if the last record is at least `EACH` seconds old."""
+        """Store the current counts, from which rates are computed, about once a second.
+
+        Args:
+          now: the current time in seconds.
+        """
         samples = self._samples
         if samples and now - samples[-1].time < EACH:
             return
@@ -329,7 +333,9 @@ class StatusReporter:
         return Sample(now, self._kind.progress(), self.received, self._trainers.bytes_sent)
 
     def saved(self, name: str, step: int, blocks: int, error: str, now: float) -> None:
-        """Record the end of a checkpoint's write. For the arguments, see `CheckpointStatus`."""
+        """Record that a checkpoint was written or has failed. For the arguments, see
+        `CheckpointStatus`.
+        """
         seconds = now - self.saving.pop(name, now)
         self._checkpoint = CheckpointStatus(name, step, 0.0, seconds, blocks, error)
         self._saved_at = now
@@ -337,12 +343,12 @@ class StatusReporter:
     # -- answering -------------------------------------------------------------------------------
 
     def admit(self, now: float) -> None:
-        """Count one request of an observer.
+        """Limit the rate of status requests: raise WireError if there are too many.
 
-        The rate limit is a token bucket for bursts of up to `RATE` requests.
+        All observers together may send `RATE` requests per second (a token bucket).
 
-        Raises:
-          WireError: observers send too many requests.
+        Args:
+          now: the current time in seconds.
         """
         self._budget = min(float(RATE), self._budget + (now - self._asked) * RATE)
         self._asked = now
@@ -373,7 +379,7 @@ class StatusReporter:
             raise WireError(f"the status is not available now: {e}") from e
 
     def report(self, now: float) -> dict[str, Any]:
-        """Return the fields of a `status_report`: the records of the process and its trainers."""
+        """Return the status of this process and of its trainers, as fields of a message."""
         sample = self._sample(now)
         first = self._samples[0] if self._samples else sample
         trainers = [self._trainer(k, sample, first) for k in range(self._trainers.count)]
@@ -463,9 +469,9 @@ class StatusReporter:
 
 
 def _digest(plan: Mapping[str, str]) -> str:
-    """Return a short digest of a fingerprint; empty for an empty fingerprint.
+    """Return a short text that identifies a plan, to compare the servers of a job; "" without one.
 
-    The digest leaves out the parts of a fingerprint that may differ between the roles of a job.
+    It leaves out the parts of a fingerprint that may differ between the roles of a job.
     """
     varying = (fingerprint.BATCH, fingerprint.LOSS)
     parts = [(name, plan[name]) for name in sorted(plan) if name not in varying]

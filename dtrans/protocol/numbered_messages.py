@@ -22,7 +22,9 @@ from dtrans.protocol import wire
 
 
 class NumberedMessages:
-    """Numbers and stored messages of one of two connected processes.
+    """Numbers of the messages on one connection, with copies of those that may have to be repeated.
+
+    Each of the two connected processes has such an object.
 
     Attributes:
       sent: number of messages sent.
@@ -51,7 +53,10 @@ class NumberedMessages:
         return [frames for _, frames in self._stored]
 
     def stamp(self) -> dict[str, int]:
-        """Count the next message to send, and return its header fields `number` and `heard`."""
+        """Assign a number to the next message; return its header fields `number` and `heard`.
+
+        The field `heard` tells the other process how many of its messages have arrived.
+        """
         self.sent += 1
         return {"number": self.sent, "heard": self.received}
 
@@ -60,8 +65,9 @@ class NumberedMessages:
         self._stored.append((self.sent, frames))
 
     def take(self, message: wire.Message) -> bool:
-        """Count a received message; return False if the receiver must drop it.
+        """Count a received message; return False for a repeated message, which must be dropped.
 
+        A message that follows a missing one is also dropped, because the sender repeats both.
         Messages without a number are neither counted nor dropped.
         """
         self.acknowledge(message.fields.get("heard", 0))
@@ -78,7 +84,10 @@ class NumberedMessages:
             self._stored.popleft()
 
     def check_resumable(self, heard: int) -> None:
-        """Check that this process stores all messages after the first `heard` ones.
+        """Raise WireError if a broken connection cannot be resumed without losing messages.
+
+        Args:
+          heard: number of messages of this process that the other process has received.
 
         Raises:
           WireError: `heard` is more than the number of sent messages, or the other process lacks a

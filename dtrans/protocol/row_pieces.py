@@ -1,7 +1,7 @@
-"""Blocks whose rows are in several arrays: each array is a *piece*.
+"""Arrays that are stored in several pieces, each with some of the rows.
 
-A synchronous server updates a large block piece by piece. It stores the pieces and sends them as
-they are, because a copy into one array would take about as long as the update.
+A synchronous server updates a large parameter piece by piece. It stores and sends the pieces
+separately, because a copy into one array would take about as long as the update.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import numpy as np
 
 
 class RowPieces:
-    """Rows of one block in several arrays. NumPy functions convert the object to one array.
+    """Array whose rows are stored in several smaller arrays, one after the other.
+
+    NumPy functions convert the object to one array.
 
     Args:
       arrays: at least one array; the rows of each array follow the rows of the previous one.

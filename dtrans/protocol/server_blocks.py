@@ -1,4 +1,7 @@
-"""Specification of one server: its blocks and tables, and the interface to its updates."""
+"""Description of one parameter server: the arrays that it stores, sends and receives.
+
+A *block* is an array on one server: a whole parameter, or some rows of a parameter or table.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ Vectors = Mapping[str, Sequence[Any]]  # endpoint of a server -> vectors sent to
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableSpec:
-    """Block of a table. Trainers request rows of the block, and send gradients of these rows.
+    """Part of an embedding table on one server, from which trainers request single rows.
+
+    Trainers send the gradients of the rows that they have requested.
 
     Attributes:
       rows: number of rows.
@@ -44,7 +49,9 @@ class TableSpec:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowGradient:
-    """Row ids, and the gradient or the values of these rows.
+    """Gradient of a table that is zero in most rows: the ids of the other rows, and their values.
+
+    The class also stores the values of some rows.
 
     Attributes:
       ids: increasing row ids.
@@ -57,7 +64,9 @@ class RowGradient:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServerBlocks:
-    """Blocks of one server, and the arrays that trainers send and receive.
+    """Description of one server: its parameters and tables, and the arrays in its messages.
+
+    A *block* is an array on one server: a whole parameter, or some rows of a parameter or table.
 
     Attributes:
       endpoint: endpoint of the server.
@@ -98,10 +107,10 @@ class ServerBlocks:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UpdatePart:
-    """Part of a synchronous server's update. It reads no results of other parts.
+    """Part of a server's update that can run before all gradients of the step have arrived.
 
-    The rows of a large block may be divided over several parts. These parts are then in the order
-    of the rows.
+    It reads no results of other parts. The rows of a large parameter may be divided over several
+    parts. These parts are then in the order of the rows.
 
     Attributes:
       sent: gradients that the part reads, as in `ServerBlocks.sent`.
@@ -115,23 +124,28 @@ class UpdatePart:
 
 
 class StepUpdate(Protocol):
-    """Update of a synchronous server, which computes one step at a time."""
+    """Interface of a synchronous server to its update, which computes a step's new parameters."""
 
     @property
     def parts(self) -> Sequence[UpdatePart]:
-        """Parts of the update; empty if the update runs as one part."""
+        """Parts of the update that can run separately; empty if the update runs as a whole."""
 
     def update_part(
         self, number: int, grads: Mapping[str, Any], present: frozenset[int], step: int
     ) -> Mapping[str, Any]:
-        """Run one part before `begin`; return its rows of the new parameters, by block name.
+        """Compute some of a step's new parameters as soon as their gradients have arrived.
 
-        The state stays unchanged until `begin`, which runs the remaining parts.
+        The parameters can be sent early. The state stays unchanged until `begin`, which computes
+        the rest.
 
         Args:
           number: index of the part in `parts`.
           grads: gradients by name, at least those of the part.
           present, step: as for `begin`.
+
+        Returns:
+          The part's rows of the new parameters, by the name of the block (a parameter's rows on
+          this server).
         """
 
     @property
@@ -143,38 +157,47 @@ class StepUpdate(Protocol):
         """Arrays of the previous state, by name; None if the previous state is not stored."""
 
     def newest(self) -> dict[str, Any]:
-        """Return the arrays of the state, by name. Tables are snapshots."""
+        """Return the arrays of the state by name, for a snapshot. Tables are copied."""
 
     def evict(self, name: str, unused_for: int) -> object:
-        """Evict rows of a table's block between two updates, in a copy of another server's state.
+        """Delete rows of a table, in a server that stores a copy of another server's state.
 
         The arguments are those of `dtrans.protocol.tables.stored_tables.StoredTables.evict`.
         """
 
     def state_blocks(self) -> tuple[list[tuple[str, np.ndarray]], dict[str, int]]:
-        """Return the name and the values of each array of the state, to be sent to a backup.
+        """Return all arrays of the state, to send them to another server that stores a copy.
 
-        The second result has the number of rows of each array of `Primary.varying`, by name.
+        Returns:
+          The name and the values of each array; and the number of rows of each array with a varying
+          number (`Primary.varying`), by name.
         """
 
     def merge(
         self, grads: Mapping[str, Any], present: frozenset[int], step: int
     ) -> Mapping[str, Any]:
-        """Reduce gradients over trainers; return the results, which are then passed to `begin`.
+        """Reduce gradients over trainers, before `begin` computes the update from the results.
 
         The arguments are those of `begin`.
         """
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """Arrays, or `RowPieces`, that the server sends for the parameters, by block name."""
+        """Current parameters that the server sends, by the name of the block (its rows on this
+        server).
+        """
 
     @property
     def exchange(self) -> Exchange | None:
-        """Exchange whose vectors the update waits for; None if it does not wait."""
+        """Exchange with other servers for which the update waits now; None if it does not wait.
+
+        Some updates need values of other servers, such as the norm of all gradients.
+        """
 
     def begin(self, grads: Mapping[str, Any], present: frozenset[int], step: int) -> Vectors | None:
-        """Start an update, and compute it up to the first exchange.
+        """Start the update of a step; stop when it needs values of other servers.
+
+        For example, clipping by the global norm needs the norms of the other servers' gradients.
 
         Args:
           grads: gradients by name; gradients of tables are `RowGradient`s.
@@ -186,7 +209,7 @@ class StepUpdate(Protocol):
         """
 
     def go_on(self, arrived: Vectors | None) -> Vectors | None:
-        """Continue the update up to the next exchange.
+        """Continue the update with values of other servers, until it needs further values.
 
         Args:
           arrived: vectors from other servers.
@@ -196,7 +219,7 @@ class StepUpdate(Protocol):
         """
 
     def create_rows(self, ids: Mapping[str, np.ndarray]) -> None:
-        """Create rows that do not exist, before `rows` reads them with `train`.
+        """Store new rows of a table, with initial values, before a trainer first reads them.
 
         Args:
           ids: row ids in each block of a table, by the block's name.
@@ -213,17 +236,24 @@ class StepUpdate(Protocol):
 
 
 class BlockUpdate(Protocol):
-    """Update of an asynchronous server, which computes one block at a time."""
+    """Interface of an asynchronous server to its updates, one for each parameter.
+
+    In contrast to `StepUpdate`, a parameter is updated as soon as one trainer's gradient has
+    arrived. A *block* is a parameter's rows on this server.
+    """
 
     def begin(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Run the block of learning rate schedules (`lr_sched`) once, for one step of a trainer.
+        """Compute the values of a trainer's step that all updates read, such as the learning rate.
+
+        Args:
+          state: the arrays of the server's state, by name.
 
         Returns:
-          The changed state, and the outputs that the step's updates of blocks read.
+          The changed arrays of the state, and the values for the updates.
         """
 
     def ready(self, arrived: Collection[str], used: Collection[str]) -> list[str]:
-        """Return the names of the blocks that can be updated.
+        """Return the names of the blocks that can be updated with the gradients that have arrived.
 
         Args:
           arrived: names of the complete gradients.
@@ -237,7 +267,7 @@ class BlockUpdate(Protocol):
         state: Mapping[str, Any],
         values: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Compute the update of one block; return the changed state when it is complete.
+        """Update one block with a trainer's gradient; wait for the result, and return it.
 
         Args:
           block: name of the block.

@@ -61,15 +61,20 @@ def job_token(environ: Mapping[str, str] | None = None) -> str:
 
 
 def shown(token: str, purpose: str) -> str:
-    """Return a proof of knowing the token: an HMAC of the purpose, with the token as key.
+    """Return a proof that this process knows the job's token, without revealing the token.
 
-    Nobody can compute the proof for another purpose from this proof.
+    It is an HMAC of the purpose, with the token as key. Nobody can compute the proof for another
+    purpose from this proof.
+
+    Args:
+      token: the job's token.
+      purpose: text for which the proof is valid, such as "welcome " and a random word.
     """
     return hmac.new(token.encode(), purpose.encode(), hashlib.sha256).hexdigest()
 
 
 def is_shown(proof: object, token: str, purpose: str) -> bool:
-    """Return True if `proof` equals `shown(token, purpose)`."""
+    """Return True if `proof` shows that its sender knows the token (see `shown`)."""
     return isinstance(proof, str) and hmac.compare_digest(
         proof.encode(), shown(token, purpose).encode()
     )

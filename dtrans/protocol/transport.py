@@ -30,7 +30,9 @@ EventKind = Literal["message", "connected", "broken", "barred", "lost", "refused
 
 
 class Event(NamedTuple):
-    """Event at a link or at a listener.
+    """Something that happened to a connection: a message, or its start, end or refusal.
+
+    A *link* is a connection of this process to another process. A *listener* accepts connections.
 
     Attributes:
       kind: the kind of the event. Links and listeners report a `message`. A link also reports
@@ -63,9 +65,10 @@ class Link(Protocol):
         """
 
     def changes(self) -> Iterator[Event]:
-        """Yield the pending `connected`, `broken` and `barred` events, but no messages.
+        """Yield the events about the connection itself: `connected`, `broken` and `barred`.
 
-        The next `poll` yields the messages that arrived before these events.
+        A sender calls it before it sends, without waiting. The next `poll` yields the messages that
+        arrived before these events.
         """
 
     def close(self, linger: float = 0.0) -> None:
@@ -85,7 +88,7 @@ class Listener(Protocol):
 
     @property
     def silent(self) -> int:
-        """Number of open connections on which no message has been received."""
+        """Number of processes that have connected but have not sent a message yet."""
 
     def send(self, address: bytes, frames: Sequence[Any], /) -> None:
         """Send a message to an address, or drop it if the connection has ended."""
@@ -98,7 +101,7 @@ class Listener(Protocol):
 
 
 class Transport(Protocol):
-    """Links and listeners of one process, and its clock."""
+    """Connections of one process, and its clock: ZeroMQ in real jobs, simulated in tests."""
 
     def now(self) -> float:
         """Return the time in seconds."""
@@ -135,7 +138,11 @@ class Transport(Protocol):
         """
 
     def reaches(self, local: str, /) -> bool:
-        """Return True if this process can connect to the given local address of a listener."""
+        """Return True if this process can connect to a Unix socket, as it is on the same host.
+
+        Args:
+          local: the address of the socket, which another process has sent.
+        """
 
     def poll(self, until: float) -> Iterator[Event]:
         """Wait for an event, and yield all pending events.

@@ -9,7 +9,7 @@ SAY = 10.0  # seconds between two log lines
 
 
 class WaitReminder:
-    """Times at which a waiting process writes a log line.
+    """Timer of a waiting process, which logs every ten seconds what it waits for.
 
     Attributes:
       next: time of the next log line.

@@ -354,7 +354,12 @@ def as_bytes(array: Any) -> np.ndarray:
 
 
 def after_bytes(block: Any, count: int) -> RowPieces:
-    """Return the part of a block, an array or `RowPieces`, after its first `count` bytes."""
+    """Return the rest of an array after its first `count` bytes, which were sent before.
+
+    Args:
+      block: an array, or `RowPieces` (an array in several pieces).
+      count: number of bytes to leave out.
+    """
     rest, at = [], 0
     for array in block.arrays if isinstance(block, RowPieces) else [block]:
         if at + array.nbytes > count:
@@ -364,10 +369,14 @@ def after_bytes(block: Any, count: int) -> RowPieces:
 
 
 def messages(blocks: Iterable[tuple[str, Any]]) -> Iterator[tuple[list[list[Piece]], list[Any]]]:
-    """Split named arrays into messages; yield each message's field `pieces` and its frames.
+    """Split named arrays into messages of limited size; small arrays share a message.
 
     Args:
-      blocks: name of each block, with its array or its `RowPieces`.
+      blocks: name of each block, with its array or its `RowPieces` (an array in several pieces).
+
+    Yields:
+      The header field `pieces` of each message, which lists the parts of arrays in it, and its
+      frames.
     """
     pieces: list[list[Piece]] = []
     frames: list[Any] = []
@@ -424,7 +433,7 @@ def framed(
     stamp: Callable[[], Mapping[str, int]] = dict,
     **fields: Any,
 ) -> Iterator[list[Any]]:
-    """Yield the frames of each message that is needed to send the arrays; at least one message.
+    """Yield complete messages that together send some arrays; without arrays, one message.
 
     Args:
       op: kind of the message.
@@ -439,7 +448,9 @@ def framed(
 
 
 def unpack(message: Message, target: Callable[[str], np.ndarray], arrived: dict[str, int]) -> None:
-    """Copy the pieces of a message to their blocks. An error occurs before the first copy.
+    """Copy the arrays in a received message to their memory, after a check of all sizes.
+
+    A large array arrives in several messages. If a check fails, nothing is copied.
 
     Args:
       target: function from a block's name to its memory. It raises WireError for an unknown name.
@@ -488,7 +499,10 @@ def unpack(message: Message, target: Callable[[str], np.ndarray], arrived: dict[
 
 
 def checked_pieces(table: Any) -> list[Piece]:
-    """Check the types of the pieces of one frame, and return the pieces.
+    """Check the list of the parts of arrays in one frame, which the header of a message has.
+
+    Returns:
+      The list. Each item is [name, offset, nbytes].
 
     Raises:
       WireError: a piece is not [name, offset, nbytes].

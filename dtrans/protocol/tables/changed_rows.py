@@ -108,8 +108,9 @@ class UnseenChanges:
     def has(self, name: str) -> np.ndarray:
         """Return the state of each row at each trainer, as an array [trainer, row].
 
-        A checkpoint contains this array. An entry is 0 if the trainer has no copy of the row,
-        `STORED` if it has the newest version, and `CHANGED` if it must receive the row again.
+        A checkpoint contains this array. An entry is 0 if the trainer has no copy of the row, and
+        `STORED` if it has the newest version. It is `CHANGED` if the trainer must receive the row
+        again.
 
         Args:
           name: name of the block (the part of a table on this server).

@@ -1,4 +1,7 @@
-"""Lookups of table rows that a trainer has requested for later steps (*announced* lookups)."""
+"""Lookups of table rows that a trainer has requested early (*announced*), for later steps.
+
+The servers send the rows while the trainer computes, so that a later step need not wait for them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ from dtrans.protocol.trainer.trainer_line import TrainerLine
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LookedUp:
-    """Lookup of one table's rows by one step.
+    """Lookup of rows of one table: the row ids, and the memory for the rows that servers send.
+
+    The rows of a table are divided into blocks, each on one server.
 
     Attributes:
       table: name of the table.
@@ -33,7 +38,7 @@ class LookedUp:
 
 
 class AnnouncedLookups:
-    """Announced lookups of one trainer: it has requested the rows, but no step has used the rows.
+    """Lookups that one trainer has requested early, before the steps that use the rows.
 
     Args:
       line: function that maps a server's endpoint to the trainer's `TrainerLine` for this server.
@@ -45,7 +50,13 @@ class AnnouncedLookups:
         self._lookups: dict[int, dict[str, LookedUp]] = {}
 
     def add(self, lookups: Sequence[LookedUp]) -> None:
-        """Request the table rows of a later step: the first step without an announcement.
+        """Request the table rows of a later step, which is the first step not requested yet.
+
+        For example, the first call during step 3 requests the rows of step 4, and the second call
+        those of step 5.
+
+        Args:
+          lookups: the lookup of each table.
 
         Raises:
           StateError: the maximum number of steps has already been announced.
@@ -65,9 +76,9 @@ class AnnouncedLookups:
         self._lookups[target] = {x.table: x for x in lookups}
 
     def take(self, table: str, uniq: np.ndarray, now: int) -> LookedUp | None:
-        """Remove and return the announced lookup of a step; None if the step looks up other rows.
+        """Return the rows that this step has requested early; None if it looks up other rows.
 
-        Announced lookups of earlier steps are dropped.
+        Each lookup is returned once. Lookups of earlier steps are dropped.
 
         Args:
           table: name of the table.
@@ -85,10 +96,13 @@ class AnnouncedLookups:
         return found if np.array_equal(found.uniq, uniq) else None
 
     def forget(self, blocks: Sequence[tuple[str, str]]) -> None:
-        """Drop the announced lookups in blocks whose servers have evicted rows.
+        """Drop the early lookups in tables from which rows were evicted.
+
+        The servers drop the same lookups, and the steps then request their rows as usual.
 
         Args:
-          blocks: server and name of each block.
+          blocks: server and name of each block (the part of a table on one server) with evicted
+            rows.
         """
         for step, tables in self._lookups.items():
             for x in list(tables.values()):

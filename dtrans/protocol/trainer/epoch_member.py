@@ -1,4 +1,8 @@
-"""A trainer's part in the epochs of its job (`dtrans.protocol.epochs`)."""
+"""A trainer's part in the recovery of a job from failures.
+
+After each failure, a new *epoch* of the job begins (`dtrans.protocol.epochs`), and the trainer
+connects to the servers again.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from dtrans.protocol.epochs import Epoch, Epochs, NewEpoch
 
 
 class EpochMember:
-    """Membership of one trainer in one epoch (part of a job between failures).
+    """Participation of one trainer in one epoch: the time between two failures of the job.
 
     Args:
       epochs: epochs of the job; None without a launcher that restarts roles.
@@ -23,11 +27,20 @@ class EpochMember:
 
     @property
     def incarnation(self) -> int:
-        """Number of the epoch (part of a job) in which the trainer's process was started."""
+        """Number of the epoch in which this trainer's process was started; 0 for its first process.
+
+        An epoch is the time between two failures. Servers use the number to refuse a process that
+        was replaced.
+        """
         return 0 if self._epochs is None else self._epochs.incarnation
 
     def enter(self, epoch: Epoch | None) -> None:
-        """Take part in the epoch of a server that has welcomed this trainer.
+        """Take part in the epoch of a server to which this trainer has connected.
+
+        An epoch is the time between two failures of the job. All servers must be in the same epoch.
+
+        Args:
+          epoch: the server's epoch; None if the server writes no cuts (snapshots).
 
         Raises:
           NewEpoch: another server is in another epoch.
@@ -41,12 +54,13 @@ class EpochMember:
         self.epoch = epoch
 
     def lost(self, e: LostPeerError) -> BaseException:
-        """Report a lost server; return the exception to raise.
+        """Tell the launcher that a server is lost; return the exception for the trainer to raise.
 
-        The launcher ends the server, and starts it again in the next epoch.
+        In a job with cuts (snapshots), the trainer raises NewEpoch, and waits until the launcher
+        has started the server again. In other jobs, it raises the error itself.
 
         Args:
-          e: the error of the lost server. It is returned in a job without cuts (snapshots).
+          e: the error of the connection to the server.
         """
         if self._epochs is None or self.epoch is None:
             return e
@@ -54,7 +68,9 @@ class EpochMember:
         return NewEpoch(self.epoch.number + 1)
 
     def rejoin(self) -> EpochMember:
-        """Return the membership in a later epoch (part of a job), before the trainer enters it.
+        """Return a new object for the next epoch, after a failure. The trainer then enters it.
+
+        An epoch is the time between two failures of the job.
 
         Raises:
           ReplacedError: the launcher has started another process of this trainer.
@@ -64,6 +80,9 @@ class EpochMember:
         return EpochMember(self._epochs)
 
     def leave(self) -> None:
-        """Tell the launcher that this trainer leaves, and can no longer go back to a cut."""
+        """Tell the launcher that this trainer has finished all its steps.
+
+        Such a trainer cannot go back to a cut (snapshot) after a later failure.
+        """
         if self._epochs is not None and self.epoch is not None:
             self._epochs.leave()

@@ -38,10 +38,10 @@ Values = Sequence[Any]  # one array for each parameter, in the order of the call
 
 
 class GeoQueue(Protocol):
-    """Interface to a trainer's communicator."""
+    """Interface of `GeoSteps` to the communicator, which exchanges messages with the servers."""
 
     def put(self, deltas: Values, steps: int, /) -> None:
-        """Put the deltas of a push into the queue.
+        """Send changes of parameters (deltas) to the servers, in the background.
 
         Args:
           deltas: one array for each parameter.
@@ -49,31 +49,55 @@ class GeoQueue(Protocol):
         """
 
     def repeat(self, deltas: Values, steps: int, endpoints: Collection[str], /) -> None:
-        """Put the deltas of an earlier push into the queue, only for these servers."""
+        """Send changes again, after a failure, to the servers that have not received them.
+
+        Args:
+          deltas, steps: as for `put`.
+          endpoints: endpoints of these servers.
+        """
 
     def received(self) -> int:
-        """Return the number of pushes that the newest parameters include."""
+        """Return how many of this trainer's pushes the newest received parameters include."""
 
     def newest(self) -> Values:
         """Return the newest parameters."""
 
 
 class GeoArithmetic(Protocol):
-    """Interface to computations with the trainer's arrays."""
+    """Interface of `GeoSteps` to computations with arrays, on NumPy or on devices."""
 
     def copied(self, values: Values, /) -> Values:
         """Copy parameters to new memory."""
 
     def pushed(self, local: Values, old: Values, trainers: int, /) -> tuple[Values, Values]:
-        """Return the deltas of a push, rounded to the dtype that is sent, and the new `old`."""
+        """Compute the changes to send (a push), and the new value on which all agree.
+
+        The changes are (local - old) / trainers, rounded to the dtype that is sent.
+
+        Args:
+          local: the trainer's parameters.
+          old: the value on which the trainer and the servers last agreed.
+          trainers: number of trainers.
+
+        Returns:
+          The changes, and `old` plus the changes.
+        """
 
     def pulled(self, local: Values, server: Values, old: Values, /) -> Values:
-        """Return local + (server - old)."""
+        """Add the changes of other trainers to local parameters: return local + (server - old).
+
+        Args:
+          local: the trainer's parameters.
+          server: parameters from the servers.
+          old: the value on which the trainer and the servers last agreed.
+        """
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GeoCut:
-    """Cut (snapshot) of one trainer of GEO-SGD.
+    """Snapshot of one trainer of GEO-SGD, from which a new process continues after a failure.
+
+    A *push* sends a part of the trainer's parameter changes to the servers.
 
     Attributes:
       step: number of the trainer's steps.
@@ -98,11 +122,13 @@ class GeoCut:
 
 
 class GeoReturn:
-    """Start of a process that takes the place of a lost trainer.
+    """Plan by which a new process replaces a lost trainer of GEO-SGD.
 
-    If the lost process had not pushed since its cut (snapshot), the new process repeats the pending
-    push on the servers that lack it. Otherwise some servers may lack the last push, and its values
-    are lost. The new process then pushes changes from the cut to these servers instead.
+    The new process starts from the lost trainer's cut (snapshot). A push (changes of parameters
+    sent to all servers) may have reached only some servers before the failure. If the lost process
+    had not pushed since the cut, the new process repeats the pending push on the servers that lack
+    it. Otherwise some servers may lack the last push, and its values are lost. The new process then
+    pushes changes from the cut to these servers instead.
 
     Args:
       cut: the trainer's cut.
@@ -139,14 +165,18 @@ class GeoReturn:
     def split(
         self, endpoint: str, change: np.ndarray, delta: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the changes of a block that are not pushed, and the deltas of the repeated push.
+        """Divide the changes of a block into a part to push now and a part to keep.
 
-        Each push after the cut (snapshot) has sent 1/trainers of the changes that remained.
+        A block is a part of a parameter on one server. Each push after the cut (snapshot) has sent
+        1/trainers of the remaining changes. So the changes in the cut are reduced accordingly.
 
         Args:
           endpoint: server of the block.
           change: changes of the block in the cut.
-          delta: deltas of the block in the cut; zeros if no push was pending.
+          delta: changes of a pending push in the cut; zeros if no push was pending.
+
+        Returns:
+          The changes to keep, and the changes to push to the servers that lack the last push.
         """
         received = self._received[endpoint]
         is_lacking = received < self.count
@@ -160,14 +190,19 @@ class GeoReturn:
     def split_rows(
         self, table: str, endpoints: Sequence[str], spans: Sequence[BlockRowSet]
     ) -> tuple[CachedCut, RowGradient]:
-        """Return the rows of a table with their remaining changes, and the deltas to repeat.
+        """Divide the changes of a table's rows into a part to push now and a part to keep.
 
-        A push contains only some rows, so `GeoCut.pushes` determines how often a change was sent.
+        It is like `split`, but each push contains only some rows. `GeoCut.pushes` has the rows of
+        each push.
 
         Args:
           table: name of the table.
-          endpoints: server of each block.
+          endpoints: server of each block (part of the table).
           spans: set of the table's rows that each block contains.
+
+        Returns:
+          The rows with the changes to keep, and the changes to push to servers that lack the last
+          push.
         """
         cut = self._cut.tables[table]
         if self.count == self._cut.pushed:
@@ -205,7 +240,10 @@ def _no_rows(cut: CachedCut) -> RowGradient:
 
 
 class GeoSteps:
-    """Pushes and pulls of one trainer.
+    """Driver of one trainer of GEO-SGD: decides after each step what to send and receive.
+
+    A *push* sends a part of the trainer's parameter changes to the servers. A *pull* adds the
+    changes of other trainers.
 
     Args:
       queue: the trainer's communicator.
@@ -241,9 +279,10 @@ class GeoSteps:
         self._must_pull = False  # True from `rejoin` until the next pull
 
     def step(self, values: Values, every: int, *, block_on_pull: bool) -> None:
-        """Store the parameters after a step, and push after every `every` steps.
+        """Store the parameters after a step, and send the changes (push) after every few steps.
 
-        When `waits` is False, the next step may begin with the parameters `local`.
+        Then, while `waits` is True, the trainer must wait and call `go_on`. When it is False, the
+        next step begins with the parameters `local`.
 
         Args:
           values: parameters after the step.
@@ -254,7 +293,10 @@ class GeoSteps:
         self.go_on()
 
     def end_step(self, values: Values, every: int, *, block_on_pull: bool) -> None:
-        """Store the parameters after a step and send nothing; the caller must then call `go_on`.
+        """Store the parameters after a step, without sending anything yet.
+
+        The caller must then call `go_on`. If this communication fails and is repeated, the step is
+        not stored a second time.
 
         Args:
           values, every, block_on_pull: as for `step`.
@@ -269,18 +311,27 @@ class GeoSteps:
 
     @property
     def waits(self) -> bool:
-        """True if the step must wait for the answer to the last push, by calls of `go_on`."""
+        """True if the next step must wait until the servers have answered the last push.
+
+        A push sends changes of parameters. The trainer calls `go_on` until this is False.
+        """
         is_pending = self._taken < self._pushed
         return self._must_pull or (is_pending and (self._due or self._blocks))
 
     def finish(self) -> None:
-        """Push the changes since the last push. Call it only when `waits` is False."""
+        """Send the changes since the last push, at the end of the job.
+
+        Call it only when `waits` is False.
+        """
         if self.owes:
             self._due, self._blocks = True, False
             self.go_on()
 
     def go_on(self) -> None:
-        """Pull if new parameters have arrived. Then push if a push is due and none is pending."""
+        """Add newly received changes of other trainers, then send this trainer's changes if due.
+
+        While an earlier push (changes that were sent) has no answer, nothing is sent.
+        """
         self.local = self._pull(self.local)
         if self._due and self._taken == self._pushed and not self._must_pull:
             self._due = False
@@ -308,7 +359,10 @@ class GeoSteps:
     # -- failures ----------------------------------------------------------------------------------
 
     def counts(self, received: Mapping[str, int]) -> dict[str, int]:
-        """Return the step count that each server must have before the pending push is repeated.
+        """Return how many of this trainer's steps each server must count after a failure.
+
+        Some servers may have received the trainer's last push (changes of parameters), and others
+        not. A server that lacks it counts the steps before this push, until the push is repeated.
 
         Args:
           received: number of this trainer's steps that each server has received, by endpoint.
@@ -318,9 +372,10 @@ class GeoSteps:
         return {ep: self.count - (steps if ep in repeated else 0) for ep in received}
 
     def rejoin(self, received: Mapping[str, int]) -> None:
-        """Continue with an empty queue, after the failure of a process.
+        """Continue after the failure of another process, with new connections to the servers.
 
-        Repeat the pending push on the servers that lack it. The next `go_on` pulls.
+        The last push (changes of parameters) is repeated on the servers that lack it. The next
+        `go_on` receives the servers' parameters.
 
         Args:
           received: as for `counts`.
@@ -339,7 +394,7 @@ class GeoSteps:
         return [ep for ep, count in received.items() if count < self.count]
 
     def unpushed(self, values: Values) -> list[Any]:
-        """Return the changes that were not pushed.
+        """Return this trainer's changes of parameters that it has not sent to the servers yet.
 
         Args:
           values: the parameters before the next step.
@@ -348,13 +403,16 @@ class GeoSteps:
 
     @property
     def pending(self) -> tuple[Values, int]:
-        """Deltas of the pending push, and the number of its steps; no deltas without a push."""
+        """Changes of parameters that were sent and have no answer, and the number of their steps.
+
+        Without such a push, the result is ((), 0).
+        """
         return ((), 0) if self._pending is None else self._pending
 
     def resume(
         self, changes: Values, deltas: Values, begin: GeoReturn, received: Mapping[str, int]
     ) -> None:
-        """Begin with the changes of a cut (snapshot), in the place of a lost process.
+        """Continue a lost trainer in this new process, from the changes in its snapshot.
 
         Args:
           changes: changes to add to the servers' parameters.

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(eq=False)
 class PendingAnswer:
-    """Pending answer of a server to one request. The answer may consist of several messages.
+    """Answer to one request that a trainer awaits from a server. It may need several messages.
 
     Attributes:
       line: the trainer's requests to the server.
@@ -76,13 +76,16 @@ class PendingAnswer:
 
     @property
     def is_early(self) -> bool:
-        """True if the answer arrived while the trainer waited for another answer."""
+        """True if this answer arrived earlier, while the trainer waited for another answer."""
         return self.line.saved.get(self.number) is not None
 
     def begin(self) -> bool:
-        """Make this the answer that `line` waits for; first send `ask`, if there is one.
+        """Start to wait for this answer, after the previous answers are complete.
 
-        The method does not block. It returns True if the answer has arrived early and is complete.
+        If the attribute `ask` has a request, it is sent now. The method does not block.
+
+        Returns:
+          True if the answer has arrived earlier and is complete.
         """
         if self.ask is not None:
             self.number = self.line.ask(self.ask[0], **self.ask[1])
@@ -119,12 +122,14 @@ _NOT_ASKED = "pserver {} sent {}, which was not requested".format
 
 
 def some_names(names: Sequence[str]) -> str:
-    """Return a text with at most three of the names."""
+    """Return at most three of the names as one text, such as "a, b, c, ...", for log lines."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 class Operation(Generic[T]):
-    """Sequence of pending answers, and the result that is computed from the complete answers.
+    """Requests of a trainer to several servers, for example the end of a step or a checkpoint.
+
+    The operation awaits the servers' answers one after the other, and then computes a result.
 
     Args:
       answers: the answers, in the order in which they are awaited.
@@ -151,7 +156,7 @@ class Operation(Generic[T]):
 
     @property
     def next_answers(self) -> Sequence[PendingAnswer]:
-        """Answers that the operation awaits after `waits_for`."""
+        """Answers that the operation awaits after the current one (`waits_for`)."""
         return self._answers[self._at + 1 :]
 
     def take(self, message: wire.Message) -> None:

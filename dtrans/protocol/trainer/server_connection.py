@@ -106,7 +106,7 @@ class ServerConnection:
     # -- the connection --------------------------------------------------------------------------
 
     def opened(self, *, local: bool = False) -> None:
-        """Reset the state for a new link to the server.
+        """Start with a new link to the server, on which no `hello` was sent yet.
 
         Args:
           local: True if the link uses a Unix socket.
@@ -116,9 +116,10 @@ class ServerConnection:
         self._is_answered = True
 
     def connected(self) -> None:
-        """Handle a new connection: send `hello` if the trainer waits for a welcome.
+        """Handle a new network connection: introduce this trainer to the server by `hello`.
 
-        The trainer waits for the server's first welcome, or for a welcome after a break.
+        This is needed until the server has accepted the trainer (`welcome`), and again after a
+        break.
         """
         if self.welcomed and not self._is_lost:
             return
@@ -130,7 +131,13 @@ class ServerConnection:
         self._say_now([wire.header("hello", **fields)])
 
     def broken(self, now: float) -> None:
-        """Handle the end of the connection, and wait for a reconnection if one is possible."""
+        """Handle the end of the network connection; wait for a reconnection if one is possible.
+
+        If none is possible, the server counts as ended (`gone`).
+
+        Args:
+          now: the current time in seconds.
+        """
         if self.welcomed and (self._is_local or self._aborts):
             self.gone = True
         elif self._retry_until == math.inf and (self.welcomed or not self._is_answered):
@@ -138,7 +145,7 @@ class ServerConnection:
 
     @property
     def retries_until(self) -> float:
-        """Time at which the wait for a reconnection ends; infinity if the trainer does not wait."""
+        """Time until which the trainer waits for a reconnection; infinity if it does not wait."""
         return math.inf if self.gone else self._retry_until
 
     def give_up(self, now: float) -> None:
@@ -181,7 +188,7 @@ class ServerConnection:
             self.tell("goodbye")
 
     def receive(self, frames: Sequence[Any]) -> wire.Message | None:
-        """Parse and count a message from the server.
+        """Parse a message from the server, and drop it if it was received before.
 
         Returns:
           The message, or None. None stands for a repeated message, a message that follows a missing
@@ -218,7 +225,12 @@ class ServerConnection:
     # -- admission -------------------------------------------------------------------------------
 
     def admit(self, welcome: Mapping[str, Any]) -> str:
-        """Accept a welcome if its sender has the job's token.
+        """Accept the server's answer to `hello` (a welcome), if its sender has the job's token.
+
+        Otherwise a process of another job could receive this trainer's gradients.
+
+        Args:
+          welcome: fields of the message.
 
         Returns:
           The server's local address; empty if it has none.

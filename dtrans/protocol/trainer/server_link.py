@@ -59,7 +59,10 @@ class ServerLink:
             self.take(event)
 
     def greet(self) -> Operation[None]:
-        """Return the operation that waits for the welcome, and moves to the local address."""
+        """Return the operation that waits until the server has accepted this trainer (`welcome`).
+
+        If the server is on this host, the connection moves to a Unix socket, which is faster.
+        """
         what = "an answer to `hello` (is it running, and is this its endpoint?)"
         request = f"`hello` of {self.line.me}"
         answer = PendingAnswer(self.line, request, "welcome", {}, what, ends=self._is_settled)
@@ -78,7 +81,7 @@ class ServerLink:
         return True
 
     def take(self, event: Event) -> wire.Message | None:
-        """Handle an event of the link; return the awaited answer if the event contains it.
+        """Handle an event of this connection; return the message if the trainer waits for it.
 
         Raises:
           PeerError: the server refused the trainer.
@@ -88,10 +91,13 @@ class ServerLink:
         return None if message is None else self.line.answer(message, self._transport.now())
 
     def take_early(self, event: Event) -> None:
-        """Handle an event of this link while the trainer waits for another server.
+        """Handle an event of this connection while the trainer waits for another server.
 
-        Connection events are handled at once, because the other server may wait for this server.
-        Messages and a refusal are stored for `early_answers`.
+        Changes of the connection are handled at once, because the other server may wait for this
+        server. Messages and a refusal are stored for `early_answers`.
+
+        Args:
+          event: the event.
 
         Raises:
           WireError: the message is malformed.
@@ -111,11 +117,14 @@ class ServerLink:
 
     @property
     def is_silent(self) -> bool:
-        """True if the server has ended, and `take_early` has stored none of its messages."""
+        """True if the server has ended, and no unread message from it is stored."""
         return self.line.gone and not self._early and not self.is_refused
 
     def early_answers(self) -> Iterator[wire.Message]:
-        """Handle the messages that `take_early` has stored; yield each awaited answer.
+        """Handle messages that arrived while the trainer waited for another server.
+
+        Yields:
+          Each message for which the trainer now waits.
 
         Raises:
           PeerError: the server refused the trainer after these messages.
@@ -127,7 +136,10 @@ class ServerLink:
         self.check_admitted()
 
     def check_admitted(self) -> None:
-        """Raise PeerError if `take_early` has stored a refusal. A second call raises no error."""
+        """Raise PeerError if the server has refused the trainer while it waited for another server.
+
+        The error is raised only once.
+        """
         refusal, self._refusal = self._refusal, None
         if refusal is not None:
             raise refusal
@@ -157,7 +169,9 @@ class ServerLink:
 
 
 class OperationWait:
-    """Loop that waits for the answers of an operation.
+    """Loop of a trainer that waits until servers have answered its requests.
+
+    Call `turn` until `done` is True.
 
     Args:
       links: the link of each server that takes part in the operation, by endpoint.
@@ -267,10 +281,15 @@ class OperationWait:
 
 
 class LastWords:
-    """Loop that sends a server the reason for this trainer's failure and waits for an answer.
+    """Loop of a failed trainer that tells a server the reason, and waits for an answer.
 
     In answer, a synchronous server ends, and an asynchronous server sends `goodbye`. The loop
     ignores errors from the server.
+
+    Args:
+      transport: sends the message.
+      link: the connection to the server.
+      reason: the error of this trainer.
     """
 
     def __init__(self, transport: Transport, link: ServerLink, reason: str) -> None:

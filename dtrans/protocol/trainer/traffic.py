@@ -43,7 +43,9 @@ log = logging.getLogger("dtrans.trainer")
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """Leaf whose blocks are sent to, and received from, several servers.
+    """Array that is divided among servers: a parameter, a gradient or a table.
+
+    Each server has some of its rows, called a block.
 
     Attributes:
       endpoints: endpoint of each block's server.
@@ -64,13 +66,17 @@ class Leaf:
     spans: tuple[BlockRowSet, ...] = ()
 
     def blocks(self, array: np.ndarray) -> list[tuple[str, str, np.ndarray]]:
-        """Return the endpoint, name and rows of each block of an array."""
+        """Split an array into the rows of each server.
+
+        Returns:
+          The server's endpoint, the block's name and the rows of each block.
+        """
         if len(self.names) == 1:
             return [(self.endpoints[0], self.names[0], array)]
         return list(zip(self.endpoints, self.names, rows_of(array, self.sections), strict=True))
 
     def at(self, endpoints: Collection[str]) -> Leaf:
-        """Return the leaf of a table with only the blocks on some servers."""
+        """Restrict this table to some servers, for messages that only these servers need."""
         blocks = zip(self.endpoints, self.names, self.spans, strict=True)
         here = [block for block in blocks if block[0] in endpoints]
         servers, names, spans = zip(*here, strict=True) if here else ((), (), ())
@@ -88,7 +94,7 @@ Group = Sequence[tuple[Leaf, Any]]
 
 @dataclasses.dataclass
 class _Pull:
-    """Pending request for all parameters.
+    """Request to all servers for the current parameters, until all answers are complete.
 
     Attributes:
       since: time of the request.
@@ -119,7 +125,7 @@ class _Pull:
 
 @dataclasses.dataclass
 class _Lookup:
-    """Pending request for rows of tables.
+    """Request to servers for rows of tables, until all answers are complete.
 
     Attributes:
       since: time of the request.
@@ -143,9 +149,9 @@ class _Lookup:
 
 
 class Traffic:
-    """Messages between one trainer's communicator and its servers.
+    """State of a communicator, which sends gradients and receives parameters in the background.
 
-    A *group* contains the gradients of one step, or a push of GEO-SGD.
+    A *group* contains the gradients of one step; with GEO-SGD, it contains changes of parameters.
 
     Args:
       lines: maps the endpoint of each server to the trainer's connection to it. Each request for
@@ -215,7 +221,7 @@ class Traffic:
     # -- sending ---------------------------------------------------------------------------------
 
     def ask(self, now: float) -> None:
-        """Request all parameters."""
+        """Request the current parameters from all servers."""
         arrays: dict[str, np.ndarray] = {}
         wanted: dict[str, dict[str, np.ndarray]] = {ep: {} for ep in self._lines}
         for key, leaf in self._leaves.items():
@@ -244,12 +250,14 @@ class Traffic:
         self._ahead = 0
 
     def may_take(self, waiting: int, now: float) -> int:
-        """Return how many queued groups to merge and send now; 0 if none may be sent.
+        """Return how many steps' gradients to take from the queue, merge and send now.
 
-        If a request for parameters is due, send the request first.
+        The result is 0 if the trainer must first receive parameters. If a request for parameters is
+        due, the method sends it.
 
         Args:
-          waiting: number of groups in the queue. A group has the gradients of one step, or a push.
+          waiting: number of groups in the queue. A group has the gradients of one step.
+          now: the current time in seconds.
         """
         if self._pull is None and self._ahead >= self.config.min_send_grad_num_before_recv:
             self.ask(now)
@@ -260,7 +268,7 @@ class Traffic:
         return min(waiting, self.config.max_merge_var_num)
 
     def send(self, groups: Sequence[Group], steps: int) -> None:
-        """Merge the groups in the queue, and send the merged gradients.
+        """Merge the gradients of several steps, and send the result to the servers.
 
         Args:
           groups: the groups.
@@ -289,10 +297,11 @@ class Traffic:
         self.sent, self._ahead = self.sent + len(groups), self._ahead + 1
 
     def look_up(self, wanted: Sequence[WantedRows], now: float, *, train: bool) -> None:
-        """Request rows of tables.
+        """Request rows of tables from the servers that have them.
 
         Args:
-          wanted: the rows of each block.
+          wanted: the rows of each block (part of a table on one server), with memory for them.
+          now: the current time in seconds.
           train: True if gradients of these rows follow.
         """
         missing: dict[str, Inbox] = {}
@@ -303,7 +312,7 @@ class Traffic:
         self._lookup = _Lookup(now, missing, at) if missing else None
 
     def ask_for_newest(self, now: float) -> None:
-        """Request all parameters if gradients were sent after the last request."""
+        """Request the current parameters if gradients were sent since the last request."""
         if self._pull is None and self._ahead:
             self.ask(now)
 
@@ -360,12 +369,12 @@ class Traffic:
             self._lookup = None
 
     def take_newest(self) -> tuple[int, dict[str, Any]] | None:
-        """Remove and return the requested parameters when they are complete.
+        """Return the parameters that were requested, once; None while some are missing.
 
         Returns:
-          None while parameters are missing. Else the number of steps whose gradients were sent
-          before the request, and a map from the key of each leaf to its value. The value of a
-          cached table is a `RowGradient` with the changed rows.
+          The number of steps whose gradients were sent before the request, and the value of each
+          parameter by the caller's key. If the trainer stores rows of a table (GEO-SGD), its value
+          is a `RowGradient` with the changed rows.
         """
         if self._pull is None or self._pull.missing:
             return None
@@ -373,7 +382,10 @@ class Traffic:
         return pull.steps, {**pull.arrays, **pull.changed.rows()}
 
     def look(self, now: float) -> None:
-        """Check the deadlines, and log which servers are late if a log line is due.
+        """Raise DeadlineError if an answer is late; log the servers that have not answered yet.
+
+        Args:
+          now: the current time in seconds.
 
         Raises:
           DeadlineError: an answer is late.

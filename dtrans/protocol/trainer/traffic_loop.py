@@ -24,7 +24,9 @@ from dtrans.protocol.transport import Transport
 
 @dataclasses.dataclass(eq=False)
 class TrafficRequest:
-    """Request of a step to the loop: a lookup of rows, or an operation.
+    """Request of a training step to the communicator's thread, with its result.
+
+    The request is either a lookup of table rows, or an operation such as a checkpoint.
 
     Attributes:
       wanted: only for a lookup: the rows of each block, and True if gradients of the rows follow.
@@ -42,7 +44,9 @@ class TrafficRequest:
 
 
 class TrafficLoop:
-    """Loop of one communicator.
+    """Loop of a communicator's thread: sends gradients from a queue, and receives parameters.
+
+    Training steps run in another thread.
 
     Args:
       links: maps the endpoint of each server to the trainer's link.
@@ -86,7 +90,7 @@ class TrafficLoop:
 
     @property
     def is_settled(self) -> bool:
-        """True if the newest parameters include all gradients that were put into the queue."""
+        """True if the received parameters include the gradients of all steps so far."""
         return self.received >= self._put
 
     @property
@@ -95,7 +99,7 @@ class TrafficLoop:
         return -1 if self.newest is None else self.newest[0]
 
     def put(self, group: Group, steps: int = 1) -> None:
-        """Put the gradients of one step, or a push of GEO-SGD, into the queue.
+        """Queue the gradients of one step for the servers; with GEO-SGD, changes of parameters.
 
         Args:
           group: the gradients or the push.
@@ -114,7 +118,13 @@ class TrafficLoop:
         return self._ask(TrafficRequest(wanted=(wanted, train)))
 
     def between(self, begin: Callable[[], Operation[Any]]) -> TrafficRequest:
-        """Request an operation. The loop starts the operation as soon as the loop `is_settled`."""
+        """Request an operation, such as a checkpoint, that must see all gradients so far.
+
+        The loop starts it when the received parameters include these gradients (`is_settled`).
+
+        Args:
+          begin: function that sends the operation's requests.
+        """
         return self._ask(TrafficRequest(begin=begin))
 
     def _ask(self, request: TrafficRequest) -> TrafficRequest:

@@ -27,7 +27,7 @@ log = logging.getLogger("dtrans.trainer")
 
 
 class TrainerLine(ServerConnection):
-    """Requests of one trainer to one server.
+    """Requests of one trainer to one server, and the server's answers.
 
     Args:
       deadline: seconds without a message from the server after which an answer is late.
@@ -98,7 +98,10 @@ class TrainerLine(ServerConnection):
         self._say("send", frames, pieces=pieces, **fields, **last)
 
     def exchange(self, number: int, values: Sequence[tuple[Any, Sequence[Any]]]) -> None:
-        """Send this trainer's values of one round (`dtrans.protocol.server.trainer_rounds`).
+        """Send this trainer's values for a collective that the server computes in the middle of a
+        step.
+
+        The n-th such collective in a step is its round n.
 
         Args:
           number: number of the round in the step.
@@ -188,7 +191,11 @@ class TrainerLine(ServerConnection):
         self.reminder.begin(now)
 
     def stop_waiting(self, number: int) -> None:
-        """Stop waiting for an answer, and delete the stored answer to request `number`."""
+        """Stop waiting for an answer, and forget it if it has arrived early.
+
+        Args:
+          number: number of the request.
+        """
         self.awaited, self.saving, self._waits_for = 0, (), ""
         self.saved.pop(number, None)
 
@@ -198,7 +205,15 @@ class TrainerLine(ServerConnection):
         return min(self.patience, self.reminder.next, self.retries_until)
 
     def answer(self, message: wire.Message, now: float) -> wire.Message | None:
-        """Handle a message of the server; return the message only if the trainer waits for it."""
+        """Handle a message of the server; return it only if it is the awaited answer.
+
+        The server may send `waiting`, for which the trainer extends its deadline. It may also send
+        rows for a later step.
+
+        Args:
+          message: the message.
+          now: the current time in seconds.
+        """
         if message.op == "waiting":
             self.patience = now + self._deadline
             self._reason = f", which waited for {message['reason']}"
@@ -234,10 +249,10 @@ class TrainerLine(ServerConnection):
             log.warning("%s has waited %.0f s for %s: %s", self.me, waited, who, self._waits_for)
 
     def look(self, now: float) -> None:
-        """Check the deadlines of the awaited answer and of a broken connection.
+        """Raise DeadlineError if the awaited answer is late, or a reconnection takes too long.
 
-        Raises:
-          DeadlineError: the answer is late.
+        Args:
+          now: the current time in seconds.
         """
         self.give_up(now)
         if now >= self.patience:

@@ -31,7 +31,11 @@ Landing = tuple[str, str, np.ndarray]
 
 
 def leave(line: TrainerLine) -> Operation[None]:
-    """Send `complete`; return the operation that waits for the server's `goodbye`."""
+    """Tell a server that this trainer has finished; return the operation that waits for its answer.
+
+    Args:
+      line: the trainer's requests to the server.
+    """
     line.tell("complete")
     answer = PendingAnswer(line, "`complete`", "goodbye", {}, "its goodbye", skips=True)
     return Operation([answer], _answer_goodbye)
@@ -42,7 +46,7 @@ def _answer_goodbye(answers: Sequence[PendingAnswer]) -> None:
 
 
 class TrainerSteps:
-    """Messages of one trainer's steps.
+    """Messages that one trainer sends to parameter servers in each step, without a communicator.
 
     Args:
       line: function that maps a server's endpoint to the trainer's `TrainerLine` for this server.
@@ -71,10 +75,16 @@ class TrainerSteps:
         self._saves: tuple[str, dict[str, int]] = ("", {})
 
     def send(self, endpoint: str, name: str, block: np.ndarray) -> None:
-        """Add a gradient to the outbox for a server.
+        """Send a gradient to a server, at the latest when the step ends.
 
-        An asynchronous trainer sends a full outbox. A synchronous trainer sends all gradients when
-        it ends the step, because its request for parameters precedes them.
+        Gradients are collected first, so that small ones share a message. An asynchronous trainer
+        sends full messages early. A synchronous trainer sends all gradients when it ends the step,
+        because its request for parameters precedes them.
+
+        Args:
+          endpoint: endpoint of the server.
+          name: name of the gradient's block (the part of a gradient for one server).
+          block: the rows of the block.
         """
         self.in_step = self.sync_mode
         self._sent_to.add(endpoint)
@@ -88,7 +98,9 @@ class TrainerSteps:
     def exchange(
         self, endpoint: str, number: int, values: Sequence[tuple[Any, Sequence[Any]]]
     ) -> Operation[list[Any]]:
-        """Send this trainer's values of a round; return the operation that receives the results.
+        """Send this trainer's values for a collective that a server computes within a step.
+
+        The n-th such collective in a step is its round n. The operation receives the merged values.
 
         Args:
           endpoint: endpoint of the server that merges the values.
@@ -133,7 +145,9 @@ class TrainerSteps:
     def request(
         self, landings: Sequence[Landing], endpoints: Sequence[str], barriered: Collection[str]
     ) -> Operation[None]:
-        """End the step, and return the operation that receives blocks.
+        """End the step: send the remaining gradients, and request the new parameters.
+
+        A parameter is divided into blocks, each on one server. The operation receives the blocks.
 
         Args:
           landings: the blocks to receive.
@@ -186,10 +200,10 @@ class TrainerSteps:
         return Operation([], nothing)
 
     def saved(self) -> Operation[None]:
-        """Return the operation that waits until the checkpoint of the last `save` is written.
+        """Return the operation that waits until all servers have written the requested checkpoint.
 
-        When all servers have answered, the operation raises CheckpointError if a server could not
-        write its part. The job can continue afterwards.
+        If a server could not write its part, the operation raises CheckpointError after all servers
+        have answered. The job can continue afterwards.
         """
         (name, asked), self._saves = self._saves, ("", {})
         lines = [self._line(endpoint) for endpoint in asked]
@@ -203,17 +217,24 @@ class TrainerSteps:
         return Operation(answers, functools.partial(_check_saved, name))
 
     def tables(self, endpoints: Sequence[str]) -> Operation[list[TableReport]]:
-        """Request reports of the servers' tables, between two steps."""
+        """Request a report of each table from the servers: its number of rows and its memory.
+
+        Call it between two steps.
+
+        Args:
+          endpoints: endpoints of the servers.
+        """
         lines = [self._line(endpoint) for endpoint in endpoints]
         what = "its report of tables"
         answers = [PendingAnswer(x, "`tables`", "report", {}, what, x.ask("tables")) for x in lines]
         return Operation(answers, _reports)
 
     def evict(self, blocks: Sequence[tuple[str, str]], unused_for: int) -> Operation[int]:
-        """Request an eviction of rows without recent updates; the result is how many were evicted.
+        """Ask servers to delete table rows that had no update recently.
 
-        When all servers have answered, the operation raises PeerError if a server could not evict
-        rows. The job can continue afterwards.
+        The operation's result is the number of deleted rows. When all servers have answered, the
+        operation raises PeerError if a server could not delete rows. The job can continue
+        afterwards.
 
         Args:
           blocks: server and name of each block of a table.
@@ -269,20 +290,23 @@ class TrainerSteps:
         return Operation(answers, _changes)
 
     def forget_connections(self) -> None:
-        """Clear the records of sent requests, before the trainer connects to the servers again."""
+        """Prepare for new connections to the servers, after a failure: forget all sent requests."""
         self.forget_asked()
         self._saves = "", {}
 
     def forget_asked(self) -> None:
-        """Clear the record of requested blocks, because another job has used these connections.
+        """Forget the names of requested parameters, because another job has used the connections.
 
-        The next `request` sends the names of the blocks again.
+        The next `request` sends the names to the servers again.
         """
         self._asked.clear()
 
 
 def _landing(line: TrainerLine, blocks: Mapping[str, np.ndarray]) -> PendingAnswer:
-    """Return the pending answer to a `recv`. The server also answers if `blocks` is empty."""
+    """Return the pending answer to a request for parameters (`recv`).
+
+    The server also answers if no parameters are requested from it.
+    """
     what = f"`recv` of step {line.step}"
     fields = {"step": line.step}
     return PendingAnswer(line, what, "blocks", fields, what, memory=blocks, lists_blocks=True)
