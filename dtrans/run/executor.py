@@ -1,9 +1,9 @@
-"""`Executor`: runs any program of a job in this process.
+"""`Executor`: runs any program of a job, such as a trainer's or a server's, in this process.
 
-A program without communication is compiled and called. A program with communication is cut into
+A program without communication is compiled and called. A program with communication is divided into
 compiled pieces (`dtrans.run.base.segments`). Between the pieces,
-`dtrans.run.parameter_server.fabric` executes the communication. The executor connects to servers at
-the first communication.
+`dtrans.run.parameter_server.fabric` sends and receives messages. The executor connects to servers
+at the first communication.
 
 In nccl2 mode, `dtrans.run.collective.cluster` executes the communication of the startup program. A
 trainer's program is compiled as one function for all trainers, with XLA's collectives.
@@ -64,21 +64,18 @@ class Executor:
 
     In a pserver process:
 
-        exe = dtrans.Executor()
-        state = exe.run(pserver_startup, key)
+        exe = dtrans.Executor() state = exe.run(pserver_startup, key)
         state = exe.run(pserver, state)  # returns when every trainer has closed
 
     In a trainer process:
 
         with dtrans.Executor() as exe:
-            params = exe.run(t.get_trainer_startup_program(), key)
-            for x, y in batches:
+            params = exe.run(t.get_trainer_startup_program(), key) for x, y in batches:
                 params, loss = exe.run(trainer, params, x, y)
 
     In a trainer process of GEO-SGD, and of nccl2 mode after `dtrans.connect()`:
 
-        params, opt_state = exe.run(t.get_trainer_startup_program(), key)
-        for x, y in batches:
+        params, opt_state = exe.run(t.get_trainer_startup_program(), key) for x, y in batches:
             params, opt_state, loss = exe.run(trainer, params, opt_state, x, y)
 
     In nccl2 mode, a result with one row per example, or one per trainer, has only this trainer's
@@ -92,8 +89,8 @@ class Executor:
     Args:
       deadline: seconds that any wait may take. The error names the waiting role, the role that it
         waits for, and the missing message.
-      patience: seconds of silence after which another role counts as dead. The job
-        survives shorter outages of the network, and shorter pauses of a process.
+      patience: seconds of silence after which another role counts as dead. The job survives shorter
+        outages of the network, and shorter pauses of a process.
       wait_port: True to wait for servers that do not listen yet, up to the deadline. False raises
         PeerError at once.
       allow_remote: True to let a server bind an address that other hosts can reach. All processes
@@ -221,12 +218,15 @@ class Executor:
         return self._meshes[program]
 
     def _compute(self, piece: Compute, values: Sequence[Any]) -> Sequence[Any]:
-        """Receive the table rows that a piece of the program reads, then run the piece."""
+        """Run a compiled piece of a program, when its table rows have arrived."""
         self._fabric.receive_rows()
         return piece.jitted(*values)
 
     def _check_complete(self) -> None:
-        """Raise StateError if an earlier program ended in the middle of its communication."""
+        """Raise StateError if an error interrupted an earlier program between two of its messages.
+
+        Servers would then wait for messages that never come, so the job cannot continue.
+        """
         if self._interrupted:
             raise StateError(
                 f"program {self._interrupted} was interrupted in the middle of its communication, "
@@ -236,7 +236,8 @@ class Executor:
     def announce(self, program: Program, *batch: Any) -> None:
         """Request the table rows that a later step looks up, without waiting for them.
 
-        The protocol is `dtrans.protocol.tables.rows_ahead`.
+        `job.prefetch` calls this method. `dtrans.protocol.tables.rows_ahead` describes the
+        messages.
 
         Args:
           program: a synchronous trainer's program with tables. The program's first argument is the
@@ -262,20 +263,22 @@ class Executor:
     def exchange(
         self, endpoint: str, number: int, ways: Sequence[Sequence[Any]], values: Sequence[Any]
     ) -> list[Any]:
-        """Send values to a server, which merges the values of all trainers; return the results.
+        """Send this trainer's values to a server, and return the merged values of all trainers.
 
-        All trainers must call this method between the same two steps, with the same `ways`.
+        The loss is an example. All trainers must call this method between the same two steps, with
+        the same `ways`.
 
         Args:
           endpoint: the server that merges the values.
-          number: the index of the round in the step.
-          ways: for each value, the rule that merges it; see `dtrans.ops.rpc`.
+          number: number of this exchange in the step.
+          ways: for each value, name and arguments of the collective, such as ("all_reduce", "sum");
+            see `dtrans.ops.rpc`.
           values: this trainer's values.
         """
         return put_on_device(self._fabric.exchange(endpoint, number, ways, values))
 
     def look_up(self, program: Program, table: str, ids: np.ndarray) -> np.ndarray:
-        """Return rows of a table, between two steps.
+        """Return the servers' current rows of a table, between two steps.
 
         Args:
           program: the trainer's program.
@@ -294,7 +297,9 @@ class Executor:
         raise ConfigError(f"{table} is not a table of {program.name}; pass one of its tables")
 
     def between_steps(self, what: str, ask: Callable[[TrainerSteps], Operation[T]]) -> T:
-        """Send a request to the servers between two steps of a trainer, and wait for the answers.
+        """Send a request, such as for a checkpoint, to the servers between two steps of a trainer.
+
+        The method waits for the answers.
 
         Args:
           what: the name of the request, for errors.
@@ -306,15 +311,18 @@ class Executor:
         return self._fabric.between(what, ask)
 
     def flush(self) -> None:
-        """Wait until the servers have received the gradients that a communicator has queued."""
+        """Wait until servers have received all gradients that a background thread queues."""
         self._fabric.flush()
 
     def connect(self, epochs: Epochs | None, epoch: int) -> None:
-        """Connect again when the next program runs; keep compiled programs.
+        """Close all connections. The next program connects again; compiled programs are kept.
+
+        A trainer calls this method at the start, and after the failure of another process.
 
         Args:
-          epochs: the job's epochs, its parts between failures (`dtrans.protocol.epochs`).
-          epoch: the minimum number of the epoch to connect to.
+          epochs: the job's epochs, its parts between failures (`dtrans.protocol.epochs`). None if
+            the launcher does not restart processes.
+          epoch: smallest number that the epoch to connect to can have.
         """
         self._fabric.abandon()
         self._fabric = self._new_fabric(self._new_connections(epochs=epochs, epoch=epoch))
@@ -328,16 +336,24 @@ class Executor:
         return self._fabric.connections
 
     def begin_with(self, cut: GeoCut, push_every: int) -> None:
-        """Begin GEO-SGD with a cut (snapshot) of this trainer (`EndpointFabric.begin_with`)."""
+        """Let GEO-SGD begin with a cut (snapshot), in a process that replaces a lost trainer.
+
+        Args:
+          cut: the snapshot.
+          push_every: number of steps between two pushes of changes.
+        """
         self._fabric.begin_with(cut, push_every)
 
     @property
     def geo(self) -> GeoTrainer | None:
-        """GEO-SGD of this trainer; None before its startup program has run."""
+        """GEO-SGD (local steps with pushed changes) of this trainer.
+
+        The property is None before the trainer's startup program.
+        """
         return self._fabric.geo
 
     def set_storage(self, storage: ServerStorage) -> None:
-        """Set the storage in which a server of this executor saves its state."""
+        """Set the functions with which a server in this process saves its state."""
         self._fabric.storage = storage
 
     def close(self, error: BaseException | None = None) -> None:
@@ -361,7 +377,7 @@ class Executor:
 
 
 def cut_for_role(program: Program, mesh: DeviceMesh | None = None) -> Segments:
-    """Cut the program of a role with parameter servers into compiled pieces.
+    """Divide a trainer's or server's program into compiled pieces, with messages between them.
 
     Args:
       program: the program.
@@ -374,7 +390,7 @@ def cut_for_role(program: Program, mesh: DeviceMesh | None = None) -> Segments:
 
 
 def _computed(program: Program) -> Rules:
-    """Return the implementation of `trainer_index` that compiled pieces use."""
+    """Return functions for the primitives that compiled pieces compute: `trainer_index`."""
     return {trainer_index_p: functools.partial(_trainer_index, program)}
 
 

@@ -1,8 +1,9 @@
-"""Sequential replays: references for modes in which trainers take steps independently.
+"""Sequential replays: the expected results of modes in which trainers take steps independently.
 
-In a replay, one device takes the steps of all trainers one by one, and merges the results. A replay
-implements the definition of the mode, and shares no code with the job. For such a mode,
-`plan.verify()` compares the job with the replay, because no single-device step is equal.
+No single-device step gives the results of an asynchronous job, of GEO-SGD or of local SGD. So
+`plan.verify()` compares the job with a replay: one device takes the steps of all trainers one by
+one, and merges the results. A replay implements the definition of the mode, and shares no code with
+the job.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ Values = Mapping[str, Any]
 
 
 def replay_local_steps(plan: CollectivePlan, full_step: Program) -> Program:
-    """Return a program that takes the local steps of all trainers, and averages their states.
+    """Return a program that computes local SGD on one device, as the reference for `plan.verify()`.
+
+    The program takes the local steps of each trainer, and then averages the trainers' states.
 
     Args:
       plan: a plan with `local_sgd`.
@@ -104,7 +107,7 @@ def _column(outputs: Sequence[Values], name: str) -> list[Any]:
 
 
 def _replace_jaxpr(step: Program, jaxpr: Any, **options: Any) -> Program:
-    """Return the step with another jaxpr, from which dead equations are removed."""
+    """Return a program with another jaxpr, without equations that no output needs."""
     inner = opened(jaxpr)
     live, _ = live_part(inner, [True] * len(inner.outvars), [True] * len(inner.invars))
     new = closed(live.constvars, constants(jaxpr), live.invars, live.outvars, live.eqns, jaxpr)
@@ -112,7 +115,7 @@ def _replace_jaxpr(step: Program, jaxpr: Any, **options: Any) -> Program:
 
 
 def _part_type(t: Any, parts: int, is_cut: bool) -> jax.ShapeDtypeStruct:
-    """Return the type of one part of a batch array; the full type unless `is_cut`."""
+    """Return shape and dtype of one part of a batch array; the array's own type unless `is_cut`."""
     shape = t.shape
     if is_cut and t.ndim:
         shape = (t.shape[0] // parts, *t.shape[1:])
@@ -120,9 +123,16 @@ def _part_type(t: Any, parts: int, is_cut: bool) -> jax.ShapeDtypeStruct:
 
 
 def _part(x: Any, trainer: int, turn: int, trainers: int, steps: int) -> Any:
-    """Return the part of a batch array that a trainer reads in step number `turn`.
+    """Return the rows of a batch array that a trainer reads in one of its local steps.
 
-    For a PRNG key, fold in the trainer's id and the number of the step.
+    Into a PRNG key, the function folds the trainer's id and the number of the step.
+
+    Args:
+      x: the array.
+      trainer: the trainer's id.
+      turn: the number of the local step, from 0.
+      trainers: the number of trainers.
+      steps: the number of local steps.
     """
     if x.ndim:
         rows = x.shape[0] // (trainers * steps)
@@ -136,7 +146,7 @@ def _part(x: Any, trainer: int, turn: int, trainers: int, steps: int) -> Any:
 def _merge(
     name: str, values: Sequence[Sequence[Any]], way: str, weights: Sequence[Sequence[Any]]
 ) -> Any:
-    """Merge one output over all steps of all trainers.
+    """Merge the values that one output has in all steps of all trainers.
 
     Args:
       name: the name of the output, for the error.
@@ -166,11 +176,12 @@ _WAYS: Mapping[str, Callable[[Sequence[Sequence[Any]], list[Any]], Any]] = {
 
 
 def replay_turns(plan: PServerPlan, batch: Values, init_args: Sequence[Any] = ()) -> Program:
-    """Return a program that takes all turns of an asynchronous job on one device.
+    """Return a program that computes an asynchronous job on one device, for `plan.verify()`.
 
-    A turn is one step of one trainer. Batch arrays of the program have an additional first
-    dimension, with one entry for each batch of the `RecordedOrder`. The outputs are a dict: the
-    servers' state, the results of all turns, and the trainers' final state.
+    The program takes single steps of trainers (*turns*) in the order of `RecordedOrder`. Batch
+    arrays of the program have an additional first dimension, with one entry for each batch of the
+    order. The outputs are a dict: the servers' state, the results of all turns, and the trainers'
+    final state.
 
     Args:
       plan: the plan of the job.
@@ -216,9 +227,11 @@ def replay_turns(plan: PServerPlan, batch: Values, init_args: Sequence[Any] = ()
 
 
 class LazyRows:
-    """Reference for lazy updates: a step changes only the table rows that it looks up.
+    """Lazy updates of embedding tables on one device: only rows that a step looks up change.
 
-    Rows of the table's optimizer state change only together with the same rows of the table.
+    A single-device optimizer may change all rows. This class computes the expected result of a lazy
+    update from such a step: rows that the step does not look up keep their old values. Rows of the
+    table's optimizer state change only together with the same rows of the table.
 
     Args:
       tables: the tables with lazy updates, by name.
@@ -245,7 +258,9 @@ class LazyRows:
         )
 
     def __call__(self, new: Values, old: Values, inputs: Values) -> dict[str, Any]:
-        """Return the state after a lazy update: `new` in rows that the step looks up, else `old`.
+        """Return the state after a lazy update: new values of rows that the step looks up.
+
+        Other rows keep their old values.
 
         Args:
           new: the state after an update of all rows.
@@ -259,7 +274,9 @@ class LazyRows:
         return state
 
     def select(self, new: Values, old: Values, inputs: Values) -> dict[str, Any]:
-        """Return for each table `new` in the rows that the step looks up, and `old` elsewhere.
+        """Return arrays with new rows where the step looks up rows, and old rows elsewhere.
+
+        Unlike a call, this method handles one array for each table, such as a running mean.
 
         Args:
           new: arrays after an update of all rows, by table.
@@ -275,7 +292,14 @@ class LazyRows:
         return found
 
     def touched(self, inputs: Values) -> dict[str, Any]:
-        """Return for each table a mask of the rows that a step looks up, of shape [rows]."""
+        """Return for each table a mask of the rows that a step looks up.
+
+        Args:
+          inputs: the inputs of the step, by name.
+
+        Returns:
+          Boolean arrays of shape [rows], by table.
+        """
         if not self._tables:
             return {}
         numbers = iter(evaluate(self._numbers, *values_at(inputs, self._inputs)))
@@ -299,12 +323,16 @@ class LazyRows:
 
 
 def _select_rows(mask: Any, new: Any, old: Any) -> Any:
-    """Return rows of `new` where the mask is True, and rows of `old` elsewhere."""
+    """Return an array with rows of `new` where the mask is True, and rows of `old` elsewhere."""
     return jnp.where(mask.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
 
 def lazy_tables(plan: PServerPlan) -> dict[str, Table]:
-    """Return the tables whose lazy update differs from a single-device update, by name."""
+    """Return the tables whose lazy update gives other results than a single device, by name.
+
+    A lazy update changes only the rows that a step looks up. With SGD, for example, the results are
+    equal, because the gradient of other rows is zero.
+    """
     found = {}
     for n, t in plan.tables.of.items():
         if t.zero.moves and not (t.catches_up or t.updates_all):
@@ -313,11 +341,14 @@ def lazy_tables(plan: PServerPlan) -> dict[str, Table]:
 
 
 def replay_lazy(plan: PServerPlan, batch: Sequence[Any]) -> Program | None:
-    """Return the single-device step with lazy updates of tables; None if no table needs them.
+    """Return the single-device step with lazy updates of tables, for `plan.verify()`.
+
+    A lazy update changes only the rows that the step looks up. If no table has such an update,
+    return None. Then the job must compute the single-device step itself.
 
     Args:
       plan: the plan of the job.
-      batch: types of the arrays of the global batch.
+      batch: types of the arrays of the full batch.
     """
     if not lazy_tables(plan):
         return None
@@ -336,7 +367,9 @@ def replay_lazy(plan: PServerPlan, batch: Sequence[Any]) -> Program | None:
 
 
 class _ReplayedDevice:
-    """Single device that simulates all servers and trainers, one after the other.
+    """One device that computes an asynchronous job: all servers, and trainers one by one.
+
+    This is a base class. A *turn* is one step of one trainer.
 
     Args:
       plan: the plan of the job.
@@ -346,7 +379,7 @@ class _ReplayedDevice:
       served: names of the parameters on servers.
       servers: the parameters of servers, by name.
       rest: the optimizer state of servers, by name; empty with GEO-SGD.
-      trainers: for each trainer, maps the names of its state's arrays to the arrays.
+      trainers: for each trainer, the arrays of its state by name.
     """
 
     def __init__(self, plan: PServerPlan, step: Program) -> None:
@@ -357,7 +390,7 @@ class _ReplayedDevice:
         self.trainers: list[dict[str, Any]] = []
 
     def begin(self, state: Values) -> None:
-        """Start all roles from the state of one device."""
+        """Give all servers and trainers the same first state, that of one device."""
         on_trainers = set(self.plan.main.args[0].names)
         if self.plan.push_every:  # with GEO-SGD, trainers have the optimizer state
             on_trainers |= state.keys()
@@ -367,29 +400,43 @@ class _ReplayedDevice:
         self.trainers = [dict(of_trainer) for _ in range(self.plan.trainers)]
 
     def begin_turn(self, turn: Turn, batch: Values) -> None:
-        """Compute a trainer's step from its current parameters."""
+        """Compute the first half of a trainer's step: gradients, from its current parameters.
+
+        Args:
+          turn: the trainer and the batch.
+          batch: the arrays of the batch, by name.
+        """
         raise NotImplementedError
 
     def end_turn(self, turn: Turn) -> Values:
-        """Apply a trainer's gradients on the servers; return the step's results by name."""
+        """Compute the second half of a trainer's step: apply its gradients on the servers.
+
+        Between the halves, another trainer may begin a step with the older parameters.
+
+        Args:
+          turn: the trainer and the batch.
+
+        Returns:
+          The step's results, such as the loss, by name.
+        """
         raise NotImplementedError
 
     def cached_rows(self, trainer: int) -> dict[str, Any]:
-        """Return a trainer's copies of tables and of their optimizer state, by name.
+        """Return a trainer's own copies of tables and of their optimizer state, by name.
 
-        Only GEO-SGD has such copies, so here the dict is empty.
+        Only trainers of GEO-SGD have such copies, so here the dict is empty.
         """
         return {}
 
     def final_state(self) -> dict[str, Any]:
-        """Return the job's state as full arrays, by name."""
+        """Return the job's state after the last step as full arrays, by name."""
         of_first = self.trainers[0] | self.cached_rows(0)
         state = omit(of_first, self.served)
         state |= subset(self.servers, self.served)
         return state | self.rest
 
     def final_trainers(self) -> dict[str, Any]:
-        """Return the arrays of trainers that `final_state` omits, by "trainer 1/NAME"."""
+        """Return the trainers' arrays that `final_state` leaves out, by "trainer 1/NAME"."""
         found = {}
         for k, arrays in enumerate(self.trainers):
             rows = self.cached_rows(k)
@@ -400,18 +447,23 @@ class _ReplayedDevice:
         return found
 
     def run(self, inputs: Values) -> dict[str, Any]:
-        """Take the step of one device, and return its outputs by name."""
+        """Take the step of one device; return its outputs by name.
+
+        Args:
+          inputs: the inputs of the step, by name.
+        """
         outputs = evaluate(self.step.jaxpr, *values_at(inputs, self.step.in_names))
         return dict(zip(self.step.out_names, outputs, strict=True))
 
 
 class _AsyncDevice(_ReplayedDevice):
-    """Replay of asynchronous trainers: each gradient is applied to the newest parameters.
+    """Replay of an asynchronous job: each gradient is applied to the servers' newest parameters.
 
-    Delay compensation replaces a gradient g by g + s g g (w - w'). Here w are the parameters on the
-    servers, w' the parameters that the trainer received, and s is the strength. With a decay d, the
-    strength is s / sqrt(m + 1e-7). Here m is a running mean of g g: each gradient first sets m to d
-    m + (1 - d) g g.
+    A trainer has computed the gradient from older parameters. Delay compensation corrects this: it
+    replaces a gradient g by g + s g g (w - w'). Here w are the parameters on the servers, w' the
+    parameters that the trainer received, and s is the strength. With a decay d, the strength is s /
+    sqrt(m + 1e-7). Here m is a running mean of g g: each gradient first sets m to d m + (1 - d) g
+    g.
     """
 
     def __init__(self, plan: PServerPlan, step: Program) -> None:
@@ -476,10 +528,12 @@ class _AsyncDevice(_ReplayedDevice):
         return omit(outs, {*received, *self.rest})
 
     def _compensate(self, leaf: str, grad: Any, received: Any) -> Any:
-        """Return the gradient with delay compensation; unchanged if the mode has no compensation.
+        """Correct a gradient for the updates since its trainer received parameters.
+
+        Without delay compensation, the gradient is returned unchanged.
 
         Args:
-          leaf: the parameter.
+          leaf: name of the parameter.
           grad: the trainer's gradient.
           received: the parameter's value that the trainer received.
         """
@@ -495,15 +549,16 @@ class _AsyncDevice(_ReplayedDevice):
 
 
 class _GeoDevice(_ReplayedDevice):
-    """Replay of GEO-SGD: trainers train locally, and push their changes every few steps.
+    """Replay of GEO-SGD: trainers train their own copies, and push changes every few steps.
 
-    A push is (local - old) / trainers. `old` is the last value that was equal on the trainer and
-    the servers. After the next step, the trainer applies the answer: local + (server - old).
+    A push is (local - old) / trainers. Here `local` is the trainer's parameter, and `old` is the
+    last value that was equal on the trainer and the servers. After the next step, the trainer
+    applies the servers' answer: local + (server - old).
 
-    For a table, each row is pushed separately. A trainer caches the rows that its steps have looked
+    For a table, each row is pushed separately. A trainer stores the rows that its steps have looked
     up. At the first lookup, a row gets the servers' value and the initial optimizer state. A push
-    contains the rows that were looked up since the last push. The answer contains the cached rows
-    that other trainers have pushed since the last answer.
+    contains the rows that were looked up since the last push. The answer contains those of the
+    trainer's rows that other trainers have pushed since the last answer.
 
     Args:
       plan: the plan of the job.
@@ -575,7 +630,7 @@ class _GeoDevice(_ReplayedDevice):
     def cached_rows(self, trainer: int) -> dict[str, Any]:
         """Return a trainer's copies of tables and of their optimizer state, by name.
 
-        For rows that the trainer does not cache, the table is zero, and the state is initial.
+        Rows that the trainer does not store are zero, and have the initial optimizer state.
         """
         found = {}
         for table, t in self.tables.items():
@@ -586,7 +641,7 @@ class _GeoDevice(_ReplayedDevice):
         return found
 
     def _look_up(self, trainer: int, masks: Mapping[str, Any]) -> None:
-        """Copy rows of tables from the servers to a trainer.
+        """Copy rows of tables from the servers to a trainer, at the trainer's first lookup.
 
         Args:
           trainer: the trainer's id.
@@ -600,7 +655,11 @@ class _GeoDevice(_ReplayedDevice):
                 local[n] = _select_rows(rows, self._init[n], local[n])
 
     def _mark_pushed(self, trainer: int) -> None:
-        """Mark the pushed rows as stale on other trainers; store the rows of the answer."""
+        """Mark the pushed rows as old on other trainers; store the rows of the answer.
+
+        Args:
+          trainer: id of the trainer that has pushed its changes.
+        """
         for n, rows in self._unpushed[trainer].items():
             for k in range(self.plan.trainers):
                 if k != trainer:
@@ -611,7 +670,11 @@ class _GeoDevice(_ReplayedDevice):
         self._stale[trainer] = {n: jnp.zeros_like(rows) for n, rows in stale.items()}
 
     def _pull(self, trainer: int) -> None:
-        """Apply the answer to a trainer's last push, if it is not applied yet."""
+        """Apply the servers' answer to a trainer's last push, if there is an answer to apply.
+
+        Args:
+          trainer: the trainer's id.
+        """
         answer, self._answers[trainer] = self._answers[trainer], None
         if answer is None:
             return

@@ -1,4 +1,7 @@
-"""List of all runners. Importing this module registers them with `dtrans.plan`."""
+"""List of all runners, which create running jobs from plans.
+
+Importing this module registers them with `dtrans.plan`.
+"""
 
 from dtrans.run import verified
 from dtrans.run.collective import cluster, mesh, simulate

@@ -1,4 +1,7 @@
-"""Traced steps of jobs for `plan.verify()`, which evaluates the jaxpr that `job.step` would run."""
+"""Traced steps of jobs, which `plan.verify()` compares with the single-device step.
+
+The traced jaxpr is the one that `job.step` would run.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ from dtrans.verification.state_placement import TracedStep
 
 
 class _AbstractTrainers(MeshTrainers):
-    """Trainers on a mesh without devices. Their step can be traced but not run.
+    """Trainers on a mesh without devices, so that a step for any number of devices can be traced.
 
     Args:
       axes: names and sizes of the axes.
@@ -76,7 +79,14 @@ class _AbstractTrainers(MeshTrainers):
 
 @register_runner(CollectivePlan, "verify")
 def trace_on_mesh(plan: CollectivePlan, batch: Sequence[Any]) -> TracedStep:
-    """Trace the step of trainers on a mesh. With `local_sgd`, add a replay of the local steps."""
+    """Trace the step of trainers on a mesh, for `plan.verify()`.
+
+    With `local_sgd`, the result includes a reference, which takes the local steps on one device.
+
+    Args:
+      plan: the plan.
+      batch: types of the arguments of `job.step` after the state.
+    """
     resolved = resolve_for_platform(plan, "cpu")
     job = CollectiveJob(resolved, _AbstractTrainers(plan.axes, plan.options.over), donate=False)
     traced = trace_step(job, batch, placed_by=resolved.simulate())
@@ -89,17 +99,21 @@ def trace_on_mesh(plan: CollectivePlan, batch: Sequence[Any]) -> TracedStep:
 
 
 def _batch_types(plan: Plan, batch: Sequence[Any]) -> list[Any]:
-    """Flatten the batch arguments, which are pytrees of types, to one list of array types."""
+    """Return shape and dtype of all arrays of a batch, as a flat list."""
     specs = plan.main.args[2:]
     return [t for spec, arg in zip(specs, batch, strict=True) for t in spec.flatten(arg)]
 
 
 @register_runner(PServerPlan, "verify")
 def trace_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
-    """Trace the step of a job with parameter servers.
+    """Trace the step of a job with parameter servers, for `plan.verify()`.
 
-    A synchronous job is simulated. In an asynchronous job, trainers take turns in a fixed order.
-    Wire types round numbers, so the traced job sends arrays in their own types.
+    A synchronous job is simulated on one device. In an asynchronous job, trainers take turns in a
+    fixed order. Compression rounds numbers, so the traced job sends uncompressed arrays.
+
+    Args:
+      plan: the plan.
+      batch: types of the arguments of `job.step` after the state.
     """
     if plan.compression.is_used:
         exact = trace_servers(_without_compression(plan), batch)
@@ -124,7 +138,7 @@ def trace_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
 
 
 def _without_compression(plan: PServerPlan) -> PServerPlan:
-    """Return the plan that sends gradients and parameters in their own types."""
+    """Return a plan for the same job whose messages are not compressed."""
     recipe = plan.recipe
     assert recipe is not None, "only dtrans.pserver returns plans with compression"
     exact = recipe.transform(**{**recipe.arguments, "mode": Sync()})
@@ -133,7 +147,10 @@ def _without_compression(plan: PServerPlan) -> PServerPlan:
 
 
 def trace_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
-    """Trace the turns of an asynchronous job, and a sequential replay of these turns."""
+    """Trace an asynchronous job whose trainers take steps in a fixed order, and its reference.
+
+    The reference takes the same steps on one device (`dtrans.run.replays`).
+    """
     init_args: Sequence[Any] = []
     if plan.tables.of:
         init_args = random_arguments(plan.startup.inputs, 0)
@@ -152,7 +169,10 @@ def trace_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
 
 
 def unmerged(plan: PServerPlan) -> tuple[str, ...]:
-    """Return a remark if the job merges gradients of several steps, which the trace does not do."""
+    """Return a remark if trainers merge gradients of several steps before sending, else ().
+
+    The traced job sends the gradients of each step, so `plan.verify()` does not check the merge.
+    """
     mode = plan.options.mode
     if not isinstance(mode, Async) or mode.communicator is None:
         return ()
@@ -165,7 +185,10 @@ def unmerged(plan: PServerPlan) -> tuple[str, ...]:
 
 
 def row_filters(plan: PServerPlan) -> tuple[str, ...]:
-    """Return a remark for each table with a row filter, since a traced step admits all rows."""
+    """Return a remark for each embedding table with a row filter, which `plan.verify()` leaves out.
+
+    A row filter decides which rows are stored. A traced step stores all rows.
+    """
     found = []
     for n, t in plan.tables.of.items():
         if t.row_filter is not None:
@@ -178,14 +201,14 @@ def row_filters(plan: PServerPlan) -> tuple[str, ...]:
 
 @register_runner(Plan, "verify")
 def trace_simulation(plan: Plan, batch: Sequence[Any]) -> TracedStep:
-    """Trace the step of a simulated job."""
+    """Trace the step of a job that is simulated on one device, for `plan.verify()`."""
     return trace_step(plan.simulate(), batch)
 
 
 def trace_step(
     job: Job | OrderedJob, batch: Sequence[Any], placed_by: Job | None = None
 ) -> TracedStep:
-    """Trace the step of a job.
+    """Trace the step of a job, for `plan.verify()`.
 
     Args:
       job: the job.
@@ -222,10 +245,11 @@ def trace_step(
 
 
 def _with_equal_parts(traced: TracedStep, plan: Any) -> TracedStep:
-    """Set `equal_parts` if the step has reductions over one part of the batch (`dtrans.local`).
+    """Let `plan.verify()` test a step with `dtrans.local` on parts with equal rows.
 
-    On one device, such a reduction is over the full batch. The results agree only if all parts have
-    the same rows. `verify` creates such a batch if `equal_parts` is set.
+    In `dtrans.local`, a step reduces over one trainer's part of the batch. On one device, this is
+    the full batch. The results agree only if all parts have the same rows. Other steps stay
+    unchanged.
     """
     shared = plan.shared
     if shared is None or not shared.part.local:
@@ -239,7 +263,7 @@ def _with_equal_parts(traced: TracedStep, plan: Any) -> TracedStep:
 
 
 def _trace_init(job: Job | OrderedJob) -> Any:
-    """Trace the init of a job: all startup programs, and the placement of their outputs."""
+    """Trace the init of a job: startup programs of all roles, and the state's placement."""
     startup: Program = job.plan.startup
     types = [spec.unflatten_named(startup.inputs) for spec in startup.args]
     return jax.make_jaxpr(lambda *args: job.init(*args))(*types)

@@ -1,7 +1,7 @@
 """Memory of those rows of an embedding table that exist, and of their optimizer state.
 
 A server stores a row only after its first use. The stored rows have no gaps. A hash table maps the
-id of each row to a *slot* (index in memory), and the slots of n rows are 0 to n - 1. So memory is
+id of each row to a *slot* (index in memory). The slots of n rows are 0 to n - 1. So memory is
 proportional to the number of stored rows, even if their ids are scattered over a large table. If
 all rows exist from the start, the slot of a row is its id, and there is no hash table.
 """
