@@ -14,16 +14,19 @@ user's step itself.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import jax
 
+from dtrans._jax import equations_inside
 from dtrans.batch.scaled import PartScale, scale_of_parts
 from dtrans.batch.trainer_step import TrainerStep, trainer_step
 from dtrans.errors import BatchError, ConfigError
-from dtrans.ir.program import Program
+from dtrans.ir.dataflow import needed_equations
+from dtrans.ir.program import Program, is_communication
 from dtrans.ir.pytree import is_under
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.capture import captured_if_marked
@@ -316,12 +319,38 @@ def parts_error(
       name: description of the parts, e.g. "micro-batches".
       kind: the value of `batch` that the error proposes.
     """
+    if unsent := results_with_communication(shared.part.program, step.results):
+        names = ", ".join(unsent)
+        return ConfigError(
+            f"batch is 'exact', but to compute the result {names}, {step.program.name} needs "
+            f"values of the full batch ({shared.reason}), and {name} exchange gradients and "
+            f"results only; leave {names} out of the results, and compute the value after the "
+            "step from other results, such as the loss; or use dtrans.nccl2 or dtrans.sharding"
+        )
     return ConfigError(
         f"batch is 'exact', but {step.program.name} needs values of the full batch "
         f"({shared.reason}), and {name} exchange gradients and results only; use dtrans.nccl2 or "
         f"dtrans.sharding, or pass batch={kind!r}, with which each part has its own statistics, "
         "random numbers and counts"
     )
+
+
+def results_with_communication(program: Program, results: Sequence[str]) -> list[str]:
+    """Return the results whose computation communicates, if no other output communicates.
+
+    An example is `jnp.exp(loss)`: parts have only their terms of the loss.
+
+    Args:
+      program: the step of one part, with the equations that communicate.
+      results: names of the step's results.
+    """
+    found = []
+    for name, out in program.outvars.items():
+        eqns = needed_equations(program.eqns, [out])
+        inside = itertools.chain.from_iterable(map(equations_inside, eqns))
+        if any(map(is_communication, (*eqns, *inside))):
+            found.append(name)
+    return found if set(found) <= set(results) else []
 
 
 def batch_axes(step: DividedStep, batch: Batch) -> dict[str, int]:

@@ -80,7 +80,7 @@ def infer_merges(step: DividedStep, options: Options, count_remedy: str = "") ->
     Args:
       step: the step of one trainer.
       options: the options of the data-parallel strategy.
-      count_remedy: the advice in the error for state that depends on the number of rows.
+      count_remedy: the advice in the error for state that counts; "" to propose a rule.
 
     Returns:
       A rule by output name, such as {"loss": "mean"}.
@@ -205,10 +205,11 @@ class _MergeRules:
             return (options.reduce.op or "mean") if name in self.step.results else "mean"
         # an integer may be a count, a sum or a flag, so only the user knows how to merge it
         if name in self.local_state:
+            remedy = f"write merge={{{name!r}: 'sum'}} or merge={{{name!r}: 'max'}}"
             raise ConfigError(
                 f"{name} is {t.str_short()}, and each {options.noun} computes a different value "
-                "from its part of the batch; integers and booleans have no default merge, so "
-                f"write merge={{{name!r}: 'sum'}} or merge={{{name!r}: 'max'}}"
+                "from its part of the batch; integers and booleans have no default merge: "
+                f"{self.count_remedy or remedy}"
             )
         if options.micro_steps > 1:
             raise ConfigError(

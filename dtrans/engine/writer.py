@@ -155,7 +155,9 @@ class SplitWriter(ShardValues):
                 self.bodies.write_bodies(eqn, plan)
                 return
             ins = [SHARED] * len(ins)
-        if eqn.primitive is value_and_grad_p and not all_shared(ins):
+        # A loss that reads no rows (a replay buffer) gets a factor inside the loss function: a
+        # factor on its gradients would separate the gradients from their marks.
+        if eqn.primitive is value_and_grad_p:
             self.bodies.write_loss(eqn, ins)
             return
         has_rule = eqn.primitive.name in CUSTOM_RULES

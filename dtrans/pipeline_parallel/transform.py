@@ -35,7 +35,7 @@ from dtrans.ir.array_fns import array_type
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import is_under
-from dtrans.ir.selection import exclude, omit
+from dtrans.ir.selection import exclude, omit, retain
 from dtrans.pipeline_parallel.assign_stages import scoped_stages, stages_of
 from dtrans.pipeline_parallel.auto_stages import auto_stages
 from dtrans.pipeline_parallel.dynamic_scale import with_dynamic_scale
@@ -340,7 +340,7 @@ def plan_pipeline(
     if auto:
         o, timetable = auto_stages(forward, o)
     _check_checkpoint_names(forward, o)
-    merges = _merges(plain, collecting, forward, o, shared=shared is not None)
+    merges = _merges(plain, collecting, forward, o, shared)
     if shared is None:
         check_state(merges, step.params, o)
     forward, stage_of, splits, rows = _assign_stages(forward, o)
@@ -557,7 +557,11 @@ def _check_checkpoint_names(forward: ForwardPass, o: PipelineOptions) -> None:
 
 
 def _merges(
-    plain: DividedStep, part: Program, forward: ForwardPass, o: PipelineOptions, *, shared: bool
+    plain: DividedStep,
+    part: Program,
+    forward: ForwardPass,
+    o: PipelineOptions,
+    shared: ExactStep | None,
 ) -> dict[str, str]:
     """Return the rule that merges each result over micro-batches, by name.
 
@@ -569,7 +573,7 @@ def _merges(
       part: the captured step, which has the marks of `dtrans.collect`.
       forward: the forward pass.
       o: the options. For an exact step, `batch.merge` contains the rules.
-      shared: True if the step is exact.
+      shared: the exact step of a micro-batch; None if the step is not exact.
     """
     step = forward.step
     keys = {n: key for n, key in forward.collected.items() if n in step.results or n in step.params}
@@ -580,7 +584,7 @@ def _merges(
                 "loss; choose one"
             )
     for n, key in keys.items():
-        if shared:
+        if shared is not None:
             raise ConfigError(
                 f"{n} is collected under {key}, which merges values of micro-batches, but with "
                 "batch='exact' results are values of the global batch; leave out dtrans.collect, "
@@ -605,12 +609,22 @@ def _merges(
     # `infer_merges` does not know collections. It gets a placeholder for each collected result,
     # which is replaced below.
     collected_as = {n: "mean" if n in step.params else "same" for n in keys}
-    batch = dataclasses.replace(o.batch, merge={**o.batch.merge, **collected_as})
+    # `plain` counts the rows of a micro-batch. In an exact step, such state may be precomputed from
+    # the full batch, so that all micro-batches return the same value. It gets a placeholder, too.
+    exact_state: dict[str, str] = {}
+    if shared is not None:
+        exact_state = {n: "same" for n in shared.merges if n not in o.batch.merge}
+    placeholders = {**collected_as, **dict.fromkeys(exact_state, "max")}
+    batch = dataclasses.replace(o.batch, merge={**o.batch.merge, **placeholders})
     merges = infer_merges(
         plain,
         dataclasses.replace(o.over_parts, batch=batch),
-        count_remedy="each micro-batch would count separately; count outside of the step",
+        count_remedy=(
+            "each micro-batch would count separately; count outside of the step, or use "
+            "batch='exact', which counts the rows of the full batch"
+        ),
     )
+    merges |= retain(exact_state, merges)
     for n in forward.results:
         # If `infer_merges` has no rule for an array of state, the array depends on no micro-batch,
         # so all micro-batches compute the same value. Other results without a rule are summaries,

@@ -10,8 +10,10 @@ It is the value that
     equations under `transpose(...)` (a scan over micro-batches),
   - is read by an equation that is not a derivative,
   - reaches the new `params/w` through equations that keep that shape. If no value does (Muon
-    multiplies matrices), the equations on the way may have any shape. If the new `params/w` depends
-    on no derivative (a frozen leaf), the value reaches another leaf: a global norm reads it.
+    multiplies matrices), the equations on the way may have any shape. Paths through one number,
+    such as the norm of all gradients, then count only if there is no other path. If the new
+    `params/w` depends on no derivative (a frozen leaf), the value reaches another leaf: a global
+    norm reads it.
 
 Several values may have these properties, marked or inferred. An example is an unrolled loop over
 micro-batches. If the update reads only their sum, the first value that is linear in all of them is
@@ -29,6 +31,7 @@ A loop over micro-batches may also return other values (a count of tokens, the l
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -571,8 +574,19 @@ def candidates_for(
     """
     out, shape = step.outs[name], step.vars[name].aval.shape
     fits = {v for v in among if v.aval.shape == shape}
-    met = _shape_keeping(step, out, shape, {*fits, *stop}) or _reached(step, out, {*fits, *stop})
-    return met & fits
+    ends = {*fits, *stop}
+    met = _shape_keeping(step, out, shape, ends)
+    if not met and math.prod(shape) > 1:
+        met = _reached(step, out, ends, blocked=_single_numbers(step)) & fits
+    return (met or _reached(step, out, ends)) & fits
+
+
+def _single_numbers(step: OpenStep) -> set[Var]:
+    """Return the values with one element that equations of the step compute, such as norms."""
+    found: set[Var] = set()
+    for eqn in step.eqns:
+        found.update(v for v in eqn.outvars if math.prod(v.aval.shape) == 1)
+    return found
 
 
 def crossing(step: OpenStep) -> set[Var]:
@@ -638,11 +652,13 @@ def _operands_on_paths(eqn: JaxprEqn, out: Var, shape: tuple[int, ...]) -> Seque
     return found
 
 
-def _reached(step: OpenStep, out: Atom, fits: set[Var]) -> set[Var]:
-    """Return the values in `fits` on which `out` depends; paths end at values in `fits`."""
+def _reached(
+    step: OpenStep, out: Atom, fits: set[Var], blocked: Collection[Var] = frozenset()
+) -> set[Var]:
+    """Return the values in `fits` on which `out` depends; paths end at `fits` and `blocked`."""
     if not fits:
         return set()
-    _, reached = backward_slice(step.eqns, [out], fits)
+    _, reached = backward_slice(step.eqns, [out], fits.union(blocked))
     return reached & fits
 
 

@@ -411,6 +411,25 @@ def asks_for(output: str, state: str) -> Need:
     )
 
 
+def reports_update(result: str, state: str) -> Need:
+    """Return the `Need` of a result that reads both gradients and optimizer state.
+
+    An example is the norm of the new parameters.
+
+    Args:
+      result: name of the result.
+      state: name of the state array.
+    """
+    return Need(
+        f"{result} is computed from gradients and from {state}",
+        f"leave {result} out of the results. Compute values of the new state after the step, from "
+        "job.params(state) or job.gather(state). Or use dtrans.nccl2 or dtrans.sharding with "
+        "batch='exact', which return such results",
+        why="so only the update can compute it, and the servers of a job run the update",
+        of_state=True,
+    )
+
+
 def divide_step(program: Program) -> DividedStep:
     """Divide a traced training step at its gradients into a trainer half and an update.
 
@@ -739,7 +758,8 @@ class _StepDivider:
             _, leaves = backward_slice(self.s.eqns, [atom], boundary)
             read = self.record_state_read(name, leaves, state)
             if read and leaves & boundary and not self.across:
-                self.across = asks_for(name, read[0])
+                need = reports_update if name in self.s.results else asks_for
+                self.across = need(name, read[0])
         for name in used:
             if bits_of(enters, unmarked[name]):
                 _, leaves = backward_slice(self.s.eqns, [unmarked[name]])

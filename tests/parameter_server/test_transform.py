@@ -875,6 +875,31 @@ def test_a_result_computed_from_gradients_is_refused_with_several_trainers():
     np.testing.assert_allclose(norm, step(*init(key), jnp.ones((4, 4)))[3], rtol=1e-6)
 
 
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_a_result_of_the_update_is_refused_with_a_remedy(trainers):
+    """The norm of new parameters reads a count of the optimizer state."""
+    tx = optax.adam(0.1)
+
+    def step(state, x):
+        params, opt_state = state
+        loss, grads = dtrans.value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2))(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates)
+        return (new, opt_state), loss, optax.tree.norm(new)
+
+    init = lambda key: (p := {"w": jax.random.normal(key, (4, 2))}, tx.init(p))
+    key = jax.random.key(0)
+    main, startup = dtrans.trace(step, init(key), jnp.ones((4, 4))), dtrans.trace(init, key)
+    with pytest.raises(dtrans.errors.GradientError) as e:
+        dtrans.pserver(main, startup, trainers=trainers)
+    assert "aux is computed from gradients and from state/1/0/count" in str(e.value)
+    assert "servers of a job run the update; leave aux out of the results" in str(e.value)
+    assert "second argument" not in str(e.value)
+    # the remedies in the error
+    plan = dtrans.nccl2(main, startup, trainers=2)
+    assert plan.verify()
+
+
 @pytest.mark.parametrize("what", ["the loss", "momentum"])
 def test_what_a_step_prints_is_printed_once_and_what_trainers_cannot_see_is_refused(what, capfd):
     tx = optax.sgd(0.1, momentum=0.9)

@@ -13,7 +13,7 @@ import pytest
 from pipeline_models import compiled_quickly
 
 import dtrans
-from dtrans.errors import BatchError, GradientError
+from dtrans.errors import BatchError, ConfigError, GradientError
 
 
 KEY = jax.random.key(0)
@@ -152,6 +152,21 @@ def test_a_result_is_made_of_gradients_or_of_the_loss() -> None:
         GradientError, match="aux/ratio depends on gradients and on results of the loss"
     ):
         planned(step, start, X, num_micro_batch=1)
+
+
+@pytest.mark.parametrize("metric", [jnp.exp, jnp.isfinite])
+def test_a_result_that_needs_the_full_loss_is_refused_with_a_remedy(metric: Any) -> None:
+    def step(params: Any, opt_state: Any, x: jax.Array) -> Any:
+        loss, grads = dtrans.value_and_grad(loss_of)(params, x)
+        new = [w - 0.1 * g for w, g in zip(params, grads, strict=True)]
+        return new, opt_state, loss, {"metric": metric(loss)}
+
+    with pytest.raises(ConfigError, match="leave aux/metric out of the results") as e:
+        planned(step, start, X)
+    assert "to compute the result aux/metric, step needs values of the full batch" in str(e.value)
+    assert "micro'" not in str(e.value)
+    # the remedy in the error
+    planned(lambda *args: step(*args)[:3], start, X)
 
 
 # -- state that the loss reads -------------------------------------------------------------------

@@ -110,6 +110,29 @@ def key_and_count_in_the_loss(s: Any, x: Any, y: Any) -> Any:
     return {"params": descent(s["params"], grads), **rest}, loss
 
 
+@step(seen=zero(np.int32))
+def entries_in_an_integer(s: Any, x: Any, y: Any) -> Any:
+    """Return a step that counts entries, as language models count tokens."""
+    loss, grads = gradients(lambda p: error(p, x, y))(s["params"])
+    seen = s["seen"] + (x > 0).sum(dtype=np.int32)
+    return {"params": descent(s["params"], grads), "seen": seen}, loss
+
+
+@step(rows=np.linspace(-1, 1, 60).reshape(10, 6))
+def replay(s: Any, x: Any, y: Any) -> Any:
+    """Return a step whose loss reads rows of earlier batches only."""
+    loss, grads = gradients(lambda p: error(p, s["rows"], 0.5))(s["params"])
+    rows = jnp.roll(s["rows"], 4, 0).at[:4].set(x[:4])
+    return {"params": descent(s["params"], grads), "rows": rows}, loss, optax.tree.norm(grads)
+
+
+@step(n=zero(int))
+def only_random_rows(s: Any, x: Any, y: Any) -> Any:
+    rows = jax.random.normal(jax.random.fold_in(KEY, s["n"]), (10, 6))
+    loss, grads = gradients(lambda p: error(p, rows, 0.5))(s["params"])
+    return {"params": descent(s["params"], grads), "n": s["n"] + 1}, loss
+
+
 @step(rng=jax.random.PRNGKey(3))
 def noisy_gradients(s: Any, x: Any, y: Any) -> Any:
     rng, key = jax.random.split(s["rng"])

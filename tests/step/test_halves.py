@@ -101,6 +101,8 @@ SQUARE = {"b": jnp.linspace(0.0, 1.0, 4), "w": PARAMS["w1"]}
 SPARE = {**SQUARE, "v": PARAMS["w2"]}
 ADAM = optax.adam(1e-2)
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+# Muon reshapes its matrices, so that only the norm of all gradients keeps their shapes
+CLIPPED_MUON = optax.chain(optax.clip_by_global_norm(0.1), optax.contrib.muon(1e-2))
 PARTLY = optax.multi_transform(
     {"a": optax.adam(1e-2), "z": optax.set_to_zero()},
     {n: "z" if n == "w2" else "a" for n in PARAMS},
@@ -123,6 +125,7 @@ STEPS = {
         optax.contrib.muon(1e-2),
         PARAMS,
     ),
+    "clipped_muon": (plain_step(mlp_loss, CLIPPED_MUON), None, CLIPPED_MUON, PARAMS),
     "frozen": (plain_step(mlp_loss, PARTLY), None, PARTLY, PARAMS),
     "every_second": (plain_step(mlp_loss, SECOND), None, SECOND, PARAMS),
     "every_second_jitted": (plain_step(mlp_loss, SECOND_JITTED), None, SECOND_JITTED, PARAMS),
@@ -382,11 +385,13 @@ def test_a_step_without_a_gradient_is_refused():
     assert "params/b1, params/b2, params/b3, params/w1, ..." in text
 
 
-def test_two_values_that_could_be_the_gradient_are_listed():
+@pytest.mark.parametrize("shape", [(4, 4), (16,)])
+def test_two_values_that_could_be_the_gradient_are_listed(shape):
     def step(params, opt_state, x, y):
         one = jax.grad(lambda w: jnp.mean((x @ w - y) ** 2))(params["w"])
         two = jax.grad(lambda w: jnp.mean(jnp.abs(x @ w)))(params["w"])
-        return {"w": params["w"] - 0.1 * one * jnp.sign(two)}, opt_state, jnp.mean(x)
+        update = (one.reshape(shape) * jnp.sign(two.reshape(shape))).reshape(4, 4)
+        return {"w": params["w"] - 0.1 * update}, opt_state, jnp.mean(x)
 
     text = refused(
         step,
