@@ -29,6 +29,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import jax
+
 from dtrans._jax import JaxprEqn, equations, jaxprs_in_params, line_of, without_mesh
 from dtrans.batch.exact_step import (
     ExactStep,
@@ -399,20 +401,24 @@ def batch_size_numbers(
     """Return the numbers in the update that depend on the batch size, such as 1/n in a mean.
 
     Trainers send these numbers with each step, so that the batch size may change during the job. To
-    find the numbers, the step is traced a second time with twice as many rows, and the two updates
-    are compared.
+    find the numbers, the step is traced a second time with twice as many rows, or with half as many
+    if that fails. The two updates are compared.
 
     Raises:
       GradientError: the update reads a value of forward that has a row for each example.
     """
     axes = batch_axes(step, batch)
     twice = [full_type(t, axes.get(n), 2) for n, t in step.program.inputs.items()]
-    try:
-        if shared is not None and shared.for_trainer is not None:
-            other = comm.hand_over(shared.for_trainer(2, 0).step)
-        else:
-            other = comm.hand_over(divide_step(step.program.specialize_flat(twice)))
-    except TraceError:  # the user's step works with one batch size only
+    for types in (twice, _half_types(step.program, axes)):
+        try:
+            if shared is not None and shared.for_trainer is not None:
+                other = comm.hand_over(shared.for_trainer(2, 0).step)
+            else:
+                other = comm.hand_over(divide_step(step.program.specialize_flat(types)))
+            break
+        except TraceError:  # a buffer in the state may have fewer rows than the larger batch
+            continue
+    else:  # the user's step works with one batch size only
         return BatchNumbers()
     traced = comm.hand_over(step)
     for n, a in traced.handed.items():
@@ -425,6 +431,17 @@ def batch_size_numbers(
                 "dtrans.nccl2 or dtrans.sharding, which gather all rows"
             )
     return numbers_of_size(traced, other)
+
+
+def _half_types(program: Program, axes: Mapping[str, int]) -> list[jax.ShapeDtypeStruct]:
+    """Return the types of a program's inputs for half the number of rows, but at least one row."""
+    types = []
+    for n, t in program.inputs.items():
+        shape = list(t.shape)
+        if n in axes:
+            shape[axes[n]] = max(1, shape[axes[n]] // 2)
+        types.append(jax.ShapeDtypeStruct(tuple(shape), t.dtype))
+    return types
 
 
 def source_line(step: DividedStep, handed: str) -> str:

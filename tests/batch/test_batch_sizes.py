@@ -118,6 +118,30 @@ def test_servers_are_sent_the_numbers_and_the_plan_says_so() -> None:
     check(plan.on_mesh(), counted, [(rows(n, n),) for n in (12, 13)])
 
 
+def test_servers_advance_the_position_in_a_buffer_that_holds_few_batches() -> None:
+    """The step cannot be traced with twice the planned rows, which do not fit in the buffer."""
+
+    def start(key: jax.Array) -> Any:
+        return {"p": init(key)[0], "bank": jnp.zeros((24, 6)), "next": jnp.zeros((), int)}
+
+    def step(s: Any, x: jax.Array) -> Any:
+        loss, g = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(s["p"])
+        bank = jax.lax.dynamic_update_slice(s["bank"], x, (s["next"], 0))
+        new = optax.apply_updates(s["p"], jax.tree.map(lambda a: -0.1 * a, g))
+        return {"p": new, "bank": bank, "next": (s["next"] + len(x)) % 24}, loss
+
+    key = jax.random.key(0)
+    main, startup = dtrans.trace(step, start(key), rows(12)), dtrans.trace(start, key)
+    job = dtrans.pserver(main, startup, pservers="127.0.0.1:1", trainers=2).simulate()
+    state, alone = job.init(key), start(key)
+    for n in (12, 12, 8):
+        state, _ = job.step(state, rows(n, n))
+        alone, _ = step(alone, rows(n, n))
+    found = job.gather(state)
+    assert found["next"] == alone["next"] == 8
+    np.testing.assert_allclose(found["bank"], alone["bank"], rtol=1e-12)
+
+
 @pytest.mark.parametrize("trainers", [1, 2])
 def test_a_server_of_local_trainers_has_the_number_of_a_part(trainers: int) -> None:
     job = planned("pserver", counted, rows(12), trainers=trainers, batch="local").simulate()
