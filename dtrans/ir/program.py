@@ -420,8 +420,10 @@ def _retrace(program: Program, wanted: Signature) -> Program:
             raise TraceError(
                 f"{program.name} was traced with {name} of shape {tuple(old_shape)}, but tracing "
                 f"it again with shape {tuple(shape)} failed: {e}\n"
-                "A plan traces the step with the full batch and with a part of it. If a constant "
-                "in the step has the size of the first batch, compute it from the shape of an "
+                "A plan traces the step with the full batch and with a part of it. The batch of "
+                "dtrans.trace is the rows of one trainer (in dtrans.pipeline: the full batch), so "
+                "if you passed the rows of all trainers, trace with fewer rows. If a constant in "
+                "the step has the size of the first batch, compute it from the shape of an "
                 "argument, or pass it as an argument"
             ) from e
 

@@ -70,7 +70,7 @@ from dtrans.step.batch_sharing import Batch
 from dtrans.step.capture import captured, refuse_loss_in_update, value_and_grad_p
 from dtrans.step.collect import COLLECT, collected
 from dtrans.step.forward_backward import refuse_across
-from dtrans.step.halves import DividedStep, asks_for, divide_step
+from dtrans.step.halves import DividedStep, asks_for, divide_step, reports_update
 from dtrans.step.observers import (
     EARLY,
     GRADIENTS,
@@ -422,7 +422,8 @@ def _check_reads(step: DividedStep, o: PipelineOptions) -> None:
     leaves = omit(leaves_of_state(step.optimize, step.params), scale_spec().names)
     for n, output in step.state_read.items():
         if n in leaves:
-            raise asks_for(output, n).refused("")
+            need = reports_update if output in step.from_gradients else asks_for
+            raise need(output, n).refused("")
 
 
 def shared_by(

@@ -425,7 +425,8 @@ def reports_update(result: str, state: str) -> Need:
         f"leave {result} out of the results. Compute values of the new state after the step, from "
         "job.params(state) or job.gather(state). Or use dtrans.nccl2 or dtrans.sharding with "
         "batch='exact', which return such results",
-        why="so only the update can compute it, and the servers of a job run the update",
+        why="so only the update can compute it, which runs on the servers of dtrans.pserver, and "
+        "on the stage of each leaf in dtrans.pipeline",
         of_state=True,
     )
 

@@ -890,11 +890,17 @@ def test_a_result_of_the_update_is_refused_with_a_remedy(trainers):
     init = lambda key: (p := {"w": jax.random.normal(key, (4, 2))}, tx.init(p))
     key = jax.random.key(0)
     main, startup = dtrans.trace(step, init(key), jnp.ones((4, 4))), dtrans.trace(init, key)
-    with pytest.raises(dtrans.errors.GradientError) as e:
-        dtrans.pserver(main, startup, trainers=trainers)
-    assert "aux is computed from gradients and from state/1/0/count" in str(e.value)
-    assert "servers of a job run the update; leave aux out of the results" in str(e.value)
-    assert "second argument" not in str(e.value)
+    plans = {
+        "count": lambda: dtrans.pserver(main, startup, trainers=trainers),
+        "mu/w": lambda: dtrans.pipeline(main, startup, num_stages=1, num_micro_batch=trainers),
+    }
+    for name, plan in plans.items():
+        with pytest.raises(dtrans.errors.GradientError) as e:
+            plan()
+        assert f"aux is computed from gradients and from state/1/0/{name}" in str(e.value)
+        assert "only the update can compute it, which runs on the servers of" in str(e.value)
+        assert "leave aux out of the results" in str(e.value)
+        assert "second argument" not in str(e.value)
     # the remedies in the error
     plan = dtrans.nccl2(main, startup, trainers=2)
     assert plan.verify()
