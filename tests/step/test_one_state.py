@@ -343,16 +343,23 @@ def test_a_step_with_state_behind_its_batch_is_told_where_it_belongs() -> None:
         dtrans.nccl2(main, dtrans.trace(lambda: (model, tx.init(model))), trainers=2)
 
 
-def test_a_pipeline_says_that_it_cannot_count_rows() -> None:
+def test_a_pipeline_counts_rows_of_the_full_batch() -> None:
     def step(s: Any, x: jax.Array) -> Any:
         of = lambda p: jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2)
         loss, g = dtrans.value_and_grad(of)({n: s[n] for n in "ab"})
         return {"a": s["a"] - g["a"], "b": s["b"] - g["b"], "seen": s["seen"] + len(x)}, loss
 
     init = lambda: {"a": jnp.eye(4), "b": jnp.eye(4), "seen": jnp.zeros((), int)}
-    main = dtrans.trace(step, init(), jnp.ones((4, 4)))
+    main, startup = dtrans.trace(step, init(), jnp.ones((4, 4))), dtrans.trace(init)
     with pytest.raises(
         ConfigError,
-        match="s/seen .* each micro-batch would count separately; count outside of the step",
+        match="s/seen .* each micro-batch would count separately; count outside of the step, or "
+        "use batch='exact'",
     ):
-        dtrans.pipeline(main, dtrans.trace(init), num_stages=2, num_micro_batch=2)
+        dtrans.pipeline(main, startup, num_stages=2, num_micro_batch=2, batch="micro")
+    # the remedy in the error
+    job = dtrans.pipeline(main, startup, num_stages=2, num_micro_batch=2).simulate()
+    state = job.init()
+    for rows in (4, 8):
+        state, _ = job.step(state, jnp.ones((rows, 4)))
+    assert job.gather(state)["seen"] == 12
