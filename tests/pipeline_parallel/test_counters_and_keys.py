@@ -122,7 +122,7 @@ def entries_in_an_integer(s: Any, x: Any, y: Any) -> Any:
 def replay(s: Any, x: Any, y: Any) -> Any:
     """Return a step whose loss reads rows of earlier batches only."""
     loss, grads = gradients(lambda p: error(p, s["rows"], 0.5))(s["params"])
-    rows = jnp.roll(s["rows"], 4, 0).at[:4].set(x[:4])
+    rows = jnp.roll(s["rows"], 2, 0).at[:2].set(x[:2])
     return {"params": descent(s["params"], grads), "rows": rows}, loss, optax.tree.norm(grads)
 
 
