@@ -43,6 +43,7 @@ from dtrans.ir.selection import values_at
 from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.rows.layout import SHARED, RowAxis, leaves_of
 from dtrans.rows.normalize import inline_inside
+from dtrans.step.capture import value_and_grad_p
 from dtrans.step.halves import DividedStep, Gradient, Name
 from dtrans.step.marks import mark_p
 from dtrans.tensor_parallel.model_axis import state_axes
@@ -348,9 +349,11 @@ def _find_replicated_gradients(step: DividedStep) -> set[str]:
 
     The gradient depends neither on the batch nor on the rank's index, and needs no reduction. An
     example is a penalty on a parameter.
+    Gradients of a captured loss are never equal: each micro-batch computes a part of the loss.
     """
-    batch = values_at(step.program.invars, step.batch)
-    local = local_values(step.program.inner.eqns, batch)
+    eqns = step.program.inner.eqns
+    parts = outputs_of(e for e in eqns if e.primitive is value_and_grad_p)
+    local = local_values(eqns, values_at(step.program.invars, step.batch)).union(parts)
     return {n for n, g in step.gradients.items() if isinstance(g, Literal) or g not in local}
 
 
