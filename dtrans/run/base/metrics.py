@@ -20,7 +20,7 @@ Sink = Callable[[int, Mapping[str, float]], None]
 
 
 class MetricsWriter:
-    """Writer of metrics after each step; a context manager.
+    """Writer of metrics, such as the loss, after each step. Use it in a `with` block.
 
     Args:
       to: any number of destinations. A path that ends in `.csv` is a file. Another path is a folder

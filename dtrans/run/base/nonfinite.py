@@ -56,7 +56,7 @@ class NonfiniteCheck:
         return self.reaction != "ignore"
 
     def note(self, trainer: int | None, names: Sequence[str]) -> None:
-        """React to gradients that are not finite: warn, or record them for `check`.
+        """Warn about gradients that are not finite, or record them for `check` to raise an error.
 
         Args:
           trainer: the trainer that computed the gradients. None if `names` contain the trainer.
@@ -107,15 +107,15 @@ class NonfiniteCheck:
     def rules(
         self, rules: Rules, buckets: Mapping[str, Sequence[str]], over: Sequence[str]
     ) -> Rules:
-        """Return implementations of collectives that also check the operands of reductions.
+        """Return functions for collectives that also check gradients before they are summed.
 
         Use the result for only one trace.
 
         Args:
           rules: the implementation of each communication primitive.
-          buckets: the leaves of each reduction of gradients, by the name of the reduction. A
+          buckets: names of the gradients in each reduction, by the name of the reduction. A
             hierarchical sum has several reductions with one name, and only the first is checked.
-          over: the axes of the trainers.
+          over: the mesh axes of the trainers.
         """
         if not self.enabled:
             return rules

@@ -1,9 +1,10 @@
 """Division of a program into compiled pieces, with communication between them.
 
-The equations between two communications become one jitted function, a *piece*. A `send` has no
-result, so it moves behind later computation, until `group_bytes` of gradients are ready. The result
-is a few large pieces, and each message contains several gradients. All other communication stays in
-its place.
+XLA cannot send messages to other processes. So the equations between two communications become one
+jitted function, a *piece*, and Python code executes the communication. A `send` has no result, so
+it moves behind later computation, until `group_bytes` of gradients are ready. The result is a few
+large pieces, and each message contains several gradients. All other communication stays in its
+place.
 
 JAX dispatches pieces asynchronously. The sends of a piece come after the dispatch of the next
 piece, so that the device computes while gradients are sent.
@@ -65,7 +66,7 @@ COMPUTED: Rules = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compute:
-    """Piece: consecutive equations that are compiled as one function.
+    """Piece of a program: consecutive equations that are compiled as one function.
 
     Attributes:
       fn: the function, which maps the values of `reads` to the values of `makes`.
@@ -81,7 +82,7 @@ class Compute:
 
     @cached_property
     def jitted(self) -> Callable[..., Sequence[Any]]:
-        """Compiled function."""
+        """The piece's function, jitted."""
         return jax.jit(self.fn)
 
 
@@ -111,7 +112,9 @@ class Segments:
         args: Sequence[Any],
         compute: Callable[[Compute, Sequence[Any]], Sequence[Any]] | None = None,
     ) -> Generator[tuple[JaxprEqn, list[Any]], Sequence[Any], list[Any]]:
-        """Run the program; the caller of this generator executes the communication.
+        """Run the program as a generator, which yields each communication equation to its caller.
+
+        The caller executes the equation, and sends its results into the generator.
 
         Args:
           args: arrays of the program's inputs.
@@ -157,10 +160,11 @@ def cut_program(
     carried: Collection[Primitive] = (),
     group_bytes: float = float("inf"),
 ) -> Segments:
-    """Cut a program into compiled pieces and communication.
+    """Divide a program into compiled pieces, with communication equations between them.
 
     Args:
-      computed: implementations of the communication primitives that pieces compute.
+      program: the program.
+      computed: functions for communication primitives that pieces compute themselves.
       carried: other primitives that are executed between pieces.
       group_bytes: the number of bytes of gradients that are sent together. By default, gradients
         are sent before the next communication that is not a send, or at the end.
@@ -268,7 +272,7 @@ def _compile_piece(
 def interpret(
     eqns: Sequence[JaxprEqn], env: dict[Var, Any], outs: Sequence[Atom], rules: Rules
 ) -> list[Any]:
-    """Evaluate equations one after the other; `rules` implements communication primitives.
+    """Evaluate equations one after the other; `rules` has functions for communication primitives.
 
     Args:
       eqns: the equations, in order.
@@ -302,7 +306,15 @@ def interpret(
 
 
 def _retrace_bodies(eqn: JaxprEqn, rules: Rules) -> dict[str, Any]:
-    """Trace the bodies of an equation again with `rules`; return the new parameters."""
+    """Replace communication primitives inside the body of a loop or branch, by tracing it again.
+
+    Args:
+      eqn: an equation with bodies, such as a scan.
+      rules: the implementation of each communication primitive.
+
+    Returns:
+      The equation's new parameters.
+    """
 
     def retrace(body: Any) -> Any:
         inner = opened(body)

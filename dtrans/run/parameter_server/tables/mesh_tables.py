@@ -36,7 +36,7 @@ Servers = Mapping[str, Mapping[str, Any]]
 
 
 class MeshTables(JobTables):
-    """Tables of a job in one process, whose states contain all rows.
+    """Embedding tables of a job in one process; the job's states contain all rows.
 
     Args:
       plan: the job's plan.
@@ -135,13 +135,13 @@ def _unique_ids(
 def prefetched(
     plan: PServerPlan, eqn: JaxprEqn, ids: Sequence[np.ndarray], servers: Servers
 ) -> list[np.ndarray]:
-    """Return the rows that each trainer looks up, padded with zeros.
+    """Return the table rows that each trainer looks up in a step, padded with zeros.
 
     Args:
       plan: the job's plan.
       eqn: the `prefetch` equation.
       ids: sorted ids of each trainer's rows.
-      servers: maps the endpoint of each server to its state.
+      servers: the state of each server, by endpoint.
     """
     (t,), table = eqn.params["types"], eqn.params["table"]
     blocks = plan.placement.blocks[table]
@@ -187,13 +187,16 @@ def rows_from(
 def sent_rows(
     plan: PServerPlan, eqn: JaxprEqn, ids: Sequence[np.ndarray], gradients: Sequence[np.ndarray]
 ) -> dict[str, dict[str, RowGradient]]:
-    """Return the gradients that each server receives, by the server's endpoint and by name.
+    """Divide the trainers' gradients of table rows among the servers that store the rows.
 
     Args:
       plan: the job's plan.
       eqn: the `send_rows` equation.
       ids: ids of each trainer's rows.
       gradients: gradients of each trainer's rows.
+
+    Returns:
+      The gradients for each server, by the server's endpoint and by name.
     """
     sent: dict[str, dict[str, RowGradient]] = {}
     blocks = plan.placement.blocks[eqn.params["table"]]

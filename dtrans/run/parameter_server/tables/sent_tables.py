@@ -1,7 +1,7 @@
-"""Tables in the messages with which a server sends its state to its backup.
+"""Embedding tables in messages: a server sends its state to its backup server.
 
-A primary sends the rows of a block that exist. The backup initializes all other rows on first use,
-with the arguments of the init that the primary sends:
+The sender, called *primary*, sends the rows that exist. The backup initializes all other rows on
+first use, with the arguments of the init that the primary sends:
 
     NAME            the existing rows of the block, and of each array of its optimizer state
     ids NAME        the ids of existing rows, of evicted rows, and of rows that a row filter counted
@@ -32,10 +32,10 @@ from dtrans.run.parameter_server.update import ServerUpdate
 
 
 class _SentTable(TableRows):
-    """Rows of a block that a primary has sent.
+    """Rows of a table that a backup server has received from the server that it copies.
 
     Args:
-      table: the block.
+      table: description of the rows.
       segment: all rows.
       step: the number of updates.
       evicted: the number of evicted rows.
@@ -65,7 +65,14 @@ class _SentTable(TableRows):
 def sent_arrays(
     memory: Mapping[str, TableMemory],
 ) -> tuple[list[tuple[str, np.ndarray]], dict[str, int]]:
-    """Return the name and the values of each array to send, and each block's number of rows."""
+    """Return the arrays that a server sends of its tables to its backup server.
+
+    Args:
+      memory: the tables' blocks on this server, by name.
+
+    Returns:
+      A list of (name, array), and the number of rows of each array by name.
+    """
     blocks, rows = list[tuple[str, np.ndarray]](), dict[str, int]()
     for name, table in memory.items():
         snapshot = RowSnapshot(table)
@@ -90,14 +97,16 @@ def sent_arrays(
 
 
 def sent_types(update: ServerUpdate, startup: Program) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the largest type of each array that a primary sends of its tables, by name.
+    """Return the largest shape and the dtype of each array that a server sends of its tables.
+
+    The backup server uses them to refuse other arrays.
 
     Args:
-      update: the primary's update.
-      startup: the primary's startup program.
+      update: the update of the sending server.
+      startup: the startup program of the sending server.
 
     Returns:
-      The types, and the names of the arguments of the init, which the primary may leave out.
+      The types by name, and the names of the arguments of the init, which may be left out.
     """
     types, optional = dict[str, Any](), set[str]()
     inits = _inits_in(startup)
@@ -116,11 +125,11 @@ def sent_types(update: ServerUpdate, startup: Program) -> tuple[dict[str, Any], 
 def received_tables(
     update: ServerUpdate, startup: Program, arrays: Mapping[str, np.ndarray]
 ) -> dict[str, TableArray]:
-    """Return blocks of tables, and their state, as a primary (a copied server) has sent them.
+    """Return tables and their optimizer state, from the arrays that a backup server has received.
 
     Args:
       update, startup: as for `sent_types`.
-      arrays: the arrays that the primary has sent.
+      arrays: the received arrays, by name.
     """
     found, inits = dict[str, TableArray](), _inits_in(startup)
     for name, table in _tables_by_rows(update).items():

@@ -1,9 +1,10 @@
-"""Local rows of GEO-SGD trainers, in a step that `plan.verify()` traces.
+"""Table rows that GEO-SGD trainers store, in a step that `plan.verify()` traces.
 
-`CachedRows` stores a trainer's local rows, and `UnseenChanges` records which of these rows other
-trainers have changed. Row ids are unknown in a trace (see `traced_tables`). So objects of both
-classes are stored as traced arrays. Each operation is traced as one equation. When it is evaluated,
-it restores the object from the arrays, calls the method, and returns the new arrays.
+`CachedRows` stores a trainer's rows of a table. `UnseenChanges` records which of these rows other
+trainers have changed. Both need the ids of rows, but in a trace, ids are unknown (`traced_tables`).
+So objects of both classes are stored as traced arrays. Each operation is traced as one equation.
+When it is evaluated, it restores the object from the arrays, calls the method, and returns the new
+arrays.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ NO_IDS = np.zeros(0, np.int32)
 
 
 class TracedCachedRows(CachedRows):
-    """A trainer's local rows of one table, as traced arrays.
+    """Rows of one table that a GEO-SGD trainer stores, as arrays in a JAX trace.
 
     The *row state* of a table consists of the arrays of optimizer state with a row for each table
     row.
 
     Args:
-      ids: the sorted ids of the local rows at the start.
+      ids: the sorted ids of the rows that the trainer stores at the start.
       rows: the table with all rows, followed by each array of its row state.
     """
 
@@ -46,12 +47,12 @@ class TracedCachedRows(CachedRows):
         self._arrays = trace_move(begin, [pad_ids(ids, size, size)], rows, self._state_types)
 
     def missing(self, ids: Any) -> Any:
-        """Return the ids whose rows are not local, padded."""
+        """Return the ids of rows that the trainer does not store yet, padded."""
         (found,) = self._move(lambda local, ids: [local.missing(ids)], [ids], [], [len(ids)], [])
         return found
 
     def add(self, ids: Any, rows: Any, state: Sequence[Any] | None = None) -> None:
-        """Add rows that are not local yet.
+        """Store rows that the trainer has looked up for the first time.
 
         Args:
           ids: padded ids of the rows.
@@ -67,12 +68,12 @@ class TracedCachedRows(CachedRows):
         self._move(add, [ids], [rows, *(state or ())], [], [])
 
     def take(self, ids: Any, size: int) -> list[Any]:
-        """Return local rows, and these rows of each array of row state, padded to `size` rows."""
+        """Return stored rows, and these rows of each array of row state, padded to `size` rows."""
         types = [((size, *shape[1:]), dtype) for shape, dtype in self._types]
         return self._move(lambda local, ids: local.take(ids, size), [ids], [], [], types)
 
     def put(self, ids: Any, new: Sequence[Any]) -> None:
-        """Store new values of local rows and of their row state."""
+        """Store the values that a step has computed for stored rows and their row state."""
 
         def put(local: CachedRows, ids: np.ndarray, *new: np.ndarray) -> list[Any]:
             local.put(ids, new)
@@ -81,7 +82,11 @@ class TracedCachedRows(CachedRows):
         self._move(put, [ids], new, [], [])
 
     def over(self, rows: Sequence[Any]) -> list[Any]:
-        """Replace rows of the table and of its row state by the trainer's local rows."""
+        """Return full arrays in which the trainer's stored rows replace the given rows.
+
+        Args:
+          rows: the table with all rows, followed by each array of its row state.
+        """
 
         def over(local: CachedRows, ids: np.ndarray, *rows: np.ndarray) -> list[Any]:
             for x, here in zip(rows, local.take(local.ids, len(local)), strict=True):
@@ -122,7 +127,7 @@ class TracedCachedRows(CachedRows):
         counts: Sequence[int],
         types: Sequence[Any],
     ) -> list[Any]:
-        """Call a function that may change the local rows; return its padded outputs.
+        """Trace a call of a function that may change the stored rows; return its padded outputs.
 
         Args:
           fn: the function. Its arguments are the `CachedRows`, ids without padding, and arrays of
@@ -170,12 +175,15 @@ def _start(ids: np.ndarray, rows: Sequence[Any]) -> CachedRows:
 
 
 class TracedChanges:
-    """`UnseenChanges` of one server's blocks, as traced arrays.
+    """Record of the rows that a server must send to GEO-SGD trainers, as arrays in a JAX trace.
+
+    Trainers store rows. If another trainer changes a row, the server sends the new row with its
+    next answer (`UnseenChanges`).
 
     Args:
-      tables: the blocks, by name.
+      tables: the blocks (rows of a table on this server), by name.
       trainers: the number of trainers.
-      start: maps the name of each block to a list: the ids of each trainer's local rows at the
+      start: for each block by name, a list with the ids of the rows that each trainer stores at the
         start.
     """
 
@@ -193,15 +201,27 @@ class TracedChanges:
         self._has: dict[str, Any] = {n: changes.has(n).astype(np.int32) for n in changes.tables}
 
     def asked(self, k: int, name: str, ids: Any) -> None:
-        """Record that a trainer has looked up rows of a block."""
+        """Record that a trainer has looked up rows, so that it needs their later changes.
+
+        Args:
+          k: id of the trainer.
+          name: name of the block.
+          ids: padded ids of the rows.
+        """
         self._note(name, ids, lambda notes, ids: notes.asked(k, name, ids))
 
     def changed(self, k: int, name: str, ids: Any) -> None:
-        """Record that a trainer has changed rows of a block."""
+        """Record that a trainer has changed rows, so that other trainers need the new values.
+
+        Args:
+          k: id of the trainer.
+          name: name of the block.
+          ids: padded ids of the rows.
+        """
         self._note(name, ids, lambda notes, ids: notes.changed(k, name, ids))
 
     def take(self, k: int, name: str) -> Any:
-        """Return the padded ids of the changed rows to send to a trainer."""
+        """Return the padded ids of the changed rows to send to trainer `k` now."""
         return self._note(name, NO_IDS, lambda notes, ids: notes.take(k, name))
 
     def _note(
@@ -225,11 +245,11 @@ class TracedChanges:
 
 
 def rows_of_table(spans: Sequence[BlockRowSet], parts: Sequence[RowGradient]) -> RowGradient:
-    """Concatenate rows of blocks to padded rows of their table, and convert their ids.
+    """Join rows of a table from several servers, and convert their ids to ids in the table.
 
     Args:
-      spans: set of the table's rows that each block contains.
-      parts: rows of each block, with padded ids in the block.
+      spans: the rows of the table that each server stores.
+      parts: the rows from each server. Their padded ids count only the rows on this server.
     """
     rows = sum(span.rows for span in spans)
 

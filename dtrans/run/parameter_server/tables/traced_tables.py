@@ -1,4 +1,4 @@
-"""Tables in a step that `plan.verify()` traces, where ids of rows are unknown values.
+"""Embedding tables in a step that `plan.verify()` traces, where ids of rows are unknown values.
 
 Functions that compute ids on the host are traced as equations. These equations call the functions
 when the step is evaluated (`dtrans.ops.moved_rows`). An array of ids has a static length, and its
@@ -36,16 +36,15 @@ Rows = Mapping[str, Any]
 
 
 class TracedMemory:
-    """Rows of a block and of its state, as traced arrays. It replaces `TableMemory` in a trace.
+    """Rows of a table on one server, as arrays in a JAX trace; it replaces `TableMemory`.
 
     Args:
-      table: the block of the table.
-      missed: missed steps of rows; None if updates change only rows with a gradient.
+      table: description of the rows.
+      missed: runs updates that rows have skipped; None if updates change only rows with a gradient.
       state: the initial values, by name.
 
     Attributes:
-      arrays: maps names to arrays: the block, and each array of optimizer state that has a row for
-        each row of the block.
+      arrays: the rows, and each array of optimizer state that has a row for each of them, by name.
       reads: names of the values that `put` needs from each update.
     """
 
@@ -55,18 +54,18 @@ class TracedMemory:
         self.reads = () if missed is None else tuple(missed.reads)
 
     def admit(self, gradients: Mapping[str, RowGradient]) -> Mapping[str, RowGradient]:
-        """Return all gradients: in a traced step, the row filter admits all rows."""
+        """Return all gradients: a row filter stores all rows in a traced step."""
         return gradients
 
     def take(self, ids: Any, size: int) -> dict[str, Any]:
-        """Return rows of the block and of its state, padded to `size` with zeros."""
+        """Return rows and their optimizer state for an update, padded to `size` with zeros."""
         assert len(ids) == size, "traced ids are padded"
         return take_rows(self._table, ids, self.arrays)
 
     def put(self, ids: Any, new: Rows, values: Rows) -> Rows:
         """Store the rows that an update has computed; return `arrays`.
 
-        Rows that miss this step catch up at once.
+        Rows without a gradient skip the update. The method runs the update for them at once.
 
         Args:
           ids: padded ids.
@@ -77,7 +76,7 @@ class TracedMemory:
         return self.arrays
 
     def _caught_up(self, ids: Any, values: Rows) -> Rows:
-        """Return all arrays after a step with a zero gradient for all rows except `ids`."""
+        """Return all arrays after an update with a zero gradient of all rows except `ids`."""
         if self._missed is None:
             return self.arrays
         seen = jnp.zeros(self._table.rows, jnp.int32).at[ids].set(1, mode="drop")
@@ -121,10 +120,10 @@ def fetch_rows(eqn: JaxprEqn, uniq: Any, give: Callable[[str, str, Any], Any]) -
 
 
 def part_of_block(span: BlockRowSet, gradient: RowGradient) -> RowGradient:
-    """Return the part of a table's gradient that belongs to a block, with ids in the block.
+    """Return those gradients of a table's rows that belong to one server, with ids on this server.
 
     Args:
-      span: set of the table's rows that the block contains.
+      span: the rows of the table that the server stores.
       gradient: gradients of rows of the table.
     """
 
@@ -145,10 +144,10 @@ def part_of_block(span: BlockRowSet, gradient: RowGradient) -> RowGradient:
 def gradients_with_room(
     table: TableBlock, gradients: Mapping[str, RowGradient]
 ) -> tuple[Any, dict[str, Any]]:
-    """Arrange gradients of a block's rows as arrays for one update.
+    """Convert gradients of table rows to padded arrays, as a compiled update needs them.
 
     Args:
-      table: the block of the table.
+      table: the table's block on this server.
       gradients: trainers' gradients by name. With delay compensation, they include the rows that
         trainers have received.
 
@@ -164,7 +163,7 @@ def gradients_with_room(
 
 
 def _updated_ids(table: TableBlock, gradients: Mapping[str, RowGradient]) -> np.ndarray:
-    """Return the ids of the rows that an update with these gradients changes."""
+    """Return the ids of the rows that an update changes, if these gradients have arrived."""
     if table.updates_all:
         return np.arange(table.rows)
     return all_ids(table, gradients, table.gradients)
