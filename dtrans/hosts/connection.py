@@ -62,14 +62,19 @@ def connection(rsh: str, host: HostEntry, command: Sequence[str]) -> list[str]:
 
 
 def absolute_path(path: str) -> str:
-    """Make the folders of a search path, such as PYTHONPATH, absolute; remove empty entries."""
+    """Make the folders of a search path absolute, for a process with another working directory.
+
+    Empty entries are removed. In the folder `/job`, `src:` becomes `/job/src`.
+    """
     return os.pathsep.join(os.path.abspath(p) for p in path.split(os.pathsep) if p)
 
 
 def carried_variables(
     env: Mapping[str, str], prefixes: tuple[str, ...], names: Collection[str] = ()
 ) -> dict[str, str]:
-    """Return the variables that the launcher sends to a role on another host.
+    """Return the environment variables that the launcher sends to a role on another host.
+
+    The role gets all other variables from its host.
 
     Args:
       env: all variables of the role.

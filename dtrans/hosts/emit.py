@@ -1,6 +1,6 @@
-"""Emitters of jobs as text for a scheduler: `dtrans launch --emit NAME`.
+"""Functions that write a job as a file for a scheduler: `dtrans launch --emit slurm`, for example.
 
-Each emitter is a pure function from a role table to text.
+Each is a pure function from a table of the job's roles to text.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _TARGET = {"pserver": "server", "trainer": "trainer"}
 
 
 def emit_jobset(table: RoleTable, image: str = IMAGE) -> str:
-    """Return the YAML of a JobSet that starts each role in a pod.
+    """Return a Kubernetes JobSet, as YAML, that starts each role of a job in a pod.
 
     Args:
       table: the roles, with a command: the result of `role_table` or `plan.roles`.
@@ -59,7 +59,7 @@ def emit_jobset(table: RoleTable, image: str = IMAGE) -> str:
 
 
 def _job(parts: EmitParts, kind: str, image: str) -> dict[str, Any]:
-    """Return the replicated job with all roles of a kind: `pserver` or `trainer`."""
+    """Return the part of a JobSet with all roles of one kind: `pserver` or `trainer`."""
     count = parts.servers if kind == "pserver" else parts.trainers
     container: dict[str, Any] = {
         "name": "role",
@@ -92,7 +92,7 @@ def _literal(text: str) -> str:
 
 
 def _variables(parts: EmitParts, kind: str) -> list[dict[str, Any]]:
-    """Return the variables of all pods of a kind, as Kubernetes' list of `env` entries."""
+    """Return the environment variables of all pods of one kind, as Kubernetes' list `env`."""
     bound = "pserver" if parts.servers else "trainer"  # the kind of role that has endpoints
     at = lambda index, port=PORT: f"{parts.name}-{_TARGET[bound]}-0-{index}.{parts.name}:{port}"
     endpoints = [at(i) for i in range(parts.servers or parts.trainers)]

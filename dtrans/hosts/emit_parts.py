@@ -18,7 +18,7 @@ from dtrans.run.distributed.status_door import VARIABLE as STATUS
 
 @dataclasses.dataclass(frozen=True)
 class EmitParts:
-    """The values that all roles of a job share.
+    """Values that a scheduler's file contains once for all roles, such as the command.
 
     Attributes:
       name: a DNS label from the script's name, such as `dtrans-train`.
@@ -43,7 +43,10 @@ class EmitParts:
 
 
 def parts_of(table: RoleTable) -> EmitParts:
-    """Return the values that all roles of a table share.
+    """Return the values that all roles of a job share, for a scheduler's file.
+
+    Args:
+      table: the roles, with a command: the result of `role_table` or `plan.roles`.
 
     Raises:
       ConfigError: the table has no command, or its roles differ in more than their index.

@@ -72,7 +72,7 @@ unset SLURM_NTASKS_PER_NODE  # the list of nodes replaces it
 
 
 def emit_slurm(table: RoleTable, nodes: int | None = None) -> str:
-    """Return an `sbatch` file that starts the roles.
+    """Return an `sbatch` file that starts the roles of a job under Slurm.
 
     Args:
       table: the roles, with a command: the result of `role_table` or `plan.roles`.
@@ -190,7 +190,7 @@ def _shared_nodes(table: RoleTable, parts: EmitParts, nodes: int) -> str:
 
 
 def _head(title: str, parts: EmitParts, asks: list[str], *, remote: bool = True) -> list[str]:
-    """Return the head of a file: Slurm's options, and the variables that all roles share.
+    """Return the first lines of an `sbatch` file: Slurm's options, and variables of all roles.
 
     Args:
       title: a comment about the job.
@@ -218,7 +218,10 @@ def _head(title: str, parts: EmitParts, asks: list[str], *, remote: bool = True)
 
 
 def _observers(parts: EmitParts) -> list[str]:
-    """Return the lines that print the `dtrans status` command, and set its endpoint."""
+    """Return the lines of an `sbatch` file that print the `dtrans status` command of the job.
+
+    Without servers, they also set the endpoint at which trainer 0 answers.
+    """
     lines, shown = [], f"${{{parts.variable}//,/ }}"
     if parts.observed:
         first = f"${{{parts.variable}%%:*}}:$((port + 1))"
@@ -229,9 +232,9 @@ def _observers(parts: EmitParts) -> list[str]:
 
 
 def _cores(parts: EmitParts) -> str:
-    """Return the option with the number of processors of each process, for `sbatch` and `srun`.
+    """Return Slurm's option with the number of processors of each process; "" without a number.
 
-    `srun` needs the option as well: from Slurm 22.05 on, it does not inherit the number from
+    Both `sbatch` and `srun` need it: from Slurm 22.05 on, `srun` does not inherit the number from
     `sbatch`.
     """
     if parts.cores is None:

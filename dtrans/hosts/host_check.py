@@ -65,7 +65,10 @@ def check_hosts(
     cuts: str | os.PathLike[str] | None = None,
     limit: float = LIMIT,
 ) -> list[FoundHost]:
-    """Ask all hosts at the same time, and return their answers.
+    """Check that all hosts can run roles of a job, and return their addresses and free ports.
+
+    All hosts are asked at the same time. A host must have the same versions of JAX and dtrans as
+    this process, the script, and the folder of snapshots.
 
     Args:
       hosts: the hosts.
@@ -108,9 +111,12 @@ def check_hosts(
 
 @contextlib.contextmanager
 def _probe_in(cuts: str | os.PathLike[str] | None) -> Iterator[str]:
-    """Create a file in the folder of cuts (snapshots) while the block runs; yield its path.
+    """Create a temporary file in a folder, so that hosts can check that they see the same folder.
 
-    A host that finds the file shares the folder. If `cuts` is None, the path is empty.
+    The block asks the hosts for the file. If `cuts` is None, the yielded path is empty.
+
+    Args:
+      cuts: the folder of the job's cuts (snapshots), or None.
     """
     if cuts is None:
         yield ""
@@ -132,7 +138,7 @@ def _probe_in(cuts: str | os.PathLike[str] | None) -> Iterator[str]:
 
 
 def _unreachable(found: FoundHost) -> str:
-    """Return the reason why other hosts cannot connect to a host."""
+    """Return an error text for a host that has no address that other hosts can reach."""
     name, address = found.host.name, found.address
     fault = "cannot resolve its own name"
     if address:
@@ -144,7 +150,7 @@ def _unreachable(found: FoundHost) -> str:
 
 
 class _Question:
-    """Request to one host, by a local process that starts `remote_agent` on the host.
+    """Check of one host: a local process that starts `remote_agent` there, for example by ssh.
 
     Args:
       host: the host.

@@ -27,7 +27,7 @@ EXAMPLE = "write a line such as `gpu1 slots=2 address=10.0.0.5 python=/opt/venv/
 
 @dataclasses.dataclass(frozen=True)
 class HostEntry:
-    """A host that may run roles of a job.
+    """A host that a user lists for a job: a line such as `gpu1 slots=2`.
 
     Attributes:
       name: the host's name for `ssh`; `user@name` is allowed.

@@ -88,7 +88,7 @@ def _script(command: Sequence[str]) -> str:
 
 
 class SeveralHosts(Site):
-    """Several hosts on which the roles of a job run.
+    """Hosts of a job that the launcher reaches by ssh; it starts the roles there.
 
     Args:
       hosts, rsh, python, carried: as for `launch_on_hosts`.
@@ -155,7 +155,7 @@ class SeveralHosts(Site):
     def _check(
         self, counts: Mapping[str, int], cuts: str | os.PathLike[str] | None
     ) -> dict[str, FoundHost]:
-        """Check the hosts that have roles; return their answers by name.
+        """Check the hosts on which roles are placed, and return their addresses and free ports.
 
         Args:
           counts: the number of roles on each host.
@@ -176,12 +176,12 @@ class SeveralHosts(Site):
         return {answer.host.name: answer for answer in answers}
 
     def status_endpoint(self, roles: Sequence[Role]) -> str:
-        """Return an endpoint on a free port of trainer 0's host."""
+        """Return an endpoint on trainer 0's host, at which trainer 0 can answer `dtrans status`."""
         at = self._places[roles[0].name]
         return at.endpoint(next(self._ports[at.host.name]))
 
     def variables(self, role: Role) -> dict[str, str]:
-        """Return variables that allow connections to other hosts, and choose a trainer's device."""
+        """Return default variables of a role: permission for other hosts, and the device to use."""
         host = self._places[role.name]
         found: dict[str, str] = {}
         if not is_loopback(host.address):
@@ -202,7 +202,10 @@ class SeveralHosts(Site):
         *,
         inherit_stdout: bool,
     ) -> Child:
-        """Start a role on its host."""
+        """Start a role on its host, by an agent that runs there.
+
+        If too many connections to this host are being opened, wait for the first one.
+        """
         at = self._places[role.name]
         name, children = at.host.name, self._children[at.host.name]
         unsettled = [child for child in children if not child.settled.is_set()]
@@ -239,7 +242,10 @@ class SeveralHosts(Site):
 
 
 def _slots(count: int, hosts: Sequence[HostEntry]) -> list[int]:
-    """Return the slots of each host; hosts without a number share the remaining roles evenly.
+    """Return the largest number of roles on each host.
+
+    Hosts for which the user gave no number share the remaining roles evenly. For example, 5 roles
+    on two hosts, one of them with `slots=2`, give 2 and 3.
 
     Args:
       count: the number of roles.

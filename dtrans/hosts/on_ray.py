@@ -48,7 +48,10 @@ GRACE = 10.0  # seconds that servers with a folder have to save their state when
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RayState:
-    """Handle of the state in the actors. Only the last handle that a job has returned is valid.
+    """Token for a state that the actors store, which the driver passes from step to step.
+
+    The arrays are in the actors. Only the newest token of a job is valid, because each step
+    replaces the state.
 
     Attributes:
       number: the number of earlier handles of the job.
@@ -182,7 +185,7 @@ class RayJob(Job):
         return self._begin("take", _arrays(self.plan.main.args[:2], (params, opt_state)))
 
     def restore(self, path: str | os.PathLike[str]) -> RayState:
-        """Return the state of a checkpoint; each actor reads its part.
+        """Continue with the state of a checkpoint; each actor reads its part.
 
         Args:
           path: a folder that all nodes share. A relative path is relative to `checkpoints`, if the
@@ -191,11 +194,11 @@ class RayJob(Job):
         return self._begin("restore", str(_absolute(self._folder, path)))
 
     def _begin(self, method: str, arg: Any) -> RayState:
-        """Create the state of all actors, and start the servers.
+        """Create the first state in all actors, by one of their methods, and start the servers.
 
         Args:
-          method: the method of `RoleActor` that creates the state.
-          arg: its argument.
+          method: the method of `RoleActor`: "init", "take" (given arrays) or "restore".
+          arg: the method's argument.
         """
         self._check_open()
         if self._state is not None and self._group.servers:
@@ -209,7 +212,7 @@ class RayJob(Job):
         return self._newest()
 
     def _newest(self) -> RayState:
-        """Return the handle of a new state; earlier handles become invalid."""
+        """Return a token for the new state, and make earlier tokens invalid."""
         number = 0 if self._state is None else self._state.number + 1
         self._state = RayState(number)
         return self._state
@@ -311,7 +314,14 @@ class RayJob(Job):
     # -- calls, and the end ----------------------------------------------------------------------
 
     def _call(self, method: str, args: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-        """Call a method of actors; if an error has ended the actors, close this job."""
+        """Call a method of several actors, and return the result of each, by name.
+
+        If an error has ended all actors, the job is closed, too.
+
+        Args:
+          method: the name of the method.
+          args: the method's arguments, by the names of the actors to call.
+        """
         try:
             return self._group.all(method, args)
         finally:
@@ -362,7 +372,10 @@ def _check_rows(dataset: Any, rows: int | None) -> None:
 
 
 def _split_dataset(dataset: Any, group: RayGroup) -> dict[str, Any]:
-    """Return each trainer's part of a dataset, if there is one."""
+    """Divide a dataset of Ray Data among the trainers; return each trainer's part, by name.
+
+    The result is empty if there is no dataset.
+    """
     if dataset is None:
         return {}
     if not hasattr(dataset, "streaming_split"):
@@ -414,7 +427,10 @@ def _arrays(specs: Sequence[Any], trees: Sequence[Any]) -> list[Any]:
 
 
 def of_each(xs: Sequence[Any]) -> Any:
-    """Merge one result of all trainers: the mean of floating-point scalars, else a stack."""
+    """Merge one result of all trainers, such as a loss that each computes for its rows.
+
+    Floating-point scalars are averaged. Other results are stacked along a new leading axis.
+    """
     if not np.ndim(xs[0]) and np.issubdtype(np.asarray(xs[0]).dtype, np.floating):
         return np.mean(xs, dtype=np.asarray(xs[0]).dtype)
     return np.stack([np.asarray(x) for x in xs])

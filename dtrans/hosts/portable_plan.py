@@ -28,7 +28,7 @@ from dtrans.step.trace import TracedFunction
 
 @dataclasses.dataclass(frozen=True)
 class PortableProgram:
-    """A traced program in a form that can be pickled.
+    """Form of a traced program that can be pickled: the function, to be traced again.
 
     Attributes:
       function: the function that was traced.
@@ -40,7 +40,7 @@ class PortableProgram:
 
     @classmethod
     def of(cls, program: Program) -> PortableProgram:
-        """Return the portable form of a program.
+        """Return the form of a program that can be pickled and sent to another process.
 
         Raises:
           ConfigError: the program is not the result of `dtrans.trace`.
@@ -63,7 +63,10 @@ class PortableProgram:
 
 @dataclasses.dataclass(frozen=True)
 class PortablePlan:
-    """A plan in a form that can be pickled: the call of its transform, and its fingerprint.
+    """Form of a plan that can be pickled: the function call by which it was made.
+
+    Another process makes the same call with programs that it traces itself. Then it compares the
+    fingerprints of the two plans.
 
     Attributes:
       transform: the transform, such as the function behind `dtrans.pserver`.
@@ -79,7 +82,7 @@ class PortablePlan:
 
     @classmethod
     def of(cls, plan: Any) -> PortablePlan:
-        """Return the portable form of a plan.
+        """Return the form of a plan that can be pickled and sent to another process.
 
         Raises:
           ConfigError: the plan was derived from another plan, or a program is not the result of
@@ -100,7 +103,7 @@ class PortablePlan:
         return cls(plan.recipe.transform, programs, options, plan.identity)
 
     def rebuild(self, **changed: Any) -> Any:
-        """Make the plan in this process.
+        """Make the plan again in this process, and check that it equals the original.
 
         Args:
           changed: options that have other values in this process, such as the servers' endpoints.

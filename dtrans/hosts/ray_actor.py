@@ -28,7 +28,7 @@ from dtrans.run.distributed.role import Role
 
 
 class RoleProcess:
-    """Base of actors with a role: chooses endpoints on its node.
+    """Base class of Ray actors that run one role: finds the node's address and free ports.
 
     Args:
       name: the role's name, `trainer 0`. Ray prints it in front of the actor's output.
@@ -60,15 +60,16 @@ class RoleProcess:
         return f"{host}:{port.getsockname()[1]}"
 
     def release(self) -> None:
-        """Release the ports so that the role can bind them."""
+        """Release the ports that `endpoint` has reserved, so that the role can bind them."""
         for port in self._ports:
             port.close()
 
 
 class RoleActor(RoleProcess):
-    """Actor with one role of a plan. Ray runs its calls one by one.
+    """Ray actor that runs one role of a plan, such as trainer 0. The driver calls its methods.
 
-    `begin` is the first call. A server's last call is `serve`, which returns at the end of the job.
+    Ray runs the calls one by one. `begin` is the first call. A server's last call is `serve`, which
+    returns at the end of the job.
     """
 
     _job: Any = None
@@ -120,11 +121,19 @@ class RoleActor(RoleProcess):
     # -- the state -------------------------------------------------------------------------------
 
     def init(self, arrays: Sequence[Any]) -> None:
-        """Create the first state. `arrays` are the leaves of the arguments of `init`."""
+        """Create the first state by the user's `init` function.
+
+        Args:
+          arrays: the leaves of the function's arguments.
+        """
         self._state = self._job.init(*unflatten_all(self._job.plan.startup.args, arrays))
 
     def take(self, arrays: Sequence[Any]) -> None:
-        """Create the state from `arrays`, the leaves of full parameters and optimizer state."""
+        """Create the state from given parameters and a given optimizer state.
+
+        Args:
+          arrays: the leaves of both.
+        """
         self._state = self._job.state_of(*unflatten_all(self._job.plan.main.args[:2], arrays))
 
     def restore(self, path: str) -> None:
@@ -132,7 +141,7 @@ class RoleActor(RoleProcess):
         self._state = checkpoint.restore(path, self._job)
 
     def serve(self, method: str, arg: Any, checkpoints: str | None) -> None:
-        """Serve until every trainer has closed.
+        """Create this server's state, and answer trainers until every trainer has closed.
 
         Args:
           method: the method that creates the state: `init`, `take` or `restore`.
@@ -162,11 +171,17 @@ class RoleActor(RoleProcess):
         return jax.tree.map(on_host, results)
 
     def change(self, method: str, options: Mapping[str, Any]) -> None:
-        """Replace the state by the result of a method of the job."""
+        """Replace the state by a changed one, for example with another learning rate.
+
+        Args:
+          method: name of the job's method that returns the new state, such as
+            "with_hyperparameters".
+          options: the method's named arguments.
+        """
         self._state = getattr(self._job, method)(self._state, **options)
 
     def read(self, what: str, wanted: bool) -> list[Any] | None:
-        """Return the leaves of the parameters or of the optimizer state.
+        """Return the parameters or the optimizer state as a list of NumPy arrays.
 
         All trainers must call this method, because some jobs gather the arrays by collectives.
 
@@ -210,7 +225,9 @@ def _check_batch(batch: Any) -> Sequence[Any]:
 
 
 def _read_batches(part: Any, rows: int, specs: Sequence[TreeSpec]) -> Iterator[Sequence[Any]]:
-    """Yield batches for ever: after the last row, start again at the first.
+    """Yield batches of this trainer's part of a dataset without end.
+
+    After the last row, it starts again at the first.
 
     Args:
       part: this trainer's shard of a dataset of Ray Data.

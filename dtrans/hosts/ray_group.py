@@ -103,7 +103,10 @@ def ray_of(address: str | None) -> Any:
 
 
 def driver_environment(bundle: Mapping[str, float], devices: int) -> dict[str, str]:
-    """Return this process's variables and options of JAX, XLA and dtrans, as variables of a role.
+    """Return the environment variables that an actor inherits from the driver.
+
+    They are the variables of JAX, XLA and dtrans. Options that the driver has set by `jax.config`
+    are added as variables.
 
     Args:
       bundle: the resources of the role.
@@ -131,16 +134,17 @@ def has_accelerator(bundle: Mapping[str, float]) -> bool:
 
 
 def secret_environment() -> dict[str, str]:
-    """Return variables with secrets, which actors get by a call.
+    """Return the variables that contain secrets, such as the job's token.
 
-    Ray's dashboard shows the variables of `runtime_env`, so the token must not be among them.
+    Ray's dashboard shows the variables of `runtime_env`. So the driver sends these variables to the
+    actors by a call instead.
     """
     return {token.VARIABLE: token.job_token() or token.new_token(), ALLOW_REMOTE: "1"}
 
 
 @dataclasses.dataclass(frozen=True)
 class RayPlacement:
-    """Resources of the roles, and their distribution over nodes.
+    """Resources of a job's roles, and the way in which Ray distributes the roles over nodes.
 
     Attributes:
       trainers: number of trainers.
@@ -172,7 +176,11 @@ class RayPlacement:
 
     @property
     def groups(self) -> tuple[tuple[str, int, Mapping[str, float], str], ...]:
-        """The kind, number, bundle and strategy of each placement group; trainers come first."""
+        """Placement groups of Ray: one for trainers, and one for servers if there are any.
+
+        Each is a tuple: the kind of role, the number of roles, the resources of each, and the
+        strategy.
+        """
         trainers = (TRAINER, self.trainers, self.trainer_resources, self.trainers_on)
         if not self.pservers:
             return (trainers,)
@@ -180,7 +188,9 @@ class RayPlacement:
 
 
 class RayGroup:
-    """The actors of a job. Use it as a context manager, or call `end`.
+    """Ray actors of a job, one per role: starts them on nodes, calls their methods, and ends them.
+
+    If an actor fails, all actors are ended. Use it as a context manager, or call `end`.
 
     Args:
       ray: the module, connected.
@@ -298,7 +308,7 @@ class RayGroup:
         return {role.name: role for role in roles}
 
     def another_endpoint(self, name: str) -> str:
-        """Return one more endpoint on an actor's node, at a free port."""
+        """Return an additional endpoint on an actor's node, for example for `dtrans status`."""
         return str(self.all("endpoint", {name: (self._addresses[name],)})[name])
 
     @property
@@ -320,7 +330,7 @@ class RayGroup:
         *,
         limit: float | None = None,
     ) -> dict[str, Any]:
-        """Call a method of several actors, and wait for all results.
+        """Call a method of several actors at the same time, and wait for all results.
 
         Args:
           method: the name of the method.
@@ -391,7 +401,7 @@ class RayGroup:
         return found
 
     def _failure_of(self, ref: Any, name: str) -> RoleFailure | None:
-        """Return the failure of a call that has ended; None if it returned a result."""
+        """Return the error of a finished call to an actor; None if the call returned a result."""
         from ray.exceptions import RayError, RayTaskError
 
         node = self.nodes.get(name, "its node")
@@ -404,7 +414,10 @@ class RayGroup:
         return None
 
     def _to_blame(self, first: RoleFailure, waiting: dict[Any, str]) -> Exception:
-        """Return the first error; if another role caused it, wait for that role's error instead.
+        """Return the error that explains a failure best.
+
+        If a role failed because of another role, the other role's error may arrive a moment later.
+        So the method waits for it up to BLAME seconds.
 
         Args:
           first: the first failure.
@@ -450,13 +463,13 @@ class RayGroup:
 
 
 def one_line(error: Exception) -> str:
-    """Return the text of Ray's error on one line, without indented lines (details)."""
+    """Shorten an error of Ray to one line, without the indented lines of details."""
     return " ".join(x for x in str(error).splitlines() if x and not x.startswith("\t"))
 
 
 @dataclasses.dataclass(frozen=True)
 class RoleFailure:
-    """Failure of an actor.
+    """Failure of an actor's method, or the end of its process, with the role and the node.
 
     Attributes:
       name: the name of the role.

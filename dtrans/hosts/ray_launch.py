@@ -95,7 +95,10 @@ def resources(option: str, text: str) -> dict[str, float]:
 
 
 class ScriptActor(RoleProcess):
-    """Actor that runs a role as a process. `signal` and `tell_ended` may be called during `run`."""
+    """Ray actor that runs a script as one role of a job, in a separate process on its node.
+
+    The launcher calls `run`. While it runs, the launcher may call `signal` and `tell_ended`.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -106,7 +109,13 @@ class ScriptActor(RoleProcess):
         self._events.put(signum)
 
     def tell_ended(self, role: str, how: str, epoch: int) -> None:
-        """Inform the process that another role has ended in an epoch (part between failures)."""
+        """Inform the role's process that another role of the job has ended.
+
+        Args:
+          role: name of the other role, such as "trainer 1".
+          how: the way in which it ended, such as "exit code 1".
+          epoch: number of the job's current epoch (the time between two failures of the job).
+        """
         self._events.put((role, how, epoch))
 
     def run(
@@ -180,7 +189,7 @@ def _next(events: SimpleQueue[Any]) -> Any:
 
 
 class RayChild(Child):
-    """The launcher's side of a role on a node of a Ray cluster.
+    """Role on a node of a Ray cluster, as the launcher sees it: its output, signals and end.
 
     Args:
       role: the role.
@@ -209,7 +218,7 @@ class RayChild(Child):
         self._lost = ""
 
     def begin(self) -> None:
-        """Start the role's process, and a thread that reads its output."""
+        """Let the actor start the role's process, and start a thread that reads its output."""
         lines = self._actor.run.options(num_returns="streaming").remote(*self._order)
         self._reader = self._thread(self._follow, lines)
 
@@ -242,7 +251,10 @@ class RayChild(Child):
         return LOST if self._status is None else self._status
 
     def how(self) -> str:
-        """Return the cause of the role's failure, as the words after `failed with` in messages."""
+        """Return the way in which a failed role ended, such as "exit code 1".
+
+        Messages contain the result after the words `failed with`.
+        """
         if self._status is None:
             return self._lost
         return super().how()
@@ -255,7 +267,10 @@ class RayChild(Child):
             self._actor.signal.remote(signum)
 
     def tell_ended(self, role: str, how: str, epoch: int) -> None:
-        """Inform this role that another role has ended in an epoch (part between failures)."""
+        """Inform this role that another role of the job has ended, so that it does not wait for it.
+
+        The arguments are those of `ScriptActor.tell_ended`.
+        """
         self._actor.tell_ended.remote(role, how, epoch)
 
     def reap(self) -> None:
@@ -264,7 +279,9 @@ class RayChild(Child):
 
 
 class OnRay(Site):
-    """Nodes of a Ray cluster on which roles run; a context manager that ends all actors.
+    """Nodes of a Ray cluster on which a launcher starts the roles of a job.
+
+    It is a context manager that ends all actors.
 
     Args:
       ray: the module, connected.
@@ -306,7 +323,8 @@ class OnRay(Site):
         return self._group.another_endpoint(roles[0].name)
 
     def variables(self, role: Role) -> dict[str, str]:
-        """Return variables that allow connections to other nodes, and disable unassigned devices.
+        """Return default variables of a role: permission for other nodes, and no device without
+        resources.
 
         Ray itself sets the variables that select a role's GPUs.
         """
@@ -330,7 +348,7 @@ class OnRay(Site):
         *,
         inherit_stdout: bool,
     ) -> Child:
-        """Return the launcher's side of a role. The role's actor starts the role at `begin`."""
+        """Return the launcher's view of a role. Its actor starts the role's process at `begin`."""
         assert self._group is not None
         order = (command, carried_variables(env, CARRIED), os.getcwd(), sys.executable)
         name = role.name

@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def look(order: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts about this host that `dtrans.hosts.host_check` needs.
+    """Return facts about this host, from which the launcher decides if roles can run here.
 
     Args:
       order: the order of the launcher:
@@ -97,7 +97,11 @@ def look(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _look_for_probe(path: str) -> str:
-    """Return the reason why this host does not share a file's folder, or "" if it does."""
+    """Check that this host sees a file of the launcher, and can write to the file's folder.
+
+    Returns:
+      The end of an error text if not, such as "does not see"; else "".
+    """
     if path and not os.path.exists(path):
         return "does not see"
     if path and not os.access(os.path.dirname(path), os.W_OK | os.X_OK):
@@ -149,7 +153,7 @@ def _free_ports(address: str, count: int) -> list[int]:
 
 
 def start(order: dict[str, Any], stdin: IO[bytes]) -> None:
-    """Run the role of an order; return when it has ended.
+    """Run one role on this host until it has ended, as the launcher's order says.
 
     Args:
       order: the `role`, its `command`, `environment` and working `directory`; `silence`, seconds
@@ -195,14 +199,14 @@ def start(order: dict[str, Any], stdin: IO[bytes]) -> None:
 
 
 def _listen(stdin: IO[bytes], events: SimpleQueue[Any]) -> None:
-    """Put each message into the queue, and None when standard input closes."""
+    """Put each message of the launcher into the queue, and None when standard input closes."""
     for line in stdin:
         events.put(json.loads(line))
     events.put(None)
 
 
 def _attend(child: Child, events: SimpleQueue[Any], ended: EndedRoles, silence: float) -> bool:
-    """Carry out messages until the role has ended; end the role if the launcher is lost.
+    """Watch over a running role: pass on signals, and end the role if the launcher is lost.
 
     Args:
       child: the role.
@@ -236,7 +240,10 @@ def _attend(child: Child, events: SimpleQueue[Any], ended: EndedRoles, silence: 
 
 
 def _skip_init() -> None:
-    """Make modules importable without the `__init__` of their packages, which import JAX."""
+    """Let this process import modules of dtrans without JAX, so that roles start fast.
+
+    The `__init__` files of their packages import JAX, so empty packages take their place.
+    """
     root = Path(__file__).resolve().parents[2]
     for name in WITHOUT_INIT:
         package = types.ModuleType(name)

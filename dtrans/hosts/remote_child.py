@@ -36,7 +36,9 @@ LOST = 255  # the exit code of a role whose connection was lost; ssh uses the sa
 
 
 class RemoteChild(Child):
-    """A role on another host.
+    """Role on another host, as the launcher sees it: its output, signals and end.
+
+    The local process is the connection to that host, for example ssh.
 
     Args:
       role: the role.
@@ -82,7 +84,10 @@ class RemoteChild(Child):
         self._thread(self._watch_start)
 
     def begin(self) -> None:
-        """Send the command and environment of the role to the agent on the role's host."""
+        """Send the role's command and environment to the agent on the other host.
+
+        The agent then starts the role.
+        """
         self._send_message(self._order)
 
     @property
@@ -99,7 +104,10 @@ class RemoteChild(Child):
         return self._ended is None and not self._refused and is_reached
 
     def how(self) -> str:
-        """Return the cause of the role's failure, as the words after `failed with` in messages."""
+        """Return the way in which a failed role ended, such as "exit code 1" or a lost connection.
+
+        Messages contain the result after the words `failed with`.
+        """
         if self._ended is not None:
             return super().how()
         if self._refused:
@@ -112,7 +120,11 @@ class RemoteChild(Child):
         return f"a lost connection to host {self.host} ({ended})"
 
     def signal(self, signum: int) -> None:
-        """Send a signal to the role and to its child processes."""
+        """Send a signal to the role and its child processes on the other host.
+
+        If the role has not started yet, the local connection gets the signal, which also ends the
+        role.
+        """
         if self._over.is_set() or not self.settled.is_set():
             super().signal(signum)  # this ends the connection, which ends the agent
         elif signum == signal.SIGKILL:
@@ -121,7 +133,13 @@ class RemoteChild(Child):
             self._send_message({"signal": int(signum)})
 
     def tell_ended(self, role: str, how: str, epoch: int) -> None:
-        """Inform this role that another role has ended in an epoch (part between failures)."""
+        """Inform this role that another role of the job has ended, so that it does not wait for it.
+
+        Args:
+          role: name of the other role, such as "trainer 1".
+          how: the way in which it ended, such as "exit code 1".
+          epoch: number of the job's current epoch (the time between two failures of the job).
+        """
         self._send_message({"ended": [role, how, epoch]})
 
     def reap(self) -> None:

@@ -40,7 +40,7 @@ class RoleStates:
         self._live: Live | None = None
 
     def begin(self, places: Iterable[tuple[str, str]]) -> None:
-        """Show roles that are about to start.
+        """Start the display, with all roles as "starting".
 
         Args:
           places: (role name, host) of each role.

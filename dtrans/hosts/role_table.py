@@ -58,7 +58,7 @@ MODES = ("pserver", "nccl2", "sharding", "pipeline")
 
 @dataclasses.dataclass(frozen=True)
 class RoleEntry:
-    """One process of a job.
+    """One process of a job: its role, command, variables and expected resources.
 
     Attributes:
       role: the process's role and endpoints.
@@ -106,7 +106,9 @@ class RoleEntry:
 
     @property
     def user_environment(self) -> dict[str, str]:
-        """The user's variables, without variables that follow from the role."""
+        """Environment variables that the user has set, without those that dtrans derives from the
+        role.
+        """
         derived = _environment(self.role, None)
         found = {}
         for name, value in self.environment.items():
@@ -180,11 +182,13 @@ class RoleTable:
         return tuple(e for e in self.entries if e.role.kind == kind)
 
     def at(self, places: Sequence[str], port: int = PORT) -> RoleTable:
-        """Return the table with endpoints on hosts.
+        """Return a table whose endpoints are on given hosts.
+
+        Further endpoints on a host use the next ports: a:6174, a:6175.
 
         Args:
           places: the host name or address of each entry, such as `place` returns.
-          port: the port of the first endpoint on each host; further endpoints use the next ports.
+          port: the port of the first endpoint on each host.
         """
         _check_count("places", places, len(self), "role")
         taken: collections.Counter[str] = collections.Counter()
@@ -197,7 +201,7 @@ class RoleTable:
         return self.with_endpoints(endpoints)
 
     def with_endpoints(self, endpoints: Sequence[str]) -> RoleTable:
-        """Return the table with different endpoints.
+        """Return the table with other endpoints; the variables of all processes change accordingly.
 
         Args:
           endpoints: one endpoint per server, or per trainer if there are no servers.
@@ -283,7 +287,9 @@ def role_table(
     cores: int | None = None,
     memory: int | None = None,
 ) -> RoleTable:
-    """Return the table of a job with given numbers of roles.
+    """Return the table of a job's processes, from the numbers of trainers and servers.
+
+    Use `plan.roles` instead if there is a plan; it adds memory and traffic.
 
     Args:
       mode: "pserver"; or "nccl2", "sharding" or "pipeline", where all processes are trainers.
@@ -321,7 +327,7 @@ def role_table(
 
 @dataclasses.dataclass(frozen=True)
 class _Needs:
-    """Resources and traffic of one process; None for unknown numbers.
+    """Resources and network traffic of one process, for its row of the table; None if unknown.
 
     Attributes:
       cores: number of processors.
@@ -413,7 +419,13 @@ def pipeline_roles(
 
 
 def _each(what: str, total: int, processes: int) -> int:
-    """Return the trainers or stages per process; raise ConfigError if they do not divide evenly."""
+    """Return the number of trainers or stages per process; raise ConfigError if it is no integer.
+
+    Args:
+      what: "trainers" or "stages", for the error.
+      total: number of trainers or stages of the plan.
+      processes: number of processes.
+    """
     check_int("processes", processes, "a number of processes", least=1)
     each, odd = divmod(total, processes)
     if odd or not each:
@@ -561,7 +573,7 @@ def servers_stand_alone(trainers: int, servers: Sequence[Traffic]) -> bool:
 
 
 def place(table: RoleTable, hosts: Iterable[tuple[str, int]]) -> tuple[str, ...]:
-    """Return a host for each entry of a table.
+    """Choose a host for each process of a job, so that the network is used evenly.
 
     In jobs with servers, trainers are assigned round-robin to the hosts. Then each server gets the
     host with which the busiest link carries the fewest bytes (see the module's docstring). Without
@@ -638,7 +650,7 @@ def _assign_round_robin(count: int, hosts: np.ndarray, slots: np.ndarray) -> lis
 
 
 class _Links:
-    """Bytes over the link of each host, in both directions, while servers are placed one by one.
+    """Traffic over the network link of each host, while servers are placed on hosts one by one.
 
     A server without a host counts as outside of all hosts. So the placement of a server changes
     only the bytes of its host.
@@ -664,7 +676,7 @@ class _Links:
         return float(max(self.out.max(), self.into.max()))
 
     def with_server(self, j: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bytes that each host would send, and receive, if it had server j."""
+        """Return the bytes that each host would send and receive per step, if it had server j."""
         sent, received = (x / self.trainers for x in self.servers[j])
         others = self.trainers - self.on
         out = self.out - self.on * sent + others * received
@@ -678,7 +690,7 @@ class _Links:
         self.servers_at[j] = host
 
     def put_all(self, slots: np.ndarray) -> None:
-        """Place all servers, the largest first; choose hosts so that no link gets much traffic.
+        """Place all servers, the largest first, so that the busiest link carries few bytes.
 
         Args:
           slots: the largest number of processes on each host.
