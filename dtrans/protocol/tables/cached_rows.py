@@ -182,10 +182,14 @@ class CachedRows:
     # functions only copy rows.
 
     def _unpushed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the ids, local values and old values of the rows that a push sends.
+        """Return the rows that this trainer must send: those that steps have looked up since last
+        time.
 
-        Start a new record of lookups: the push after this one contains only rows that are looked
-        up from now on.
+        Later calls return only rows that are looked up from now on.
+
+        Returns:
+          The row ids, the local values, and the values on which the trainer and the servers last
+          agreed.
         """
         slots = np.concatenate([np.empty(0, np.int32), *self._touched])
         self._is_touched[slots], self._touched = False, []
@@ -243,10 +247,11 @@ class CachedRows:
     # -- as arrays -------------------------------------------------------------------------------
 
     def arrays(self, size: int) -> list[np.ndarray]:
-        """Return all data as arrays, for a checkpoint.
+        """Return all data as arrays of a fixed length, for a checkpoint.
 
-        The arrays are: the row ids, a mask of the rows that the next push sends, the local rows,
-        the arrays of their state, and the old rows.
+        The first arrays are the row ids, and a mask of the rows with changes to send. Then come the
+        local rows and the arrays of their optimizer state. The last array has the values on which
+        the trainer and the servers last agreed.
 
         Args:
           size: length of each array. The row ids are padded with the value `size`, and the other
@@ -260,12 +265,13 @@ class CachedRows:
 
     @classmethod
     def from_arrays(cls, ids: np.ndarray, is_touched: np.ndarray, *rows: np.ndarray) -> CachedRows:
-        """Return the rows from the result of `arrays`.
+        """Return the rows that were saved in a checkpoint, from the result of `arrays`.
 
         Args:
           ids: row ids.
-          is_touched: mask of the rows that the next push sends.
-          rows: local rows, the arrays of their state, and old rows.
+          is_touched: mask of the rows with changes that the trainer must send.
+          rows: local rows, the arrays of their state, and the values on which the trainer and the
+            servers last agreed.
         """
         size = len(ids)
         found = cls(rows[:-1])

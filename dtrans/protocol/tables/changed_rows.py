@@ -118,7 +118,7 @@ class UnseenChanges:
         return np.stack([self._has[k, name] for k in range(self._trainers)])
 
     def restore(self, name: str, has: np.ndarray) -> None:
-        """Restore the states of a block from the result of `has`."""
+        """Restore the states of a table's rows from a checkpoint, which has the result of `has`."""
         for k, rows in enumerate(has):
             self._has[k, name] = rows.astype(np.uint8)
             self._news[k, name] = [np.flatnonzero(rows == CHANGED)]

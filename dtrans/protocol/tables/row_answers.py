@@ -116,7 +116,7 @@ class RowAnswers:
         self._send_due(due, step)
 
     def _send_due(self, due: Sequence[tuple[DueRows, np.ndarray]], step: int) -> None:
-        """Send announced rows, with their current values."""
+        """Send rows that trainers have requested for later steps, with their current values."""
         for trainer, blocks, fields in due_messages(due):
             address = self._trainers.known[trainer].address
             self._say(address, "rows", blocks, step=step, **fields)

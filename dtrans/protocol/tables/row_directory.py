@@ -116,11 +116,11 @@ class DirectoryPart:
 
     @property
     def nbytes(self) -> int:
-        """The block's share of the hash table's bytes."""
+        """Bytes of the shared hash table that this table's rows take."""
         return self.directory.nbytes * self.count // max(1, len(self.directory))
 
     def items(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of the block's rows in increasing order, and the number of each row."""
+        """Return the ids of this table's rows in increasing order, and the number of each row."""
         keys, numbers = self.directory.items(self.among)
         return keys - self.among.start, numbers
 

@@ -280,7 +280,10 @@ class RowRequests:
         grads.renew(self.memory_of(k))
 
     def _received(self, k: int, name: str) -> RowGradient:
-        """Return the rows that trainer k received for a block; the result may have 0 rows."""
+        """Return the rows of one table that were sent to trainer k and wait for their gradient.
+
+        Only tables with delay compensation have such rows; the result may have 0 rows.
+        """
         t = self._tables[name]
         return self._backups.get((k, name)) or RowGradient(
             np.empty(0, np.int32), np.empty((0, *t.row), t.dtype)

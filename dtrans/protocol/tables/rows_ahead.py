@@ -49,12 +49,12 @@ AT = "@AT"
 
 @dataclasses.dataclass(eq=False)
 class _Announced:
-    """Rows of one block that a trainer has requested before the step that looks them up.
+    """Rows that a trainer has requested from one table before the step that looks them up.
 
     Attributes:
-      ids: row ids in the block.
-      due: number of updates that the rows must include.
-      changed: mask of the rows that must be sent when the rows are due.
+      ids: row ids in the block (the part of the table on this server).
+      due: number of updates that the rows must include when they are sent for the last time.
+      changed: mask of the rows that updates have changed, and that must be sent again.
     """
 
     ids: np.ndarray
@@ -70,11 +70,11 @@ class DueRows:
 
     Attributes:
       trainer: id of the trainer.
-      name: name of the block.
+      name: name of the block (the part of a table on this server).
       target: number of the step that uses the rows.
       ids: ids of the rows to send.
-      at: positions of these rows among the announced rows; None if all announced rows are sent.
-      is_last: True if the trainer receives no further rows for this announcement.
+      at: positions of these rows among the requested rows; None if all requested rows are sent.
+      is_last: True if the trainer receives no further rows for this request.
     """
 
     trainer: int
@@ -356,7 +356,7 @@ class ComingRows:
 
 
 def _names_of(message: wire.Message) -> list[str]:
-    """Return the names of the blocks in a message.
+    """Return the names of the arrays in a message that has rows for a later step.
 
     Raises:
       WireError: the message's field `pieces` is malformed.

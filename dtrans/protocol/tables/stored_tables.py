@@ -68,7 +68,7 @@ class StoredTables(Protocol):
     """
 
     def report(self) -> Sequence[TableReport]:
-        """Return a report of each block."""
+        """Return the size of each table on this server: its rows, and its memory."""
 
     def evict(self, name: str, unused_for: int, under_way: np.ndarray) -> int:
         """Delete the rows of a block that had no gradient recently; return how many they were.
@@ -146,7 +146,7 @@ def evict(
 def tell_report(
     stored: StoredTables | None, say: Say, address: bytes, message: wire.Message
 ) -> None:
-    """Answer a `tables` message with the reports of all blocks."""
+    """Answer a trainer's question for the sizes of this server's tables (a `tables` message)."""
     tables = []
     if stored is not None:
         tables = [list(dataclasses.astuple(report)) for report in stored.report()]

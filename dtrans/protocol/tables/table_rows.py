@@ -186,10 +186,10 @@ class BlockRowSet(Protocol):
         """
 
     def local(self, ids: np.ndarray) -> np.ndarray:
-        """Convert row ids in the table to row ids in the block."""
+        """Convert row ids in the table to row ids in the block, for messages to its server."""
 
     def in_leaf(self, places: np.ndarray) -> np.ndarray:
-        """Convert row ids in the block to row ids in the table."""
+        """Convert row ids in the block to row ids in the table, for messages from its server."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,7 +57,7 @@ class GeoQueue(Protocol):
         """
 
     def received(self) -> int:
-        """Return how many of this trainer's pushes the newest received parameters include."""
+        """Return the number of this trainer's pushes (sent changes) in the newest parameters."""
 
     def newest(self) -> Values:
         """Return the newest parameters."""
@@ -156,7 +156,10 @@ class GeoReturn:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Step count of each server before the push is repeated, by endpoint."""
+        """Number of the lost trainer's steps that each server must count, by endpoint.
+
+        A server that lacks the last push (changes of parameters) counts the steps before this push.
+        """
         found = {}
         for endpoint, n in self._received.items():
             found[endpoint] = self.count - (self.repeated if n < self.count else 0)
@@ -228,7 +231,7 @@ class GeoReturn:
     def _lacking_rows(
         self, deltas: RowGradient, endpoints: Sequence[str], spans: Sequence[BlockRowSet]
     ) -> RowGradient:
-        """Return the deltas of the rows on servers that lack the last push."""
+        """Select the changes of rows on servers that have not received the trainer's last push."""
         lacks = np.zeros(len(deltas.ids), bool)
         for endpoint, span in zip(endpoints, spans, strict=True):
             lacks[span.among(deltas.ids)] = self._received[endpoint] < self.count
@@ -388,7 +391,7 @@ class GeoSteps:
             self._queue.repeat(*self._pending, lacking)
 
     def _lacking(self, received: Mapping[str, int]) -> list[str]:
-        """Return the servers that have not received the pending push."""
+        """Return the servers that have not received the changes that this trainer sent last."""
         if self._pending is None:
             return []
         return [ep for ep, count in received.items() if count < self.count]

@@ -94,11 +94,11 @@ class PendingAnswer:
         return early is not None and self.take(early)
 
     def take(self, message: wire.Message) -> bool:
-        """Handle a message. Return True if it completes the answer.
+        """Handle a message of the server. Return True if the answer is then complete.
 
         Raises:
           PeerError: the message answers another request.
-          WireError: a block is not expected, or has another size.
+          WireError: an array in the message is not expected, or has another size.
         """
         if message.op != self.op and self.skips:
             return False

@@ -405,16 +405,22 @@ _NOT_ASKED = "pserver {} sent {}, which was not requested".format
 
 
 def _split(leaf: Leaf, values: Sequence[Any]) -> list[tuple[str, str, np.ndarray]]:
-    """Merge gradients of a leaf; return (server's endpoint, block's name, rows) for each block."""
+    """Merge the gradients of several steps for one parameter, and split the result by server.
+
+    Returns:
+      The server's endpoint, the block's name, and the rows of each block (part of the parameter).
+    """
     return leaf.blocks(merged([np.asarray(x) for x in values], leaf.merge))
 
 
 def _split_rows(
     leaf: Leaf, values: Sequence[RowGradient]
 ) -> Iterator[tuple[str, str, RowGradient]]:
-    """Merge gradients of a table; yield (server's endpoint, gradient's name, rows) of each block.
+    """Merge the gradients of several steps for one table, and split the result by server.
 
-    The ids of the yielded rows are ids in the block.
+    Yields:
+      The server's endpoint, the gradient's name, and the rows of each block (part of the table).
+      The row ids are ids in the block.
     """
     # A compiled step returns arrays of a fixed size, so rows beyond the ids are padding.
     parts = [RowGradient(x.ids, np.asarray(x.rows)[: len(x.ids)]) for x in values]

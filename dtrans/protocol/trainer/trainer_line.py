@@ -133,10 +133,10 @@ class TrainerLine(ServerConnection):
         self._send_ids("prefetch", ids, fields)
 
     def row_ids(self, ids: Mapping[str, np.ndarray]) -> None:
-        """Send the row ids of gradients of tables, before the gradients themselves.
+        """Send the ids of the table rows whose gradients follow in the next messages.
 
         Args:
-          ids: row ids in the block of the table, by the gradient's name.
+          ids: row ids in the server's part of the table, by the gradient's name.
         """
         self._send_ids("row_ids", ids, {})
 

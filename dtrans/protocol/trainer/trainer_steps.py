@@ -265,10 +265,10 @@ class TrainerSteps:
     def changed(
         self, blocks: Sequence[tuple[str, str]], since: int
     ) -> Operation[list[tuple[int, np.ndarray, np.ndarray]]]:
-        """Request the ids of the rows that were changed or evicted after step `since`.
+        """Ask servers for the ids of the table rows that were changed or evicted after a step.
 
-        The result contains for each block: its current step, the ids of the changed rows, and the
-        ids of the evicted rows.
+        A table is divided into blocks, each on one server. For each block, the operation's result
+        has its current step, the ids of the changed rows, and the ids of the evicted rows.
 
         Args:
           blocks: server and name of each block of a table.

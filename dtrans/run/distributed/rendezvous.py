@@ -88,7 +88,13 @@ def _run(loop: LeaderLoop | MemberLoop) -> None:
 
 @contextlib.contextmanager
 def _reserve(endpoint: str) -> Iterator[None]:
-    """Bind the coordinator's port during the block, so that a port in use raises ConfigError."""
+    """Bind trainer 0's port while trainers wait for each other, so that a port in use is an error.
+
+    JAX's coordinator binds the port afterwards.
+
+    Raises:
+      ConfigError: the port is in use.
+    """
     host, port = split_endpoint(endpoint)
     with contextlib.ExitStack() as stack:
         try:

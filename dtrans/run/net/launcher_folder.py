@@ -20,7 +20,10 @@ LAUNCH = "launch.json"
 
 
 class LauncherFolder(EpochFolder):
-    """Folder of a job's epochs (parts between failures) and cuts (snapshots), in the launcher.
+    """Shared folder of a job that survives failures, as the launcher sees it.
+
+    The launcher starts ("grants") each epoch, which is the time between two failures. An epoch
+    begins at a cut (snapshot) of all servers.
 
     Example:
       >>> import tempfile

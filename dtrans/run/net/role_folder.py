@@ -225,8 +225,8 @@ class RoleFolder(EpochFolder):
         """Tell the launcher that this server has written its newest state, after a failure.
 
         Args:
-          epoch: number of the epoch that is ending.
-          lost: names of the lost servers. Their replicas on this server are written, too.
+          epoch: number of the epoch (the time between two failures) that ended with this failure.
+          lost: names of the lost servers. Copies of their states on this server are written, too.
         """
         with self._lock:
             if epoch == self._mark.epoch:
@@ -301,7 +301,7 @@ class RoleFolder(EpochFolder):
         The launcher then kills the other role if it still runs, and may start it again.
 
         Args:
-          epoch: number of the epoch.
+          epoch: number of the current epoch (the time since the last failure of the job).
           role: "trainer 1", or "pserver " and its endpoint.
           reason: text of the error.
         """

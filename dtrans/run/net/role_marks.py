@@ -73,7 +73,7 @@ class LostReport:
 
     Attributes:
       reporter: name of the role that reports.
-      epoch: number of the epoch in which it lost the other role.
+      epoch: number of the epoch (the time between two failures) in which it lost the other role.
       role: the lost role: "trainer 1", or "pserver " and its endpoint.
       reason: text of the error.
     """
@@ -138,10 +138,11 @@ def old_cut(complete: Collection[int]) -> int:
 def without_undone(
     marks: Mapping[str, RoleMark], epoch: int, cut: int | None
 ) -> dict[str, RoleMark]:
-    """Return the reports of all roles, from which cuts (snapshots) of undone steps are removed.
+    """Remove snapshots (cuts) from the roles' reports, if the job has undone their steps.
 
-    A role that has not entered the current epoch may have written cuts after the epoch's cut. The
-    job has undone these steps. In the current epoch, other trainers may repeat them.
+    After a failure, the job goes back to a cut, and a new epoch begins. A role that has not entered
+    this epoch may have written later cuts. The job has undone their steps, and may repeat them with
+    other trainers.
 
     Args:
       marks: the report of each role, by name.

@@ -34,10 +34,10 @@ class EpochGrants:
         self._launch, self._on_trainer_loss = launch, on_trainer_loss
 
     def write(self, epoch: Epoch, started: Mapping[str, int], lost: str, reason: str) -> None:
-        """Start an epoch: write it to the log, and to the file that all roles read.
+        """Start an epoch (the time until the next failure), by writing its log line and its file.
 
-        If this fails, the disk may be full. Then remove all cuts (snapshots) except the one with
-        which the epoch begins, and try again.
+        All roles read the file. If a write fails, the disk may be full. Then remove all cuts
+        (snapshots) except the one with which the epoch begins, and try again.
 
         Args:
           epoch: the epoch.

@@ -187,7 +187,7 @@ class JobEpochs:
         running: Callable[[], Collection[str]],
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Make the servers write their newest states as cuts (snapshots), before the epoch ends.
+        """Make the servers write their newest states, after a failure and before the job goes back.
 
         The arguments are those of `CutsAtLoss.request`.
         """
@@ -295,7 +295,7 @@ class JobEpochs:
 
     @property
     def other_roles(self) -> str:
-        """Text for the log after `go_back`: the running roles continue, or go back to a cut."""
+        """Words for the log after a failure: the other roles continue, or go back to a step."""
         if self.epoch.cut is None:
             return "the other roles continue"
         return f"all roles go back to step {self.epoch.cut}"
