@@ -1,4 +1,8 @@
-"""Functions that save and restore checkpoints; a process writes some pieces, and may read all."""
+"""Functions that save and restore checkpoints.
+
+A checkpoint is a folder such as `ckpt/300`. Each process of a job writes its own subfolders
+(*pieces*), and may read all pieces.
+"""
 
 from __future__ import annotations
 
@@ -135,17 +139,18 @@ def save_serving(
     servers_only: bool = False,
     alone: bool = False,
 ) -> None:
-    """Save the state of a server while it serves.
+    """Save the state of a server while it serves trainers, without orbax.
 
-    In an asynchronous job, each server counts its own steps, so copies of a step count can differ
-    between servers. A restore reads the first server's copy, with a `CheckpointWarning`.
+    A server process calls this function between two updates. In an asynchronous job, each server
+    counts its own steps, so copies of a step count can differ between servers. A restore reads the
+    first server's copy, with a `CheckpointWarning`.
 
     Args:
       path, plan, endpoint, state: as in `save`.
       mark: the run and the step of the saved state.
-      servers_only: True to leave out the leaves that no server stores. Then only servers can
+      servers_only: True to leave out the parameters that no server stores. Then only servers can
         restore the checkpoint.
-      alone: True for a cut (a snapshot of a running job) of only this server; see `restore_cut`.
+      alone: True for a snapshot of only this server; see `restore_cut`.
 
     Raises:
       As `save`.
@@ -203,7 +208,7 @@ def _layout(plan: PServerPlan, *, servers_only: bool = False) -> PieceLayout:
 
 
 def _pieces(job: Any) -> tuple[PieceLayout, list[str]]:
-    """Return the pieces of a job's checkpoint, and the roles in this process that write pieces."""
+    """Return the pieces (subfolders) of a job's checkpoint, and the roles here that write one."""
     plan = job.plan
     savers: list[str] = []
     if isinstance(plan, PServerPlan):
@@ -245,7 +250,7 @@ def _mark_of_job(job: Any, layout: PieceLayout, here: Iterable[str], tag: str | 
 def _values(job: Any, state: Any, here: Iterable[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (role, arrays) for each server, trainer or rank in this process that saves arrays.
 
-    This function is a generator, so that only one saver's arrays are on the host at a time.
+    This function is a generator, so that only one role's arrays are on the host at a time.
     """
     plan = job.plan
     if isinstance(plan, PServerPlan):
@@ -383,15 +388,17 @@ def restore_cut(
 ) -> dict[str, Any]:
     """Return the state of a server from a cut, a snapshot that `save_serving` wrote.
 
+    A server that replaces a failed server calls this function, to continue from the last snapshot.
+
     Args:
       path, plan, endpoint: as in `restore`.
-      job: the identifier of the job that has written the cut.
-      step: the step of the cut.
+      job: the identifier of the job that has written the snapshot.
+      step: the step of the snapshot.
       alone: as in `save_serving`.
 
     Raises:
-      DamagedError: the cut is damaged, or belongs to another job or step.
-      StateError: the system cannot read the cut, or the plan has another step function.
+      DamagedError: the snapshot is damaged, or belongs to another job or step.
+      StateError: the system cannot read the snapshot, or the plan has another step function.
     """
     saved = Checkpoint.at(path)
     saved.check_cut(job, step)
@@ -423,7 +430,8 @@ def _table_arrays(
 ) -> Iterator[tuple[str, TableArray]]:
     """Yield each array of the server's tables as a `TableArray`, which reads rows on demand.
 
-    Tables that cannot be restored row by row are left out.
+    A table can be larger than the memory of the host. Tables that cannot be restored row by row are
+    left out.
     """
     (serves,) = (e for e in programs.main.eqns if e.primitive is listen_and_serv_p)
     on_use = {e.params["table"]: e for e in programs.startup.eqns if e.primitive is init_on_use_p}
@@ -445,9 +453,10 @@ def _table_arrays(
 def _init_outputs(
     saved: Checkpoint, init: Program
 ) -> Callable[[], Mapping[str, np.ndarray]] | None:
-    """Return a function that calls the init with the saved arguments and names the outputs.
+    """Return a function that runs the user's init as the saved job did, and names its outputs.
 
-    Return None if the checkpoint contains all rows, so that the init is not needed.
+    Table rows that no step used are not in the checkpoint; the init generates them again. Return
+    None if the checkpoint contains all rows.
     """
     args = saved.init_args(init)
     if args is None:
@@ -461,7 +470,7 @@ def _init_outputs(
 
 
 def _init_slices(saved: Checkpoint, init: Program | None) -> InitSlice | None:
-    """Return a function that computes a slice's initial values, or None without an init."""
+    """Return a function that computes initial values of a slice; None if no init is needed."""
     if init is None:
         return None
     first = _init_outputs(saved, init)
@@ -493,12 +502,18 @@ def _restore_job(path: Folder, job: Any) -> Any:
 
 
 def _extra_rows(plan: PipelinePlan, who: str = "") -> list[VarDistributed]:
-    """Return a slice for each array of a pipeline's extra state: the full array, saved by `who`."""
+    """Describe each array of a pipeline's extra state, such as a loss scale, as a slice to save.
+
+    The slice is the full array, and `who` saves it.
+    """
     return [full_slice(n, jax.typeof(x), who) for n, x in plan.extra_state.items()]
 
 
 def _saved_extra(path: Folder, plan: PipelinePlan) -> dict[str, Any]:
-    """Return the saved extra state of a pipeline by name; a checkpoint may lack some arrays."""
+    """Return the extra state of a pipeline, such as a loss scale, by name.
+
+    A checkpoint of another job may lack some of these arrays; they are omitted.
+    """
     saved = Checkpoint.at(path)
     rows = [row for row in _extra_rows(plan) if row.origin_name in saved.rows]
     return dict(zip((row.origin_name for row in rows), saved.arrays(rows), strict=True))

@@ -111,10 +111,10 @@ def _read(path: Path, checksum: int | None) -> np.ndarray:
 
 
 def _checksum(header: bytes, data: np.ndarray) -> int:
-    """Return the CRC-32 of a header, and of sums over the data.
+    """Return a checksum of an array's file: the CRC-32 of its header, and of sums over its data.
 
-    The CRC-32 of all data would double the processor time of a cut (snapshot). Each sum has 64
-    bits, so every change of one byte changes the result.
+    The CRC-32 of all data would double the processor time of a snapshot of a running server. Each
+    sum has 64 bits, so every change of one byte changes the result.
     """
     size = len(data) // SUMMED * SUMMED
     sums = np.add.reduce(data[:size].view("<u8").reshape(-1, SUMMED // 8), axis=1)

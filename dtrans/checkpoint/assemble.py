@@ -1,8 +1,9 @@
-"""Assembly of a slice of an array from other slices, which may be cut differently.
+"""Assembly of a slice of an array from other slices, with other boundaries.
 
-A slice covers a *box* of the full array: along each dimension a range of indices, or buckets of
-indices. The result is filled from the intersections of its box with the boxes of the other slices.
-Slices with the same box must be equal.
+A job may continue with another number of servers than the job that saved the checkpoint. So its
+slices overlap several saved slices. A slice covers a *box* of the full array: along each dimension
+a range of indices, or buckets of indices. The result is filled from the intersections of its box
+with the boxes of the other slices. Slices with the same box must be equal.
 
 Results are NumPy arrays; random keys are represented by their key data.
 """
@@ -29,7 +30,7 @@ Shared = tuple[RowSet | np.ndarray, ...]  # intersection of boxes: indices along
 
 
 def full_slice(name: str, aval: Any, endpoint: str = "") -> VarDistributed:
-    """Return the record of a slice that is the full array."""
+    """Return the record of a slice that covers the full array."""
     shape = tuple(aval.shape)
     return VarDistributed(name, shape, name, shape, aval.dtype, 0, 0, 0, False, "Param", endpoint)
 
@@ -147,7 +148,7 @@ def _format_array(x: np.ndarray) -> str:
 
 
 def _box(row: VarDistributed) -> Box:
-    """Return the indices of a slice in the full array, along each dimension (a *box*)."""
+    """Return the indices that a slice covers in the full array, along each dimension (a *box*)."""
     box: list[RowSet] = [RowRange(0, size) for size in row.slice_shape]
     if row.is_slice:
         box[row.axis] = row.rows

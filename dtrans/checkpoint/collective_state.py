@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class SavedJob(Protocol):
-    """Attributes and methods of a collective job that this module uses."""
+    """Interface of a collective job: the attributes and methods that saving and restoring need."""
 
     plan: Any
     mesh: jax.sharding.Mesh | None
@@ -52,7 +52,7 @@ class SavedJob(Protocol):
 
 
 def piece_names(plan: CollectivePlan) -> dict[str, str]:
-    """Return the folder name of each *saver*, a rank or trainer that writes a piece."""
+    """Return the folder name of each rank or trainer that writes a part of the checkpoint."""
     if isinstance(plan, ShardingPlan):
         return {f"rank {k}": f"rank-{k}" for k in range(plan.options.degree)}
     if plan.options.colocated:
@@ -61,7 +61,10 @@ def piece_names(plan: CollectivePlan) -> dict[str, str]:
 
 
 def saver_rows(plan: CollectivePlan) -> list[VarDistributed]:
-    """Return the slices that ranks or trainers save; `endpoint` names the rank or trainer."""
+    """Return the slices of arrays that ranks or trainers save.
+
+    The field `endpoint` of a slice names the rank or trainer that saves it, e.g. `rank 0`.
+    """
     slices: Mapping[str, Sliced] = {}
     if isinstance(plan, ShardingPlan):
         slices = {**plan.slices.leaves, **plan.slices.state}
@@ -83,7 +86,7 @@ def saver_rows(plan: CollectivePlan) -> list[VarDistributed]:
 
 
 def _bin_slots(plan: CollectivePlan) -> Mapping[str, BinSlot]:
-    """Return the position of each packed array in its rank's vector, by array name."""
+    """Return the position of each packed array in the bin (the concatenated arrays) of its rank."""
     if isinstance(plan, ShardingPlan) and plan.owned is not None:
         return plan.owned.state.places
     return {}
@@ -96,7 +99,10 @@ def _types(plan: CollectivePlan) -> dict[str, Any]:
 
 
 def _filled_ranks(sliced: Sliced) -> int:
-    """Return the number of ranks that have rows of an array; further ranks have padding only."""
+    """Return the number of ranks that have rows of an array.
+
+    If an array has fewer rows than there are ranks, the last ranks have only padding.
+    """
     return -(-sliced.size // sliced.part)
 
 
@@ -154,7 +160,7 @@ def state_types(plan: CollectivePlan) -> dict[str, Any]:
 
 
 def local_savers(job: SavedJob) -> list[str]:
-    """Return the ranks or trainers that save, and whose devices belong to this process."""
+    """Return the ranks or trainers of this process that save a part of the checkpoint."""
     savers, mesh = list(piece_names(job.plan)), job.mesh
     if mesh is None:
         return savers
@@ -202,7 +208,7 @@ def _read_bin(
 
 
 def _bin_span(plan: CollectivePlan, place: BinSlot) -> tuple[int, int]:
-    """Return the range of an array in the concatenated bins of all ranks."""
+    """Return the range of an array in the bins of all ranks, concatenated in the order of ranks."""
     start = place.rank * plan.program.inputs[place.bin].size + place.start
     return start, start + place.size
 
@@ -317,7 +323,10 @@ def _device_parts(job: SavedJob, name: str, aval: Any) -> dict[Any, Part]:
 
 
 def _part_rows(plan: CollectivePlan, name: str, part: Part) -> list[tuple[VarDistributed, int]]:
-    """Return pairs (slice of a step's array, its start in a device's part) for this part.
+    """Return the slices of saved arrays that fill one device's part of an array.
+
+    Returns:
+      Pairs (slice of an array of the step, the index in the device's part at which it begins).
 
     Args:
       name: an array of the job's state: an array of the step, or a bin, which contains several.

@@ -93,11 +93,11 @@ InitSlice = Callable[[VarDistributed], np.ndarray]  # maps a slice to its initia
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """Complete checkpoint, opened for reading.
+    """Complete checkpoint, opened for reading. A *piece* is the subfolder that one process wrote.
 
     Attributes:
       path: the folder of the checkpoint.
-      pieces: maps each saver to the name of its piece.
+      pieces: maps each saver (the server, trainer or rank that wrote a piece) to the piece's name.
       types: maps the name of each array of the step to its type, as text.
       rows: saved slices of each array, by array name. Arrays that only servers have are included.
       tables: dict from (saver, slice name), for slices that were saved by rows, to a pair: the
@@ -169,7 +169,7 @@ class Checkpoint:
         return cls(path, first["pieces"], first["types"], by_name, tables, may_differ, origin)
 
     def check_cut(self, job: str, step: int) -> None:
-        """Raise DamagedError unless this is the cut (snapshot) of job `job` after step `step`."""
+        """Raise DamagedError unless this is a cut (snapshot) of job `job` after step `step`."""
         old_job, old_step = self.origin
         if old_job != job:
             raise DamagedError(f"the cut at {self.path} belongs to another job")
@@ -202,19 +202,20 @@ class Checkpoint:
     def arrays(
         self, targets: Sequence[VarDistributed], first: InitSlice | None = None
     ) -> list[jax.Array]:
-        """Return slices of saved arrays as JAX arrays; arguments as in `on_host`."""
+        """Read slices of saved arrays, and return them as JAX arrays; arguments as in `on_host`."""
         values = self.on_host(targets, first)
         return [as_jax(x, target.dtype) for x, target in zip(values, targets, strict=True)]
 
     def on_host(
         self, targets: Sequence[VarDistributed], first: InitSlice | None = None
     ) -> list[np.ndarray]:
-        """Return slices of saved arrays as NumPy arrays.
+        """Read slices of saved arrays, and return them as NumPy arrays.
 
-        Each piece is read once, and only the arrays that overlap a slice.
+        The slices may have other boundaries than the saved slices. Each piece (the subfolder of one
+        process) is read once, and only the arrays that overlap a wanted slice.
 
         Args:
-          targets: the slices.
+          targets: the wanted slices.
           first: a function that returns a slice of the init's outputs. It is needed for table rows
             that were not saved.
         """
@@ -319,7 +320,9 @@ class Checkpoint:
     def table(
         self, targets: Sequence[VarDistributed], eqn: Any, args: Sequence[Any] | None
     ) -> SavedTable | None:
-        """Return the saved rows of a table's block on a server; None if row files lack some rows.
+        """Return the saved rows of a table's block on a server.
+
+        Return None if the row files lack some rows, and the caller has no init that generates them.
 
         Args:
           targets: the slices of the block and of the state arrays that have the block's rows.
@@ -388,7 +391,7 @@ def require_path(path: Folder | None) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class PieceLayout:
-    """Division of a step's arrays into pieces.
+    """Division of a checkpoint into pieces: the slices of arrays that each process writes.
 
     Attributes:
       main: the traced training step of one device.
@@ -483,15 +486,16 @@ def write(
 
 
 def _is_undone(about: Mapping[str, Any], mark: Mark) -> bool:
-    """Return True if the job of `mark` has written a piece, but dropped a trainer afterwards.
+    """Return True if the job went back to a step before the one that a piece contains.
 
-    The job then goes back, and repeats the step of the piece.
+    A job that drops a failed trainer goes back, and repeats steps. A piece that the job wrote
+    before must then be replaced.
     """
     return bool(about.get("job") == mark.job and mark.run[0] not in _run_of(about))
 
 
 def _about(layout: PieceLayout, who: str, mark: Mark) -> dict[str, Any]:
-    """Return the description of a piece that its `overview` file contains."""
+    """Return the description of a piece, which its file `overview` stores as JSON."""
     rows, saver_rows = [], []
     for row in layout.rows:
         fields = _as_json(row)
@@ -514,9 +518,9 @@ def _about(layout: PieceLayout, who: str, mark: Mark) -> dict[str, Any]:
 def _save_piece(
     place: Path, values: Mapping[str, Any], about: Mapping[str, Any], *, serving: bool = False
 ) -> None:
-    """Write a checkpoint's piece under a temporary name, and rename it.
+    """Write a piece (one process's subfolder) under a temporary name, and rename it when complete.
 
-    A running server needs no orbax.
+    A running server does not use orbax.
     """
     tables = _tables_in(values)
     by_rows = set[str]()
@@ -578,7 +582,7 @@ def _unfinished(place: Path) -> Path:
 def _with_tables(
     folder: Path, tables: Sequence[TableRows], about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write the rows of tables to a piece; return the description of the piece with its tables."""
+    """Write the rows of tables to a piece; return its description, extended by the tables."""
     if not tables:
         return dict(about)
     return {**about, "format": FORMAT_TABLES, "tables": write_tables(folder / "rows", tables)}
@@ -684,7 +688,7 @@ def _concatenate_columns(parts: Sequence[Sequence[np.ndarray]]) -> list[np.ndarr
 
 
 def _are_one_save(abouts: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if the descriptions belong to pieces of one save."""
+    """Return True if the descriptions belong to pieces of one save, by all processes of a job."""
     runs = []
     for about in abouts:
         for key in ("plan", "step", "pieces", "types"):
@@ -803,7 +807,7 @@ def _is_complete(
 
 
 def _read_or_torn(piece: Path) -> dict[str, Any] | None:
-    """Return the description of a piece, or None if a crash of the host lost files of the piece."""
+    """Return the description of a piece; None if a crash of the host made it unreadable."""
     try:
         return _read_about(piece)
     except StateError as e:
@@ -832,7 +836,7 @@ def _remove(piece: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Flush the names in a folder to the disk, if the system allows it."""
+    """Flush the names of the files in a folder to the disk, if the system allows it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except PermissionError:  # the process may write to the folder, but not read it

@@ -147,22 +147,22 @@ def server_state(
 
 
 def step_rows(main: Program, who: str = "") -> list[VarDistributed]:
-    """Return a slice for each array of params and opt_state: the full array, saved by `who`."""
+    """Describe each array of params and opt_state as one slice: the full array, saved by `who`."""
     return [full_slice(n, main.inputs[n], who) for n in all_names(main.args[:2])]
 
 
 def trainer_rows(plan: PServerPlan) -> list[VarDistributed]:
-    """Return a slice for each leaf that no server stores: the full leaf, saved by trainer 0."""
+    """Describe each parameter that no server stores as a slice to save, by trainer 0, in full."""
     return [full_slice(n, plan.main.inputs[n], TRAINER) for n in plan.frozen]
 
 
 def initial_sources(
     plan: PServerPlan, endpoint: str, saved: Collection[str] = ()
 ) -> list[tuple[VarDistributed, str | None]]:
-    """Return the slices on a server, each with the name of the array that it is restored from.
+    """Return the slices that a server restores, and the saved array from which each one is cut.
 
-    The name is None for a slice that starts from zeros. Encoded parameters are left out, since
-    `encoded_copies` computes them from the parameters.
+    The name of the array is None for a slice that starts from zeros. Encoded parameters are left
+    out, since `encoded_copies` computes them from the parameters.
 
     Args:
       plan: the plan of the job.
@@ -250,7 +250,7 @@ def is_saved_by_servers(plan: PServerPlan) -> bool:
 
 
 def _on_no_server(plan: PServerPlan) -> str | None:
-    """Return the name of some optimizer state that no server stores; None if there is none."""
+    """Return the name of one array of optimizer state that no server stores; None if none."""
     there = {row.origin_name for row in plan.overview}
     return next((n for n in plan.main.args[1].names if n not in there), None)
 

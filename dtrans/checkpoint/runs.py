@@ -1,6 +1,7 @@
-"""Identifiers of runs, which distinguish the files of two runs in one checkpoint.
+"""Identifiers of runs, which keep the files of two runs in one checkpoint folder apart.
 
-Each piece (the files of one process) records the identifiers, so that pieces of two runs are never
+A job may crash during a save, and a second run may then save to the same folder. Each piece (the
+files of one process) records the identifiers of its run, so that pieces of two runs are never
 mixed.
 
 All processes of a run need a common identifier. They do not communicate during a save, so they use
@@ -36,7 +37,7 @@ THIS_PROCESS = new_run()
 
 
 def note(who: str, run: str) -> None:
-    """Store the identifier of a role's run in this process.
+    """Record the identifier of a run, for the checkpoints that a role of this process saves later.
 
     Args:
       who: the role: a server's endpoint, or a trainer.
@@ -53,9 +54,9 @@ def run_of(who: str, environ: Mapping[str, str] | None = None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """Run, step and tag of a piece: one process's files in a checkpoint.
+    """Run, step and tag that a process records in its files of a checkpoint.
 
-    Only pieces with matching marks are combined.
+    A restore combines only files with matching marks, so that runs and steps are never mixed.
 
     Attributes:
       run: identifiers of the run. All pieces of one save have at least one in common.
@@ -76,7 +77,7 @@ class Mark:
 
 
 def mark_of(run: str, tag: str | None = None, *, alone: bool = False) -> Mark:
-    """Return the mark for the pieces that a process saves.
+    """Return the mark (run, step and tag) that a process records in the files that it saves now.
 
     Args:
       run: the identifier of the process's run.

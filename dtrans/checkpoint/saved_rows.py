@@ -1,10 +1,10 @@
-"""Tables in the state of a server, without memory for rows that do not exist.
+"""Embedding tables in the state of a server, without memory for rows that no step has used.
 
 A row of a table exists after its first lookup; all other rows have the values of the init. In a
 saved or restored state, an array of a table is an `ArrayLike`, which is not in memory. It refers to
-a `TableRows`: the existing rows of a block and of its optimizer state, in segments, and the init
-that generates all other rows. To write a checkpoint, the segments are read. Converting an
-`ArrayLike` to an array generates all rows.
+a `TableRows`. This object yields the existing rows of the table and of its optimizer state, in
+bounded segments, and generates all other rows by the init. To write a checkpoint, the segments are
+read. Converting an `ArrayLike` to an array generates all rows.
 
     saving a running server   a snapshot (`dtrans.run.parameter_server.tables.row_snapshot`)
     restoring a server        `SavedTable`, from which the server reads its rows
@@ -29,7 +29,7 @@ COUNTS = 1 << 40
 
 
 class ArrayLike(abc.ABC):
-    """Array that is not in memory; NumPy functions convert it to an array.
+    """Array of a table that is not in memory; NumPy functions convert it to an array.
 
     Args:
       like: an array or type with the shape and dtype of this array.
@@ -57,15 +57,15 @@ class ArrayLike(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowSegment:
-    """Some rows of a table block and of its optimizer state.
+    """Segment: some rows of a server's part of a table, and the same rows of its optimizer state.
 
     Attributes:
-      ids: indices of the rows within the block, increasing.
+      ids: indices of the rows within the server's part, increasing.
       changed: a number for each id. 1: the row exists, and no step has changed it. n + 1: the row
         exists, and step n was the last to change it. -(n + 1): the row was evicted before step n.
         -1 - c * COUNTS, or -(n + 1) - c * COUNTS after an eviction: the row does not exist, and a
         row filter has counted c updates.
-      rows: the existing rows, as one array for the block and one for each state array.
+      rows: the existing rows, as one array for the table and one for each state array.
     """
 
     ids: np.ndarray
@@ -81,12 +81,15 @@ class RowSegment:
 def split_counts(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Split numbers of rows that do not exist into counts of updates and evictions.
 
+    A row filter creates a row only after several updates, so a checkpoint stores the updates
+    counted so far. `RowSegment.changed` packs the count and the last eviction into one integer.
+
     Args:
       numbers: `RowSegment.changed` of rows that do not exist, or -1 for rows never used.
 
     Returns:
       The count of each row, and its number without the count: -(n + 1) for a row that was evicted
-      before step n, and -1 for other rows.
+        before step n, and -1 for other rows.
     """
     counts, others = np.divmod(-numbers, COUNTS)
     return counts, -others
@@ -111,7 +114,7 @@ class InitRows:
 
 
 class TableRows(abc.ABC):
-    """Rows of a table block and of its optimizer state.
+    """Rows of a server's part of a table (a *block*), and of its optimizer state.
 
     Attributes:
       names: the names of the block and of its state arrays.
@@ -129,7 +132,7 @@ class TableRows(abc.ABC):
 
     @abc.abstractmethod
     def segments(self) -> Iterator[RowSegment]:
-        """Yield the rows by increasing id. A segment has a bounded number of rows.
+        """Yield the stored rows by increasing id, in segments with a bounded number of rows.
 
         These are rows that exist, rows that were evicted, and rows that a row filter has counted.
         """
@@ -147,7 +150,7 @@ class TableRows(abc.ABC):
 
 
 class SavedTable(TableRows):
-    """Rows of a table block that were read from a checkpoint.
+    """Rows of a server's part of a table (a *block*), read from a checkpoint.
 
     Args:
       names, rows, step, evicted, begins: as in `TableRows`.

@@ -59,7 +59,7 @@ def write_tables(folder: Path, tables: Sequence[TableRows]) -> list[dict[str, An
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SavedBlock:
-    """Block of a table whose rows are in files.
+    """Rows of one server's part of a table (a *block*), in the files that `write_tables` wrote.
 
     Attributes:
       folder: the folder of the files.
@@ -70,7 +70,7 @@ class SavedBlock:
     about: Mapping[str, Any]
 
     def segments(self, columns: Mapping[int, Any]) -> Iterator[RowSegment]:
-        """Yield the segments, with the rows of some arrays.
+        """Yield the saved rows in segments, with only some of the arrays.
 
         Args:
           columns: dtypes of the arrays to read (dict by index in `about["names"]`).
@@ -80,8 +80,9 @@ class SavedBlock:
                 yield RowSegment(file["ids"], file["changed"], _read(file, columns))
 
     def first(self, columns: Mapping[int, Any]) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Return the row ids in the file `first.npz`, and the initial rows with these ids.
+        """Return some row ids and their initial rows, from the file `first.npz`.
 
+        A restore generates the same rows, and compares them, to check that the init is unchanged.
         `columns` selects the arrays.
         """
         with np.load(self.folder / FIRST) as file:

@@ -1,4 +1,6 @@
-"""Programs: jaxprs whose inputs, outputs and equations have names and roles.
+"""Programs: jaxprs with names for inputs and outputs, and roles for equations; and passes on them.
+
+A role states the purpose of an equation, such as `forward`, `optimize` or `rpc`.
 
 pytree      pytrees of named arrays and static leaves
 program     `Program`: a named, closed jaxpr

@@ -73,7 +73,10 @@ def rows_from(axis: int, count: int, size: int) -> Callable[[jax.Array, jax.Arra
 
 
 def parts_of(x: jax.Array, axis: int, count: int) -> jax.Array:
-    """Split an array along `axis` into `count` equal parts; stack them on a new leading axis."""
+    """Split an array along `axis` into `count` equal parts, and stack them on a new leading axis.
+
+    A shape (6, 4), split along axis 0 into 2 parts, becomes (2, 3, 4). `in_one` is the inverse.
+    """
     split = jnp.reshape(x, (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :]))
     return jnp.moveaxis(split, axis, 0)
 
@@ -119,6 +122,6 @@ def keys_of(impl: str) -> Callable[[jax.Array], jax.Array]:
 
 
 def together(*xs: jax.Array) -> Sequence[jax.Array]:
-    """Pass the arrays through one `optimization_barrier`: XLA computes all before any is read."""
+    """Return the arrays after one `optimization_barrier`: XLA computes all before any is read."""
     outputs: Sequence[jax.Array] = jax.lax.optimization_barrier(xs)
     return outputs

@@ -115,7 +115,10 @@ def _rewritten(jaxpr: Any, numbers: Facts[Fact]) -> Any:
 
 
 def _without_unread(jaxpr: ClosedJaxpr, old: Any) -> ClosedJaxpr:
-    """Drop equations that only the replaced gathers needed; other dead equations stay."""
+    """Drop the equations that became dead because a gather was replaced.
+
+    Equations that were dead before stay, so that an unchanged part of the program stays equal.
+    """
     inner = opened(jaxpr)
     unread = set(outputs_of(old.eqns))
     unread.difference_update(variables_read(old.eqns, old.outvars))
@@ -138,7 +141,10 @@ def _with_rewritten_bodies(eqn: JaxprEqn, inside: Mapping[int, Facts[Fact]]) -> 
 
 
 def _components(indices: Atom, before: Sequence[JaxprEqn]) -> list[Atom]:
-    """Return the operands of the `concatenate` that computes `indices`; [] if none does."""
+    """Return the arrays that a `concatenate` joins to the index array `indices`; [] if none does.
+
+    `x[i, j]` is traced to a gather with one array of (i, j) pairs. The components are i and j.
+    """
     eqn = next((e for e in before if len(e.outvars) == 1 and e.outvars[0] is indices), None)
     if eqn is None or eqn.primitive.name != "concatenate":
         return []

@@ -105,14 +105,20 @@ class Builder:
         return self._constants[var]
 
     def call(self, fn: Callable[..., Any], *atoms: Atom) -> list[Atom]:
-        """Write the equations of a small pure function and return its outputs.
+        """Write the equations of a small pure function of arrays, and return its outputs.
 
-        Traces are cached by function, so pass a module-level or cached function, not a lambda.
+        Args:
+          fn: the function. Traces are cached by function object, so pass a module-level or cached
+            function, not a new lambda.
+          atoms: the operands.
         """
         return self.inline(_traced(fn, tuple(avals(atoms))), *atoms)
 
     def call_as(self, var: Var, fn: Callable[..., Any], *atoms: Atom) -> None:
-        """Write the equations of a function; the output gets `var`, a variable of the old jaxpr."""
+        """Write the equations of a function; its output becomes `var`, a variable of the old jaxpr.
+
+        Equations that are copied later and read `var` then read this output.
+        """
         self.call(fn, *atoms)
         self.eqns[-1] = self.eqns[-1].replace(outvars=[var])
 

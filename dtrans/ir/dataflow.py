@@ -98,7 +98,7 @@ def free_variables(eqns: Sequence[JaxprEqn]) -> list[Var]:
 
 
 def bits_of(bits: Mapping[Var, int], *atoms: Atom) -> int:
-    """Return the bitwise OR of `bits[atom]` over all atoms that are in `bits`; 0 if none is."""
+    """Return the bitwise OR of the bits of some values; values that are not in `bits` have 0."""
     union = 0
     for a in atoms:
         if isinstance(a, Var):
@@ -109,7 +109,10 @@ def bits_of(bits: Mapping[Var, int], *atoms: Atom) -> int:
 def propagate(
     eqns: Sequence[JaxprEqn], seeds: Mapping[Var, int], fixed: Mapping[Var, int]
 ) -> dict[Var, int]:
-    """Propagate bits forward: the outputs of an equation get the bitwise OR of its operands' bits.
+    """Find the seeds that each value depends on: propagate bit masks from inputs to outputs.
+
+    Each output of an equation gets the bitwise OR of its operands' bits. If, for example, each
+    parameter has one bit in `seeds`, the result states the parameters that a value depends on.
 
     Args:
       eqns: equations in order.
@@ -117,7 +120,7 @@ def propagate(
       fixed: bits of other variables, which do not change even if an equation computes the variable.
 
     Returns:
-      A dict: variable -> int. Variables whose bits are 0 may be absent.
+      A dict: variable -> int. Variables with bits 0 may be absent.
     """
     bits = {**seeds, **fixed}
     for eqn in eqns:

@@ -1,10 +1,11 @@
-"""Fingerprints of programs, options and versions, which roles compare before a job starts.
+"""Fingerprints of programs, options and versions, which processes compare before a job starts.
 
-A fingerprint is a dict of named parts, so that an error can name the part that differs. A part is
-a short text, or the digest of a canonical text. Processes that trace the same function with the
-same versions write the same canonical text: values are numbered in order, functions are written by
-name, and arrays by their bytes. Ids, hashes and addresses never occur. A jaxpr that occurs several
-times is written once, so the text stays linear in the size of the program.
+A difference would make a job compute wrong numbers, so the job refuses to start. A fingerprint is a
+dict of named parts, so that an error can name the part that differs. A part is a short text, or the
+digest of a canonical text. Processes that trace the same function with the same versions write the
+same canonical text: values are numbered in order, functions are written by name, and arrays by
+their bytes. Ids, hashes and addresses never occur. A jaxpr that occurs several times is written
+once, so the text stays linear in the size of the program.
 
     loss       the forward and backward pass, with its constants
     update     the optimizer: new parameters, learning rate and other numbers
@@ -70,11 +71,12 @@ def program_parts(
 ) -> dict[str, str]:
     """Return a digest for each part of a program, e.g. for its loss and for its update.
 
-    A change in one part does not change the digests of other parts.
+    A change in one part does not change the digests of other parts. So an error can say that two
+    processes have the same loss, but another optimizer.
 
     Args:
       program: the program.
-      groups: part -> roles of the equations in the part.
+      groups: for each part, the roles of its equations, e.g. {"loss": ("forward", "backward")}.
     """
     write = _Writer()
     inner, consts = opened(program.jaxpr), constants(program.jaxpr)
@@ -195,13 +197,15 @@ def table(rows: Mapping[str, Any]) -> str:
 def differences(
     me: str, mine: Mapping[str, str], other: str, theirs: Mapping[str, str]
 ) -> list[str]:
-    """Compare the fingerprints of two roles; return a line of text for each part that differs.
+    """Compare the fingerprints of two processes; return a line of text for each part that differs.
+
+    The caller raises an error with these lines before the job starts.
 
     Args:
-      me: name of this role.
-      mine: fingerprint of this role: part -> digest or text.
-      other: name of the other role.
-      theirs: fingerprint of the other role, from a message whose types were checked.
+      me: name of this process in the job, such as `trainer 0`.
+      mine: its fingerprint: part -> digest or text.
+      other: name of the other process, such as a server's endpoint.
+      theirs: fingerprint of the other process, from a message with types that were checked.
     """
     found = []
     # two traces of one loss differ if their batch sizes differ, so this is no error
@@ -236,7 +240,7 @@ def _named_lines(text: str) -> dict[str, str]:
 
 
 def brief(value: Any) -> str:
-    """Return a value from a message as printable text of at most 80 characters."""
+    """Return a value from another process's message as printable text of at most 80 characters."""
     if value is None:
         return "missing"
     text = value if isinstance(value, str) and value.isprintable() else repr(value)

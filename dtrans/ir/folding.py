@@ -1,9 +1,9 @@
 """Constant folding: find values that have one number in all entries, or that equal an input.
 
-The fact about a value is a 0-d NumPy array, the number in all its entries; or an `Alias`, the input
-that it equals. Any other fact means that the value is unknown. `fold` is the rule for one equation.
-The caller passes two functions: `is_factor` allows the folding of 0 * x to 0, and `number_of`
-computes numbers.
+`fold` is the rule for one equation. It takes and returns facts about values. A fact is a 0-d NumPy
+array (the number in all entries of the value), or an `Alias` (the input that the value equals). Any
+other fact means that the value is unknown. The caller passes two functions: `is_factor` allows the
+folding of 0 * x to 0, and `number_of` computes numbers.
 """
 
 from __future__ import annotations

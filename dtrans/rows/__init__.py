@@ -1,8 +1,10 @@
-"""Row analysis: the leaves whose updates can be sliced by rows, and the update of a block.
+"""Row analysis: find the parameters with updates that can be sliced by rows, and slice the updates.
 
-A *block* is a part of a leaf's rows (indices of dimension 0) that one server has. The analysis
-relates every value of the update to the rows of parameters. The writer then writes the update of a
-block.
+Parameter servers split a large parameter by rows (indices of dimension 0). A *block* is the range
+of rows that one server stores. The optimizer, however, is written for full arrays. This package
+finds the parts of the optimizer's program that treat rows independently. It then rewrites them, so
+that each server updates its block without the other rows. A *leaf* is one array of the parameter
+pytree.
 
     layout       layouts: shared, rows of a leaf, or colocated with leaves
     rules        rule of each primitive: the operand rows from which output rows are computed

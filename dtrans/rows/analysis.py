@@ -1,10 +1,14 @@
-"""Row analysis: the leaves whose updates can be sliced along dimension 0.
+"""Row analysis: find the parameters that an optimizer updates row by row (along dimension 0).
 
-One forward pass over the optimize half of a step assigns a layout (`dtrans.rows.layout`) to every
-value, by the rules of the primitives (`dtrans.rows.rules`). Elementwise equations keep rows. A
-reduction over rows becomes a partial reduction on each block and an `all_reduce` between servers;
-its result is shared. Any other equation on rows *binds* its leaves: they stay unsliced, together on
-one server, and the plan reports the equation as the reason. Bound leaves form a `Group`.
+Several servers can share such a parameter. A parameter with an update that mixes rows, for example
+through a matrix product, must be stored on one server.
+
+One forward pass over the optimizer's equations assigns a layout to every value. A layout
+(`dtrans.rows.layout`) states how the value relates to the rows of parameters. Elementwise equations
+keep rows. A reduction over rows becomes a partial reduction on each server and an `all_reduce`
+between servers; all servers then know its result. Any other equation on rows *binds* its leaves
+(arrays of the parameter pytree). They stay unsliced, together on one server, and the plan reports
+the equation as the reason. Leaves that must be together form a `Group`.
 
 The layouts of optimizer state are not guessed from names or shapes. A state input starts as
 `Shared`, and then gets the layout of the output with its name. The pass is repeated until no layout
@@ -52,14 +56,17 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowAnalysis:
-    """Result of `analyse`: layouts that relate values of an optimizer's update to parameter rows.
+    """Result of `analyse`: states for each value of an optimizer's update how it relates to rows.
+
+    The planner of a parameter-server job reads from it the parameters that may be split over
+    servers. The program writer reads from it how each equation runs on some of the rows.
 
     Attributes:
-      half: the analysed optimize half, with branches and loops split by `dtrans.rows.normalize`.
-      flow: layout of each value, and how each equation runs on a block of rows.
-      groups: the group of each leaf that cannot be sliced, by leaf.
-      params: names of the leaves, in leaf order.
-      axes: the dimension of the rows, for leaves whose rows are not dimension 0 (dict by leaf).
+      half: the optimizer's part of the training step, in a form with one loop or branch per server.
+      flow: layout of each value, and how each equation runs on a block (the rows of one server).
+      groups: for each parameter that one server must store in full, its group.
+      params: names of all parameters, in pytree order, such as `params/w`.
+      axes: for each parameter with rows along another dimension than 0, this dimension.
     """
 
     half: OptimizeHalf
@@ -69,27 +76,34 @@ class RowAnalysis:
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def layout(self, atom: Atom) -> Layout:
-        """Return the layout of a value."""
+        """Return the layout of a value: the relation of its entries to the rows of parameters."""
         return self.flow.layout(atom)
 
     @cached_property
     def inputs(self) -> dict[Name, Var]:
-        """Variable of each input, by name."""
+        """Variable of each input of the optimizer's program, by name (`opt_state/0/count`)."""
         return self.half.invars
 
     @cached_property
     def outputs(self) -> dict[str, Atom]:
-        """Value of each output, by name."""
+        """Value of each output of the optimizer's program, by name (such as `params/w`)."""
         return self.half.outvars
 
     def home(self, layout: Layout) -> str | None:
-        """Return the leaf whose servers compute values with this layout; None if all servers do."""
+        """Return a parameter on the server, or servers, that compute values with this layout.
+
+        A value is computed on the servers that store the rows it depends on. Return None for a
+        value that every server computes, such as a step count.
+        """
         if layout is SHARED:
             return None
         return self.home_of(min(leaves_of([layout])))
 
     def home_of(self, leaf: str) -> str:
-        """Return the first leaf of the group of `leaf`; return `leaf` if it is in no group."""
+        """Return the parameter that represents the server of `leaf`: the first one of its group.
+
+        All parameters of a group are on one server. A parameter without a group represents itself.
+        """
         if leaf not in self.groups:
             return leaf
         return self.groups[leaf].leaves[0]
@@ -101,7 +115,10 @@ class RowAnalysis:
 
     @cached_property
     def state_of(self) -> dict[str | None, tuple[str, ...]]:
-        """Names of the optimizer state that is stored with each leaf; None -> shared state."""
+        """Names of the optimizer state that is stored with each parameter, e.g. its momentum.
+
+        The key None has the state that every server stores, such as a step count.
+        """
         new = set(self.outputs) - set(self.params)
         found: dict[str | None, tuple[str, ...]] = {None: ()}
         for var, name in self.input_names.items():
@@ -111,9 +128,10 @@ class RowAnalysis:
         return found
 
     def with_unsliced(self, unsliced: Collection[str]) -> RowAnalysis:
-        """Return the analysis for a placement in which the leaves `unsliced` are not sliced.
+        """Return the analysis for a placement that stores the parameters `unsliced` in full.
 
-        A reduction over the rows of an unsliced leaf needs no communication between servers.
+        The planner may leave a small parameter on one server, although its rows are independent. A
+        reduction over the rows of this parameter then needs no communication between servers.
         """
         known = {*unsliced, *self.groups}
         half, roots = self.half, {leaf: g.leaves[0] for leaf, g in self.groups.items()}
@@ -135,14 +153,15 @@ class RowAnalysis:
 def analyse(
     half: OptimizeHalf, params: Sequence[str], axes: Mapping[str, int] | None = None
 ) -> RowAnalysis:
-    """Analyse an optimizer's update: find the leaves that can be sliced by rows.
+    """Analyse an optimizer's update: find the parameters that can be split over servers by rows.
 
     The time is linear in the number of equations.
 
     Args:
-      half: the optimize half of a step.
-      params: names of the leaves.
-      axes: row dimension of each leaf whose rows are not dimension 0.
+      half: the part of a training step that computes new parameters and optimizer state from
+        gradients.
+      params: names of the parameters, such as `params/w`.
+      axes: row dimension of each parameter with rows along another dimension than 0.
     """
     axes = axes or {}
     half = dataclasses.replace(half, jaxpr=inline_bodies(half.jaxpr))
@@ -163,10 +182,10 @@ def analyse(
 
 
 def leaves_of_state(half: OptimizeHalf, params: Sequence[str]) -> dict[str, str]:
-    """Return the leaf with which each array of optimizer state is stored.
+    """Return for each array of optimizer state the parameter with which servers store it.
 
-    For example, `opt_state/0/mu/w` is stored with `params/w`. State that all servers store, such
-    as a step count, is omitted.
+    For example, the momentum `opt_state/0/mu/w` is stored with `params/w`. State that all servers
+    store, such as a step count, is omitted.
     """
     found: dict[str, str] = {}
     for leaf, names in analyse(half, params).state_of.items():
@@ -178,9 +197,13 @@ def leaves_of_state(half: OptimizeHalf, params: Sequence[str]) -> dict[str, str]
 def _settled(
     half: OptimizeHalf, params: Sequence[str], unsliced: Collection[str], axes: Mapping[str, int]
 ) -> tuple[Flow, list[Colocated]]:
-    """Find layouts; repeat until the layouts of the optimizer state no longer change.
+    """Find the layouts of all values; repeat until the layouts of the optimizer state are stable.
 
-    Return the result of the last pass, and the layouts whose leaves one server must store in full.
+    The first pass does not know the layout of a state input such as momentum. The layout of the
+    output with the same name gives it for the next pass.
+
+    Returns:
+      The result of the last pass, and the layouts with leaves that one server must store in full.
     """
     inner = half.inner
     inputs = half.invars
@@ -231,7 +254,11 @@ def _settled(
 
 
 def _groups(bound: Sequence[Colocated], params: Sequence[str]) -> dict[str, Group]:
-    """Return the group of each leaf in `bound`; all leaves of one layout are in one group."""
+    """Return the group of each parameter that one server must store in full.
+
+    Parameters of one layout in `bound` must be on the same server, so they form one group. Layouts
+    with a common parameter are merged: `{a, b}` and `{b, c}` give the group `(a, b, c)`.
+    """
     parent: dict[str, str] = {}
 
     def find(leaf: str) -> str:

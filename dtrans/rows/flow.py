@@ -1,6 +1,8 @@
-"""Forward pass over equations: finds the layout of each value, and the `Step` of each equation.
+"""Forward pass over a program's equations: finds the layout of each value.
 
-The pass also enters the bodies of loops and branches.
+A layout (`dtrans.rows.layout`) states the relation of a value to the rows of parameters. For each
+equation, the pass also records a `Step`: the form in which the equation runs on only some rows. The
+pass enters the bodies of loops and branches.
 """
 
 from __future__ import annotations
@@ -44,16 +46,16 @@ from dtrans.rows.rules import Step, step_of
 
 @dataclasses.dataclass(eq=False)
 class Flow:
-    """Result of the row analysis of some equations: which values have rows of a leaf.
+    """Result of the forward pass over some equations: relates their values to rows of parameters.
 
-    Servers store blocks of rows of each leaf (parameter or optimizer state). An equation can run on
-    a block of rows alone if the rows do not depend on each other.
+    Each server stores a block (some rows) of each parameter and of its optimizer state. An equation
+    can run on a block alone if the rows do not depend on each other.
 
     Attributes:
-      layouts: layout of each value that differs between servers.
+      layouts: layout of each value that is not the same on all servers.
       steps: for the index of an equation, the way in which the equation runs on a block of rows.
-      bound: layouts whose leaves one server must store in full.
-      crosses: True if servers have to communicate to run the equations.
+      bound: layouts with parameters that one server must store in full.
+      crosses: True if servers must communicate to run the equations, e.g. for a norm over all rows.
       claims: for each state input with an unknown layout, the layouts of the rows that equations
         combine with this input.
     """
@@ -65,18 +67,18 @@ class Flow:
     claims: dict[Var, set[RowAxis]] = dataclasses.field(default_factory=dict)
 
     def layout(self, atom: Atom) -> Layout:
-        """Return the layout of a value."""
+        """Return the layout of a value. Literals are `SHARED`: every server can compute them."""
         if isinstance(atom, Literal):
             return SHARED
         return self.layouts.get(atom, SHARED)
 
 
 class FlowPass:
-    """Row analysis of a jaxpr, or of a loop's body: follows rows from inputs to outputs.
+    """Forward pass over a program, or over the body of a loop: follows rows from inputs to outputs.
 
     Args:
-      unsliced: names of leaves that one server stores in full in any case.
-      free: inputs of the optimizer state whose layouts are not known yet.
+      unsliced: names of parameters that one server stores in full in any case.
+      free: inputs of the optimizer state with layouts that are not known yet.
       within: the outermost loop or branch that contains the equations; None if there is none.
     """
 
@@ -90,14 +92,14 @@ class FlowPass:
         self.within = within
 
     def over(self, eqns: Iterable[JaxprEqn], start: Mapping[Var, Layout]) -> Flow:
-        """Follow rows through some equations.
+        """Follow rows through some equations, and return the layouts of all values.
 
         Args:
           eqns: the equations, in order.
-          start: layout of each input that has rows of a leaf.
+          start: layout of each input that has rows of a parameter.
 
         Returns:
-          The layouts of all values, and the way in which each equation runs on a block of rows.
+          The layouts, and the way in which each equation runs on a block (the rows of one server).
         """
         flow = Flow(dict(start))
         for i, eqn in enumerate(eqns):
@@ -126,10 +128,14 @@ class FlowPass:
         return False
 
     def _step(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
-        """Return the way in which an equation runs on a block of rows.
+        """Return the way in which one equation runs on a block (the rows of one server).
+
+        If the equation mixes rows, its outputs get a layout that binds its parameters to one
+        server.
 
         Args:
-          flow: results for the equations before it; this method adds to `crosses`.
+          flow: results for the equations before it. Sets `flow.crosses` if servers must
+            communicate.
           eqn: the equation. At least one operand has rows, or depends on rows.
           ins: layouts of the operands.
         """
@@ -178,14 +184,15 @@ class FlowPass:
     # -- loops and branches ----------------------------------------------------------------------
 
     def _inside(self, eqn: JaxprEqn) -> FlowPass:
-        """Return a pass for the body of a loop or branch, with the same `unsliced`."""
+        """Return the pass for the body of a loop or branch `eqn`."""
         return FlowPass(self.unsliced, within=self.within or eqn)
 
     def _control(self, flow: Flow, eqn: JaxprEqn, ins: Sequence[Layout]) -> Step:
-        """Return how a loop or branch runs on a block of rows.
+        """Return how a loop or branch runs on a block (the rows of one server).
 
-        A loop over rows of one leaf needs only a block of rows if it does not communicate. Any
-        other loop needs its leaves in full on one server.
+        A loop can run on a block if it uses rows of one parameter and does not communicate. Any
+        other loop binds its parameters: one server must store them in full. A branch may combine
+        several parameters; `dtrans.rows.normalize` splits it later.
         """
         rows_are_turns = []
 
@@ -228,9 +235,10 @@ class FlowPass:
     def _note_branches(
         self, flow: Flow, which: Layout, outs: Sequence[Layout], branches: Sequence[Flow]
     ) -> None:
-        """Record the leaves that branches need in full, and whether branches need communication.
+        """Record in `flow` the consequences of the branches of a `cond`.
 
-        `dtrans.rows.normalize` later splits a branch that combines values of several servers.
+        These are the parameters that a branch needs in full, and the need to communicate.
+        `dtrans.rows.normalize` later splits a `cond` that combines values of several servers.
         """
         for inside in branches:
             flow.bound += inside.bound
@@ -241,15 +249,13 @@ class FlowPass:
     def _bound(
         self, eqn: JaxprEqn, ins: Sequence[Layout], what: str, bodies: Sequence[Flow] = ()
     ) -> Step:
-        """Return the result for an equation that cannot run on a block of rows.
-
-        One server then stores the leaves of its operands in full.
+        """Return the result for an equation that mixes rows: one server must store its parameters.
 
         Args:
           eqn: the equation.
           ins: layouts of its operands.
-          what: the reason, such as "mixes rows".
-          bodies: results for the bodies of a loop.
+          what: the reason for the report of the plan, such as "mixes rows".
+          bodies: results for the bodies of a loop; a reason that was found there is more specific.
         """
         layouts: list[Layout] = []
         for body in bodies:
@@ -259,7 +265,7 @@ class FlowPass:
         return Step((None,) * len(ins), (out,) * len(eqn.outvars))
 
     def _reason(self, eqn: JaxprEqn, ins: Sequence[Layout], what: str) -> str:
-        """Return a description of an equation that mixes rows.
+        """Return a description of an equation that mixes rows, for the report of the plan.
 
         An example is `dot_general mixes rows of f32[5,5] (optax.contrib.scale_by_muon)`.
         """
@@ -286,14 +292,14 @@ _NO_ROWS = frozenset({RowAxis("", 0), RowAxis("", 1)})
 
 
 def _moved(x: Layout, by: int) -> Layout | None:
-    """Return the layout of one iteration's slice of a scanned array, or of the stacked array.
+    """Return the layout of one iteration's slice of a scanned array, or the reverse.
 
     `lax.scan` removes dimension 0 of each scanned array. So rows along dimension 1 of the array are
-    along dimension 0 of a slice.
+    along dimension 0 of the slice that an iteration gets.
 
     Args:
-      x: layout of the array or slice.
-      by: -1 for the slice of an array, 1 for the array that stacks slices.
+      x: layout of the scanned array (for `by=-1`), or of an iteration's output (for `by=1`).
+      by: -1 from the array to its slice; 1 from an output to the array in which the scan stacks it.
 
     Returns:
       The layout; None if the scan iterates over the rows themselves.

@@ -1,12 +1,16 @@
-"""Layouts of the values of an optimizer update: their relation to the rows of parameters.
+"""Layouts: the relation of each value of an optimizer's update to the rows of parameters.
+
+Parameter servers share parameters by rows. The layout of a value states the servers that can
+compute the value, and the entries that each of them computes.
 
     Shared                       depends on rows only through reductions; all servers can compute it
-    RowAxis(leaf, axis, width)   entries i*width to (i+1)*width along `axis` depend on row i
+    RowAxis(leaf, axis, width)   entries i*width to (i+1)*width along `axis` depend on row i of leaf
     Colocated(leaves, reason)    depends on the rows of `leaves` in another way; is on their server
 
-A `Colocated` layout with a reason binds its leaves: they must all stay unsliced on one server.
-A layout without a reason belongs to a value of a 0-d leaf, or to a reduction over an unsliced leaf.
-One server computes this value, and can send the value to other servers.
+A leaf is an array of the parameter pytree. A `Colocated` layout with a reason binds its leaves:
+they must all stay unsliced on one server. A `Colocated` layout without a reason belongs to a scalar
+leaf, or to a reduction over an unsliced leaf. One server computes such a value, and can send it to
+other servers.
 """
 
 from __future__ import annotations
@@ -17,15 +21,18 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """Layout of a value that every server can compute."""
+    """Layout of a value that every server can compute, such as a learning rate or a global norm."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RowOrder:
-    """Assignment of runs of consecutive entries to shards, e.g. runs 0 and 3 to the first shard.
+    """Order of an array's rows over shards that do not have consecutive rows.
+
+    The rows are cut into runs of equal length. For `slots=((0, 3), (1, 2))`, the first shard has
+    runs 0 and 3, and the second has runs 1 and 2.
 
     Attributes:
-      slots: for each shard, the indices of its runs, e.g. `((0, 3), (1, 2))`; -1 for padding.
+      slots: for each shard, the indices of its runs; -1 for a run of padding.
     """
 
     slots: tuple[tuple[int, ...], ...]
@@ -33,9 +40,10 @@ class RowOrder:
 
 @dataclasses.dataclass(frozen=True)
 class RowAxis:
-    """Layout of a value with `width` entries along `axis` for each row of `leaf`.
+    """Layout of a value with `width` entries along `axis` for each row of the parameter `leaf`.
 
-    For example, `w.T` has the layout `RowAxis("w", axis=1)`.
+    For example, `w.T` has the layout `RowAxis("w", axis=1)`. If `w` has shape (10, 4), then
+    `w.reshape(20, 2)` has the layout `RowAxis("w", axis=0, width=2)`.
 
     `order` is None if each shard has consecutive rows. Only `dtrans.engine` uses other orders.
     """
@@ -48,10 +56,10 @@ class RowAxis:
 
 @dataclasses.dataclass(frozen=True)
 class Colocated:
-    """Layout of a value that depends on `leaves`, but not row by row.
+    """Layout of a value that depends on the parameters `leaves`, but not row by row.
 
-    `reason` describes the equation that mixed the rows. If `reason` is None, other servers can get
-    the value.
+    `reason` describes the equation that mixed the rows. All of `leaves` must then be on one server.
+    If `reason` is None, that server can send the value to other servers.
     """
 
     leaves: frozenset[str]
@@ -83,7 +91,7 @@ def all_shared(layouts: Iterable[object]) -> bool:
 
 
 def leaves_of(layouts: Iterable[Layout]) -> frozenset[str]:
-    """Return the leaves that occur in layouts."""
+    """Return the names of the parameters that occur in layouts."""
     found: set[str] = set()
     for x in layouts:
         if isinstance(x, RowAxis):
@@ -94,7 +102,7 @@ def leaves_of(layouts: Iterable[Layout]) -> frozenset[str]:
 
 
 def sendable(x: Layout) -> bool:
-    """Return True if a value with this layout can be sent to the servers that read it."""
+    """Return True if one server computes values with this layout, and can send them to others."""
     return isinstance(x, Colocated) and not x.reason and len(x.leaves) == 1
 
 
@@ -119,11 +127,12 @@ def first_reason(layouts: Iterable[Layout]) -> str | None:
 
 
 def join(a: Layout, b: Layout, name: str) -> Layout:
-    """Return the layout of a value that has layout `a` or layout `b`, e.g. in two branches.
+    """Return the layout of a value that has layout `a` in one case, and layout `b` in another.
 
-    A `SHARED` layout gives way to the other layout, and so does a layout that is `sendable`. If no
-    layout gives way, the result is `Colocated`: one server must store the leaves of both. The
-    reason says that the value, `name`, depends on rows in two ways.
+    The two cases are, for example, two branches of a `cond`. A `SHARED` layout gives way to the
+    other layout, and so does a layout that is `sendable`. If neither gives way, the result is
+    `Colocated`, and one server must store the parameters of both. Its reason says that the value,
+    `name`, depends on rows in two ways.
     """
     if a == b or b is SHARED:
         return a

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 def inline_bodies(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """Inline all calls in the bodies of loops, branches and remat."""
+    """Inline all function calls in the bodies of loops, branches and `jax.checkpoint`."""
     inner = opened(jaxpr)
     eqns = [inline_inside(e) for e in inner.eqns]
     if all(a is b for a, b in zip(eqns, inner.eqns, strict=True)):
@@ -66,7 +66,7 @@ def inline_bodies(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def inline_inside(eqn: JaxprEqn) -> JaxprEqn:
-    """Inline all calls in the bodies of an equation."""
+    """Inline all function calls in the bodies of a loop, branch or `jax.checkpoint`."""
     flat: Callable[[Any], Any] = lambda body: inline_bodies(inline_calls(body))
     if eqn.primitive.name in REMAT:
         (body,) = bodies(eqn)
@@ -81,15 +81,15 @@ def inline_inside(eqn: JaxprEqn) -> JaxprEqn:
 
 
 def normalise(jaxpr: ClosedJaxpr, flow: Flow, roots: Mapping[str, str]) -> ClosedJaxpr | None:
-    """Split each `cond` or loop that updates leaves of several servers into one for each server.
+    """Split each `cond` or loop that updates parameters of several servers: one for each server.
 
     For example, `cond[p] (w, b) -> (w', b')` becomes `cond[p] w -> w'` and `cond[p] b -> b'`.
     Return None if nothing changes.
 
     Args:
-      jaxpr: the update.
+      jaxpr: the optimizer's update.
       flow: layouts of the values of the update.
-      roots: maps each leaf in a group to the first leaf of the group.
+      roots: for parameters that must be on one server, maps each to the first of them.
     """
     rewriter = _Rewriter(jaxpr, roots)
     result = rewriter.rewrite(flow)
@@ -99,7 +99,7 @@ def normalise(jaxpr: ClosedJaxpr, flow: Flow, roots: Mapping[str, str]) -> Close
 
 
 class _Rewriter:
-    """Rewriter of one jaxpr: an optimizer's update, or the body of one of its loops or branches."""
+    """Rewriter of an optimizer's update, or of the body of a loop or branch: see `normalise`."""
 
     def __init__(self, jaxpr: ClosedJaxpr, roots: Mapping[str, str]) -> None:
         self.jaxpr = jaxpr
@@ -158,9 +158,11 @@ class _Rewriter:
         return outputs
 
     def place(self, layout: Layout) -> str | None:
-        """Return the leaf whose server computes a value with this layout; None for a shared value.
+        """Return the parameter that represents the server of values with this layout.
 
-        The leaves of a group are on one server, so the first leaf represents the group.
+        Two outputs of a `cond` with the same result stay in one `cond`. Parameters of a group are
+        on one server, so the first of them represents the group. Return None for a value of all
+        servers.
         """
         if layout is SHARED:
             return None
@@ -174,7 +176,9 @@ class _Rewriter:
         branches: Sequence[_Branch],
         wanted: Sequence[int],
     ) -> list[Var]:
-        """Write a `cond` that computes only the `wanted` outputs, and takes only their operands."""
+        """Write a `cond` that computes only the `wanted` outputs (indices), and takes only their
+        operands.
+        """
         closures = [b.needed(wanted) for b in branches]
         operands = sorted(set().union(*(read for _, read in closures)))
         pruned = []
@@ -186,7 +190,10 @@ class _Rewriter:
         return self.b.copy(eqn, ins, types, **with_bodies(eqn, pruned))
 
     def both_sides(self, eqn: JaxprEqn, atoms: Sequence[Atom]) -> list[Atom]:
-        """Write the equations of all branches, and select the outputs of one branch."""
+        """Write the equations of all branches, and select the outputs of one branch at the end.
+
+        This replaces a `cond` with branches that communicate: every server must take part in them.
+        """
         which, *operands = atoms
         sides = [self.b.inline(branch, *operands) for branch in bodies(eqn)]
         if len(sides) == 1:
@@ -200,7 +207,7 @@ class _Rewriter:
     def loop(
         self, eqn: JaxprEqn, atoms: Sequence[Atom], outs: Sequence[Layout]
     ) -> Sequence[Atom] | None:
-        """Split a loop in two: one computes its shared outputs, the other its outputs with rows.
+        """Split a loop in two: one computes outputs that all servers share, one outputs with rows.
 
         Both are copies of the loop; dead code is removed later. Return None if no split is needed.
         """
@@ -258,7 +265,7 @@ def _arg_reduce(name: str, axis: int, index_dtype: Any) -> Callable[[jax.Array],
 
 
 class _Branch:
-    """Branch of a `cond`, which can be pruned to some of its outputs."""
+    """Branch of a `cond`, for pruning: some outputs, and only the equations that they need."""
 
     def __init__(self, branch: ClosedJaxpr) -> None:
         self.branch = branch
@@ -267,7 +274,7 @@ class _Branch:
         self.operand = number_items(self.inner.invars)
 
     def needed(self, wanted: Sequence[int]) -> tuple[list[int], set[int]]:
-        """Return indices of equations, and of inputs, on which the `wanted` outputs depend.
+        """Return the indices of the equations and inputs that the `wanted` outputs depend on.
 
         The time is linear in the size of the result.
         """

@@ -1,12 +1,13 @@
-"""Slices of an equation's output, computed from slices of its operands.
+"""Recipes that compute a slice of an equation's output from slices of its operands.
 
-A rule takes an equation and a slice of an output (`dtrans.rows.slices.Slice`). It returns a
-`Recipe`, or None if the slice needs the full operands.
+They let a server compute some rows of a value without an array of the full shape. A rule takes an
+equation and the wanted slice of its output (`dtrans.rows.slices.Slice`). It returns a `Recipe`, or
+None if the slice needs the full operands.
 
     most primitives   the rules of the row analysis (`dtrans.rows.rules`) in reverse: from the rows
-                      of the output to the rows of operands
+    of the output to the rows of operands
     RULES             rules for other primitives: broadcasts, counters, concatenations, padding,
-                      reshapes, random bits
+    reshapes, random bits
 
 Except for sums, the result equals the slice of the full output bit for bit. In matrix products and
 means over other axes, XLA may add in another order for another shape. If only the running program
@@ -36,11 +37,12 @@ Want = tuple[Atom, Slice | None]  # (operand, its slice); None for the full oper
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Way to compute a slice of an equation's output from slices of its operands.
+    """Way to compute a slice of an equation's output: the slices to read, and a writer.
 
     Attributes:
-      needs: pairs (operand, slice of it) that the recipe reads.
-      write: writes the equations that compute the slice from these operands.
+      needs: pairs (operand, slice of it) that the recipe reads; None stands for the full operand.
+      write: takes the program's builder and the values of these slices; writes the equations, and
+        returns the wanted slice.
     """
 
     needs: tuple[Want, ...]
@@ -97,7 +99,7 @@ def _copied(eqn: JaxprEqn, part: Slice, needs: Sequence[Want], **params: Any) ->
 
 
 def _called(fn: Callable[..., jax.Array], *needs: Want) -> Recipe:
-    """Return a recipe that calls a function of slices (`Builder.call`)."""
+    """Return a recipe that calls `fn` on the slices `needs`; its result is the wanted slice."""
     return Recipe(needs, lambda b, atoms: b.call(fn, *atoms)[0])
 
 

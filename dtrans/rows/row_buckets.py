@@ -1,12 +1,12 @@
-"""Assignment of a leaf's rows to buckets by their ids.
+"""Assignment of a table's rows to servers by row id modulo a number of buckets.
 
-Row `n` is in bucket `n % count`, and a block of the leaf has the buckets `start` to `stop`. When
-blocks are added or removed, complete buckets move. In many tables the most frequent rows have the
-lowest ids. With ranges of rows, one block would have all frequent rows; with buckets, each block
-has some.
+Row `n` is in bucket `n % count`, and each server has a block of buckets, from `start` to `stop`.
+When servers are added or removed, complete buckets move to other servers. In many embedding tables
+the most frequent rows have the lowest ids. With ranges of rows, one server would have all frequent
+rows; with buckets, each server has some.
 
-A block has its rows in increasing order: row `n` is at index
-`n // count * (stop - start) + n % count - start`.
+A server stores its rows in increasing order: row `n` is at index `n // count * (stop - start) + n %
+count - start`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from dtrans.rows.slices import Slice, Start
 
 @dataclasses.dataclass(frozen=True)
 class RowBuckets:
-    """Rows of a block: the rows in buckets `start` to `stop`; row `n` is in bucket `n % count`.
+    """Rows of a table on one server: the rows with `start <= id % count < stop`.
 
     Attributes:
-      start, stop: range of buckets.
-      count: number of buckets of the leaf.
-      size: number of rows of the leaf.
+      start, stop: range of buckets of this server.
+      count: number of buckets of the table.
+      size: number of rows of the table.
 
     Example:
       >>> import numpy as np
@@ -65,15 +65,15 @@ class RowBuckets:
         return self.in_leaf(np.arange(self.rows))
 
     def in_leaf(self, places: np.ndarray) -> np.ndarray:
-        """Convert indices in this block to ids of rows."""
+        """Convert indices in the server's array to ids of rows of the table."""
         return places // self._width * self.count + self.start + places % self._width
 
     def local(self, ids: np.ndarray) -> np.ndarray:
-        """Convert ids of rows to indices in this block."""
+        """Convert ids of rows of the table to indices in the server's array."""
         return ids // self.count * self._width + ids % self.count - self.start
 
     def among(self, ids: np.ndarray) -> np.ndarray:
-        """Return the positions in `ids` of the rows that this block has.
+        """Return the positions in `ids` of the rows that this server has.
 
         An id equal to `size` is padding, and its position is omitted.
         """
@@ -81,7 +81,12 @@ class RowBuckets:
         return np.flatnonzero((bucket >= self.start) & (bucket < self.stop) & (ids < self.size))
 
     def parts_of(self, ids: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return for each array of ids: positions (see `among`), and indices in this block."""
+        """Select this server's rows from several arrays of row ids.
+
+        Returns:
+          For each array: the positions of the server's ids in the array, and the indices of these
+            rows in the server's array.
+        """
         numbers = ids[0] if len(ids) == 1 else np.concatenate(ids)
         at = self.among(numbers)
         local = self.local(numbers[at])
@@ -107,7 +112,11 @@ class RowBuckets:
 
 
 class BucketRows:
-    """Rows of some buckets, for the writer of one program (`dtrans.rows.writer.BlockRows`)."""
+    """Rows of some buckets, in the form in which the writer of a server's program selects them.
+
+    It implements `dtrans.rows.writer.BlockRows`. The program computes the ids of the rows when it
+    runs.
+    """
 
     def __init__(self, rows: RowBuckets) -> None:
         self._rows = rows

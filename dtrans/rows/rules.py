@@ -1,8 +1,8 @@
-"""Rules of primitives, which state in what form an equation can run on a block of rows.
+"""Rules of primitives: the form in which an equation can run on some rows instead of full arrays.
 
-A rule takes an equation whose operands are shared or have the rows of one leaf. If the equation
-mixes rows, the rule returns None. Otherwise it returns a `Step`: one way to run the equation on a
-block of rows.
+The row analysis (`dtrans.rows.flow`) calls a rule for each equation with operands that have rows of
+one parameter. If the equation mixes rows, the rule returns None. Otherwise it returns a `Step`,
+which describes the equation on a block (the rows of one server).
 
 Primitives that are elementwise, that reduce, or that only mix other axes than the rows need no rule
 here (`dtrans._jax.primitives` lists them). A primitive that moves rows to another axis needs a
@@ -22,13 +22,15 @@ from dtrans.rows.layout import SHARED, Layout, RowAxis, all_shared, row_axes
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Description of how an equation runs on a block of rows instead of full arrays.
+    """Description of one equation that runs on a block (the rows of one server).
 
     Attributes:
       operands: for each operand, the layout of the rows to read; None for the full operand.
       outs: layout of each output.
-      reduce: if the equation reduces over rows, the operation that combines the results of blocks.
-      params: takes the output types on the block; returns the changed parameters of the equation.
+      reduce: if the equation reduces over rows, the operation that combines the results of servers,
+        e.g. "sum"; else None.
+      params: takes the output types on the block; returns the parameters of the equation that
+        change, e.g. the shape of a broadcast.
       bodies: for a loop or branch, the `dtrans.rows.flow.Flow` of each body.
       ends: for a loop or branch, the layouts of each body's outputs.
     """
@@ -42,7 +44,7 @@ class Step:
 
 
 def step_of(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Return how an equation runs on a block of rows; None if the equation mixes rows."""
+    """Return the form of an equation that runs on some rows; None if the equation mixes rows."""
     facts = facts_of(eqn)
     if facts.elementwise:
         return _elementwise(eqn, ins)
@@ -56,9 +58,15 @@ def step_of(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def rows_of_operands(eqn: JaxprEqn, row: RowAxis, out: int = 0) -> Step | None:
-    """Return how an equation computes rows of output number `out` from rows of its operands.
+    """Return the rows of the operands from which an equation computes rows of one output.
 
-    `row` is the layout of the output. Return None if the rows need full operands.
+    Args:
+      eqn: the equation.
+      row: layout of the output: the axis that has the rows.
+      out: index of the output.
+
+    Returns:
+      A `Step`; its `operands` are the rows to read. None if the rows need full operands.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -301,9 +309,10 @@ def _dot_general(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _triangular_solve(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Describe `X` with `A X = B`, whose columns are independent; or `X A = B`, by rows.
+    """Describe a triangular solve with one matrix for all rows; the rows are right-hand sides.
 
-    `jax.vmap` of a solve with one matrix for all rows writes the rows as columns of `B`.
+    In `A X = B` the columns of `B` are independent, and in `X A = B` its rows are. `jax.vmap` of a
+    solve writes the rows of a parameter as columns of `B`.
     """
     matrix, row = ins
     if isinstance(matrix, RowAxis) or not isinstance(row, RowAxis):
@@ -315,7 +324,7 @@ def _triangular_solve(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
 
 
 def _pure_callback(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
-    """Call a host function of several rows on some of the rows."""
+    """Describe a host function that treats rows independently: it is called on some of the rows."""
     row = _common_rows(ins)
     if row is None or row.axis or not eqn.outvars or not is_callback_on_rows(eqn):
         return None

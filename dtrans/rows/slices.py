@@ -25,7 +25,7 @@ from dtrans.ir.builder import Builder
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Start:
-    """Value that the running program computes: the start of a slice, or the ids of its entries.
+    """Start of a slice, or ids of rows, that the program computes when it runs.
 
     Objects are compared by identity.
 
@@ -46,9 +46,10 @@ class Start:
         return atom
 
     def widened(self, width: int) -> Start:
-        """Return the start, or the ids, for an axis in which each entry became `width` entries.
+        """Return the start, or the ids, for an axis on which each row takes `width` entries.
 
-        For a width of 2, the start 3 becomes 6, and the ids `[3]` become `[6, 7]`.
+        A reshape from (10, 4) to (20, 2) gives each row 2 entries of the first axis. The start 3
+        then becomes 6, and the ids `[3]` become `[6, 7]`.
         """
         if width not in self._cache:
             self._cache[width] = Start(
@@ -60,7 +61,11 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """Slice along `axis`: `size` entries from `start` on, or `size` entries with ids `start`."""
+    """Selection of `size` entries along `axis`: a range, or entries with given ids.
+
+    A range begins at `start`, an integer or a scalar of the running program. If `start` computes a
+    vector, the vector has the ids.
+    """
 
     axis: int
     start: int | Start
@@ -82,7 +87,7 @@ class Slice:
         return not isinstance(self.start, Start) and self.size == aval.shape[self.axis]
 
     def of(self, aval: Any) -> Any:
-        """Return the type of this slice of a value of type `aval`."""
+        """Return the type of this slice, given the type `aval` of the full value."""
         return resized(aval, self.axis, self.size)
 
     def along(self, axis: int) -> Slice:
@@ -94,14 +99,17 @@ class Slice:
         return Slice(self.axis, self.first + by, self.size)
 
     def widened(self, width: int) -> Slice:
-        """Return the slice of an axis in which each entry became `width` entries."""
+        """Return the slice for an axis on which each entry takes `width` entries."""
         if width == 1:
             return self
         start = self.start.widened(width) if isinstance(self.start, Start) else self.start * width
         return Slice(self.axis, start, self.size * width)
 
     def take_from(self, b: Builder, value: Atom) -> Atom:
-        """Write this slice of a full value, and return it."""
+        """Write equations that slice a full value, and return the slice.
+
+        A constant is sliced now, without an equation.
+        """
         if isinstance(self.start, Start):
             fn = _picked(self.axis, self.size, self.start.reach)
             return b.call(fn, value, self.start.value(b))[0]
@@ -116,7 +124,7 @@ class Slice:
         return b.constant(np.asarray(b.constant_value(value))[index].copy())
 
     def counted(self, b: Builder, aval: Any) -> Atom:
-        """Write this slice of an `iota` along the axis; `aval` is the type of the result."""
+        """Write this slice of a counter (`iota`) along the axis, without the full counter."""
         start = self.start.value(b) if isinstance(self.start, Start) else int32(self.start)
         return b.call(_counted(np.dtype(aval.dtype), aval.shape, self.axis), start)[0]
 

@@ -1,11 +1,11 @@
-"""Writer of equations for a block of rows.
+"""Writer of a server's program: an optimizer's equations, restricted to the rows of the server.
 
-An equation on full leaves becomes the same equation on the rows of a block. If the equation
-combines rows with a shared operand, the program computes only the same rows of that operand
-(`dtrans.rows.parts`): the slice moves up through the equations that compute the operand, to
-scalars, counters and keys. So the program contains no array of the full shape. If this is
-impossible, the program computes the full operand and slices it. Equations in the bodies of loops
-and branches are restricted to the rows of the block as well.
+A *block* is the part of a parameter's rows that one server stores. An equation on full parameters
+becomes the same equation on the rows of a block. If the equation combines rows with a shared
+operand, the program computes only the same rows of that operand (`dtrans.rows.parts`). The slice
+moves up through the equations that compute the operand, to scalars, counters and keys. So the
+program contains no array of the full shape. If this is impossible, the program computes the full
+operand and slices it. Equations in the bodies of loops and branches are restricted as well.
 
 A `BlockRows` object, such as `RowRange`, describes the rows of a block.
 `dtrans.parameter_server.tables.trainer_rows` has a `BlockRows` for rows of several leaves by ids.
@@ -39,21 +39,24 @@ from dtrans.rows.slices import Slice
 
 
 class BlockRows(Protocol):
-    """Interface of the rows of a block, as a slice of each value."""
+    """Interface of a block (the rows of a server): selects its rows from each value."""
 
     def of(self, row: RowAxis) -> Slice:
         """Return the slice that selects these rows of a value with layout `row`."""
 
     def inside(self, b: Builder) -> BlockRows:
-        """Return the same rows for the body that `b` builds; may add inputs to the body."""
+        """Return the same rows for use in the body of a loop or branch that `b` builds.
+
+        If the start of the rows is a value of the program, this method adds an input to the body.
+        """
 
     def operands(self) -> Sequence[Atom]:
-        """Return operands for the inputs that `inside` added to the body of a loop or branch."""
+        """Return operands of a loop or branch for the inputs that `inside` added to its body."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RowRange:
-    """Rows `start` to `stop` of a leaf."""
+    """Rows `start` to `stop` of a parameter, as the block of one server."""
 
     start: int
     stop: int
@@ -92,7 +95,12 @@ class RowRange:
         return slice(*np.searchsorted(ids, (self.start, self.stop)).tolist())
 
     def parts_of(self, ids: Sequence[np.ndarray]) -> list[tuple[slice, np.ndarray]]:
-        """Return for each array of sorted ids: the slice of the ids in this range, and indices."""
+        """Select this range's rows from several arrays of sorted row ids.
+
+        Returns:
+          For each array: the slice of its ids in the range, and the indices of these rows in the
+            range.
+        """
         return [(at := self.among(x), x[at] - self.start) for x in ids]
 
     @property
@@ -151,7 +159,7 @@ class RowWriter:
         self._types: dict[Any, Any] = {}
 
     def place(self, layout: Layout) -> dict[Var, Atom]:
-        """Return the dict of written values with this layout: `env` or `shared`."""
+        """Return the dict that stores written values with this layout: `env` or `shared`."""
         if isinstance(layout, RowAxis) or (self.rows is None and layout is not SHARED):
             return self.env
         return self.shared
@@ -159,7 +167,12 @@ class RowWriter:
     # -- operands --------------------------------------------------------------------------------
 
     def read(self, atom: Atom, row: RowAxis | None) -> Atom:
-        """Return the block's rows of an operand, in layout `row`; for None, the full operand."""
+        """Return an operand for the new program: its rows in the block, or the full operand.
+
+        Args:
+          atom: the operand in the old program.
+          row: layout of the rows to read; None for the full operand.
+        """
         if isinstance(atom, Literal):
             return atom
         value = self.env.get(atom)
@@ -213,7 +226,7 @@ class RowWriter:
         return self._types[key]
 
     def emit(self, eqn: JaxprEqn, step: Step) -> list[Var]:
-        """Write an equation for the block, and return its outputs."""
+        """Write an equation for the rows of the block, as `step` describes; return its outputs."""
         if (outputs := self._special(self, eqn, step)) is not None:
             return outputs
         atoms = [self.read(a, row) for a, row in zip(eqn.invars, step.operands, strict=True)]
@@ -227,10 +240,10 @@ class RowWriter:
         return self.b.copy(eqn, atoms, types, **params)
 
     def rewrite(self, jaxpr: ClosedJaxpr, flow: Flow, outs: Sequence[Layout]) -> ClosedJaxpr:
-        """Rewrite a jaxpr, such as the body of a loop, for the block.
+        """Rewrite the body of a loop or branch, so that it computes only the rows of the block.
 
         Args:
-          jaxpr: the jaxpr.
+          jaxpr: the body.
           flow: layouts of its values.
           outs: layouts of its outputs.
         """
