@@ -1,10 +1,13 @@
 """Leaves without gradients, such as batch statistics, that servers average over trainers.
 
-By default each trainer has a separate value of the leaf, and the leaf is in `DividedStep.frozen`.
-If servers average the leaf, each trainer sends the leaf in place of a gradient, and the update
-returns the mean of these values. So the leaf is divided into blocks, sent, merged and received like
-a parameter. Asynchronous servers do not combine values of several trainers: the newest value that
-arrives replaces the old value.
+A leaf is one array of the parameter pytree. By default each trainer keeps its own value of a leaf
+without a gradient, such as a running mean of batch normalisation. The user can choose that servers
+average the leaf: `merge={"params/bn": "mean"}`. Each trainer then sends the leaf's new value in
+place of a gradient. The server's update stores the mean of these values, and trainers receive the
+mean like a parameter.
+
+Asynchronous servers do not combine values of several trainers. There the newest value replaces the
+old value.
 """
 
 from __future__ import annotations
@@ -26,7 +29,10 @@ from dtrans.step.halves import DividedStep, Gradient, Name, OptimizeHalf
 
 
 def choose_averages(step: DividedStep, merge: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the leaves that servers average.
+    """Return the names of the leaves that servers average, as the option `merge` asks.
+
+    For `merge={"params/bn": "mean"}`, this returns all floating-point leaves below `params/bn` that
+    trainers change without a gradient.
 
     Args:
       merge: the user's option: maps a leaf's name, or a prefix of names, to "mean" or "own".
@@ -60,7 +66,11 @@ def choose_averages(step: DividedStep, merge: Mapping[str, str]) -> tuple[str, .
 
 
 def add_averages(step: DividedStep, leaves: Sequence[str]) -> DividedStep:
-    """Extend the update: for each leaf, trainers send its new value instead of a gradient."""
+    """Return the step with an update that also averages the given leaves.
+
+    Each trainer sends the new value of such a leaf where it would send a gradient. Servers average
+    gradients anyway, so the added update only copies the mean into the leaf.
+    """
     if not leaves:
         return step
     half = step.optimize

@@ -59,16 +59,22 @@ STEPS = "steps"  # name of the number of steps in the rounding errors
 
 @dataclasses.dataclass(frozen=True)
 class Compression:
-    """Types in which a job sends gradients and parameters.
+    """Types in which the trainers and servers of a job send gradients and parameters.
+
+    `choose_compression` creates this record from the options of `dtrans.Sync`. The writers of
+    programs then ask the record for the type of each message. Leaves are named by their path in the
+    pytree, such as `params/w`.
 
     Attributes:
-      gradients: leaf -> type in which its gradient is sent. Other gradients are not encoded.
-      params: leaf -> type in which its blocks are sent. Other parameters are not encoded.
-      rounding_errors: leaf -> type of its rounding error, for gradients with error feedback. With
-        `dtrans.TopK`, also `momentum/LEAF` -> type of its momentum, and `steps` -> type of the
-        number of steps.
+      gradients: leaf -> type in which its gradient is sent. Gradients of other leaves are sent in
+        their own type.
+      params: leaf -> type in which servers send the leaf to trainers. Other leaves are sent in
+        their own type.
+      rounding_errors: leaf -> type of the rounding error that each trainer stores and adds to its
+        next gradient (error feedback). With `dtrans.TopK`, also `momentum/LEAF` -> type of its
+        momentum, and `steps` -> type of the number of steps.
       topk: the option `dtrans.TopK`; None for other types.
-      level: level of the ramp-up.
+      level: index into `topk.levels`, the densities that `dtrans.TopK` uses one after the other.
     """
 
     gradients: Mapping[str, WireType] = dataclasses.field(default_factory=dict)
@@ -79,7 +85,7 @@ class Compression:
 
     @property
     def levels(self) -> tuple[Compression, ...]:
-        """The compression at each level of a ramp-up."""
+        """One copy of this record for each density of `dtrans.TopK`; only this record otherwise."""
         if self.topk is None:
             return (self,)
         return tuple(map(self._at_level, range(len(self.topk.levels))))
@@ -91,10 +97,15 @@ class Compression:
         return dataclasses.replace(self, gradients=gradients, level=level)
 
     def level_of(self, rounding_errors: Mapping[str, Any]) -> int:
-        """Return the level of a trainer's next step.
+        """Return the level of a trainer's next step: an index into the densities of `dtrans.TopK`.
+
+        A trainer has one program for each level, since the density decides the size of messages.
+        This function chooses the program of the next step. Without `dtrans.TopK`, there is only one
+        level.
 
         Args:
-          rounding_errors: the trainer's rounding errors, by their names in this object.
+          rounding_errors: the trainer's state for compression, by name. The entry `steps` contains
+            the number of steps so far.
         """
         if self.topk is None or STEPS not in self.rounding_errors:
             return self.level
@@ -119,7 +130,8 @@ class Compression:
     def trainer_spec(self, params: TreeSpec) -> TreeSpec:
         """Return the structure of the first argument of a trainer's program.
 
-        The argument is the pytree of the parameters, or `(params, rounding_errors)`.
+        The argument is the pytree of the parameters. If gradients are sent with error feedback, the
+        argument is `(params, rounding_errors)` instead.
         """
         return tuple_of(params, self.rounding_error_spec) if self.rounding_errors else params
 
@@ -132,15 +144,24 @@ class Compression:
         return _sent_type(self.params.get(block.leaf), block)
 
     def received(self, leaf: str, x: Any) -> Any:
-        """Return a parameter as trainers receive it: rounded to the type in which it is sent."""
+        """Return a parameter as trainers receive it: rounded to the type in which servers send it.
+
+        A simulation in one process calls this function, so that its numbers equal those of the real
+        job.
+
+        Args:
+          leaf: name of the parameter, such as `params/w`.
+          x: the parameter's value on the server.
+        """
         wire = self.params.get(leaf)
         return x if wire is None else wire.decode(wire.encode(x), x)
 
     def check_nonfinite(self, reaction: str) -> None:
-        """Raise ConfigError if a job checks gradients that are packed.
+        """Raise ConfigError if servers would look for infinities in gradients that are packed into
+        bytes.
 
         Args:
-          reaction: the job's option `on_nonfinite`.
+          reaction: the job's option `on_nonfinite`, such as "ignore".
         """
         if self.rounding_errors and reaction != "ignore":
             raise ConfigError(
@@ -268,10 +289,10 @@ def _gradient_wire(mode: Sync) -> WireType:
 
 
 def _is_encoded(wire: WireType, blocks: Sequence[Block], topk: TopK | None) -> bool:
-    """Return True if a leaf's gradient is encoded at one level or more.
+    """Return True if a leaf's gradient is encoded at one level (density) or more.
 
-    With momentum correction, trainers compute the momentum of each leaf, so that each leaf needs
-    the encoding. It may send all blocks of the leaf whole.
+    With momentum correction, the encoding also computes the momentum. So every floating-point leaf
+    is then encoded, even if a message does not become smaller.
     """
     if topk is not None and topk.momentum:
         return jnp.issubdtype(blocks[0].dtype, jnp.floating)
@@ -302,13 +323,15 @@ def _is_smaller(wire: WireType, blocks: Sequence[Block]) -> bool:
 def encoded_blocks(
     wire: WireType, sections: tuple[int, ...], topk: TopK | None = None, clip: float | None = None
 ) -> Callable[..., Sequence[jax.Array]]:
-    """Return a function of a gradient that returns the encoded blocks.
+    """Return a function that encodes a gradient for its messages: one encoded array for each block.
 
-    With a packed type, the second argument is the rounding error of the last gradient, and the last
-    result is the new rounding error. With momentum correction, the momentum follows it in both.
+    The function takes the gradient, and returns the encoded blocks. A packed type, such as "int8",
+    has error feedback. There the function also takes the rounding error of the last gradient, and
+    returns the new rounding error last. With momentum correction, the function takes and returns
+    the momentum after the rounding error.
 
     Args:
-      wire: the type.
+      wire: the type in which gradients are sent.
       sections: the number of rows of each block.
       topk: the option `dtrans.TopK`; None for other types.
       clip: the largest norm of the gradient; None for no clip.
@@ -351,7 +374,7 @@ def count_step(steps: jax.Array) -> jax.Array:
 
 @functools.cache
 def zeros(shape: tuple[int, ...], dtype: Any) -> Callable[[], jax.Array]:
-    """Return a function that returns zeros, the first rounding error of a leaf."""
+    """Return a function that returns an array of zeros: the first rounding error of a leaf."""
     return lambda: jnp.zeros(shape, dtype)
 
 
@@ -366,11 +389,14 @@ def sent_name(name: str, wire: WireType | None) -> str:
 def compress_work(
     work: ServerWork, units: Sequence[Unit], compression: Compression, leaves: Collection[str]
 ) -> ServerWork:
-    """Change the updates of a server: gradients arrive encoded, and parameters are sent encoded.
+    """Change the updates of a server so that gradients and parameters travel encoded.
+
+    A changed update first decodes the gradients that arrive. It also stores an encoded copy of each
+    new parameter for trainers.
 
     Args:
       work: the server's updates, and the arrays that it stores.
-      units: the server's blocks.
+      units: the server's blocks, grouped by update.
       compression: the types in which arrays are sent.
       leaves: names of all parameters. An encoded array must not have one of these names.
 
@@ -402,7 +428,13 @@ def compress_work(
 def _compressed_update(
     update: OptimizeBlock, wires: Mapping[str, WireType], compression: Compression
 ) -> OptimizeBlock:
-    """Return an optimize block that decodes its gradients, and encodes its new parameters."""
+    """Return an update that decodes gradients, and also returns the new parameters encoded.
+
+    Args:
+      update: the update of one or several blocks.
+      wires: for each block with encoded messages, the type in which trainers receive it.
+      compression: the types in which arrays are sent.
+    """
     grads = []
     for g in update.grads:
         wire = compression.gradients.get(g.leaf) if g.op != "same" else None

@@ -1,4 +1,4 @@
-"""Options of cuts: copies of the state of parameter servers, to which a job goes back."""
+"""Options of cuts: copies of the servers' state, from which a job continues after a failure."""
 
 from __future__ import annotations
 
@@ -63,16 +63,17 @@ class Cuts:
         The result is the memory beyond that of `plan.costs()`:
 
         - `at_loss`: a server keeps its parameters and optimizer state before the newest step. If
-        the server sends parameters
-          early, `plan.costs()` already counts the old optimizer state.
-        - `replicas`: a server keeps the merged gradients of its last two steps, until its backup
-        (the server that
-          stores its copy) has received them. For each server that it copies, a backup stores two
-          states and at
-          most four sets of gradients.
+        the server
+          sends parameters early, `plan.costs()` already counts the old optimizer state.
+        - `replicas`: a server keeps the merged gradients of its last two steps until its backup,
+        the server
+          with its copy, has received them. For each server that it copies, a backup stores two
+          states and
+          at most four sets of gradients.
 
         For a table in a copy, the result counts all rows, although only existing rows are copied.
-        Buffers of connections do not count, nor do old values and gradients of a step's table rows.
+        The result does not count buffers of connections, or old values and gradients of a step's
+        table rows.
         """
         by_kind = bytes_by_server(_without_tables(plan), plan.servers)
         sizes = {ep: sum(found.values()) for ep, found in by_kind.items()}
@@ -93,7 +94,7 @@ class Cuts:
 
 
 def _counted_copies(plan: PServerPlan) -> dict[str, int]:
-    """Return the bytes of old optimizer state that `plan.costs()` counts, by server."""
+    """Return the bytes of old optimizer state that `plan.costs()` already counts, by server."""
     found = {}
     for endpoint, programs in plan.servers.items():
         serve = [e for e in programs.main.eqns if e.primitive is listen_and_serv_p]

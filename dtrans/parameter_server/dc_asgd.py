@@ -112,7 +112,14 @@ def _backups(
 
 
 def moving_suffixes(mode: Mode) -> tuple[str, ...]:
-    """Return the name suffixes of added arrays that change even if all gradients are zero."""
+    """Return the name suffixes of server arrays that change even if all gradients are zero.
+
+    The adaptive variant of delay compensation stores a mean square of gradients for each number.
+    These means decay in each update. Therefore servers cannot skip table rows without a gradient.
+
+    Args:
+      mode: the mode of the job.
+    """
     delay = mode.delay if isinstance(mode, Async | HalfAsync) else None
     if delay is None or delay.decay is None:
         return ()
@@ -126,7 +133,14 @@ def _gradient(block: Block) -> str:
 def _compensated_update(
     update: OptimizeBlock, blocks: Sequence[Block], work: ServerWork, delay: DelayCompensation
 ) -> OptimizeBlock:
-    """Extend an optimize block by equations that first correct its gradients for their delay."""
+    """Return an update that first corrects its gradients for their delay.
+
+    Args:
+      update: the update of one or several blocks.
+      blocks: these blocks.
+      work: all updates of the server, and the arrays that it stores.
+      delay: the options of the compensation.
+    """
     b = Builder(update.jaxpr)
     inputs = {n: b.input(v.aval) for n, v in update.invars.items()}
     values: dict[str, Any] = dict(inputs)  # the loop below corrects the gradients

@@ -223,9 +223,12 @@ class SizeBalanced(PSDispatcher):
         self._loads = dict.fromkeys(self._eps, 0)
 
     def assign(self, nbytes: int, endpoint: str | None = None) -> str:
-        """Add bytes to a server's load, and return the server's endpoint.
+        """Add bytes to the load of a server, and return the server's endpoint.
 
-        The default is the server with the least load."""
+        Args:
+          nbytes: bytes to add.
+          endpoint: the server; None for the server with the smallest load so far.
+        """
         if endpoint is None:
             endpoint = min(self._eps, key=self._loads.__getitem__)
         self._loads[endpoint] += nbytes

@@ -1,16 +1,16 @@
-"""Rounds of all-reduces within a step: trainers exchange values through the servers.
+"""All-reduces between trainers within a step, through the servers.
 
-Some steps need values of the full batch before the gradients are complete (`dtrans.batch`): a
-masked mean needs the masks of all rows, and batch normalisation needs statistics of all rows.
-Trainers are connected to servers only. So in a round every trainer sends its values to one server,
-which reduces them and answers with the result. The servers take turns.
+Some steps need values of the full batch before the gradients are complete (`dtrans.batch`). A
+masked mean needs the masks of all rows, and batch normalisation needs statistics of all rows. But
+trainers have connections to servers only. So in a *round* every trainer sends its values to one
+server, which reduces them and answers with the result. The servers take turns.
 
-Independent values share a round: round n contains the values that depend on the results of n
-earlier rounds. This minimises the number of rounds. Equations are sorted by the round after which
-they can run.
+Independent values share a round, so that a step has as few rounds as possible. The values of round
+n (counted from 0) depend on the results of n earlier rounds. Equations are sorted by the round
+after which they can run.
 
-The step's results, and statistics that trainers store, are all-reduced too. So each trainer returns
-the numbers of one device.
+The step's results, such as the loss, and statistics that trainers store are all-reduced too. So
+each trainer returns the numbers that one device with the full batch would return.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ TRAINERS = ("trainers",)  # Name of the mesh axis of the trainers.
 
 
 def reduce_results(part: TrainerStep) -> TrainerStep:
-    """Return a trainer's step whose outputs are summed over all trainers.
+    """Return a trainer's step in which results are summed over all trainers.
 
-    Outputs that contain rows of the batch, one for each example, are not summed.
+    For example, each trainer computes the loss of its rows, and the sum is the loss of the full
+    batch. Outputs with one row for each example, such as predictions, are not summed.
 
     Raises:
       ConfigError: the body of a loop communicates, so each iteration would need a round.
@@ -75,7 +76,14 @@ def reduce_results(part: TrainerStep) -> TrainerStep:
 def sort_by_rounds(endpoints: Sequence[str], trainer_id: int, trainers: int) -> Arrange:
     """Return a function that groups a step's collectives into rounds of messages to servers.
 
-    The function sorts equations, and replaces the collectives of each round by one `exchange`.
+    In a round, all trainers send values to one server, and receive the reduced values. The returned
+    function sorts the step's equations, and replaces the collectives of each round by one
+    `exchange` equation.
+
+    Args:
+      endpoints: endpoints of the servers. Round n uses server n modulo the number of servers.
+      trainer_id: index of the trainer.
+      trainers: the number of trainers.
     """
 
     def arrange(
@@ -131,10 +139,10 @@ def _is_collective(eqn: JaxprEqn) -> bool:
 
 
 def _communicating_remat(eqn: JaxprEqn) -> Any:
-    """Return the body of a remat that communicates, or None for any other equation.
+    """Return the body of a `jax.checkpoint` equation that contains a collective; None otherwise.
 
-    Such a body is inlined. Otherwise its recomputation in the backward pass would communicate
-    again.
+    The caller replaces such an equation by its body. Otherwise the backward pass would recompute
+    the body, and communicate a second time.
     """
     if eqn.primitive.name not in REMAT or _collective_inside(eqn) is None:
         return None

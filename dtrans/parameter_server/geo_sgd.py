@@ -133,9 +133,10 @@ def plan_geo_sgd(
 
 
 def with_shared_leaves(step: DividedStep) -> DividedStep:
-    """Move each parameter from `optimized` to `frozen` if its new value uses no gradient.
+    """Return the step in which `optimized` contains only the parameters that gradients change.
 
-    Each trainer has its own value of these parameters.
+    In GEO-SGD, servers add up the changes of these parameters. Any other parameter, such as a
+    counter, moves to `frozen`, and each trainer keeps its own value.
 
     Raises:
       ConfigError: a parameter whose new value uses gradients is an integer.
@@ -156,9 +157,11 @@ def with_shared_leaves(step: DividedStep) -> DividedStep:
 
 
 def with_added_changes(step: DividedStep) -> DividedStep:
-    """Replace the update of a step by: new parameter = parameter + change.
+    """Return the step with the update of GEO-SGD's servers: new parameter = parameter + change.
 
-    The input for the change has the name of the parameter's gradient.
+    Trainers run the optimizer themselves, so the servers' update has no optimizer state. Trainers
+    send a change in place of a gradient. Therefore the input for the change has the name of the
+    parameter's gradient.
     """
     outs = step.program.outvars
     b = Builder(step.program.jaxpr)
@@ -176,6 +179,9 @@ def with_added_changes(step: DividedStep) -> DividedStep:
 
 def with_delta_names(work: ServerWork, units: Sequence[Unit]) -> ServerWork:
     """Rename a server's gradients to Paddle's names for changes: `params/w.block0.delta`.
+
+    In GEO-SGD, trainers send changes of parameters instead of gradients. A printed plan then shows
+    these names.
 
     Raises:
       ConfigError: a leaf has the name of a change.
@@ -203,9 +209,12 @@ def with_delta_names(work: ServerWork, units: Sequence[Unit]) -> ServerWork:
 class GeoTrainerSide:
     """Writer of the trainers' programs of a GEO-SGD plan.
 
+    A program contains the full step with the optimizer, and then one `send` of the parameters.
+
     Attributes:
-      step: the single-device step, divided into a trainer half and an optimize half.
-      init: the single-device init.
+      step: the single-device step, divided into a trainer half (forward and backward) and an
+        optimize half (the optimizer).
+      init: the single-device init, which computes parameters and optimizer state.
       placement: the blocks of each leaf, and the server that stores each block.
       tables: embedding tables. A trainer stores only those rows of a table that it has looked up.
       trainers: the number of trainers.
@@ -306,10 +315,10 @@ class GeoTrainerSide:
         return writers[0], results
 
     def startup(self, trainer_id: int) -> Program:
-        """Return a trainer's startup program.
+        """Return the program that a trainer runs at the start of a job to get its first state.
 
-        The program receives parameters from the servers, and computes all other leaves as the init
-        does. Tables begin without rows.
+        The program receives parameters from the servers. It computes all other leaves as the init
+        does. Tables begin without rows, and get rows when steps look them up.
         """
         step, startup = with_shared_leaves(self.step), self.init
         empty = empty_types(self.tables, step.program.inputs)
@@ -333,7 +342,7 @@ class GeoTrainerSide:
         return Program.written(f"trainer {trainer_id} startup", b, startup.args, startup.out, outs)
 
     def _row_location(self, table: str, trainer_id: int) -> dict[str, Any]:
-        """Return equation parameters that locate a table's rows on servers."""
+        """Return the parameters that tell an equation which server stores which rows of a table."""
         blocks = self.placement.blocks[table]
         names = tuple(x.name for x in blocks)
         return {**row_location(table, blocks), "names": names, **self._trainer(trainer_id)}
@@ -351,11 +360,17 @@ class GeoTrainerSide:
     ) -> dict[str, Any]:
         """Write one `send` of parameters; return the parameters that it outputs, by name.
 
+        A `send` in GEO-SGD sends changes in some steps, and adds changes of other trainers in
+        others. Its outputs are the trainer's parameters after these changes.
+
         Args:
+          b: builder of the trainer's program.
           params: full parameters, by name.
+          trainer_id: index of the trainer.
           row_groups: for each table a list: the ids of the looked-up rows, the rows' new values,
             and their new optimizer state.
-          starts: True in the startup program, where the `send` only stores `old`.
+          starts: True in the startup program. There the `send` only stores the parameters as `old`,
+            the trainer's copy of the servers' values.
         """
         b.role = RPC
         rows: list[Any] = []

@@ -1,4 +1,7 @@
-"""Rule by which a trainer's background thread merges gradients of several steps into one update.
+"""Analysis of an update: may a trainer merge gradients of several steps before it sends them?
+
+A background thread of an asynchronous trainer (the communicator) sends gradients. If steps are
+faster than sends, the thread merges waiting gradients by one of these rules:
 
 sum    if one update with the sum equals the separate updates. Each update must be linear in the
        gradients, and may otherwise read only values that no update changes: plain SGD with a
@@ -24,7 +27,11 @@ from dtrans.step.halves import DividedStep, Gradient
 
 
 def merging(step: DividedStep) -> Literal["sum", "mean", "none"]:
-    """Return the rule by which gradients of several steps may be merged into one update."""
+    """Return the rule by which a trainer may merge gradients of several steps into one update.
+
+    A background thread merges gradients that it has not sent yet. For plain SGD the rule is "sum",
+    for Adam "mean", and for `optax.MultiSteps` "none".
+    """
     half = step.optimize
     of_gradient, of_state = 1, 2
     seeds = {}
@@ -76,7 +83,7 @@ _GRADIENT_KINDS = ("linear", "new", "other")
 
 
 def _terms(step: DividedStep) -> dict[str, _Term]:
-    """Return how each output of an update depends on gradients and parameters."""
+    """Return the dependence of each output of an update on gradients and parameters."""
     half = step.optimize
     starts = []
     for n in half.in_names:
@@ -97,7 +104,7 @@ def _rule(eqn: JaxprEqn, ins: Sequence[_Term]) -> list[_Term] | None:
 
 
 def _term(eqn: JaxprEqn, ins: Sequence[_Term]) -> _Term:
-    """Return how an equation's outputs depend on gradients and parameters.
+    """Return the dependence of an equation's outputs on gradients and parameters.
 
     Args:
       eqn: the equation.
@@ -140,7 +147,10 @@ def _term(eqn: JaxprEqn, ins: Sequence[_Term]) -> _Term:
 
 
 def _any_function_of(x: _Term) -> _Term:
-    """Return how f(x) depends on gradients and parameters, for an arbitrary function f."""
+    """Return the dependence of f(x) on gradients and parameters, for an arbitrary function f.
+
+    For example, x may be linear in the gradients, but f(x) then counts as "other".
+    """
     if x.kind in _GRADIENT_KINDS:
         return _Term("other")
     if x.leaf:
@@ -168,7 +178,12 @@ def _classify_constant(aval: Any, value: Any) -> _Term:
 
 
 def _add_condition(condition: _Term, x: _Term) -> _Term:
-    """Return how a value `x`, which a condition selects, depends on gradients and parameters."""
+    """Return the dependence of a value that a condition selects, such as an operand of `jnp.where`.
+
+    Args:
+      condition: the dependence of the condition on gradients and parameters.
+      x: the dependence of the selected value.
+    """
     if condition.kind in ("zero", "fixed"):
         return x
     return _join(_any_function_of(condition), _any_function_of(x))

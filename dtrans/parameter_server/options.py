@@ -114,7 +114,10 @@ class Sync:
 
     @property
     def compression(self) -> dict[str, bool]:
-        """Text of each option that compresses messages -> True if the option is set."""
+        """For each option that compresses messages: its text, for errors, and True if it is set.
+
+        For `Sync(compress="bf16")`: `{"compress='bf16'": True, "compress_params=None": False}`.
+        """
         return {
             f"compress={self.compress_text}": self.compress is not None,
             f"compress_params={self.compress_params!r}": self.compress_params is not None,
@@ -166,9 +169,11 @@ class Async:
 
 @dataclasses.dataclass(frozen=True)
 class HalfAsync:
-    """Asynchronous mode with a communicator, where each step waits for the communicator.
+    """Asynchronous mode in which each step waits until a background thread has sent its gradients.
 
-    A step ends after its gradients have been sent and the updated parameters have been received.
+    The background thread (the communicator) sends gradients and receives parameters. A step ends
+    after the thread has sent the step's gradients and received the updated parameters. Trainers do
+    not wait for each other.
 
     Attributes:
       delay: options of delay compensation; None turns it off.

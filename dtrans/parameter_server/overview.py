@@ -30,22 +30,25 @@ VariableKind: TypeAlias = Literal["Param", "RemotePrefetch", "Optimizer"]
 class VarDistributed:
     """Array on one server (the *slice*), and the array of the step that it is cut from (*origin*).
 
+    For example, the slice `params/w.block1` of shape (2, 2) contains the rows 3 and 4 of its origin
+    `params/w` of shape (5, 2).
+
     Attributes:
       origin_name: name of the origin: `params/w`, `opt_state/0/mu/w`.
       origin_shape: shape of the origin.
       slice_name: name of the slice: `params/w.block0`, or the origin's name if it was not cut.
       slice_shape: shape of the slice.
       dtype: type of both arrays.
-      axis: the dimension along which the origin was cut; 0 if it was not cut. In optimizer state,
-        the rows of a parameter may be along another dimension than 0.
+      axis: the dimension along which the origin was cut; 0 if it was not cut. This can differ from
+        0 for optimizer state, for example if the optimizer stores a transposed array.
       offset: the first index of the slice along `axis`.
-      block_id: index of the parameter's block that contains the slice.
+      block_id: index of the slice within its origin: 0 for the first.
       is_slice: True if the slice is smaller than its origin.
       vtype: "Param" for a parameter that trainers receive in full, "RemotePrefetch" for a table
-        whose rows trainers request, "Optimizer" for optimizer state.
+        from which trainers request single rows, "Optimizer" for optimizer state.
       endpoint: the server's endpoint.
-      buckets: the slice's rows, if they are placed in buckets; None for a contiguous range that
-        begins at `offset`.
+      buckets: the slice's rows if `dtrans.Rows(place="bucket")` spreads the rows over servers by
+        their ids; None for a contiguous range that begins at `offset`.
     """
 
     origin_name: str
@@ -131,7 +134,8 @@ class VarsDistributed(tuple[VarDistributed, ...]):
     def by_slice(self, name: str) -> VarsDistributed:
         """Return the arrays named `name`, like Paddle's `get_distributed_var_by_slice`.
 
-        Several servers can have copies of state that belongs to no parameter.
+        The result has several entries only for state that belongs to no parameter, such as a step
+        count. Several servers can have a copy of such state.
         """
         return VarsDistributed(row for row in self if row.slice_name == name)
 
@@ -159,7 +163,7 @@ def overview_of(
     params: Collection[str],
     tables: Collection[str] = (),
 ) -> VarsDistributed:
-    """Return the overview of the arrays on servers.
+    """Return the overview of a plan: one `VarDistributed` for each array on each server.
 
     Args:
       servers: a dict for each server, by endpoint; it contains the server's arrays, by name. Arrays
@@ -167,7 +171,7 @@ def overview_of(
         `params/w.block0.trainer_1_bak` has the origin `params/w.trainer_1_bak`.
       types: types of the step's arrays, by name.
       params: names of parameters.
-      tables: names of the parameters whose rows trainers request.
+      tables: names of the parameters from which trainers request single rows.
     """
     found: list[VarDistributed] = []
     for endpoint, variables in servers.items():

@@ -1,9 +1,12 @@
-"""Placement: the server of each block of each leaf.
+"""Placement: the choice of a server for each block of each leaf.
 
-`place` combines three rules. Row analysis finds the leaves that may be cut, Paddle's slice rule
-computes the sizes of blocks, and a dispatcher chooses the servers. All other leaves stay uncut. If
-the optimizer updates several leaves together, these leaves form a unit on one server. Each unit is
-placed on the server with the fewest bytes so far.
+A leaf is an array of the parameter pytree, and a block is a range of its rows. `place` combines
+three rules. Row analysis finds the leaves that may be cut into blocks: those that the optimizer
+updates row by row. Paddle's slice rule computes the sizes of blocks, and a dispatcher chooses the
+servers.
+
+All other leaves stay uncut. If the optimizer updates several leaves together, these leaves form a
+unit on one server. Each unit is placed on the server with the fewest bytes so far.
 
 Blocks do not depend on the dispatcher: `dispatched` places the same blocks with another dispatcher.
 """
@@ -88,7 +91,9 @@ def place(
 
 
 def dispatched(placement: Placement, split_method: type[PSDispatcher]) -> Placement:
-    """Place the blocks of a placement again, with another dispatcher.
+    """Return a placement of the same blocks, with servers that another dispatcher chooses.
+
+    `plan.compare` calls this function to compare dispatchers without planning again.
 
     Raises:
       ConfigError: `split_method` is not a dispatcher, or does not return one known endpoint for
@@ -119,11 +124,14 @@ def _assign(
     tied: Sequence[Unit],
     fixed: Sequence[Block],
 ) -> Placement:
-    """Return the placement `old`, but with newly chosen servers for its blocks.
+    """Return the placement `old` with newly chosen servers for its blocks.
 
     Args:
+      old: the placement to copy.
+      split_method: class of the dispatcher that chooses the servers.
       blocks: blocks to assign to servers, in the order in which the dispatcher gets them.
-      tied: units; each unit is placed on the server with the fewest bytes.
+      tied: units (groups of leaves that the optimizer updates together). Each unit is placed on the
+        server with the fewest bytes.
       fixed: blocks that stay on their servers.
     """
     dispatcher = split_method(list(old.endpoints))
@@ -197,7 +205,16 @@ def _choose_servers(
 
 
 def _bucket_blocks(name: str, aval: Any, count: int, endpoints: Sequence[str]) -> list[Block]:
-    """Return the blocks of a leaf with buckets: a contiguous range of buckets for each server."""
+    """Return the blocks of a table in which row n belongs to bucket n % count.
+
+    Each server gets a contiguous range of buckets.
+
+    Args:
+      name: name of the table.
+      aval: type of the full table.
+      count: the number of buckets, at most the number of rows.
+      endpoints: endpoints of the servers.
+    """
     rows, *row_shape = aval.shape
     count = min(count, rows)
     parts = min(count, len(endpoints))

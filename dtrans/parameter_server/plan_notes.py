@@ -12,10 +12,14 @@ from dtrans.step.scopes import ignored_split_notes
 
 
 def plan_notes(plan: Any) -> list[str]:
-    """Return the remarks: batch split, compression, servers, traffic, update, state on trainers.
+    """Return the remarks that a printed plan shows below its table of blocks.
+
+    The remarks describe the batch split, compression, servers, traffic, the update, and state on
+    trainers.
 
     Args:
-      plan: a `PServerPlan`. (This module cannot import the class, whose module imports this one.)
+      plan: a `PServerPlan`. (This module cannot import the class, because the module of the class
+        imports this one.)
     """
     notes = _batch_notes(plan)
     notes += plan.compression.notes
@@ -63,7 +67,7 @@ def _batch_notes(plan: Any) -> list[str]:
 
 
 def _level_notes(plan: Any) -> list[str]:
-    """Return the bytes at each level of a ramp-up."""
+    """Return a remark on the bytes of messages for each density of `dtrans.TopK`."""
     if plan.compression.topk is None:
         return []
     levels = plan.compression.topk.levels

@@ -65,7 +65,11 @@ def compare_dispatchers(
 def _state_units(
     placement: Placement, optimize_blocks: Iterable[OptimizeBlock], trainers: int
 ) -> dict[str, str]:
-    """Return the unit (blocks that are updated together) of each state array, by array name."""
+    """Return the unit of each array of optimizer state, by the array's name.
+
+    A unit is a group of blocks that the optimizer updates together, so their state must be on the
+    same server.
+    """
     found: dict[str, str] = {}
     for block in optimize_blocks:
         if block.role == OPTIMIZE:
@@ -82,12 +86,15 @@ def _state_units(
 def _state_bytes(
     placement: Placement, overview: VarsDistributed, unit_of: dict[str, str]
 ) -> tuple[dict[str, int], int]:
-    """Return the bytes of each unit's state, and the bytes of state that belongs to no unit.
+    """Return the bytes of each unit's optimizer state, and the bytes of all other state.
 
-    A server with any block needs a copy of the state that belongs to no unit.
+    A unit is a group of blocks that the optimizer updates together. Other state, such as a step
+    count, is copied to every server that stores a block.
 
     Args:
-      unit_of: unit of each state array, by name.
+      placement: the plan's blocks.
+      overview: the arrays on the plan's servers.
+      unit_of: name of the unit of each state array, by the array's name.
     """
     params = {b.name for b in placement.table}
     state: dict[str, int] = {}

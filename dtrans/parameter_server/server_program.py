@@ -1,4 +1,8 @@
-"""Writer of the servers' programs: the main program with the updates, and the startup program."""
+"""Writer of the servers' programs.
+
+Each server has two programs. Its startup program computes the server's initial arrays. Its main
+program contains one `listen_and_serv` equation, which receives gradients and runs updates.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +39,18 @@ class ServerProgramWriter:
     """Writer of the server programs of one plan.
 
     Args:
-      step: the step; servers run its optimize half.
-      spec: analysis of the optimize half, and the server of each block.
-      startup: the init, whose outputs are named as in the step.
+      step: the step, divided into a trainer half (forward and backward) and an optimize half.
+        Servers run the optimize half.
+      spec: analysis of the optimize half, and the server of each block (a range of rows of a
+        parameter).
+      startup: the init, with outputs that are named as in the step.
       trainers: the number of trainers.
       sync_mode: True if an update waits for the gradients of all trainers.
       on_trainer_exit: as in `dtrans.pserver`.
-      adapt: function that rewrites the work of a server, for example to add delay compensation.
-      tables: leaves that trainers request by rows instead of in full.
-      sized: function that returns `spec` for other numbers of rows in blocks of tables.
+      adapt: function that rewrites the updates of a server, for example to add delay compensation.
+      tables: embedding tables by name. Trainers request single rows of a table.
+      sized: function that returns `spec` for other numbers of rows in blocks of tables. A server
+        needs this because a table grows when trainers look up new rows.
     """
 
     def __init__(
@@ -82,7 +89,15 @@ class ServerProgramWriter:
         return self.adapt(work, self.spec.placement.units[endpoint])
 
     def main(self, endpoint: str, work: ServerWork) -> Program:
-        """Return a server's main program: one `listen_and_serv` equation on its arrays."""
+        """Return a server's main program: one `listen_and_serv` equation on its arrays.
+
+        The equation names the arrays that trainers can request. These are parameters, and the
+        optimizer state that the trainers' forward pass reads.
+
+        Args:
+          endpoint: the server's endpoint.
+          work: the updates that the server runs, from `work`.
+        """
         param_names = []
         for block in self._blocks(endpoint):
             if not block.is_table:
@@ -192,10 +207,14 @@ class ServerProgramWriter:
         )
 
     def init(self, endpoint: str, work: ServerWork) -> Program:
-        """Return a server's startup program: the init, for the rows that the server stores.
+        """Return a server's startup program, which computes the initial rows on this server.
 
-        If an update changes only the rows that trainers look up, a table begins empty, and a row is
-        initialised at its first lookup.
+        A table begins empty if an update changes only the rows that trainers look up. The server
+        then initialises a row at the row's first lookup, and rows that no trainer needs use no
+        memory.
+
+        Raises:
+          ConfigError: a table has a row filter, but `init` does not compute its rows independently.
         """
         variables, init_outs = work.variables, self.startup.outvars
         spec = self._state_spec(work)
@@ -251,7 +270,10 @@ class ServerProgramWriter:
     def _rows(
         self, table: TableBlock, variables: Mapping[str, ServerVariable], count: int
     ) -> ClosedJaxpr:
-        """Return the program that computes the initial values of `count` rows from their ids."""
+        """Return a program that computes the initial values of `count` table rows from their ids.
+
+        A server runs this program when trainers look up rows for the first time.
+        """
         b = Builder(self.startup.jaxpr)
         ids = b.input(ShapedArray((count,), jnp.int32))
         b.invars += self.startup.inner.invars
@@ -266,7 +288,7 @@ class ServerProgramWriter:
 
 
 def _find_slice(x: ServerVariable) -> Slice | None:
-    """Return the slice of the init's array that a server stores, or None for the full array."""
+    """Return the part of the init's array that a server stores, or None for the full array."""
     if x.buckets is None or x.part is None:
         return x.part
     return BucketRows(x.buckets).of(RowAxis(x.of, x.part.axis))
@@ -274,7 +296,10 @@ def _find_slice(x: ServerVariable) -> Slice | None:
 
 @functools.cache
 def _leaf_ids_of(rows: RowSet) -> Callable[[jax.Array], jax.Array]:
-    """Return a function that maps row indices within a block to row indices within the leaf."""
+    """Return a function that maps row indices within a block to row indices within the full table.
+
+    For a block with the rows 100 to 199, the function maps 5 to 105.
+    """
     if isinstance(rows, RowBuckets):
         return numbers_at(rows)
     return lambda ids: ids + rows.start

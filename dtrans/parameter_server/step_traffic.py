@@ -24,14 +24,18 @@ from dtrans.transfers import RoleTransfer, Transfers
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """All-reduce of a value over servers.
+    """All-reduce of a value over servers, within the update of one step.
+
+    A server may need a value of all parameters, such as the global norm for clipping. Each server
+    then sends its partial result to the other servers.
 
     Attributes:
       name: name of the value, equal on all servers.
       op: the reduction: `sum`, `max`, ...
       shape, dtype: type of the value.
-      owners: servers that contribute a partial result.
-      over: servers that take part: the owners, and the servers that need the result.
+      owners: endpoints of the servers that contribute a partial result.
+      over: endpoints of all servers that take part: the owners, and the servers that need the
+        result.
     """
 
     name: str
@@ -89,7 +93,11 @@ class StepTraffic:
         return Costs(costs, link_steps=self.push_every or 1)
 
     def transfers(self) -> Transfers:
-        """Return what each role sends in a step, or with GEO-SGD in `push_every` steps."""
+        """Return the transfers between each pair of roles, with their bytes per step.
+
+        With GEO-SGD, the bytes are those of `push_every` steps, because trainers send only once in
+        this time.
+        """
         found = []
         for endpoint in self.servers:
             for what, size in self._to_server(endpoint).items():
@@ -132,7 +140,11 @@ class StepTraffic:
         return {what: size for what, size in found.items() if size}
 
     def _share(self, table: str, endpoint: str, size: int) -> int:
-        """Return the bytes for one server, if the ids of a table are evenly spread."""
+        """Return one server's part of the bytes that a trainer sends or receives for a table.
+
+        The estimate assumes that the looked-up rows are evenly spread over the table. For 90 bytes
+        and a server with a third of the table's rows, this returns 30.
+        """
         blocks = self.placement.blocks[table]
         rows = sum(b.rows for b in blocks if b.endpoint == endpoint)
         return size * rows // sum(b.rows for b in blocks)
@@ -232,7 +244,12 @@ class StepTraffic:
 
     @cached_property
     def arguments(self) -> dict[str, dict[str, int]]:
-        """For each step argument that the update reads: bytes sent to each server, by endpoint."""
+        """For each step argument that the servers' update reads: bytes sent to each server, by
+        endpoint.
+
+        An example of such an argument is a learning rate that the user passes to each step.
+        Trainers send its value together with the gradients.
+        """
         found: dict[str, dict[str, int]] = {}
         for endpoint, program in self.servers.items():
             (serve,) = program.eqns
@@ -245,12 +262,19 @@ class StepTraffic:
 
     @cached_property
     def exchanges(self) -> tuple[JaxprEqn, ...]:
-        """The `exchange` equations in the program of trainer 0, one for each round."""
+        """The `exchange` equations in the program of trainer 0.
+
+        In each of these equations, trainers all-reduce some values through a server in the middle
+        of the step.
+        """
         return tuple(eqn for eqn in self.trainer.eqns if eqn.primitive is exchange_p)
 
     @cached_property
     def rounds(self) -> tuple[tuple[Reduction, ...], ...]:
-        """The all-reduces between servers in a step, grouped by round."""
+        """The all-reduces between servers in a step, in the order in which servers run them.
+
+        All-reduces in the same inner tuple do not depend on each other.
+        """
         found: dict[int, dict[str, Reduction]] = {}
         for block in self.optimize_blocks:
             if block.role != DIST:
@@ -298,5 +322,5 @@ class StepTraffic:
 
 
 def _exchange_bytes(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return the bytes that a trainer sends, and the bytes that it receives, in a round."""
+    """Return the bytes that a trainer sends and receives in one `exchange` equation."""
     return total_bytes(eqn.invars), total_bytes(eqn.outvars)

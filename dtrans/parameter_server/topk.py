@@ -88,7 +88,11 @@ class TopK:
 
     @cached_property
     def levels(self) -> tuple[tuple[int, float], ...]:
-        """The first step of each level, and the level's density."""
+        """Pairs (first step, density) of the levels, in which the density of messages is constant.
+
+        See the example of the class: with `begin_step=10`, level 0 sends full gradients until step
+        9.
+        """
         # Paddle's `get_period_sparsity` has index i from step ramp_steps * i / count on
         count, found = len(self.densities), {}
         if self.begin_step:
@@ -98,7 +102,12 @@ class TopK:
         return tuple(found.items())
 
     def clip_at(self, level: int, trainers: int) -> float | None:
-        """Return the largest norm of a leaf's gradient on a trainer; None for no clip."""
+        """Return the largest norm that a trainer's gradient of one leaf may have; None for no clip.
+
+        Args:
+          level: index into `levels`.
+          trainers: the number of trainers.
+        """
         if self.clip_norm is None or self.levels[level][0] < self.begin_step:
             return None
         return self.clip_norm / math.sqrt(trainers)

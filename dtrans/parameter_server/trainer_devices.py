@@ -43,12 +43,12 @@ from dtrans.tensor_parallel.model_axis import ModelState, shard_program, shard_s
 
 @dataclasses.dataclass(frozen=True)
 class DeviceProgram:
-    """Program of one device of a trainer.
+    """Program that each device of a trainer runs, if each trainer has a mesh of several devices.
 
     Attributes:
       program: the program. Its outputs are full values.
-      dims: for each divided input, the dimension that each axis divides: name -> axis -> dimension.
-      gathers: pairs (axis, value that the devices of this axis gather).
+      dims: the dimension of each input that a mesh axis divides: `{"batch/x": {"data": 0}}`.
+      gathers: pairs (mesh axis, value that the devices of this axis all-gather).
     """
 
     program: Program
@@ -71,9 +71,9 @@ class TrainerDevices:
     """Mesh of the devices of each trainer.
 
     Attributes:
-      axes: pairs (name, size) of the axes.
-      rows: divided dimension of each array of the batch.
-      model: the divided parameters; None for a mesh without an axis "model".
+      axes: pairs (name, size) of the mesh axes: `(("data", 2), ("model", 4))`.
+      rows: for each array of the batch, the dimension that the axis "data" divides.
+      model: the parameters that the axis "model" divides; None for a mesh without this axis.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -89,7 +89,11 @@ class TrainerDevices:
         return " x ".join(f"{size} {name}" for name, size in self.axes)
 
     def divide(self, program: Program) -> DeviceProgram:
-        """Rewrite a trainer's program for one of its devices."""
+        """Return the program of one device for the program of a full trainer.
+
+        Equations that communicate with servers keep full values, so servers get the same messages
+        as from trainers with one device.
+        """
         dims: dict[str, dict[str, int]] = {}
         gathers: list[tuple[str, Gathered]] = []
         for axis, size in self.axes:
@@ -108,11 +112,12 @@ class TrainerDevices:
 
 
 def _reduce_results_early(program: Program) -> Program:
-    """Move equations that need no new parameters before the barrier that waits for servers.
+    """Move equations that do not need the new parameters before the wait for the servers.
 
     `shard_program` writes the reductions of results, such as the loss, at the end of the program.
-    There they would share a compiled piece with the new parameters, which all trainers have in
-    common, while each trainer has its own loss.
+    The part of the program after the wait is compiled once for all trainers, because they all
+    receive the same parameters. The loss differs between trainers, so its reduction must not be in
+    this part.
     """
     late = propagate(program.eqns, dict.fromkeys(outputs_of(_barriers(program)), 1), {})
     is_late = [bool(bits_of(late, *e.outvars)) for e in program.eqns]
@@ -128,7 +133,7 @@ def _barriers(program: Program) -> list[JaxprEqn]:
 def find_devices(
     step: DividedStep, mesh: Mapping[str, int] | None, mode: Mode, batch: Batch, sparse: Any
 ) -> TrainerDevices | None:
-    """Return the devices of each trainer for the option `mesh`; None without the option.
+    """Return the mesh of each trainer's devices for the option `mesh`; None without the option.
 
     Args:
       step: the single-device step, divided at its gradients.

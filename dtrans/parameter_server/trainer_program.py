@@ -75,16 +75,19 @@ class TrainerCommConfig:
         parameters are received.
       communicator: options of the communicator, which sends and receives in the background; None if
         the step itself sends and receives.
-      averages: leaves that trainers compute and servers average.
-      argument_servers: for each step argument that the update reads, the servers that need it.
-      state_servers: for each array of the optimizer state that forward reads, its server.
-      tables: leaves that trainers request by rows instead of in full.
+      averages: leaves without gradients, such as batch statistics, that trainers compute and
+        servers average.
+      argument_servers: for each step argument that the update reads, such as a learning rate, the
+        servers that need it.
+      state_servers: for each array of the optimizer state that the forward pass reads, its server.
+      tables: embedding tables. Trainers request single rows of a table instead of the full leaf.
       calls_once: True if only trainer 0 calls host callbacks.
       scale: factor by which trainers multiply gradients. If the full gradient is the sum of the
         trainers' gradients, the factor is the number of trainers, since servers average.
       numbers: numbers in the update that depend on the batch size; trainers send them as arguments.
-      parts: arrays of the batch. If the update reads a value that forward computes from these
-        arrays, trainers send the value as an argument. If None, such a step is an error.
+      parts: names of the arrays of the batch. If the update reads a value that the forward pass
+        computes from these arrays, trainers send this value too. With None, such a step is an
+        error.
       compression: the types in which gradients and parameters are sent.
     """
 
@@ -104,7 +107,11 @@ class TrainerCommConfig:
     compression: Compression = dataclasses.field(default_factory=Compression)
 
     def hand_over(self, step: DividedStep) -> DividedStep:
-        """Return the step with new inputs of the update: the forward values that it reads."""
+        """Return the step in which the update receives values of the forward pass as new inputs.
+
+        Servers run the update, but only trainers run the forward pass. If the update reads such a
+        value, trainers must send the value.
+        """
         if self.parts is None:
             return step
         return hand_over(step, self.parts, drawn=True)
@@ -167,12 +174,14 @@ class TrainerSide:
     ) -> tuple[ExactStep, Program]:
         """Return the batch split and a trainer's program for a batch that is not split evenly.
 
-        Each trainer's part of the batch is padded to `ceil(rows / trainers)` rows. With
-        `Batch.speeds`, parts have different numbers of rows, without padding.
+        A job needs this program for a batch of 10 rows with 4 trainers. Each trainer's part of the
+        batch is padded to `ceil(rows / trainers)` rows, here 3. With `Batch.speeds`, parts have
+        different numbers of rows, without padding.
 
         Args:
           shared: the split of batches that can be split evenly.
-          types: types of the inputs of the full step.
+          types: types of the inputs of the full step, for the size of the batch.
+          trainer_id: index of the trainer.
         """
         if shared.for_trainer is not None:
             part = shared.for_trainer(types, trainer_id)
@@ -189,6 +198,9 @@ class TrainerSide:
 
     def _of_part(self, part: ExactStep, trainer_id: int, comm: TrainerCommConfig) -> Program:
         """Return the program of one trainer for another split of the batch.
+
+        Servers run the same update for every split. So the update of this split must be the same
+        too.
 
         Raises:
           BatchError: the update depends on the split.
@@ -252,7 +264,10 @@ def write_trainer(
 
 
 def out_names(step: DividedStep) -> tuple[str, ...]:
-    """Return the names of a trainer program's outputs: the step's, without the optimizer state."""
+    """Return the names of a trainer program's outputs.
+
+    These are the step's outputs without the optimizer state, which only servers store.
+    """
     return tuple(without(step.program.out, step.program.args[1]).names)
 
 
@@ -268,7 +283,11 @@ def write_trainer_startup(
     trainer_id: int,
     comm: TrainerCommConfig,
 ) -> Program:
-    """Return a trainer's startup program, which receives parameters and computes frozen leaves."""
+    """Return the program that a trainer runs at the start of a job to get its first parameters.
+
+    The program receives parameters from the servers. It computes the leaves that servers do not
+    store.
+    """
     b, outs = write_start(startup, step.frozen)
     received = [n for n in step.optimized if n not in comm.tables]
     outs |= TrainerCommWriter(b, placement, trainer_id, comm).receive_initial(received)
@@ -300,7 +319,7 @@ def write_start(startup: Program, leaves: Sequence[str]) -> tuple[Builder, dict[
 
 
 def row_location(table: str, blocks: Sequence[Block]) -> dict[str, Any]:
-    """Return equation parameters that locate a table's rows: the rows and server of each block."""
+    """Return the equation parameters that name the server of each row of a table."""
     spans = tuple(x.span for x in blocks)
     return {"table": table, "epmap": _endpoints(blocks), "spans": spans}
 
@@ -346,7 +365,11 @@ class TrainerCommWriter:
         self.new_rounding_errors: dict[str, Any] = {}  # name -> rounding error after the step
 
     def take_rounding_errors(self) -> None:
-        """Add an input for each rounding error to the program, and count the step."""
+        """Add an input for each rounding error to the program, and write the count of the step.
+
+        Compressed gradients are rounded. The trainer stores each rounding error, and adds it to the
+        next gradient.
+        """
         types = self.comm.compression.rounding_error_types
         for name in self.comm.compression.rounding_error_spec.names:
             self._rounding_errors[name] = self.b.input(types[name])
@@ -358,7 +381,12 @@ class TrainerCommWriter:
             )
 
     def on_rows(self, step: DividedStep) -> Callable[..., HalfWriter] | None:
-        """Return a function that creates the writer of a step with tables; None without tables."""
+        """Return a function that creates the writer of a step with embedding tables; None without
+        tables.
+
+        Such a step looks up rows of a table that servers store. The writer replaces each lookup by
+        a request to the servers.
+        """
         if not self.comm.tables:
             return None
         found = find_lookups(step, self.comm.tables)
@@ -428,7 +456,7 @@ class TrainerCommWriter:
         self.tokens += self.b.bind(send_p, *parts, **params)
 
     def _level(self, leaf: str) -> dict[str, Any]:
-        """Return the equation parameter `level`, the level of a ramp-up."""
+        """Return the equation parameter `level`: the index of the density of `dtrans.TopK`."""
         compression = self.comm.compression
         if leaf not in compression.gradients or len(compression.levels) == 1:
             return {}
@@ -453,7 +481,10 @@ class TrainerCommWriter:
         return parts
 
     def _merge(self, leaf: str) -> dict[str, Any]:
-        """Return the equation parameter `merge`, the rule that merges values of several steps."""
+        """Return the equation parameter `merge`: the rule that merges gradients of several steps.
+
+        The communicator, a background thread, merges gradients that it has not sent yet.
+        """
         if self.comm.communicator is None:
             return {}
         if leaf in self.comm.averages:
@@ -463,8 +494,11 @@ class TrainerCommWriter:
     def receive_state(self, state: Mapping[str, Var]) -> None:
         """Write the equations that receive the optimizer state that the forward pass reads.
 
+        Servers store the optimizer state. But the forward pass of some steps reads a part of it,
+        such as a step count.
+
         Args:
-          state: the variable of the step that each received array defines, by the array's name.
+          state: for each name of an array, the step's variable that the received array replaces.
         """
         if not state:
             return
@@ -508,7 +542,7 @@ class TrainerCommWriter:
         )
 
     def finish(self, leaves: Sequence[str]) -> dict[str, Var]:
-        """Write the end of a step: `send_barrier`, if the mode has it, and a `recv` of each leaf.
+        """Write the end of a step: a `send_barrier` in synchronous mode, and a `recv` of each leaf.
 
         Returns:
           The received parameters, by leaf.
@@ -528,7 +562,11 @@ class TrainerCommWriter:
         return self.receive_blocks(leaves, after, barrier=barrier)
 
     def receive_full(self, leaves: Sequence[str], after: Sequence[Var]) -> dict[str, Var]:
-        """Write a `recv` of each full parameter; the trainer cuts parameters when the step runs."""
+        """Write one `recv` for each full parameter; return the received parameters by leaf.
+
+        The `recv` itself joins the blocks of the servers when the step runs, so the program needs
+        no `concat`.
+        """
         self.b.role = RPC
         new: dict[str, Var] = {}
         if not leaves:
@@ -562,9 +600,9 @@ class TrainerCommWriter:
         """Write the `recv` of each leaf's blocks, and the `concat` of leaves with several blocks.
 
         Args:
-          leaves: the leaves to receive.
-          after: outputs of earlier equations, which must run before.
-          barrier: True if a `fetch_barrier` follows the last `recv`.
+          leaves: names of the leaves to receive.
+          after: outputs of equations that must run before, such as a barrier after all sends.
+          barrier: True to write a `fetch_barrier` after the last `recv`.
 
         Returns:
           The received leaves, by name.

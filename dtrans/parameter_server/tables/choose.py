@@ -1,4 +1,8 @@
-"""Choice of a plan's tables, and of the rows that an update of each table changes."""
+"""Choice of the leaves that trainers request by rows, and of the rows that each update changes.
+
+Such a leaf is a *table*, for example an embedding matrix. In each step, a trainer requests only the
+rows that its batch looks up, instead of the full leaf.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +31,23 @@ AUTO = 4  # sparse="auto" chooses a leaf if a step looks up at most 1/AUTO of th
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Table:
-    """Leaf that trainers request by rows instead of in full.
+    """Leaf, such as an embedding matrix, from which trainers request single rows.
 
     Attributes:
       lookups: the lookups of a step.
       zero: the effect of the update on rows whose gradient is zero.
-      updates_all: True if each update runs on all rows of a server's block.
-      catches_up: True if an update also changes rows that no trainer looked up, and servers apply
-        these changes later, before a trainer reads the row.
+      updates_all: True if each update runs on all rows that a server stores, even if few were
+        looked up.
+      catches_up: True if an update also changes rows that no trainer looked up, for example by
+        weight decay. Servers apply these changes later, before a trainer reads the row.
       limit: the maximum number of rows that servers may create; None for no limit.
       why: a description of the update for users.
-      buckets: the number of buckets; 0 if each server stores a contiguous range of rows.
+      buckets: the number of buckets (row n is in bucket n % buckets); 0 if each server stores a
+        contiguous range of rows.
       on_trainers: True if trainers store the rows that they looked up (GEO-SGD).
-      staleness: the maximum number of updates that prefetched rows may miss.
-      row_filter: the condition for the admission of rows; None if the first lookup creates a row.
+      staleness: the maximum number of updates that are missing in a prefetched row.
+      row_filter: the condition under which servers begin to store a row; None if the first lookup
+        creates the row.
     """
 
     lookups: TableLookups
@@ -87,16 +94,17 @@ def choose_tables(
     beside: Sequence[str] = (),
     otherwise: str = "Say dtrans.Rows(update='dense')",
 ) -> Tables:
-    """Return the tables of a plan.
+    """Return the tables of a plan: the leaves from which trainers request single rows.
 
     Args:
       step: the training step, divided at its gradients.
       analysis: the row analysis of the update.
-      startup: the init, whose outputs are named as in the step.
-      sparse: as in `dtrans.pserver`.
+      startup: the init, with outputs that are named as in the step.
+      sparse: the option of `dtrans.pserver`: None, "auto", or a mapping from leaf names to
+        `dtrans.Rows`.
       beside: name suffixes of arrays that servers add for each table. These arrays change even if
         the gradient is zero.
-      otherwise: the remedy in the error for an update without a lazy form.
+      otherwise: the remedy that errors name if an update cannot skip rows without a gradient.
 
     Raises:
       ConfigError: a leaf in `sparse` cannot be a table, or its `dtrans.Rows` needs `update`.
@@ -175,9 +183,10 @@ def _choose_update(
 
 
 def exactly_summed_leaves(step: DividedStep, tables: Tables, trainers: int) -> frozenset[str]:
-    """Return the leaves whose gradients are added exactly, independent of the order.
+    """Return the names of leaves for which servers add gradients exactly.
 
-    So the results of a plan with tables have the same bits for every placement of rows. Leaves with
+    A floating-point sum depends on the order of its terms, and the placement of rows changes this
+    order. With exact sums, a job with tables returns the same bits for every placement. Leaves with
     more rows than an exact sum can add are not included.
     """
     if not tables.of:
@@ -222,10 +231,12 @@ def _table(name: str, lookups: TableLookups, zero: ZeroGradient, option: Rows) -
 
 
 def _check_creation(name: str, table: Table, option: str) -> None:
-    """Raise ConfigError if servers need all rows of a table, so that an option cannot work.
+    """Raise ConfigError if an option restricts the creation of rows, but servers need all rows.
 
     Args:
-      option: text of an option that restricts the creation of rows, such as "limit=9".
+      name: name of the table.
+      table: the table.
+      option: text of the option, such as "limit=9".
     """
     if table.updates_all or (table.catches_up and table.zero.rests is None):
         raise ConfigError(
@@ -236,7 +247,11 @@ def _check_creation(name: str, table: Table, option: str) -> None:
 
 
 def _why_all_rows(zero: ZeroGradient) -> str:
-    """Return the reason why an update must run on all rows; empty if some rows suffice."""
+    """Return the reason why an update must run on all rows; empty if it can skip rows.
+
+    Args:
+      zero: the effect of the update on rows whose gradient is zero.
+    """
     if zero.counts:
         return f"{zero.counts} reduces over all rows"
     if zero.positions:
@@ -247,10 +262,11 @@ def _why_all_rows(zero: ZeroGradient) -> str:
 
 
 def table_notes(tables: Tables, row_bytes: Mapping[str, int], often: str = "") -> list[str]:
-    """Return a plan's remarks on its tables.
+    """Return the remarks on tables for a printed plan.
 
     Args:
-      row_bytes: for each table, the maximum numbers of bytes that a trainer sends and receives.
+      tables: the tables of the plan.
+      row_bytes: for each table, the maximum number of bytes that a trainer sends and receives.
       often: the interval of these transfers, such as " in 10 steps"; empty for each step.
     """
     notes = []

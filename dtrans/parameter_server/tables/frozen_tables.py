@@ -1,8 +1,9 @@
-"""Frozen tables: tables whose rows never change, such as pretrained embeddings.
+"""Frozen tables: leaves that never change, such as pretrained embeddings, stored on servers.
 
-A step that does not train a leaf returns the leaf unchanged, so trainers would store all rows. This
-module gives such a leaf a gradient of zeros, and the update `leaf - gradient`, which keeps all
-bits. Servers then store the rows, and trainers request the rows that they look up.
+A step that does not train a leaf returns the leaf unchanged. Normally such a leaf stays on the
+trainers, in full. To store a large one on servers, this module adds an update to the step: a
+gradient of zeros, and the new value `leaf - gradient`, which keeps all bits. Servers then store the
+rows, and trainers request only the rows that they look up.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ from dtrans.step.trace import guess_roles
 def with_frozen_tables(
     main: Program, sparse: Mapping[str, Rows] | str | None, most: int
 ) -> Program:
-    """Return the step with an update of each frozen leaf that becomes a table.
+    """Return the step with an added update for each unchanged leaf that becomes a table.
+
+    Servers store only leaves with an update. So without the added update, every trainer would store
+    all rows of such a leaf.
 
     Args:
       main: the traced step.
       sparse: as in `dtrans.pserver`.
-      most: with "auto", a step looks up at most one row in `most` rows of a table.
+      most: with `sparse="auto"`, a leaf becomes a table if a step looks up at most one in `most`
+        rows.
     """
     if sparse is None or len(main.args) < 2:
         return main
@@ -60,9 +65,10 @@ def with_frozen_tables(
 
 
 def _with_updates(main: Program, names: Sequence[str]) -> Program:
-    """Write an update of each leaf in `names`, and of its unchanged optimizer state.
+    """Return the step with an update of each leaf in `names`, and of its unchanged optimizer state.
 
-    All gradients get marks, because gradients are no longer inferred if one has a mark.
+    The function marks the gradients of all leaves. The reason: if a step marks one gradient, dtrans
+    no longer infers the others.
     """
     step = divide_step(main)
     source = step.program

@@ -62,7 +62,7 @@ RowIds = tuple[Atom, int | None, str, int]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableLookups:
-    """Lookups of a table in a step.
+    """Lookups of one table (a leaf that a step reads by row ids) in a step.
 
     Attributes:
       leaf: name of the table.
@@ -79,22 +79,26 @@ class TableLookups:
 
     @property
     def starts(self) -> int:
-        """The number of rows at which every lookup may begin, so that it ends in the table."""
+        """The number of ids at which every lookup may start, so that all its rows are in the table.
+
+        For a table of 10 rows and lookups of 3 consecutive rows, this is 8: the ids 0 to 7.
+        """
         return self.rows - max(count for *_, count in self.ids) + 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lookups:
-    """Tables of a step, and their lookups.
+    """Tables of a step (leaves that it reads by row ids), and their lookups.
 
     Attributes:
       tables: lookups of each table, by leaf name.
-      refused: the reason why a leaf is no table, for leaves whose rows a step reads (dict by name).
+      refused: for leaves that cannot be tables although the step reads rows of them: the reason, by
+        name.
       eqns: the equations of forward and backward.
       plain: the same equations, with calls inside their bodies inlined.
       flow: row analysis of `plain`.
-      numbering: equations, added outside of loops and branches, that compute the ids of picks
-        inside them.
+      numbering: added equations that compute the row ids of lookups in loops and branches. They run
+        before these loops and branches.
     """
 
     tables: Mapping[str, TableLookups]
@@ -107,11 +111,13 @@ class Lookups:
 
 @dataclasses.dataclass(eq=False)
 class _Zeros:
-    """Arrays of zeros to which the backward pass adds the rows of a table's gradient.
+    """Arrays of zeros to which the backward pass adds the gradients of looked-up rows.
+
+    The gradient of `emb[ids]` begins as an array of zeros with the shape of `emb`.
 
     Attributes:
-      of: for each array of zeros, also inside bodies, the layout of its table.
-      inside: `id` of each equation whose body contains such zeros.
+      of: for each array of zeros, also in bodies of loops and branches, the layout of its table.
+      inside: `id` of each equation with such zeros in its body.
     """
 
     of: dict[Var, Layout] = dataclasses.field(default_factory=dict)
@@ -233,8 +239,11 @@ _CONTAINS_ROWS = frozenset(
 def _is_picked(eqns: Sequence[JaxprEqn], var: Var, through: Collection[str] = frozenset()) -> bool:
     """Return True if an equation reads `var[ids]`, or f(`var`)[ids] for an elementwise f.
 
-    With `through`, f may also contain these primitives. If f contains one, the leaf is no table,
-    and the plan states the reason.
+    Args:
+      eqns: the equations of forward and backward.
+      var: the variable of the leaf.
+      through: names of further primitives that f may contain. A leaf with such an f is no table,
+        but the plan can then tell the user the reason.
     """
     picks: list[JaxprEqn] = []
 
@@ -299,7 +308,8 @@ def _find_zeros(
 def _zero_elsewhere(eqns: Sequence[JaxprEqn], flow: Flow, zeros: _Zeros) -> set[Var]:
     """Return the values that are zero in all rows that a step does not look up.
 
-    They are computed from the gradients of tables, at the top level of the step.
+    Such values are computed from the gradients of tables. A sum over all their rows, such as a
+    norm, then needs only the looked-up rows.
 
     Args:
       eqns: the equations of forward and backward.
@@ -333,7 +343,7 @@ def _is_finite(atom: Atom) -> bool:
 def _find_updates(eqns: Sequence[JaxprEqn], leaves: Iterable[Var]) -> set[int]:
     """Return the `id` of each equation that adds to rows of a leaf, as `emb.at[ids].add(1)` does.
 
-    Other adds create the gradient of a table: they add rows to zeros.
+    All other scatter-adds create gradients: they add rows to an array of zeros.
     """
     found: set[int] = set()
 
@@ -361,13 +371,13 @@ def _none(row: RowAxis | None) -> None:
 def _table(
     leaf: str, rows: int, picks: Sequence[RowLookup], updates: Collection[int]
 ) -> TableLookups:
-    """Return the lookups of a table: first ids of rows to read, then ids of gradient rows.
+    """Return the lookups of one table: the ids of rows to read, then the ids of gradient rows.
 
     Args:
       leaf: name of the table.
       rows: the number of the table's rows.
       picks: the lookups of all tables.
-      updates: the result of `_find_updates`. An update of a row also reads the row.
+      updates: the result of `_find_updates`. An equation that adds to a row also reads the row.
     """
     reads: dict[Hashable, RowIds] = {}
     adds: dict[Hashable, RowIds] = {}

@@ -1,4 +1,4 @@
-"""Options of a table."""
+"""Options of a table: a leaf from which trainers request single rows instead of the full leaf."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ MOST_UPDATES = 1 << 20  # maximum value of `Rows.admit_count`
 
 @dataclasses.dataclass(frozen=True)
 class RowFilter:
-    """Condition for the admission of a row to a table.
+    """Condition under which a server begins to store a row of a table.
 
-    An update can admit the rows for which it has a gradient.
+    Some ids occur only once or twice in the data. Without a filter, servers store a row for each of
+    them. Before a row is admitted, servers drop the row's gradients, and lookups return the row's
+    initial value.
 
     Attributes:
-      count: the number of updates with a gradient of the row, up to and with the admission.
+      count: the number of updates with a gradient of the row that must happen. The last of them
+        admits the row. For example, with 3 the third update is the first that changes the row.
       probability: the probability with which each of these updates admits the row.
     """
 

@@ -84,7 +84,12 @@ def _why_refused(table: Table, analysis: RowAnalysis, startup: Program) -> str:
 
 
 def on_servers(table: Table, analysis: RowAnalysis) -> Table:
-    """Return the `Table` for servers, which add the trainers' changes."""
+    """Return the table as servers see it in GEO-SGD, where they only add the trainers' changes.
+
+    Args:
+      table: the table for the optimizer, which trainers run.
+      analysis: row analysis of the servers' update (parameter + change).
+    """
     zero = at_zero_gradient(analysis, table.lookups.leaf, {})
     return dataclasses.replace(table, zero=zero)
 
@@ -122,11 +127,13 @@ def write_update(
 
 
 def initial_state_rows(startup: Program, state: Sequence[str]) -> RowsProgram:
-    """Return a program that computes the initial state of rows from their ids.
+    """Return a program that computes the initial optimizer state of table rows from their ids.
+
+    In GEO-SGD, a trainer runs it when it looks up a row for the first time.
 
     Args:
-      startup: the init, whose outputs are named as in the step.
-      state: arrays of the optimizer state that have a row for each row of the table.
+      startup: the init, with outputs that are named as in the step.
+      state: names of the arrays of the optimizer state that have a row for each row of the table.
     """
     return RowsProgram(functools.partial(_state_rows, startup, tuple(state)))
 
@@ -140,9 +147,13 @@ def _state_rows(startup: Program, state: Sequence[str], count: int) -> ClosedJax
 
 
 def empty_types(tables: Tables, types: Mapping[str, Any]) -> dict[str, Any]:
-    """Return types in which tables, and the optimizer state of their rows, have no rows.
+    """Return the types of tables, and of the optimizer state of their rows, without any rows.
+
+    A trainer's program has these types, because the trainer stores rows outside of the program's
+    arrays.
 
     Args:
+      tables: the tables of the plan.
       types: types of the full arrays, by name.
     """
     found = {}

@@ -1,9 +1,12 @@
 """Row ids of the lookups in a step, as values outside of its loops and branches.
 
-Loops, branches and `jax.checkpoint` may contain picks, but a trainer needs all ids before the first
-pick. For a `scan`, the trainer needs the ids of all iterations: they are an input or output of the
-`scan`, or the output of another `scan` that computes only ids. For a `cond`, it needs the ids of
-all branches.
+A trainer requests all rows of a step before the step's first lookup (*pick*) of a row. So the
+trainer needs all ids at this point, even if the lookups are inside of a loop, a branch or a
+`jax.checkpoint`.
+
+For a `scan`, the trainer needs the ids of all iterations. They are an input or output of the
+`scan`, or this module writes another `scan` that computes only ids. For a `cond`, the trainer needs
+the ids of all branches.
 """
 
 from __future__ import annotations
@@ -84,7 +87,9 @@ def numbers_first(eqns: Sequence[JaxprEqn], numbers: Iterable[Atom], like: Any) 
 
 
 def lookups_in(eqns: Sequence[JaxprEqn], flow: Flow) -> tuple[list[RowLookup], list[JaxprEqn]]:
-    """Return all row reads, and added equations for the ids of reads in loops and branches."""
+    """Return all row lookups, and added equations that compute the ids of lookups in loops and
+    branches.
+    """
     found: list[RowLookup] = []
     extra: list[JaxprEqn] = []
     # Outputs of the additional equations, by `_key`. Forward and backward contain equal equations,
@@ -113,7 +118,10 @@ def lookups_in(eqns: Sequence[JaxprEqn], flow: Flow) -> tuple[list[RowLookup], l
 
 
 def _note_integers(eqns: Iterable[JaxprEqn], known: dict[Any, Sequence[Var]]) -> None:
-    """Record in `known` the equations that compute integers, so that bodies reuse their results."""
+    """Record the equations that compute integers, for reuse of their results.
+
+    Bodies of branches often compute the same row ids as the equations before them.
+    """
     for eqn in eqns:
         if not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):
             known.setdefault(_key(eqn, eqn.invars), eqn.outvars)
@@ -185,10 +193,11 @@ def _in_scan(
 
 
 def _with_outer_numbers(picks: Iterable[RowLookup], env: Mapping[Var, Atom]) -> list[RowLookup]:
-    """Return the row reads of a body; replace their ids by the equal values outside of the body.
+    """Return the lookups of a body, with the values outside of the body that equal their row ids.
 
     Args:
-      env: for variables of the body, the values outside.
+      picks: the lookups of the body.
+      env: for variables of the body, the equal values outside.
     """
     found = []
     for x in picks:

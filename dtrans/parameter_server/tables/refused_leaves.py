@@ -1,4 +1,7 @@
-"""Reasons why a leaf is no table, for errors and the notes of a plan. Some name a remedy."""
+"""Reasons why trainers cannot request single rows of a leaf, for errors and printed plans.
+
+Some reasons name a remedy.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def find_refusal(
     picks: Sequence[RowLookup],
     zeros: set[Var],
 ) -> str:
-    """Return the reason why a leaf is no table; empty if it is a table.
+    """Return the reason why trainers cannot request single rows of a leaf; empty if they can.
 
     Args:
       step: the step, with its calls inlined.
@@ -89,6 +92,8 @@ def find_refused_ids(
     eqns: Sequence[JaxprEqn], picks: Sequence[RowLookup], tables: set[Var], like: Any
 ) -> dict[str, str]:
     """Return an error message, by leaf, for each table whose row ids depend on rows of a table.
+
+    A trainer requests the rows of all tables at once, so it must know all ids before.
 
     Args:
       eqns: the equations of forward and backward, and `Lookups.numbering`.

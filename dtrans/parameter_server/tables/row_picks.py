@@ -72,15 +72,17 @@ def _scatter(eqn: JaxprEqn, row: RowAxis) -> RowPick | None:
 
 
 def _is_window(size: int, rows: int) -> bool:
-    """Return True if a slice of `size` rows is a lookup: one row, or some rows of a table."""
+    """Return True if a slice of `size` rows is a lookup: one row, or several but not all rows."""
     return size == 1 or 1 < size < rows
 
 
 def _outside(eqn: JaxprEqn, removed: Sequence[int], row: RowAxis) -> str:
-    """Return `RowPick.outside` of a gather or scatter.
+    """Return the treatment of ids outside the table by a gather or scatter (see `RowPick.outside`).
 
     Args:
+      eqn: the gather or scatter.
       removed: dimensions of the table that a picked row does not have.
+      row: layout of the table.
     """
     mode, fill = eqn.params["mode"], eqn.params.get("fill_value", 0)
     # `vmap` of `emb[i]` also clips, but a picked row then has the table's dimension. JAX fills with
@@ -126,11 +128,11 @@ _PICKS: Mapping[str, Callable[[JaxprEqn, RowAxis], RowPick | None]] = {
 
 
 def find_pick(eqn: JaxprEqn, row: RowAxis, producers: Mapping[Var, JaxprEqn]) -> RowPick | None:
-    """Return the analysis of an equation that picks rows; None for other equations.
+    """Return the lookup by row ids that an equation performs; None for other equations.
 
     Args:
       eqn: the equation.
-      row: layout of its first operand.
+      row: layout of its first operand: the dimension along which the table's rows are.
       producers: for each variable, the equation that computes it.
     """
     name, read = eqn.primitive.name, eqn.invars[0]

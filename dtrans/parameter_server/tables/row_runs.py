@@ -1,8 +1,9 @@
-"""Static slices of tables, such as `emb[3:7]`, as lookups of consecutive rows.
+"""Static slices of tables, such as `emb[3:7]`, rewritten as lookups of consecutive rows.
 
-JAX writes a static slice as `slice`, and its derivative as a `pad` with zeros. This module replaces
-them by `dynamic_slice`, and by a `dynamic_update_slice` of zeros. Both have the first row as an
-operand, like other lookups. Their results are the same, bit for bit.
+The search for tables recognises lookups by row ids only. JAX writes a static slice as `slice`, and
+its derivative as a `pad` with zeros. This module replaces them by `dynamic_slice`, and by a
+`dynamic_update_slice` of zeros. These operations take the first row as an operand, like other
+lookups. Their results are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from dtrans.step.halves import divide_step
 
 
 def with_row_runs(main: Program, sparse: Mapping[str, Rows] | str | None, most: int) -> Program:
-    """Return the step with lookups in place of the static slices of each leaf that becomes a table.
+    """Return the step with lookups in place of static slices of tables, such as `emb[3:7]`.
 
     Args:
       main: the traced step.
       sparse: as in `dtrans.pserver`.
-      most: with "auto", a step looks up at most one row in `most` rows of a table.
+      most: with `sparse="auto"`, a leaf becomes a table if a step looks up at most one in `most`
+        rows.
     """
     if sparse is None or not main.args:
         return main
@@ -47,7 +49,7 @@ def with_row_runs(main: Program, sparse: Mapping[str, Rows] | str | None, most: 
 
 
 def _with_starts(main: Program, names: Collection[str]) -> Program:
-    """Replace the static slices of some leaves, and the derivatives of static slices."""
+    """Return the step without static slices of some leaves, and without their derivatives."""
     leaves: list[Atom] = [main.invars[n] for n in names]
     shapes = {v.aval.shape for v in leaves}
     b = Builder(main.jaxpr)
@@ -83,11 +85,13 @@ def _is_run(eqn: JaxprEqn, leaves: Collection[Atom]) -> bool:
 
 
 def _is_padded_run(eqn: JaxprEqn, shapes: Collection[tuple[int, ...]]) -> bool:
-    """Return True if an equation adds rows of zeros before and after some rows.
+    """Return True if an equation adds rows of zeros before and after its rows.
+
+    Such an equation is the derivative of a static slice.
 
     Args:
       eqn: the equation.
-      shapes: shapes that the result may have.
+      shapes: the shapes of tables. The result must have one of them.
     """
     if eqn.primitive.name != "pad" or eqn.outvars[0].aval.shape not in shapes:
         return False

@@ -1,9 +1,10 @@
-"""Updates of servers, written for the rows that trainers looked up.
+"""Updates of servers, written for only those table rows that trainers looked up.
 
-A program has a fixed number of rows, its *capacity*. An update gets the looked-up rows, padded to
-the capacity with rows whose gradient is zero. To compile few programs, updates have capacities that
-are powers of two (`room_for`). Programs that initialise rows, or apply missed updates, have
-capacities 16, 128, 1024, ... (`rooms`). `dtrans.slicing.server_update` writes the updates.
+A compiled program has a fixed number of rows, its *capacity*. But each step looks up another number
+of rows. So an update gets the looked-up rows, padded to the capacity with rows of zero gradient. To
+compile few programs, updates have capacities that are powers of two (`room_for`). Programs that
+initialise rows, or apply missed updates, have capacities 16, 128, 1024, ... (`rooms`).
+`dtrans.slicing.server_update` writes the updates.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MOST = 1 << 16  # capacities in `rooms` grow up to this number of rows
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableBlock:
-    """Block of a table on one server.
+    """Part of a table's rows that one server stores.
 
     Attributes:
       leaf: name of the table.
@@ -33,15 +34,17 @@ class TableBlock:
       gradients: maps each trainer id to the name under which the trainer sends gradients of the
         block.
       updates_all: True if each update runs on all rows.
-      moves: True if an update also changes rows that no trainer looked up, or the optimizer state
-        of such rows. Servers apply these changes later, before a trainer reads the row.
-      leaf_moves: True if an update also changes rows of the leaf that no trainer looked up.
+      moves: True if an update also changes rows that no trainer looked up, or their optimizer
+        state, for example by momentum. Servers apply these changes later, before a trainer reads
+        the row.
+      leaf_moves: True if such changes include the rows of the leaf, not only their optimizer state.
       rests: initial value of each state array, by name, if rows keep these values until their first
         lookup; otherwise None.
       limit: the maximum number of rows of the block that the server may create; None for no limit.
       on_trainers: True if trainers store the rows that they looked up (GEO-SGD).
-      staleness: the maximum number of updates that prefetched rows may miss.
-      row_filter: the condition for the admission of rows; None if the first lookup creates a row.
+      staleness: the maximum number of updates that are missing in a prefetched row.
+      row_filter: the condition under which the server begins to store a row; None if the first
+        lookup creates the row.
     """
 
     leaf: str
@@ -70,8 +73,9 @@ class ServedTables:
 
     Attributes:
       blocks: the server's blocks of tables, by name.
-      sized: function that takes the capacity of each block, by name, and returns a
-        `listen_and_serv` equation for blocks of these sizes.
+      sized: function that returns a `listen_and_serv` equation for other numbers of rows:
+        `sized({"params/emb.block0": 64})`. A server calls it when a step looks up more rows than
+        before.
     """
 
     blocks: Mapping[str, TableBlock]
@@ -106,7 +110,12 @@ def rooms(count: int) -> Iterator[tuple[int, int, int]]:
 
 
 def resized(placement: Placement, sizes: Mapping[str, int]) -> Placement:
-    """Return a placement whose blocks have the numbers of rows in `sizes`, by block name."""
+    """Return a placement with other numbers of rows in some blocks.
+
+    Args:
+      placement: the placement to copy.
+      sizes: the new numbers of rows, by block name.
+    """
 
     def resize(b: Block) -> Block:
         if b.name not in sizes:
@@ -119,12 +128,14 @@ def resized(placement: Placement, sizes: Mapping[str, int]) -> Placement:
 
 
 def mark_tables(placement: Placement, tables: Mapping[str, Any]) -> Placement:
-    """Set `is_table` for the blocks of tables, and return the new placement.
+    """Return the placement with `is_table` set for all blocks of tables.
 
-    The updates of such blocks are written for a range of rows, even if a block is the full leaf.
+    The writer of updates treats marked blocks as a range of rows, even if a block is the full leaf.
+    So the update can later be written for another number of rows.
 
     Args:
-      tables: a mapping whose keys are the names of tables.
+      placement: the placement to copy.
+      tables: a mapping with the names of tables as keys.
     """
 
     def mark(b: Block) -> Block:

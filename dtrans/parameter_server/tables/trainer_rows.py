@@ -35,7 +35,10 @@ from dtrans.rows.writer import RowWriter
 
 
 class _TableRows:
-    """Rows of each table that a step looks up (an implementation of `BlockRows`).
+    """Rows of each table that a step looks up.
+
+    This class implements `BlockRows`, the interface by which a `RowWriter` finds the rows of a
+    program.
 
     Attributes:
       sizes: for each table, the number of looked-up rows.
@@ -63,6 +66,9 @@ def _pick(
     positions: dict[tuple[Any, ...], Atom], w: RowWriter, eqn: JaxprEqn, step: Step
 ) -> list[Var] | None:
     """Write an equation that reads rows by id, or adds to rows; return its outputs.
+
+    The written equation works on the fetched rows. So it uses a row's position among the fetched
+    rows in place of the row's id.
 
     Args:
       positions: a cache that forward and backward share: for each array of row ids, the array of
@@ -244,7 +250,12 @@ class TableWriter:
 
 @functools.cache
 def _component(component: int | None, count: int) -> Callable[[jax.Array], jax.Array]:
-    """Return a function that takes row ids from the operand of a pick (see `RowPick`)."""
+    """Return a function that extracts row ids from the operand of a lookup.
+
+    Args:
+      component: column of the row ids in index vectors; None if the operand contains only row ids.
+      count: the number of consecutive rows that each lookup reads.
+    """
 
     def fn(operand: jax.Array) -> jax.Array:
         ids = jnp.ravel(operand) if component is None else operand[..., component]
@@ -257,7 +268,7 @@ def _component(component: int | None, count: int) -> Callable[[jax.Array], jax.A
 def _with_position(
     component: int, rows: int, outside: str
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return a function that replaces the row id in index vectors by its position in sorted ids.
+    """Return a function that replaces row ids in index vectors by positions among the fetched rows.
 
     Args:
       component, outside: as in `RowPick`.
@@ -276,7 +287,14 @@ def _with_position(
 
 @functools.cache
 def _position(rows: int, outside: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Return a function from row ids to their positions in sorted ids (see `_with_position`)."""
+    """Return a function that maps row ids to their positions in the sorted ids of fetched rows.
+
+    For the sorted ids [3, 8, 9], the function maps 8 to 1.
+
+    Args:
+      rows: number of rows of the table.
+      outside: treatment of ids outside the table, as in `RowPick`.
+    """
 
     def fn(numbers: jax.Array, uniq: jax.Array) -> jax.Array:
         ids = numbers.astype(uniq.dtype)

@@ -1,10 +1,10 @@
 """Row ids before JAX truncates them to 32 bits.
 
-`emb[ids]` traces to a gather with 32-bit ids. JAX truncates 64-bit ids without a warning, so an id
-out of range can select a wrong row. Trainers must detect such ids. So this module writes equations
-that compute the ids again from the 64-bit values. To find these values, it goes back through the
-equations that JAX adds for an index: they resolve negative ids, and concatenate the indices of
-several dimensions.
+JAX truncates 64-bit ids to 32 bits without a warning, so an id out of range can select a wrong row.
+A trainer must raise an error instead. So this module writes equations that compute the ids of
+`emb[ids]` again from the 64-bit values. To find these values, it goes back through the equations
+that JAX adds for an index: they resolve negative ids, and concatenate the indices of several
+dimensions.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ _OF_INDEXES = frozenset(
 
 
 class WideNumbers:
-    """Writer of equations that compute row ids without a narrowing cast.
+    """Writer of equations that compute row ids without a cast to fewer bits.
 
     Args:
       b: builder of the trainer's program.
       producers: for each variable of the step, the equation that computes it.
-      read_full: function of an atom of the step that returns its value in the trainer's program.
+      read_full: function from a variable of the user's step to the equal value in the trainer's
+        program.
     """
 
     def __init__(
@@ -43,9 +44,14 @@ class WideNumbers:
         self._found: dict[Var, Atom | None] = {}
 
     def component(self, atom: Atom, component: int) -> tuple[Atom, int]:
-        """Return the array that contains one component of index vectors, and its position there.
+        """Return the array that contains the row ids among index vectors, and their column in it.
 
-        If the index vectors are a concatenation, the array is the operand with the component.
+        JAX concatenates the indices of several dimensions into index vectors. For a concatenation,
+        the result is the operand that contains the column.
+
+        Args:
+          atom: the array of index vectors, along its last dimension.
+          component: the column with the row ids.
         """
         eqn = self._producers.get(atom) if isinstance(atom, Var) else None
         if eqn is None or eqn.primitive.name != "concatenate":
@@ -58,7 +64,7 @@ class WideNumbers:
         return atom, component
 
     def of(self, atom: Atom) -> Atom:
-        """Return row ids computed without a narrowing cast, as a value of the trainer's program."""
+        """Return row ids with their original number of bits, as a value of the program."""
         wide = self._wide(atom)
         if wide is None:
             return self._read_full(atom)

@@ -56,7 +56,7 @@ from dtrans.step.halves import Gradient
 
 @dataclasses.dataclass(frozen=True)
 class _Other:
-    """Value that the analysis does not know.
+    """Unknown value in the analysis of an update.
 
     Attributes:
       reads: inputs on which the value depends; each is an array with one entry for each row.
@@ -72,11 +72,11 @@ _Kind = Any
 
 @dataclasses.dataclass(frozen=True)
 class _Condition:
-    """Boolean, or index of a branch, that decides values of new rows.
+    """Boolean, or index of a branch, on which the new values of a row depend.
 
     Attributes:
       var: the variable of the update that is the condition.
-      outcomes: its possible values.
+      outcomes: its possible values, such as True and False.
       text: description for users of the equation that computes the condition.
     """
 
@@ -252,7 +252,15 @@ def _follow(
 
 
 def _skips(analysis: RowAnalysis, leaf: str, assumed: Mapping[Var, _Kind]) -> bool:
-    """Return True if, with the assumed outcomes, the update changes no row for any gradient."""
+    """Return True if the update changes no row, for any gradient, in steps with these outcomes.
+
+    For example, `optax.apply_if_finite` skips the update if a gradient is not finite.
+
+    Args:
+      analysis: row analysis of the update.
+      leaf: name of the table.
+      assumed: the outcome of each condition in the update, by the condition's variable.
+    """
     followed = _follow(analysis, leaf, assumed=assumed, any_gradient=True)
     rows = _arrays_with_rows(analysis, leaf)
     return all(are_equal(followed.kind(analysis.outputs[n]), Alias(v)) for n, v in rows.items())
@@ -261,13 +269,14 @@ def _skips(analysis: RowAnalysis, leaf: str, assumed: Mapping[Var, _Kind]) -> bo
 def _decider(
     cases: Sequence[_FollowedRow], holds: Sequence[bool], text_of: Mapping[Var, str]
 ) -> str:
-    """Return a text that names the condition on which a property of the cases depends.
+    """Return a description of the condition that decides if a property holds; empty if none does.
 
-    Each case assumes outcomes of conditions. The function pairs each case that has the property
-    with each case that lacks the property. The text names a condition in which the most similar
-    pair differs. The text is empty if all cases or no cases have the property.
+    The update is evaluated in several cases, with different outcomes of its conditions. The
+    function compares each case that has the property with each case that lacks it. It chooses a
+    condition in which the most similar pair differs.
 
     Args:
+      cases: the evaluations of the update.
       holds: for each case, True if it has the property.
       text_of: maps the variable of a condition to the condition's description.
     """
@@ -288,7 +297,10 @@ def _decider(
 
 
 def constant_outputs(program: Program) -> dict[str, Any]:
-    """Return {name: number} for the outputs of an init that are filled with one number."""
+    """Return the outputs of an init that are filled with one number, as {name: number}.
+
+    For Adam, these are the moments, which begin with zeros.
+    """
     followed = _FollowedRow("", Flow({}), program.inner.eqns, {})
     found = {}
     for n, a in program.outvars.items():
