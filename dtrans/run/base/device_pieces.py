@@ -1,7 +1,8 @@
-"""Pieces of a trainer's program that several devices run together.
+"""Pieces of a program that the devices of one trainer run together.
 
-The program of one device is cut into pieces and communication (`dtrans.run.base.segments`).
-`map_pieces` maps each piece over the devices. Between two pieces, a value has one of three layouts:
+A trainer may have a mesh of devices. The program of one device is cut into pieces, with
+communication between them (`dtrans.run.base.segments`). `map_pieces` maps each piece over the
+devices. Between two pieces, a value has one of three layouts:
 
     divided      an input of the program, in full. Each device gets its part of the dimensions that
                  the devices divide
@@ -41,7 +42,7 @@ def map_pieces(
     spread: Spread,
     among_devices: Collection[Primitive],
 ) -> Segments:
-    """Map each piece of a device's program over the devices.
+    """Convert the pieces of one device's program to pieces that all devices of a trainer compute.
 
     Args:
       pieces: the program of one device, cut at its communication with other roles.
@@ -82,7 +83,7 @@ def map_pieces(
 
 
 def _with_padding(fn: Function, ins: Sequence[AxisSharding], sizes: Mapping[str, int]) -> Function:
-    """Return a function that pads each divided dimension of an operand, so that parts are equal.
+    """Return a function that pads its operands, so that all devices get parts of equal size.
 
     Args:
       fn: function of padded arrays.
@@ -108,7 +109,7 @@ def place_arrays(
     dims: Mapping[str, Mapping[str, int]],
     mesh: Mesh,
 ) -> list[Any]:
-    """Put full inputs or outputs of a program on the devices of a mesh, divided like the inputs.
+    """Put inputs or outputs of a program on a mesh of devices, divided like the inputs.
 
     If the devices cannot divide a dimension into equal parts, the array is replicated. `map_pieces`
     then pads it.

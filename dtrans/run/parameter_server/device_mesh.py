@@ -1,7 +1,7 @@
-"""Trainers that are meshes of devices: pieces of their programs, and the devices of a process.
+"""Trainers with several devices each: their programs are divided among the devices of a mesh.
 
-`simulated_pieces` maps the pieces over devices that one device simulates. `DeviceMesh` maps them
-over real devices, for a trainer process.
+`simulated_pieces` runs a trainer's program on one device, which simulates the mesh. `DeviceMesh`
+runs it on real devices, in the process of a trainer.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from dtrans.run.base.spmd import on_mesh, on_one_device
 
 
 def simulated_pieces(devices: TrainerDevices, program: Program, rules: Rules) -> Segments:
-    """Cut the program of one device, and map its pieces over devices that one device simulates.
+    """Return a trainer's program as pieces, for one device that simulates the trainer's mesh.
 
     Args:
-      devices: the devices of a trainer.
+      devices: the axes of the trainer's mesh.
       program: the program of the trainer.
       rules: implementations of the communication primitives that pieces compute.
     """
@@ -59,7 +59,7 @@ def _index(rules: Rules, *, over: tuple[str, ...]) -> Sequence[Any]:
 
 
 class DeviceMesh:
-    """Devices of the trainer in this process, which run one of its programs.
+    """Mesh of devices that runs the program of the trainer in this process.
 
     Args:
       devices: the axes of the mesh.
@@ -78,7 +78,7 @@ class DeviceMesh:
 
     @classmethod
     def from_program(cls, program: Program) -> DeviceMesh | None:
-        """Return the devices that run a trainer's program; None for any other program."""
+        """Return the mesh of a trainer's program; None if the program runs on one device."""
         plan = program.plan
         if not isinstance(plan, PServerPlan) or plan.devices is None:
             return None
@@ -86,7 +86,7 @@ class DeviceMesh:
         return None if of_device is None else cls(plan.devices, of_device)
 
     def cut(self, rules: Rules, **options: Any) -> Segments:
-        """Cut the device's program into pieces, and map them over the devices.
+        """Return the program as compiled pieces, which all devices compute together.
 
         Args:
           rules: implementations of the communication primitives that pieces compute.
@@ -96,11 +96,11 @@ class DeviceMesh:
         return _cut(self._devices, self._program, rules, spread, **options)
 
     def place(self, names: Sequence[str], arrays: Sequence[Any]) -> list[Any]:
-        """Put full inputs or outputs of the trainer's program on the devices.
+        """Put inputs or outputs of the trainer's program on the devices, which divide some of them.
 
         Args:
           names: the names of the inputs or outputs.
-          arrays: the arrays.
+          arrays: the full arrays.
         """
         return place_arrays(names, arrays, self._program.dims, self._mesh)
 

@@ -53,10 +53,10 @@ class PushQueue(Protocol):
         """
 
     def received(self) -> int:
-        """Return the number of pushes that the servers have applied in the newest parameters."""
+        """Return the number of pushes (messages of changes) that the newest parameters include."""
 
     def barrier(self) -> None:
-        """Wait until the newest parameters include all queued pushes."""
+        """Wait until the newest parameters from the servers include all queued changes."""
 
 
 class GeoTrainer:
@@ -286,7 +286,7 @@ class GeoTrainer:
         self._communicator.put(group, steps)
 
     def received(self) -> int:
-        """Return the number of pushes that the newest received parameters include.
+        """Return the number of pushes (messages with changes) that the newest parameters include.
 
         After a failure, return -1 until the trainer has looked up its rows of tables again.
         """

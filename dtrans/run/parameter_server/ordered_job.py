@@ -92,7 +92,7 @@ class Turn:
     reports: bool
 
     def label(self, result: str) -> str:
-        """Prefix a result's name with this turn's trainer and batch: "trainer 0/batch 1/loss"."""
+        """Return a unique name for a result of this step, such as "trainer 0/batch 1/loss"."""
         return f"trainer {self.trainer}/batch {self.batch}/{result}"
 
 
@@ -724,15 +724,15 @@ class _OrderedTrainer:
         self._pushes += 1
 
     def received(self) -> int:
-        """Return the number of pushes, because every push is answered at once."""
+        """Return the number of pushes so far: the servers apply each push (changes) at once."""
         return self._pushes
 
     def newest(self) -> Mapping[str, Any]:
-        """Return the answer to the last push. See `PushQueue.newest`."""
+        """Return the servers' answer to the last push of changes. See `PushQueue.newest`."""
         return self._answer
 
     def barrier(self) -> None:
-        """Do nothing, because every push is answered at once."""
+        """Do nothing, because the servers answer each push of changes at once."""
 
 
 def _fake_init(eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:

@@ -170,7 +170,11 @@ class GeoCuts(TrainerCuts):
         return [int(path.stem) for path in self._path(0).parent.glob("[0-9]*.npz")]
 
     def _pushes(self) -> dict[Path, int]:
-        """Return a map from the file of each push to the number of steps pushed up to this push."""
+        """Return the files that list the rows of each push (message with changes of parameters).
+
+        Returns:
+          A map from the path of a file to the number of steps that were pushed up to this push.
+        """
         paths = self._path(0).parent.glob("push-*.npz")
         return {path: int(path.stem.removeprefix("push-")) for path in paths}
 

@@ -50,7 +50,7 @@ class LeafCuts(TrainerCuts):
         self._first = 0  # number of steps before the current epoch (part of the job)
 
     def prepare(self, executor: Executor) -> None:
-        """Do nothing: the servers' state is complete without this trainer's leaves."""
+        """Do nothing: this trainer's arrays are not needed before it receives parameters."""
 
     def begin(self, executor: Executor, first: Any) -> tuple[tuple[Any, ...], int]:
         """Return the trainer's first state, and the number of steps that the job took before this

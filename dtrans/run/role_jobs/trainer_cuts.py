@@ -88,7 +88,7 @@ class TrainerCuts(ABC):
         return self._name.replace(" ", "-")
 
     def _leaves(self, state: tuple[Any, ...]) -> dict[str, Any]:
-        """Return the leaves of a state, by name."""
+        """Return the arrays of a trainer's state, by name."""
         found: dict[str, Any] = {}
         # without GEO-SGD, a state has no opt_state
         specs = zip(self._plan.trainer_specs, ("params", "opt_state"), state, strict=False)
@@ -97,7 +97,7 @@ class TrainerCuts(ABC):
         return found
 
     def _replace(self, state: tuple[Any, ...], leaves: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return a state with other values of some leaves."""
+        """Return a trainer's state in which some arrays are replaced, by name."""
         new = {**self._leaves(state), **leaves}
         specs = self._plan.trainer_specs[: len(state)]
         return tuple(spec.unflatten_named(new) for spec in specs)

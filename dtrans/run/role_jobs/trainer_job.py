@@ -258,11 +258,11 @@ class TrainerJob(RoleJob):
         return self._requests.tables
 
     def save(self, name: str, *, wait: bool = True) -> None:
-        """Save a checkpoint on the servers while the job runs. Each server writes its blocks.
+        """Save a checkpoint while the job runs; the servers write it.
 
         Servers take a snapshot, and write it during the next steps. The snapshot is the state after
         this trainer's last step. With synchronous trainers, it includes that step of all trainers.
-        With `dtrans.Geo`, it is the state after this trainer's last push.
+        With `dtrans.Geo`, it is the state after this trainer last sent its changes to the servers.
 
         Servers need a folder: `job.serve(state, checkpoints=folder)`. The checkpoint is
         `folder/name`, for `dtrans.checkpoint.load` and `restore`. One trainer's call is enough. If

@@ -129,12 +129,14 @@ class BackgroundLookups:
 def receive_local_rows(
     ids: Mapping[str, np.ndarray], leaves: Mapping[str, Leaf], receive: Receive
 ) -> dict[str, np.ndarray]:
-    """Return the servers' values of rows of several tables, by name of the table.
+    """Receive rows of several tables from the servers; return the rows by name of the table.
+
+    A GEO-SGD trainer calls this function after a failure, for the rows that it stores.
 
     Args:
       ids: sorted ids of the rows, by name of the table.
-      leaves: the tables, by name.
-      receive: function that receives rows.
+      leaves: for each table by name, its servers and the names of its blocks.
+      receive: function that requests rows and waits for them.
     """
     found: dict[str, np.ndarray] = {}
     lookups: dict[str, list[WantedRows]] = {}

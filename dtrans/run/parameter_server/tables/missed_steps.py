@@ -188,7 +188,7 @@ class MissedSteps:
         return self._records.nbytes > MOST_BYTES
 
     def forget(self) -> None:
-        """Drop the records of updates. Before this call, all rows must have caught up."""
+        """Drop the records of updates. Before this call, no row may have skipped updates."""
         self._records.forget()
 
     def make_up(self, slots: np.ndarray, arrays: dict[str, np.ndarray]) -> None:

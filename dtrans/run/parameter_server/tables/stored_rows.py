@@ -79,7 +79,7 @@ class StoredRows:
         return self._directory
 
     def slots(self, ids: np.ndarray) -> np.ndarray:
-        """Return the slot (index in memory) of each row; negative for a row that does not exist."""
+        """Return each row's slot (index in memory); negative for a row that does not exist."""
         return ids if self._directory is None else self._directory.find(ids)
 
     def ids(self, slots: np.ndarray) -> np.ndarray:
@@ -159,7 +159,7 @@ class StoredRows:
             self._directory.put(ids, changed)
 
     def to_move(self, slots: np.ndarray) -> np.ndarray:
-        """Return the slots of the rows that `remove` would move to other slots.
+        """Return the slots (indices in memory) of the rows that `remove` would move.
 
         Args:
           slots: as for `remove`.
@@ -168,10 +168,10 @@ class StoredRows:
         return np.setdiff1d(np.arange(left, self.count), slots, assume_unique=True)
 
     def remove(self, slots: np.ndarray, changed: int) -> None:
-        """Remove rows, and free their memory. The last rows move to the free slots.
+        """Remove rows, and free their memory. The last rows in memory move to the free places.
 
         Args:
-          slots: increasing slots.
+          slots: increasing indices in memory of the rows to remove.
           changed: number to record for the removed rows, as in `RowSegment.changed`.
         """
         assert self._directory is not None

@@ -397,7 +397,9 @@ class TableMemory:
         return self.stored.has_gaps and ids is not self._found[0]
 
     def note_slots(self, ids: np.ndarray, slots: np.ndarray, *, all_exist: bool) -> None:
-        """Record the slots of rows, which a search in several tables has found.
+        """Record the slots (indices in memory) of rows, after a search in several tables.
+
+        The next read of the same rows needs no search.
 
         Args:
           ids: the ids of the rows.
@@ -407,7 +409,7 @@ class TableMemory:
         self._found = ids, slots, all_exist
 
     def _make(self, ids: np.ndarray, missing: np.ndarray) -> np.ndarray:
-        """Initialize and store rows that do not exist; return their slots.
+        """Initialize and store rows that do not exist; return their slots (indices in memory).
 
         Args:
           ids: the ids of the rows.
@@ -424,7 +426,9 @@ class TableMemory:
     def append(
         self, ids: np.ndarray, rows: Sequence[np.ndarray], changed: np.ndarray
     ) -> np.ndarray:
-        """Store rows that do not exist; return their slots, to be entered into the hash table.
+        """Store rows that do not exist; return their slots (indices in memory).
+
+        The caller enters the slots into the hash table.
 
         Args:
           ids: the ids of the rows.

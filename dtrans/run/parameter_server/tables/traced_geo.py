@@ -162,10 +162,10 @@ class TracedCachedRows(CachedRows):
 
 
 def _start(ids: np.ndarray, rows: Sequence[Any]) -> CachedRows:
-    """Return the `CachedRows` of a trainer at the start of a traced step.
+    """Return the rows of a table that a GEO-SGD trainer stores at the start of a traced step.
 
     Args:
-      ids: padded ids of the local rows.
+      ids: padded ids of these rows.
       rows: the table with all rows, followed by each array of its row state.
     """
     ids = ids[ids < len(ids)]
