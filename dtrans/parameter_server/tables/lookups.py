@@ -55,6 +55,7 @@ from dtrans.rows.normalize import inline_inside
 from dtrans.rows.rules import Step, rows_of_operands
 from dtrans.step.forward_backward import half_equations
 from dtrans.step.halves import DividedStep
+from dtrans.step.marks import mark_p
 
 
 RowIds = tuple[Atom, int | None, str, int]
@@ -325,6 +326,7 @@ def _zero_elsewhere(eqns: Sequence[JaxprEqn], flow: Flow, zeros: _Zeros) -> set[
             if not a.val if isinstance(a, Literal) else a in found:
                 at.append(i)
         is_zero = 0 in at and isinstance(flow.steps.get(number), RowPick) and adds_rows(eqn)
+        is_zero |= 0 in at and eqn.primitive is mark_p
         if at and not is_zero:
             factors = zeros_by(eqn, at)
             is_zero = factors is not None

@@ -127,12 +127,14 @@ def test_auto_leaves_long_slices_alone() -> None:
 # -- norms -----------------------------------------------------------------------------------------
 
 
-def reporting(tx: Any, report: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+def reporting(
+    tx: Any, report: Callable[[Any, Any], Any], differentiate: Any = jax.value_and_grad
+) -> Callable[..., Any]:
     """Return a step with the result `report(params, gradients)`."""
 
     def step(params: Any, state: Any, ids: Any, y: Any) -> Any:
         loss = lambda p: mse(p["emb"][ids[:, 0]] + p["emb"][ids[:, 1]], p, y)
-        value, grads = jax.value_and_grad(loss)(params)
+        value, grads = differentiate(loss)(params)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, (value, report(params, grads))
 
@@ -154,22 +156,25 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def reporting_plan(tx: Any, report: Any, sparse: Any) -> tuple[Any, Any, Any]:
+def reporting_plan(
+    tx: Any, report: Any, sparse: Any, differentiate: Any = jax.value_and_grad
+) -> tuple[Any, Any, Any]:
     def init() -> Any:
         emb = jax.random.normal(jax.random.key(0), (V, D))
         params = {"emb": emb, "w": jnp.linspace(-1, 1, 2 * D)}
         return params, tx.init(params)
 
-    step = reporting(tx, report)
+    step = reporting(tx, report, differentiate)
     ids, y = batches(1)[0]
     main = dtrans.trace(step, *init(), ids, y)
     servers = "127.0.0.1:1,127.0.0.1:2"
     return dtrans.pserver(main, dtrans.trace(init), pservers=servers, sparse=sparse), step, init
 
 
+@pytest.mark.parametrize("differentiate", [jax.value_and_grad, dtrans.value_and_grad])
 @pytest.mark.parametrize("name", REPORTS)
-def test_a_norm_of_gradients_reads_the_rows_of_the_batch(name: str) -> None:
-    plan, step, init = reporting_plan(optax.adam(0.1), REPORTS[name], DENSE)
+def test_a_norm_of_gradients_reads_the_rows_of_the_batch(name: str, differentiate: Any) -> None:
+    plan, step, init = reporting_plan(optax.adam(0.1), REPORTS[name], DENSE, differentiate)
     job, given = plan.simulate(), batches()
     state, (params, opt_state) = job.init(), init()
     for batch in given:
