@@ -246,7 +246,7 @@ class ServerCuts:
           counts: for an asynchronous server, the number of steps of each trainer in the state.
           state: the server's arrays, by name.
           mark: the run and the step.
-          is_early: as for `RoleFolder.note_cut`.
+          is_early: True if the state may lack evictions of table rows after the step.
         """
         assert mark.step is not None
         path = self._path(mark.step)

@@ -248,7 +248,7 @@ class ServerSaves:
         Args:
           counts: for an asynchronous server, the number of steps of each trainer.
           cuts: writer of the cut; None for the writer of this server's cuts.
-          is_early: as for `ServerCuts.write`.
+          is_early: True if the state may lack evictions of table rows after the step.
         """
         cuts = self._cuts if cuts is None else cuts
         assert cuts is not None
