@@ -1,4 +1,4 @@
-"""Emitter of a Kubernetes JobSet (`jobset.x-k8s.io/v1alpha2`) from a role table.
+"""Writer of a Kubernetes JobSet (`jobset.x-k8s.io/v1alpha2`) that starts a job's roles in pods.
 
 Servers are one Indexed job, and trainers another. The headless service of the JobSet resolves the
 host name `JOBSET-ROLE-0-INDEX.JOBSET` to a pod. A pod reads its index from an annotation, which

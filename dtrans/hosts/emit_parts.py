@@ -1,8 +1,8 @@
-"""Values that every emitter writes: a job's command, shared variables, counts and name.
+"""Values that are equal in all files for schedulers: command, shared variables, counts and name.
 
-A scheduler chooses the hosts when the job starts. So an emitted file itself computes the variables
-that depend on hosts: the variables of `Role.environment`, and DTRANS_STATUS_ENDPOINT. All other
-values come from the role table.
+A scheduler chooses the hosts when the job starts. So the file itself computes the variables that
+depend on hosts: the variables of `Role.environment`, and DTRANS_STATUS_ENDPOINT. All other values
+come from the table of roles.
 """
 
 from __future__ import annotations

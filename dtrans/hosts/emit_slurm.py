@@ -1,4 +1,4 @@
-"""Emitter of an `sbatch` file from a role table.
+"""Writer of an `sbatch` file, with which Slurm starts a job's roles.
 
     emit_slurm(table)           one node per process: a heterogeneous job of servers and trainers,
                                 or plain `srun` if all processes are trainers

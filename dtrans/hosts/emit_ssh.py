@@ -1,7 +1,8 @@
-"""Emitter of a POSIX shell script that starts the roles of a table by ssh.
+"""Writer of a shell script that starts a job's roles on hosts by ssh.
 
-The script holds each remote shell's standard input open. The first line of this input is the token.
-When the script ends for any reason, the standard input closes, and the remote shell ends its role.
+The script keeps the standard input of each remote shell open. The first line of this input is the
+job's token. When the script ends for any reason, the input closes, and the remote shell ends its
+role.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Emitter of a TorchX component from a role table: a Python file that defines an `AppDef`.
+"""Writer of a TorchX component: a Python file that defines a job's roles as an `AppDef`.
 
 TorchX fills in `${replica_id}` and `${app_id}` when it starts a replica. Each scheduler names the
 hosts of replicas differently. So the user passes a pattern for host names, with `{i}` for the index

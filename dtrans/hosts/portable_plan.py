@@ -124,8 +124,9 @@ class PortablePlan:
 
 
 def pickled(value: Any, cloudpickle: Any) -> bytes:
-    """Pickle a value: functions by value, JAX primitives by the name of their module variable.
+    """Pickle a value for a process on another node, in which JAX has other primitive objects.
 
+    Functions are pickled by value, and JAX primitives by the name of their module variable.
     cloudpickle stores a closure with the globals that it reads, which may include primitives. JAX
     compares primitives by identity, so the other process must use its JAX's primitives.
 

@@ -89,7 +89,7 @@ class RoleEntry:
 
     @property
     def index(self) -> int:
-        """The role's index among the roles of its kind."""
+        """Index of the process among the trainers, or among the servers: 1 for `trainer 1`."""
         return int(self.name.rpartition(" ")[2])
 
     @property
@@ -99,7 +99,7 @@ class RoleEntry:
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """The ports on which the host's roles listen."""
+        """Ports on which this process listens; empty for a trainer of parameter servers."""
         if not self.endpoint:
             return ()
         return (split_endpoint(self.endpoint)[1],)
@@ -439,7 +439,13 @@ def _each(what: str, total: int, processes: int) -> int:
 def _connected(
     count: int, endpoints: Sequence[str] | None, what: str = "process"
 ) -> tuple[Role, ...]:
-    """Return the roles of a job without servers, at `endpoints` or on loopback."""
+    """Return the roles of a job without servers, in which every trainer has an endpoint.
+
+    Args:
+      count: number of trainers.
+      endpoints: their endpoints; None for loopback.
+      what: "trainer" or "process", for errors.
+    """
     found = endpoints or _loopback(count)
     _check_count("endpoints", found, count, what)
     return trainer_roles(found)
@@ -480,7 +486,7 @@ def observer_endpoint(trainer_endpoints: Sequence[str]) -> str:
 
 
 def _environment(role: Role, user: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the variables of a role: the user's, and the variables that follow from the role."""
+    """Return all variables of a process: the user's, and those that follow from the role."""
     found: dict[str, str] = {}
     user = user or {}
     observers = observer_endpoint(role.trainer_endpoints)
@@ -542,7 +548,10 @@ Traffic = tuple[float, float]
 
 
 def _traffic(received: int | None, sent: int | None) -> Traffic:
-    """Return a server's traffic, or one byte in each direction if a number is unknown."""
+    """Return the bytes that a server receives and sends in a step; (1, 1) if they are unknown.
+
+    With equal numbers for all servers, placement still balances their numbers.
+    """
     if received is None or sent is None:
         return (1.0, 1.0)
     return (float(received), float(sent))
@@ -550,6 +559,8 @@ def _traffic(received: int | None, sent: int | None) -> Traffic:
 
 def servers_stand_alone(trainers: int, servers: Sequence[Traffic]) -> bool:
     """Return True if steps are faster with servers on separate hosts than on the trainers' hosts.
+
+    The answer is the placement with fewer bytes over the busiest network link.
 
     Args:
       trainers: number of trainers.

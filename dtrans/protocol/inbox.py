@@ -11,9 +11,9 @@ from dtrans.protocol import wire
 
 
 class Inbox:
-    """Receiver of named arrays (blocks) that arrive in several messages, such as gradients.
+    """Receiver of named arrays that arrive in several messages, such as gradients.
 
-    The pieces of a block arrive in order.
+    A named array in a message is called a *block*. The parts of a block arrive in order.
 
     Args:
       memory: maps the name of each block to contiguous memory for it.
@@ -26,10 +26,10 @@ class Inbox:
         self._refusal = refusal
 
     def take(self, message: wire.Message) -> None:
-        """Copy the pieces of a message to the blocks' memory.
+        """Copy the parts of arrays in a message to the memory of these arrays.
 
         Raises:
-          WireError: a piece of the message is not expected. No piece has been copied in this case.
+          WireError: the message has a part that is not expected. Then nothing is copied.
         """
         wire.unpack(message, self._target, self._arrived)
 
@@ -42,22 +42,22 @@ class Inbox:
 
     @property
     def begun(self) -> bool:
-        """Return True if bytes of any block have arrived."""
+        """Return True if the first bytes of any array have arrived."""
         return bool(self._arrived)
 
     def missing(self) -> list[str]:
-        """Return the names of the incomplete blocks."""
+        """Return the names of the arrays that have not arrived completely."""
         return [n for n in self.memory if not self.has_all(n)]
 
     def has_all(self, name: str) -> bool:
-        """Return True if all bytes of this block have arrived."""
+        """Return True if the array with this name has arrived completely."""
         return self.has_rows(name, slice(None))
 
     def has_rows(self, name: str, rows: slice) -> bool:
-        """Return True if the first rows of a block have arrived, up to the end of a slice.
+        """Return True if the first rows of an array have arrived, up to the end of a slice.
 
         Args:
-          name: name of the block.
+          name: name of the array.
           rows: slice of its rows; only its end counts.
         """
         due = self.memory[name]
@@ -66,36 +66,37 @@ class Inbox:
         return self._arrived.get(name, -1) >= due.nbytes
 
     def has_begun(self, name: str) -> bool:
-        """Return True if bytes of this block have arrived."""
+        """Return True if the first bytes of the array with this name have arrived."""
         return name in self._arrived
 
     def progress(self, name: str) -> str:
-        """Return the progress of a block: `8 of 32 bytes`."""
+        """Return a text about the received part of an array: `8 of 32 bytes`."""
         return f"{self._arrived.get(name, 0)} of {self.memory[name].nbytes} bytes"
 
     def renew(self, memory: Mapping[str, np.ndarray]) -> None:
-        """Replace the memory of blocks, for example when the number of their rows is known.
+        """Replace the memory of arrays, for example when the number of their rows is known.
 
-        No byte of these blocks has arrived yet.
+        No byte of these arrays has arrived yet.
 
         Args:
-          memory: the new memory, by the block's name.
+          memory: the new memory, by the array's name.
         """
         self.memory = {**self.memory, **memory}
 
     def drop(self, name: str) -> None:
-        """Stop expecting a block."""
+        """Stop expecting an array, and release its memory."""
         self.memory = {n: x for n, x in self.memory.items() if n != name}
         self._arrived.pop(name, None)
 
     def clear(self) -> None:
-        """Receive all blocks again from their first byte, for the next step."""
+        """Receive all arrays again from their first byte, for the next step."""
         self._arrived.clear()
 
     def phase(self) -> str:
-        """Describe the progress of the trainer that sends these blocks, for the job's status.
+        """Describe the progress of the trainer that sends these arrays, for `dtrans status`.
 
-        The text is "computing" until the first byte arrives.
+        For example, "sending: 1 of 3 gradients have arrived". The text is "computing" until the
+        first byte arrives.
         """
         if not self.begun:
             return "computing"

@@ -147,7 +147,7 @@ class CheckpointStatus:
 
 @dataclasses.dataclass(frozen=True)
 class TableStatus:
-    """Status of a block of a table.
+    """Numbers of rows of a table on one server, which stores a part of the table (a block).
 
     Attributes:
       name: name of the block.

@@ -255,6 +255,8 @@ class BlockUpdate(Protocol):
     def ready(self, arrived: Collection[str], used: Collection[str]) -> list[str]:
         """Return the names of the blocks that can be updated with the gradients that have arrived.
 
+        A block is a parameter's rows on this server.
+
         Args:
           arrived: names of the complete gradients.
           used: names of blocks to leave out, because this step has already updated them.
@@ -267,13 +269,18 @@ class BlockUpdate(Protocol):
         state: Mapping[str, Any],
         values: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Update one block with a trainer's gradient; wait for the result, and return it.
+        """Update one block (a parameter's rows on this server) with a trainer's gradient.
+
+        The method waits until the result is computed.
 
         Args:
           block: name of the block.
           grads: gradients by name.
-          state: the state before the update.
-          values: outputs of `begin` that the update reads.
+          state: the arrays of the server's state before the update, by name.
+          values: results of `begin` that the update reads, such as the learning rate.
+
+        Returns:
+          The changed arrays of the state, by name.
         """
 
     def create_rows(self, ids: Mapping[str, np.ndarray]) -> None:

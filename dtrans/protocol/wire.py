@@ -319,10 +319,10 @@ def _check_field(op: str, name: str, value: Any, kind: type | tuple[type, ...]) 
 
 
 def limits(blocks: Mapping[str, int]) -> tuple[int, int]:
-    """Return the limits of a job's messages.
+    """Return the largest sizes of messages that a job needs; larger messages are refused.
 
     Args:
-      blocks: size in bytes of each block that is sent or received in a step, by name.
+      blocks: size in bytes of each array that is sent or received in a step, by name.
 
     Returns:
       The size in bytes of the largest frame, and the maximum number of unread messages to one
