@@ -157,7 +157,7 @@ class StepUpdate(Protocol):
         """Arrays of the previous state, by name; None if the previous state is not stored."""
 
     def newest(self) -> dict[str, Any]:
-        """Return the arrays of the state by name. Later updates do not change their tables."""
+        """Return the arrays of the state by name. Each table is a snapshot of its rows."""
 
     def evict(self, name: str, unused_for: int) -> object:
         """Delete rows of a table, in a server that stores a copy of another server's state.

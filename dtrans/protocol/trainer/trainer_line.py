@@ -249,7 +249,9 @@ class TrainerLine(ServerConnection):
             log.warning("%s has waited %.0f s for %s: %s", self.me, waited, who, self._waits_for)
 
     def look(self, now: float) -> None:
-        """Raise DeadlineError if the awaited answer is late, or a reconnection takes too long.
+        """Raise DeadlineError if the awaited answer is late.
+
+        If a reconnection takes too long, the server counts as ended (`gone`).
 
         Args:
           now: the current time in seconds.
