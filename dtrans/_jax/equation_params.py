@@ -78,11 +78,12 @@ def with_bodies(eqn: JaxprEqn, new: Iterable[Any]) -> dict[str, Any]:
 
 
 def call_body(eqn: JaxprEqn, *, rules: bool) -> Any | None:
-    """Return the body of a call that can be inlined; None for other equations.
+    """Return the body of a call that dtrans may replace by this body; None for other equations.
 
-    After differentiation, custom derivative rules have no further use, so calls with such rules can
-    be inlined. The body of a `custom_linear_solve` is its `solve`. `jax.checkpoint` is never
-    inlined: the call keeps XLA from merging recomputed values.
+    Inlining calls lets analyses see one flat list of equations. After differentiation, custom
+    derivative rules have no further use, so calls with such rules can be inlined. The body of a
+    `custom_linear_solve` is its `solve`. `jax.checkpoint` is never inlined: the call keeps XLA from
+    merging recomputed values.
 
     Args:
       eqn: the equation.
@@ -135,7 +136,10 @@ def scan_iterations(length: int) -> dict[str, Any]:
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return (number of constants, number of carried operands) of a `scan`; the rest is scanned."""
+    """Return the numbers of constants and of carried operands of a `scan`.
+
+    All other operands are scanned.
+    """
     if "ft_in" in eqn.params:  # from jax 0.11, `ft_in` has one pytree for each kind of operand
         consts, carried, _ = map(len, eqn.params["ft_in"].unpack())
         return consts, carried
@@ -143,16 +147,19 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def closed_over(eqn: JaxprEqn) -> int:
-    """Return the number of leading `custom_vjp` operands that JAX does not differentiate."""
+    """Return the number of leading operands of a `custom_vjp` that JAX does not differentiate.
+
+    These are values that the function closes over. The result is 0 for other equations.
+    """
     if eqn.primitive.name == CUSTOM_VJP:
         return int(eqn.params.get("num_consts", 0))
     return 0
 
 
 def params_besides_bodies(eqn: JaxprEqn) -> dict[str, Any]:
-    """Return the parameters of an equation other than its bodies, to compare equations.
+    """Return the parameters of an equation other than its bodies, to compare two equations.
 
-    Equal scans may have different operand pytrees. So the numbers of constants and of carried
+    Two equal scans may have different operand pytrees. So the numbers of constants and of carried
     operands replace these pytrees.
     """
     found = {
@@ -167,7 +174,7 @@ def params_besides_bodies(eqn: JaxprEqn) -> dict[str, Any]:
 
 
 def while_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return (constants of the condition, constants of the body) of a `while`, as two numbers."""
+    """Return the numbers of constants of a `while`: first of its condition, then of its body."""
     return int(param(eqn, "cond_nconsts")), int(param(eqn, "body_nconsts"))
 
 

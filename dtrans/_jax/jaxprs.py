@@ -42,7 +42,10 @@ def is_traced(value: Any) -> bool:
 
 
 def map_bodies(params: Mapping[str, Any], fn: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return an equation's parameters; `fn` replaces each jaxpr in them, also inside tuples."""
+    """Return the parameters of an equation, with `fn` applied to each jaxpr in them.
+
+    The jaxprs are bodies of loops, branches and calls. They may be inside tuples.
+    """
 
     def mapped(value: Any) -> Any:
         if is_jaxpr(value):
@@ -164,19 +167,20 @@ class NamedJaxpr(HoldsJaxpr):
 
 
 def lowered_jaxpr(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
-    """Trace `fn` to a jaxpr without opaque `call_hi_primitive` equations.
+    """Trace `fn` to a jaxpr in which all equations are visible.
 
     With the flags `jax_remat3` and `jax_custom_vjp3`, JAX creates equations of the primitive
-    `call_hi_primitive`, which would hide gradients and marks. `Traced.lojax` lowers them. JAX
-    does not document `lojax`, but its name has no underscore (0.10.2, 0.11.0, head).
+    `call_hi_primitive`, which would hide gradients and marks. `Traced.lojax` lowers them. JAX does
+    not document `lojax`, but its name has no underscore (0.10.2, 0.11.0, head).
     """
     return jax.jit(fn).trace(*args).lojax.jaxpr
 
 
 def named_in_errors(wrapper: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Let JAX's errors name `fn`, its line and its arguments while JAX traces `wrapper`.
+    """Make JAX's errors name `fn`, its line and its arguments while JAX traces `wrapper`.
 
-    The wrapper must take the positional arguments of `fn`.
+    dtrans often traces a wrapper around the user's function. Without this, errors would name the
+    wrapper. The wrapper must take the positional arguments of `fn`.
     """
     inner = fn
     while isinstance(inner, functools.partial):
@@ -189,7 +193,7 @@ def named_in_errors(wrapper: Callable[..., Any], fn: Callable[..., Any]) -> Call
 
 
 def small_jaxpr(fn: Callable[..., Any], types: Sequence[Any]) -> ClosedJaxpr:
-    """Trace a function for arrays of these types; weak types stay weak."""
+    """Return the jaxpr of a function for operands of these types; weak types stay weak."""
     specs = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in types]
     jaxpr: Any = jax.make_jaxpr(fn)(*specs)
     return jaxpr
@@ -204,7 +208,7 @@ def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
 def live_part(
     jaxpr: Jaxpr, keep: Sequence[bool], always: Sequence[bool]
 ) -> tuple[Jaxpr, list[bool]]:
-    """Eliminate dead code, also in bodies.
+    """Return a jaxpr without dead code, also in bodies of loops, branches and calls.
 
     Args:
       jaxpr: the jaxpr.

@@ -1,4 +1,4 @@
-"""Origin of an equation: its name stack, source line, and author."""
+"""Origin of an equation: its name stack, its source line, and the function that created it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ def scope_of(eqn: JaxprEqn) -> str:
 
 
 def within_scope(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
-    """Return `eqn` with the name stack and traceback that it gets when call `outer` is inlined.
+    """Return an equation of a call's body, with the name stack and traceback that it needs outside.
 
-    The name stack of the call precedes the name stack of `eqn`. The traceback is the call's: JAX
-    traces a jitted function once, so equations of the body have the traceback of the first caller.
+    Use this function when a call is replaced by its body. The name stack of the call then precedes
+    the name stack of the equation. The traceback is the call's: JAX traces a jitted function once,
+    so equations of the body have the traceback of the first caller.
+
+    Args:
+      eqn: the equation of the body.
+      outer: the call.
     """
     info, call = eqn.source_info, outer.source_info
     stack = call.name_stack + info.name_stack if len(call.name_stack) else info.name_stack

@@ -1,9 +1,10 @@
-"""Properties of JAX's primitives: one record for each, which all analyses and writers read.
+"""Properties of JAX's primitives, such as "elementwise" or "linear": one record for each primitive.
 
-A property (*fact*) holds for all equations with the primitive, unless its field has a condition.
-`tests/test_jax_primitives.py` checks each fact on numbers, and finds primitives without a record.
-If a primitive has no record, dtrans assumes that its outputs depend on all entries of the operands,
-and warns (`dtrans.errors.UnknownPrimitiveWarning`).
+All analyses and writers of programs read these records. A property (*fact*) holds for all equations
+with the primitive, unless its field has a condition. `tests/test_jax_primitives.py` checks each
+fact on numbers, and finds primitives without a record. If a primitive has no record, dtrans assumes
+that its outputs depend on all entries of the operands, and warns
+(`dtrans.errors.UnknownPrimitiveWarning`).
 
 Rules that need code are in the modules that use them, such as `dtrans.rows.rules`. Accessors of the
 parameters of loops, branches and calls are in `dtrans._jax.equation_params`.
@@ -305,7 +306,10 @@ def facts_of(eqn: JaxprEqn) -> PrimitiveFacts:
 
 
 def linear_operands(eqn: JaxprEqn) -> list[tuple[int, ...]]:
-    """Return the groups of operands in which an equation is jointly linear (`linear_in`)."""
+    """Return the groups of operands in which an equation is jointly linear.
+
+    For `a + b` this is [(0, 1)], and for `a * b` it is [(0,), (1,)].
+    """
     facts = facts_of(eqn)
     if not facts.linear_in or not facts.linear_if(eqn):
         return []
@@ -318,9 +322,10 @@ def linear_group(eqn: JaxprEqn, operands: Collection[int]) -> tuple[int, ...]:
 
 
 def scaling_operands(eqn: JaxprEqn) -> list[tuple[int, ...]]:
-    """Return the groups of operands in which an equation scales.
+    """Return the groups of operands with this property: scaling the group scales the outputs.
 
-    If one number c > 0 multiplies all operands of a group, then c multiplies the outputs.
+    If one number c > 0 multiplies all operands of a group, then c multiplies the outputs. For
+    `max(a, b)` this is [(0, 1)].
     """
     facts = facts_of(eqn)
     if linear := linear_operands(eqn):
@@ -331,7 +336,14 @@ def scaling_operands(eqn: JaxprEqn) -> list[tuple[int, ...]]:
 
 
 def moved_operands(eqn: JaxprEqn, out: int = 0) -> tuple[int, ...]:
-    """Return the operands whose entries an output copies; () if an output has new entries."""
+    """Return the operands from which an output copies its entries; () if it also has new entries.
+
+    For a concatenation, these are all operands. For a sum, the result is ().
+
+    Args:
+      eqn: the equation.
+      out: index of the output.
+    """
     facts = facts_of(eqn)
     if not facts.moves or not facts.moves_if(eqn):
         return ()
@@ -348,10 +360,11 @@ def same_operand(eqn: JaxprEqn, out: int = 0) -> int | None:
 
 
 def zeros_by(eqn: JaxprEqn, zeros: Collection[int]) -> tuple[int, ...] | None:
-    """Return the operands that must be finite for the outputs to be zero.
+    """Return the operands that must be finite so that zero operands make the outputs zero.
 
-    Divisors among these operands must also differ from zero. Return None if the outputs may differ
-    from zero even then.
+    For x * y with x = 0, this returns the index of y: the product is zero if y is finite. A divisor
+    among the returned operands must also differ from zero. The result is None if outputs may differ
+    from zero in any case, as for x + y with x = 0.
 
     Args:
       eqn: the equation.
@@ -369,12 +382,18 @@ def zeros_by(eqn: JaxprEqn, zeros: Collection[int]) -> tuple[int, ...] | None:
 
 
 def is_rearrangement(eqn: JaxprEqn) -> bool:
-    """Return True if an equation only moves entries of its one operand. Identities do not count."""
+    """Return True if an equation only moves entries of its one operand, as a transpose does.
+
+    dtrans's own identity primitives do not count.
+    """
     return len(eqn.invars) == 1 and moved_operands(eqn) == (0,) and not is_identity(eqn)
 
 
 def mixed_axes(eqn: JaxprEqn) -> tuple[int, ...] | None:
-    """Return the axes of operand 0 along which an equation combines entries; None if unknown."""
+    """Return the axes of operand 0 along which an equation combines entries; None if unknown.
+
+    For a sum over axis 1, this returns (1,).
+    """
     facts, ndim = facts_of(eqn), eqn.invars[0].aval.ndim if eqn.invars else 0
     if last := facts.last_axes(eqn):
         return tuple(range(max(0, ndim - last), ndim))
@@ -402,7 +421,7 @@ def is_identity(eqn: JaxprEqn) -> bool:
 
 
 def warn_if_unknown(eqn: JaxprEqn, effect: str) -> None:
-    """Warn if no record has facts about an equation's primitive.
+    """Warn the user if dtrans has no record of facts about an equation's primitive.
 
     Args:
       eqn: the equation.

@@ -29,7 +29,7 @@ def backends_started() -> bool:
 
 
 def is_varying(x: Any) -> bool:
-    """Return True if, by its type, a value differs along axes of a `shard_map`."""
+    """Return True if the type of a value says that it differs along axes of a `shard_map`."""
     of: Any = jax.typeof(x)
     kind = getattr(of, "manual_axis_type", None)  # from jax 0.10
     return bool(kind.varying if kind is not None else getattr(of, "vma", ()))
@@ -82,7 +82,10 @@ def job_size() -> tuple[int, int]:
 
 
 def bulletin_board() -> Any:
-    """Return the key-value store of `jax.distributed`, which `multihost_utils` also uses."""
+    """Return the key-value store of `jax.distributed`, in which processes leave messages.
+
+    `multihost_utils` uses the same store.
+    """
     client = _of_job("client")
     assert client is not None, "jax.distributed is not initialized"
     return client

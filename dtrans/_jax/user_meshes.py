@@ -221,7 +221,7 @@ def _places(eqn: JaxprEqn, key: str) -> bool:
 
 
 def _only_moves(eqn: JaxprEqn) -> bool:
-    """Return True if an equation only moves arrays between devices, and not to host memory."""
+    """Return True if an equation only places an array on devices, not in host memory."""
     if eqn.primitive.name == "device_put":
         targets = eqn.params["devices"]
         return all(

@@ -89,8 +89,9 @@ _SWITCHES = {"true": True, "false": False}
 class Config:
     """EPL's configuration, with checked keys and types.
 
-    A new `Config` reads EPL's environment variables, such as `EPL_PIPELINE_NUM_STAGES`. A value in
-    `settings` has precedence over the variable of its key. Texts may be in upper or lower case.
+    A new `Config` also reads EPL's environment variables, such as `EPL_PIPELINE_NUM_STAGES`. If
+    `settings` has the key of a variable, the value in `settings` is used. Strings may be in upper
+    or lower case.
 
     Attributes:
       settings: the values of all keys that the user or the environment sets (dict by key).
@@ -136,10 +137,10 @@ class Config:
 
 
 def _variables() -> dict[str, str]:
-    """Return EPL's variables in the environment.
+    """Return EPL's environment variables that are set, by name.
 
     Raises:
-      ConfigError: a variable begins with a category of the configuration, but no key has this name.
+      ConfigError: a variable begins like EPL's variables, such as `EPL_PIPELINE_`, but is not one.
     """
     found = {n: text for n, text in os.environ.items() if n.startswith(_CATEGORIES)}
     for name in found:
@@ -167,12 +168,15 @@ def _parsed(key: str, name: str, text: str) -> Any:
 
 
 def _checked(key: str, name: str, value: Any) -> Any:
-    """Check the value of a key, and return it; a loss scale becomes a float or "dynamic".
+    """Return the value of a key after checking its type; a loss scale becomes a float or "dynamic".
 
     Args:
-      key: the key.
-      name: the key, or the environment variable that has the value.
+      key: the key, such as "pipeline.num_stages".
+      name: the name for errors: the key, or the environment variable that has the value.
       value: the value.
+
+    Raises:
+      ConfigError: the value has a wrong type, or dtrans has no such setting.
     """
     default = DEFAULTS[key]
     if key == "amp.loss_scale":
@@ -234,7 +238,7 @@ def init(config: Config | Mapping[str, Any] | None = None) -> Config:
 
 
 def config_from(config: Config | Mapping[str, Any] | None, default: Config | None = None) -> Config:
-    """Return the configuration for the argument `config` of a function.
+    """Return the configuration that a function uses for its argument `config`.
 
     Args:
       config: a configuration, a dict with its settings, or None.

@@ -150,7 +150,10 @@ def pipeline(
 def colocated(
     main: Program, startup: Program, config: Config, options: dict[str, Any]
 ) -> CollectivePlan:
-    """Plan a model whose replicate and split scopes share their devices.
+    """Plan a job in which data-parallel layers and split layers use the same devices.
+
+    EPL calls this colocation. Each device computes a part of the batch in `replicate` scopes, and a
+    part of the layers in `split` scopes.
 
     Args:
       main, startup: as in `pipeline`.
@@ -206,7 +209,11 @@ def _device_count(main: Program, options: Mapping[str, Any]) -> int:
 
 
 def _lowered(main: Program, precision: Precision) -> Program:
-    """Return the step of one device with products and a loss scale of `precision`.
+    """Return the step with matrix products of low precision, and with a constant loss scale.
+
+    Args:
+      main: the traced single-device step.
+      precision: the number type of products, and the loss scale.
 
     Raises:
       ConfigError: the loss scale is dynamic.
@@ -250,6 +257,14 @@ def _precision(level: str, scale: Any) -> Precision:
 
 
 def _level(key: str, level: str, levels: Mapping[str, Any]) -> Any:
-    """Return `levels[level]`. As in EPL, a level may be in upper or lower case."""
+    """Return the option of dtrans for one of EPL's levels, such as 1 for "v0" of `zero.level`.
+
+    As in EPL, a level may be in upper or lower case.
+
+    Args:
+      key: EPL's key, for errors.
+      level: the user's value of the key.
+      levels: the option for each level.
+    """
     check_one_of(key, level.lower(), levels)
     return levels[level.lower()]

@@ -1,10 +1,10 @@
-"""After: an array that is available only after another array.
+"""Primitive `after`: delays an array until another array has been computed.
 
     x = after x, y   []
 
 The result equals `x`, but depends on `y`. So a gather of the result starts after `y` is computed,
-and XLA cannot merge this gather with an earlier gather of `x`. A gathered array can therefore be
-freed, and gathered again later.
+and XLA cannot merge this gather with an earlier gather of `x`. Sharded training uses this to save
+memory: it frees a gathered array, and gathers it again in the backward pass.
 """
 
 from __future__ import annotations

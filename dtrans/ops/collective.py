@@ -98,16 +98,20 @@ def collective_of(eqn: JaxprEqn) -> Collective | None:
 
 
 def moved_values(eqn: JaxprEqn) -> Sequence[Atom]:
-    """Return the results or the operands of a collective: the values that count as its traffic."""
+    """Return the values of a collective that count as its traffic: its results or its operands.
+
+    For a gather these are the results, which are larger. For a reduction they are the operands.
+    """
     record = collective_of(eqn)
     assert record is not None, eqn.primitive
     return eqn.outvars if record.counts_results else eqn.invars
 
 
 def way_of(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """Return (name, *values of `params`) of a collective equation.
+    """Return the name and the parameters of a collective, such as ("all_reduce", "sum").
 
-    The parameter `how` of `exchange` (`dtrans.ops.rpc`) has one of these tuples for each operand.
+    With parameter servers, a trainer sends this tuple to the server that runs the collective. The
+    parameter `how` of `exchange` (`dtrans.ops.rpc`) has one tuple for each operand.
     """
     record = collective_of(eqn)
     assert record is not None, eqn.primitive
@@ -115,10 +119,12 @@ def way_of(eqn: JaxprEqn) -> tuple[Any, ...]:
 
 
 def is_way(way: Any, shape: Sequence[int], trainers: int) -> bool:
-    """Return True if a value from a message is a valid result of `way_of`.
+    """Return True if a received value is a valid description of a collective, as from `way_of`.
+
+    Servers check messages with this function.
 
     Args:
-      way: the value.
+      way: the value from the message, such as ["all_reduce", "sum"].
       shape: shape of the operand.
       trainers: number of trainers.
     """
@@ -134,5 +140,10 @@ def is_way(way: Any, shape: Sequence[int], trainers: int) -> bool:
 
 
 def are_dimensions(shape: Sequence[int], *axes: Any) -> bool:
-    """Return True if values from a message are dimensions of an array with this shape."""
+    """Return True if values from a message are integers that index dimensions of an array.
+
+    Args:
+      shape: shape of the array.
+      *axes: the values to check.
+    """
     return all(type(axis) is int and 0 <= axis < len(shape) for axis in axes)

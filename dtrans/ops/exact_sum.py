@@ -148,7 +148,15 @@ def _round_digits(part: jax.Array) -> jax.Array:
 
 
 def _align(parts: jax.Array, place: jax.Array, d: DigitFormat) -> jax.Array:
-    """Return the digits of parts, starting at position `place`; drop lower digits."""
+    """Return the digits of parts, shifted so that all parts begin at the same position.
+
+    Digits that do not fit are dropped.
+
+    Args:
+      parts: vectors of digits, one in each row.
+      place: the new position of the leading digit.
+      d: the format of the digits.
+    """
     at = jnp.arange(d.count) - (place - parts[:, :1])
     moved = jnp.take_along_axis(parts[:, 2:], jnp.maximum(at, 0), 1)
     return jnp.where(at < 0, 0, moved)

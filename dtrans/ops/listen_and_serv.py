@@ -44,26 +44,30 @@ ON_TRAINER_EXIT = ("drop", "paddle", "error")
 
 
 def backup_of(block: str, trainer_id: int) -> str:
-    """Return Paddle's name for the copy of a block that a server stores for one trainer.
+    """Return Paddle's name of a server's copy of a block for one trainer.
 
-    The copy is the block as the trainer last received it.
+    In asynchronous jobs with delay compensation, a server stores each block as each trainer last
+    received it. For the block `params/w.block0` and trainer 1, the name is
+    `params/w.block0.trainer_1_bak`.
     """
     return f"{block}.trainer_{trainer_id}_bak"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockGradient:
-    """Gradient of a parameter block, reduced over trainers, as an input of an optimize block.
+    """Gradient of a block (a range of rows of a parameter), as an input of the block's update.
+
+    A server reduces the gradients of all trainers to this value before it runs the update.
 
     Attributes:
-      name: name in the optimize block: `params/w@GRAD.block0`.
-      leaf: name of the leaf.
-      index: index of the block in the leaf.
+      name: name in the update: `params/w@GRAD.block0`.
+      leaf: name of the parameter: `params/w`.
+      index: index of the block in the parameter.
       sent: for each trainer id, the name of the trainer's gradient:
         `params/w@GRAD.block0.trainer_1`. Asynchronous updates, which use one gradient, have a
         single entry for all trainers.
-      op: the reduction, "mean" or "sum". Or "same" for an argument of the step, which is equal on
-        all trainers.
+      op: the reduction, "mean" or "sum". Or "same" for an argument of the step, such as a learning
+        rate, which is equal on all trainers.
       wire: the type in which trainers send the gradient; None for the gradient's own type. A server
         decodes the gradients of all trainers before the reduction.
     """
@@ -82,16 +86,17 @@ class BlockGradient:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OptimizeBlock(NamedJaxpr):
-    """Jaxpr that a server runs in an update.
+    """Part of a server's update, as a jaxpr: it updates one block of parameters, for example.
 
     Attributes:
       name: name of the parameter block that the jaxpr updates; or `lr_sched`, or `all_reduce`.
-      role: `optimize`, `lr_sched` or `dist`.
-      jaxpr: the closed jaxpr. Only a block of role `dist` communicates.
+      role: `optimize` for the update of a block, `lr_sched` for values that all blocks share, such
+        as the learning rate, `dist` for all-reduces between servers.
+      jaxpr: the closed jaxpr. Only a jaxpr of role `dist` communicates.
       in_names: names of inputs: gradients (`params/w@GRAD.block0`), state before the step
-        (`params/w.block0`), and outputs of earlier blocks (`lr_sched/0`).
-      out_names: names of outputs: state, or values for later blocks.
-      level: number of rounds between servers before this block runs.
+        (`params/w.block0`), and outputs of earlier jaxprs (`lr_sched/0`).
+      out_names: names of outputs: state, or values for later jaxprs.
+      level: number of rounds of all-reduces between servers before this jaxpr runs.
       grads: the gradients among its inputs.
     """
 

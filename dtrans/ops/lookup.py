@@ -80,7 +80,11 @@ geo_init_p = communication("fake_init", lambda *args, types, **_: list(types))
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowsProgram:
-    """Function of `n` that returns the program for `n` rows, given their ids and init's inputs."""
+    """Writer of the program that computes the initial values of table rows from their ids.
+
+    Calling it with a number n returns a jaxpr for n rows. The jaxpr takes the n ids, and then the
+    inputs of init.
+    """
 
     write: Callable[[int], ClosedJaxpr]
 

@@ -163,12 +163,12 @@ def _exchange(*parts: Any, how: Sequence[tuple[Any, ...]], trainers: int, **_: A
 def exchanged(
     way: Sequence[Any], parts: Sequence[Any], mine: Callable[[Any, int], Any], xp: Any = jnp
 ) -> Any:
-    """Return one trainer's result of an `exchange`.
+    """Return one trainer's result of a collective that trainers run through a server.
 
     Args:
-      way: name and parameters of the collective, as `way_of` returns them.
-      parts: parts of all trainers, in order.
-      mine: function of (array, dimension) that returns this trainer's piece.
+      way: name and parameters of the collective, as `way_of` returns them: ("all_reduce", "sum").
+      parts: the operands of all trainers, in order.
+      mine: function of (array, dimension) that returns this trainer's piece of a scattered array.
       xp: module of the arrays, `jnp` or `np`.
     """
     name, *values = way

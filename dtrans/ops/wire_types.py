@@ -86,12 +86,15 @@ class WireType:
 
     @property
     def levels(self) -> tuple[WireType, ...]:
-        """This type at each level of a ramp-up."""
+        """One copy of this type for each of its densities; only this type if it has none."""
         count = max(1, len(self.densities))
         return tuple(dataclasses.replace(self, level=i) for i in range(count))
 
     def sent_count(self, t: Any) -> int | None:
-        """Return the number of values that topk sends of an array; None if it sends the array.
+        """Return the number of values that topk sends of an array; None if it sends all of them.
+
+        With their indices, many values would need as many bytes as the array. Then topk sends the
+        array.
 
         Args:
           t: the array, or its type.
@@ -299,10 +302,14 @@ def without_last_bit(x: jax.Array) -> jax.Array:
 def _encode_total(
     wire: WireType, total: jax.Array, rounding_error: jax.Array, t: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Encode an array that includes the last rounding error; return it and the new error.
+    """Return the encoded form of an array, and the rounding error of the encoding.
 
     Args:
-      t: the gradient, whose type servers decode to.
+      wire: the wire type.
+      total: the array, to which the rounding error of the last step is already added.
+      rounding_error: the rounding error of the last step. It stays where the new error is not
+        finite.
+      t: the gradient. Servers decode to its type.
     """
     sent = wire.encode(total.astype(t.dtype) if wire.is_sparse else total)
     # Servers decode to the type of the gradient. For 16-bit leaves, this rounds once more.

@@ -100,11 +100,14 @@ COLLECTIVE_MODES = ("grad_allreduce", "local_sgd")
 
 @dataclasses.dataclass(frozen=True)
 class CountFilterEntry:
-    """Row filter that admits a row to a table in the update number `count_filter` of the row.
+    """Row filter for an embedding table: servers store a row after some updates of the row.
+
+    Before, servers drop the gradients of the row, and lookups return the row's initial value.
 
     Attributes:
-      count_filter: the number of updates with a gradient of the row; 0 and 1 admit each row at
-        once. Paddle counts the lookups of a row instead.
+      count_filter: the number of the update that admits the row, counted over updates with a
+        gradient of the row. 0 and 1 admit each row at once. Paddle counts the lookups of a row
+        instead.
 
     Raises:
       ConfigError: `count_filter` is not a number of updates.
@@ -127,7 +130,10 @@ class CountFilterEntry:
 
 @dataclasses.dataclass(frozen=True)
 class ProbabilityEntry:
-    """Row filter that admits a row to a table with a probability in each update of the row.
+    """Row filter for an embedding table: each update admits a new row with some probability.
+
+    Before its admission, servers drop the gradients of the row, and lookups return the row's
+    initial value.
 
     Attributes:
       probability: the probability, between 0 and 1.
@@ -326,11 +332,15 @@ class DistributeTranspilerConfig:
         return RoundRobin if self.split_method is None else self.split_method
 
     def placement(self, seed: int = 0) -> BlockPlacement:
-        """Return the value for the argument `placement` of `dtrans.pserver`."""
+        """Return the options of block placement, as the argument `placement` of `dtrans.pserver`.
+
+        Args:
+          seed: the argument of `transpile`.
+        """
         return BlockPlacement(self.slice_var_up, self.dispatcher, self.min_block_size, seed)
 
     def tables(self, servers: int) -> Mapping[str, Rows] | Literal["auto"] | None:
-        """Return the value for the argument `sparse` of `dtrans.pserver`.
+        """Return the options of embedding tables, as the argument `sparse` of `dtrans.pserver`.
 
         Args:
           servers: the number of servers.
@@ -344,7 +354,7 @@ class DistributeTranspilerConfig:
         return found or None
 
     def update_mode(self, sync_mode: bool) -> Mode:
-        """Return the value for the argument `mode` of `dtrans.pserver`.
+        """Return the update mode of servers, as the argument `mode` of `dtrans.pserver`.
 
         Args:
           sync_mode: the argument of `transpile`.
@@ -470,7 +480,13 @@ class DistributeTranspilerConfig:
             check_type(f"sparse[{name!r}]", table, Embedding, "a dtrans.paddle.Embedding")
 
     def _refuse(self, names: Sequence[str], needed: str) -> None:
-        """Raise ConfigError if one of these options is not at its default."""
+        """Raise ConfigError if an option is set that has no effect with the other options.
+
+        Args:
+          names: options that must have their defaults.
+          needed: the condition for these options, for the error: "mode='nccl2', but mode is
+            'pserver'".
+        """
         for name in names:
             if getattr(self, name) != (DEFAULTS | EXTENSIONS)[name]:
                 raise ConfigError(f"{name}={getattr(self, name)!r} needs {needed}")

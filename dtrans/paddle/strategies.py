@@ -193,7 +193,11 @@ gathered in 16 bits, and each rank casts its slices; leave optimize_cast out
 
 
 def _sizes(sharding_degree: int, mp_degree: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the options of `dtrans.sharding` for two degrees, and phrases to replace in errors."""
+    """Return options of `dtrans.sharding` for Paddle's two degrees, and phrases for errors.
+
+    An error of `dtrans.sharding` may contain the name of an option that the user did not write. The
+    second dict maps such phrases to Paddle's names.
+    """
     check_int("mp_degree", mp_degree, "a positive number of devices")
     if mp_degree == 1:
         return {"degree": sharding_degree}, {}

@@ -87,9 +87,10 @@ def axes_and_reads(
     scope: Callable[[JaxprEqn], bool] | None = None,
     axes: Mapping[int, int] | None = None,
 ) -> tuple[dict[int, int], dict[int, str]]:
-    """Return the result of `default_axes`, and the parameters that equations in the scope read.
+    """Return the result of `default_axes`, and the parameters that `dtrans.split` scopes read.
 
-    The second dict maps the index of such a parameter to the first primitive that reads it.
+    The second dict maps the index of such a parameter to the name of the first primitive that
+    computes with it. A caller lists these parameters in errors if no rule shards them.
     """
     flat = eliminate_dead(inline_calls(jaxpr))
     chooser = _AxisChooser(
@@ -110,12 +111,12 @@ _Fact = tuple[RowAxis | None, Origin | None]
 
 
 def _join(one: _Fact, other: _Fact) -> _Fact:
-    """Return the fact of a value that has one of two facts."""
+    """Return the part of two facts that agrees, for a value that one of two branches returns."""
     return one[0] if one[0] == other[0] else None, one[1] if one[1] == other[1] else None
 
 
 def _inside(fact: _Fact) -> _Fact:
-    """Return the fact of the slice that one iteration reads from a scanned array."""
+    """Return the fact of one slice along dimension 0, as an iteration of a scan reads."""
     row, origin = fact
     if row is not None:
         row = sharded_along(row.axis - 1) if row.axis else None
@@ -123,7 +124,7 @@ def _inside(fact: _Fact) -> _Fact:
 
 
 def _stack(fact: _Fact) -> _Fact:
-    """Return the fact of the stacked outputs of iterations."""
+    """Return the fact of an output that a scan stacks along a new dimension 0."""
     row, _ = fact
     return row and sharded_along(row.axis + 1), None
 
@@ -134,7 +135,11 @@ _FACTS = ForwardAnalysis[_Fact](
 
 
 class _AxisChooser:
-    """Pass over equations that chooses how to shard parameters, and tracks sharded values."""
+    """Pass over the equations of a step that chooses a sharded dimension for each parameter.
+
+    The pass also tracks the sharded dimension of each computed value, because rules depend on the
+    other operands of an equation.
+    """
 
     def __init__(
         self,
@@ -160,7 +165,7 @@ class _AxisChooser:
         return self.layouts.get(a, SHARED)
 
     def origin(self, a: Atom) -> Origin | None:
-        """Return the `Origin` of a value, if the value is a view of a parameter.
+        """Return the parameter that a value is a view of (such as a transpose), and its dimensions.
 
         Return None for other values, and if the parameter is already sharded.
         """

@@ -1,9 +1,9 @@
-"""Model axis of a mesh: the devices that divide the parameters of `dtrans.split` scopes.
+"""Model axis of a mesh: the devices that shard the parameters of layers in `dtrans.split` scopes.
 
 `shard_state` chooses the sharded parameters and optimizer state. `shard_program` rewrites the
-program of one trainer for one device of the axis. Collectives of the program that are over other
-axes run on pieces. So layouts compose: a gradient may be a partial sum over trainers, and sharded
-over the devices of the model axis.
+program of one trainer for one device of the axis. If the program already has collectives over other
+axes, they then run on shards. So a gradient can be a partial sum over trainers, and also sharded
+over the model axis.
 
 Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053). Their two all-reduces per layer follow from
 the rules of the engine.
@@ -32,14 +32,14 @@ from dtrans.tensor_parallel.defaults import axes_and_reads
 
 @dataclasses.dataclass(frozen=True)
 class ModelState:
-    """State that the devices of the model axis divide.
+    """Parameters and optimizer state that the devices of the model axis shard.
 
     Attributes:
       axis: name of the axis.
       size: number of its devices.
-      sliced: parameters and arrays of optimizer state that are sharded, by name.
-      params: the sharded parameters.
-      replicated: parameters that a `dtrans.split` scope reads, but that are not sharded.
+      sliced: sharded parameters and arrays of optimizer state, by name.
+      params: names of the sharded parameters.
+      replicated: names of parameters that a `dtrans.split` scope reads, but that are not sharded.
     """
 
     axis: str
@@ -54,10 +54,10 @@ class ModelState:
         return {n: self.sliced[n].axis for n in self.params}
 
     def without_conflicts(self, dims: Mapping[str, int]) -> ModelState:
-        """Return the state without the arrays that another axis divides along the same dimension.
+        """Return a copy without the arrays that another mesh axis shards along the same dimension.
 
         Args:
-          dims: maps each array to the dimension that the other axis divides.
+          dims: maps each array to the dimension that the other axis shards.
         """
         sliced = {n: s for n, s in self.sliced.items() if dims.get(n) != s.axis}
         return dataclasses.replace(self, sliced=sliced)
@@ -126,10 +126,10 @@ def shard_state(step: DividedStep, axis: str, size: int) -> ModelState:
 
 
 def state_axes(step: DividedStep, params: Mapping[str, int]) -> dict[str, int]:
-    """Return the sharded dimension of each array of optimizer state.
+    """Return the sharded dimension of each array of optimizer state, by name.
 
-    An array is sharded like its parameter, if it has an entry for each sharded row of the
-    parameter.
+    An array such as Adam's momentum is sharded like its parameter. An array is replicated if it
+    does not have one entry for each row of the parameter along the sharded dimension.
 
     Args:
       step: the step, divided at its gradients.
@@ -150,12 +150,13 @@ def state_axes(step: DividedStep, params: Mapping[str, int]) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class ShardedProgram:
-    """Program of one device of the model axis.
+    """Program that each device of the model axis runs.
 
     Attributes:
-      program: the program, whose sharded inputs and outputs have the shapes of pieces.
-      gathers: values that the devices gather, with reasons.
-      joined: sharded results, with the dimension along which they are concatenated.
+      program: the program. Its sharded inputs and outputs have the shapes of shards.
+      gathers: values that the devices all-gather for lack of a rule, with reasons.
+      joined: for each sharded result, the dimension along which the caller must concatenate the
+        shards.
     """
 
     program: Program
@@ -226,7 +227,7 @@ def shard_program(
 
 
 def _role(eqn: JaxprEqn, groups: Mapping[Var, str]) -> str:
-    """Return the role of a written equation; collectives have the role "dist"."""
+    """Return the role of an equation in the new program; collectives have the role "dist"."""
     if collective_of(eqn) is not None:
         return DIST
     return next((groups[v] for v in eqn.outvars if groups.get(v)), FORWARD)

@@ -25,7 +25,7 @@ LearningRate = Scalar | Callable[[Any], Any]
 
 
 class LeafStep(NamedTuple):
-    """First argument of a rule: facts about a leaf and a step that do not depend on the gradient.
+    """First argument of a rule: the leaf's path, and numbers of this step.
 
     Attributes:
       path: the leaf's path, e.g. `dense/bias`.

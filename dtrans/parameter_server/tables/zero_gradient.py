@@ -404,11 +404,10 @@ class _FollowedRow:
         return isinstance(layout, RowAxis) and layout.leaf == self.leaf
 
     def _find_condition(self, eqn: JaxprEqn) -> None:
-        """Look for a condition with an unknown outcome that decides the equation's outputs.
+        """Search an equation for a condition with an unknown outcome that decides its outputs.
 
-        A condition is a boolean operand, or the branch index of a `cond`. The first condition that
-        is found is stored in `open`, and the caller then evaluates the step for each of its
-        outcomes.
+        A condition is a boolean operand, or the branch index of a `cond`. The first one is stored
+        in `open`. The caller then evaluates the step again for each of its outcomes.
         """
         for a in eqn.invars:
             if not isinstance(a, Literal) and (a.aval.dtype == bool or not self.is_row(a)):
@@ -488,10 +487,11 @@ class _FollowedRow:
 
 
 def _conditions_are_in_operands(eqn: JaxprEqn) -> bool:
-    """Return True if the search for unknown conditions continues at an equation's operands.
+    """Return True if a value's conditions, such as `a < b`, are among the operands of its equation.
 
-    It continues at equations that move entries, at elementwise arithmetic, and at `and`, `or`,
-    `xor` and `not`. It stops at comparisons, because a comparison is itself a condition.
+    The search for conditions goes on at operands of elementwise arithmetic, of `and`, `or`, `xor`
+    and `not`, and of equations that move entries. It stops at comparisons, because a comparison is
+    itself a condition.
     """
     is_logic = eqn.primitive.name in ("and", "or", "xor", "not")
     compares = any(v.aval.dtype == bool for v in eqn.outvars) and not is_logic
