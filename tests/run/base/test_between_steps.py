@@ -283,12 +283,16 @@ def test_an_interrupt_says_where_the_job_has_stopped(tmp_path: Path) -> None:
     assert found.value.__notes__ == [f"dtrans: this process has completed {said}"]
 
 
-@pytest.mark.parametrize("wrong", ["text", object()], ids=["text", "object"])
-def test_a_batch_without_an_array_is_named(wrong: Any) -> None:
+NOT_AN_ARRAY = {
+    "text": ("text", "^x is text; a step takes arrays of numbers, so convert x"),
+    "object": (object(), r"^x is a .*, but the step was traced with float32\[2,4\]"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "says"), NOT_AN_ARRAY.values(), ids=NOT_AN_ARRAY)
+def test_a_batch_without_an_array_is_named(wrong: Any, says: str) -> None:
     job = job_of()
-    with pytest.raises(
-        BatchError, match=r"^x is a .*, but the step was traced with float32\[2,4\]"
-    ):
+    with pytest.raises(BatchError, match=says):
         job.step(job.init(), wrong)
 
 
