@@ -38,7 +38,7 @@ class ServerJob(RoleJob):
         return (self.role.current_endpoint,)
 
     def server_arrays(self, state: dict[str, Any], endpoint: str) -> dict[str, Any]:
-        """Return this server's arrays by name, as `server_arrays` of every job with servers does."""
+        """Return this server's arrays by name, as `server_arrays` of other jobs does."""
         return state
 
     def state_of(self, params: Any, opt_state: Any) -> dict[str, Any]:
