@@ -141,9 +141,9 @@ def save_serving(
 ) -> None:
     """Save the state of a server while it serves trainers, without orbax.
 
-    A server process calls this function between two updates. In an asynchronous job, each server
-    counts its own steps, so copies of a step count can differ between servers. A restore reads the
-    first server's copy, with a `CheckpointWarning`.
+    A server calls this function for its snapshots, and for checkpoints that a trainer requests. In
+    an asynchronous job, each server counts its own steps, so copies of a step count can differ
+    between servers. A restore reads the first server's copy, with a `CheckpointWarning`.
 
     Args:
       path, plan, endpoint, state: as in `save`.
@@ -388,7 +388,7 @@ def restore_cut(
 ) -> dict[str, Any]:
     """Return the state of a server from a cut, a snapshot that `save_serving` wrote.
 
-    A server that replaces a failed server calls this function, to continue from the last snapshot.
+    After a process of the job has failed, servers call this function to continue from a snapshot.
 
     Args:
       path, plan, endpoint: as in `restore`.

@@ -320,9 +320,10 @@ class Checkpoint:
     def table(
         self, targets: Sequence[VarDistributed], eqn: Any, args: Sequence[Any] | None
     ) -> SavedTable | None:
-        """Return the saved rows of a table's block on a server.
+        """Return the saved rows of a table's block (its rows on one server).
 
-        Return None if the row files lack some rows, and the caller has no init that generates them.
+        Return None if the block cannot be restored row by row. For example, the files may lack
+        rows, and there is no init that generates them.
 
         Args:
           targets: the slices of the block and of the state arrays that have the block's rows.

@@ -1,4 +1,9 @@
-"""Pipelines: stages of the model, and a schedule of micro-batches (EPL's Parallel).
+"""Pipelines: the model's layers run on several devices, and batches flow through in micro-batches.
+
+A *stage* is a part of the model, on one device. A *micro-batch* is a part of the batch. While one
+stage computes a micro-batch, other stages compute other micro-batches. A *schedule* orders these
+tasks. This package plans a pipeline; `dtrans.run.pipeline_parallel` runs it. The interface follows
+`Parallel` of EPL (Alibaba's Easy Parallel Library).
 
 transform          `pipeline`: rewrites a step into a plan
 plan               the plan: programs of each stage, and their schedule

@@ -250,7 +250,9 @@ Rule: TypeAlias = Callable[
 
 
 class _OrderedEquations:
-    """List of a program's equations in one order. `divide` splits it into consecutive parts.
+    """List of a program's equations in one order, and its divisions into consecutive stages.
+
+    `stages_of` compares several orders, because the order limits the possible divisions.
 
     Args:
       forward: the program.
@@ -302,26 +304,26 @@ class _OrderedEquations:
         return tuple(stages)
 
     def work(self, starts: Sequence[int]) -> list[int]:
-        """Return the floating-point operations of each part, if parts begin at `starts`."""
+        """Return the floating-point operations of each stage, if stages begin at `starts`."""
         bounds = [*starts, len(self.order)]
         return [sum(self.costs[a:b]) for a, b in itertools.pairwise(bounds)]
 
     def times(self, starts: Sequence[int]) -> list[float]:
-        """Return the work of each part, divided by its relative speed."""
+        """Return the work of each stage, divided by the relative speed of its device."""
         return [x / speed for x, speed in zip(self.work(starts), self.speeds, strict=True)]
 
     def slowest(self, starts: Sequence[int]) -> float:
-        """Return the cost of the slowest part, including the bytes that it sends."""
+        """Return the cost of the slowest stage, including the bytes that the stage sends."""
         sent = [*values_at(self.crossing, starts[1:]), 0.0]
         return max(map(sum, zip(self.times(starts), sent, strict=True)))
 
     def divide(self, parts: int, rule: Rule, blocks: Blocks | None = None) -> tuple[int, ...]:
-        """Divide the list into parts; return the position at which each part begins.
+        """Divide the list into stages; return the position at which each stage begins.
 
         Args:
-          parts: the number of parts.
-          rule: `contiguous` or `balanced`.
-          blocks: repeated blocks, which must not be divided.
+          parts: the number of stages.
+          rule: function of `balance` that chooses the boundaries, `contiguous` or `balanced`.
+          blocks: repeated layers of the model, which must not be divided.
         """
         positions: Sequence[int] = range(len(self.order))
         if blocks is not None:
@@ -348,7 +350,7 @@ def _reads(eqn: JaxprEqn) -> list[Var]:
 
 
 def _of_batch(forward: ClosedJaxpr, batch: Collection[Var] | None) -> set[Var]:
-    """Return the inputs in `batch`, and all values that depend on these inputs."""
+    """Return all values that depend on the micro-batch, including the inputs in `batch`."""
     inputs = forward.jaxpr.invars if batch is None else batch
     return set(propagate(forward.jaxpr.eqns, dict.fromkeys(inputs, 1), {}))
 
@@ -374,7 +376,10 @@ def _orders(
 
 
 def _delay_to_readers(eqns: Sequence[JaxprEqn], movable: Sequence[bool]) -> list[int]:
-    """Return an order in which each movable equation directly precedes its first reader."""
+    """Return an order in which each movable equation directly precedes its first reader.
+
+    So a cast of a parameter is on the stage that uses the parameter, not on the first stage.
+    """
     producer: dict[Var, int] = {}
     operands: list[list[int]] = []
     moves: list[bool] = []  # True for each equation that is movable, with all its operands
@@ -396,14 +401,16 @@ def _delay_to_readers(eqns: Sequence[JaxprEqn], movable: Sequence[bool]) -> list
 
 
 def _heuristic(row: _OrderedEquations, parts: int, best: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a division between repeated blocks, or `best`.
+    """Return the starts of the stages by the policy HEURISTIC, which prefers boundaries between
+    layers.
 
-    The result is `best` if there are no repeated blocks, or if `best` is clearly better balanced.
+    Layers are repeated blocks of equations. The result is `best` if there are none, or if `best` is
+    clearly better balanced.
 
     Args:
       row: the equations, in order.
-      parts: the number of parts.
-      best: the starts of the parts in the balanced division.
+      parts: the number of stages.
+      best: the starts of the stages in the balanced division.
     """
     found = repeated_blocks(row.eqns, row.costs, row.crossing, parts)
     if not found:
@@ -426,15 +433,16 @@ def _heuristic(row: _OrderedEquations, parts: int, best: tuple[int, ...]) -> tup
 
 
 def _even(blocks: Blocks, parts: int) -> tuple[int, ...]:
-    """Return the starts of parts with equal numbers of blocks."""
+    """Return the starts of stages with equal numbers of repeated blocks (layers)."""
     each = len(blocks) // parts
     return (0, *blocks.starts[each::each])
 
 
 def _repeated(row: _OrderedEquations, parts: int) -> tuple[int, ...]:
-    """Return the starts of parts with equal numbers of repeated blocks.
+    """Return the starts of the stages by the policy REPEATED_LAYERS: equal numbers of layers.
 
-    The function uses the best repeated blocks whose number is a multiple of `parts`.
+    Several kinds of repeated blocks may be found in a model. The function uses the best kind with a
+    number of blocks that is a multiple of `parts`.
 
     Raises:
       ConfigError: no number of repeated blocks is a multiple of `parts`.

@@ -97,10 +97,10 @@ def _first_stages(cluster: Cluster, count: int) -> Cluster:
 
 
 def _makespan(forward: ForwardPass, o: PipelineOptions, timetable: Schedule) -> float:
-    """Return the duration of a step; the unit is the time of one floating-point operation.
+    """Return the duration of a simulated step, in times of one floating-point operation.
 
-    A device with the mean speed of the cluster takes this time. So durations for different numbers
-    of stages are comparable.
+    This is the time on a device with the mean speed of the cluster. So durations for different
+    numbers of stages are comparable.
     """
     rate, batch = o.stages.flops_per_byte, forward.micro_batch_inputs
     count = timetable.num_stages

@@ -164,12 +164,12 @@ def _time(costs: Sequence[float], parts: int, speeds: Sequence[float] | None) ->
 def _extreme(units: int, parts: int, cost: PartCost, best: Any, worst: Any, none: float) -> float:
     """Return the best possible cost of the worst part, over all divisions into `parts` parts.
 
-    With `best=np.minimum, worst=np.maximum`, the result is the least possible cost of the slowest
-    part. With `best=np.maximum, worst=np.minimum`, it is the greatest possible cost of the lightest
-    part.
+    With `best=np.minimum, worst=np.maximum`, the worst part is the slowest, and the result is its
+    least possible cost. With `best=np.maximum, worst=np.minimum`, the worst part is the lightest,
+    and the result is its greatest possible cost. `balanced` uses both as limits.
 
     Args:
-      units, parts: the number of units, and of parts.
+      units, parts: the number of units (entries of the list), and of parts.
       cost: the cost of a part.
       best, worst: `np.minimum` and `np.maximum`, in either order.
       none: a cost worse than all others: inf or -inf.
@@ -185,13 +185,13 @@ def _extreme(units: int, parts: int, cost: PartCost, best: Any, worst: Any, none
 
 
 def _best(units: int, parts: int, fits: PartCost, *keys: PartCost) -> tuple[int, ...]:
-    """Return the starts of the parts in the best division into allowed parts.
+    """Return the first unit of each part in the best division into allowed parts.
 
     The best division has the least sum of the first key over its parts. Ties are broken by the sum
     of the next key.
 
     Args:
-      units, parts: the number of units, and of parts.
+      units, parts: the number of units (entries of the list), and of parts.
       fits: True if a part is allowed.
       keys: the keys of a part, the most important first.
     """

@@ -40,10 +40,10 @@ LAYOUTS = ("auto", "all", "specific", "aware_row")
 
 
 class VirtualDevices(tuple[np.ndarray[Any, Any], ...]):
-    """Tuple with one grid of devices for each stage, an array with shape [replica, device].
+    """Devices of a pipeline: for each stage, an array of devices with shape [replica, device].
 
     Attributes:
-      idle: the devices of the cluster that are in no grid, in the cluster's order.
+      idle: the devices of the cluster that no stage uses, in the cluster's order.
     """
 
     idle: tuple[Any, ...]
@@ -62,7 +62,7 @@ class VirtualDevices(tuple[np.ndarray[Any, Any], ...]):
 
     @property
     def notes(self) -> list[str]:
-        """List with one remark, which names the idle devices; empty if no device is idle."""
+        """Remarks for the report of the plan: one that names the idle devices, or none."""
         if not self.idle:
             return []
         subject = "1 device is" if len(self.idle) == 1 else f"{len(self.idle)} devices are"
@@ -218,7 +218,10 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class _NumberedDevice:
-    """Number of a device that the plan does not know. Each device counts as a separate host."""
+    """Placeholder for a device, if the plan knows only the number of devices.
+
+    Each placeholder counts as a separate host.
+    """
 
     process_index: int
 

@@ -54,7 +54,10 @@ def with_dynamic_scale(main: Program, scaling: LossScaling) -> Program:
 
 
 def _scaled(program: Program, scaling: LossScaling) -> Program:
-    """Write the step with a dynamic loss scale. The loss may be captured as one equation."""
+    """Write the training step with a dynamic loss scale.
+
+    The loss may be one equation, since `dtrans.step.capture` replaces the loss function by one.
+    """
     flat = inline_calls(program.jaxpr, keep=(SEED, COLLECT))
     inner = opened(flat)
     spec, b = scale_spec(), Builder(flat)

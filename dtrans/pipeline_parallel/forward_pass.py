@@ -47,17 +47,21 @@ from dtrans.step.summary import Summary, summaries, summary_p
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ForwardPass(HoldsJaxpr):
-    """Forward pass of a step for one micro-batch.
+    """Forward pass of a training step for one micro-batch (a part of the batch).
+
+    It is divided into stages, which are then differentiated separately.
 
     Attributes:
-      step: the captured step (`dtrans.step.capture`), divided at its gradients.
+      step: the step with its loss function as one equation (`dtrans.step.capture`), divided at its
+        gradients.
       jaxpr: the equations. The inputs of the jaxpr are the keys of `sources`. Its outputs are the
         loss, followed by `results`.
-      diff: maps an input of `jaxpr` to a leaf. The derivative with respect to this input is the
-        leaf's gradient.
+      diff: maps an input of `jaxpr` to a parameter. The derivative with respect to this input is
+        the parameter's gradient.
       sources: maps an input of `jaxpr` to its value in the step: an input of the step, or an output
         of the prelude.
-      prelude: the equations of the step that compute the values of `sources`.
+      prelude: the equations that the step runs before the loss function, to compute the values of
+        `sources`.
       loss: the value to differentiate.
       results: results of the step that the forward pass computes, by name. They include updated
         state, such as batch statistics, and values of summaries, which `summary_name` names.
@@ -98,9 +102,10 @@ class ForwardPass(HoldsJaxpr):
         return [v for v, a in self.sources.items() if not self.is_state(a)]
 
     def is_state(self, value: Atom) -> bool:
-        """Return True if `value` depends only on parameters and optimizer state.
+        """Return True if the step computes `value` from parameters and optimizer state alone.
 
-        The step computes `value` before the loss function.
+        An example is a cast weight, which the step computes before the loss function. A stage
+        recomputes such a value instead of saving it.
         """
         return not select(self.inputs_of([value]), self.step.batch)
 
@@ -190,7 +195,7 @@ def forward_pass(step: DividedStep) -> ForwardPass:
 
 
 def summary_name(tag: str) -> str:
-    """Return the name under which a pipeline returns the value of a summary."""
+    """Return the name of a summary's value among the results of a pipeline."""
     return f"@summary/{tag}"
 
 

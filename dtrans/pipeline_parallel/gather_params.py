@@ -38,7 +38,7 @@ def gather_params(stage: StagePrograms, slices: Mapping[str, Sliced]) -> StagePr
 
 
 def _with_gathers(p: Program, slices: Mapping[str, Sliced]) -> Program:
-    """Return a program that takes slices of the parameters in `slices`."""
+    """Return a program that takes slices of the parameters in `slices`, and gathers them."""
     b = Builder(p.jaxpr)
     inner = p.inner
     values: dict[Var, Atom] = {}  # parameter -> its slice, and later the gathered parameter

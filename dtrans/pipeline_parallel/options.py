@@ -262,5 +262,5 @@ class PipelineOptions:
 
     @cached_property
     def over_parts(self) -> Options:
-        """Options for merging results over the micro-batches of all replicas."""
+        """Options for merging results over all micro-batches of all replicas."""
         return dataclasses.replace(self.over_replicas, num_micro_batch=self.num_micro_batch)

@@ -50,7 +50,7 @@ def _one_stage_per_device(
 
 
 def _tasks(kind: str, stages: Iterable[int], micros: Iterable[int]) -> list[Task]:
-    """Return the tasks of one kind for all micro-batches, stage after stage."""
+    """Return the tasks of one kind ("F", "B" or "W") for all micro-batches, stage after stage."""
     return [Task(kind, stage, micro) for stage, micro in itertools.product(stages, micros)]
 
 

@@ -72,7 +72,7 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class ShownValues:
-    """Summaries and collections of a step.
+    """Values of a step that the user displays or collects (`summary` and `dtrans.collect`).
 
     Attributes:
       summaries: the summaries of the forward pass (`dtrans.summary`).
@@ -179,7 +179,10 @@ class PipelinePlan(Plan):
         return found
 
     def home(self, name: str) -> int | None:
-        """Return the stage that stores an array of the state; None if every stage stores it."""
+        """Return the stage that stores an array of the state, such as a parameter.
+
+        Return None if every stage stores it, such as a step count.
+        """
         return self.update.placed.home[name]
 
     def device_of(self, stage: int) -> int:
@@ -287,7 +290,10 @@ class PipelinePlan(Plan):
 
     @cached_property
     def cuts(self) -> Mapping[str, Mapping[str, Sliced]]:
-        """State that the devices of a stage store as slices: name -> mesh axis -> slices."""
+        """State that the devices of a stage store as slices.
+
+        Maps the name of an array to a dict from mesh axis to the slices along this axis.
+        """
         cuts: dict[str, dict[str, Sliced]] = {}
         for name, sliced in retain(self.update.slices, self.state).items():
             cuts[name] = {AXIS: sliced}
@@ -370,9 +376,9 @@ def _total_bytes(types: Mapping[str, Any], names: Iterable[str]) -> int:
 
 
 def _bytes_between(programs: StagePrograms) -> tuple[int, int]:
-    """Return the bytes to the next stage, and from it, for one micro-batch.
+    """Return the bytes that a stage sends to the next stage, and receives from it, per micro-batch.
 
-    The next stage sends cotangents of the floating-point values that it has received.
+    It sends activations, and receives the cotangents (gradients) of the floating-point activations.
     """
     types = programs.forward.outputs | programs.forward.inputs
     floats = [n for n in programs.sends if jnp.issubdtype(types[n].dtype, jnp.inexact)]
@@ -380,7 +386,11 @@ def _bytes_between(programs: StagePrograms) -> tuple[int, int]:
 
 
 def _point_to_point(plan: PipelinePlan) -> Iterator[tuple[int, str, str, int]]:
-    """Yield (source stage, target role, kind of values, bytes) of the transfers between stages."""
+    """Yield the transfers between stages, for the plan's table of traffic.
+
+    Yields:
+      Tuples (source stage, target role, kind of values, bytes).
+    """
     many, stages = plan.options.num_micro_batch, plan.step_programs.stages
     for a, b in itertools.pairwise(stages):
         there, back = _bytes_between(a)
@@ -396,7 +406,11 @@ def _point_to_point(plan: PipelinePlan) -> Iterator[tuple[int, str, str, int]]:
 
 
 def _to_replicas(plan: PipelinePlan) -> Iterator[tuple[int, str, str, int]]:
-    """Yield (source stage, target role, kind of values, bytes) of each collective."""
+    """Yield the collectives between replicas or shards, for the plan's table of traffic.
+
+    Yields:
+      Tuples (source stage, target role, kind of values, bytes).
+    """
     for stage, eqn, times in _collectives_of(plan):
         target, size = f"other devices of stage {stage}", total_bytes(eqn.invars)
         yield stage, target, eqn.primitive.name, times * size

@@ -136,7 +136,7 @@ _BOUNDS = ("start_indices", "limit_indices")
 
 
 def _plain(value: Any) -> Any:
-    """Return a hashable value that represents an equation's parameter in comparisons."""
+    """Return a hashable value for an equation's parameter, by which equations are compared."""
     if is_jaxpr(value):
         return _body(value)
     if isinstance(value, (tuple, list)):
@@ -151,7 +151,7 @@ def _plain(value: Any) -> Any:
 
 
 def _body(jaxpr: Any) -> tuple[Any, ...]:
-    """Return a key of an inner jaxpr: its equations, with numbers in place of variables."""
+    """Return a key of an inner jaxpr: equal for two jaxprs that differ only in variable names."""
     inner = opened(jaxpr)
     number: dict[Var, int] = {}
     read = lambda a: str(a) if isinstance(a, Literal) else number[a]
@@ -170,7 +170,10 @@ def _body(jaxpr: Any) -> tuple[Any, ...]:
 
 
 def _scoped(eqns: Sequence[JaxprEqn], at_least: int) -> Iterator[tuple[Blocks, list[int]]]:
-    """Yield blocks that are equal sibling name scopes, each with the indices of its equations."""
+    """Yield blocks that are sibling name scopes with the same numbers of equations.
+
+    Each scope, such as `layer0`, comes with the indices of its equations.
+    """
     members: dict[tuple[str, ...], list[int]] = {}
     for i, eqn in enumerate(eqns):
         path = tuple(p for p in scope_of(eqn).split("/") if p)

@@ -41,7 +41,10 @@ STACK = "stack"
 
 
 def micro_name(name: str, micro: int) -> str:
-    """Return the name of a result's value in one micro-batch, such as "loss.micro3"."""
+    """Return the name of a result's value in one micro-batch, such as "loss.micro3".
+
+    Results are merged over micro-batches at the end of the step.
+    """
     return f"{name}.micro{micro}"
 
 

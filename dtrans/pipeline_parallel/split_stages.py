@@ -33,10 +33,11 @@ from dtrans.tensor_parallel.model_axis import state_axes
 
 @dataclasses.dataclass(frozen=True)
 class StageSharding:
-    """Parameters and optimizer state that the shards of split stages divide.
+    """Arrays of the state that the devices of one stage divide (tensor parallelism).
 
     Attributes:
-      shards: the number of shards of each stage; 1 for a stage that is not split.
+      shards: the number of shards (devices that share a stage) of each stage; 1 for a stage that is
+        not split.
       params: the sharded dimension of each divided parameter (dict by parameter).
       state: the same for parameters and arrays of the optimizer's state.
     """
@@ -46,7 +47,7 @@ class StageSharding:
     state: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def without_conflicts(self, slices: Mapping[str, Sliced]) -> StageSharding:
-        """Return a copy without the arrays that replicas slice along the sharded dimension.
+        """Return a copy without the arrays that replicas already slice along the same dimension.
 
         Args:
           slices: the slices of each array that replicas slice (dict by array).
@@ -198,9 +199,10 @@ def split_update(
 
 
 class _UpdateSplitter:
-    """Writer of `split_update`, which also describes the arguments.
+    """Writer of `split_update`: rewrites an optimizer's update for one shard of each split stage.
 
-    A value that leaves a split stage must be complete: the stage gathers a copy. A new array of the
+    Its arguments are those of `split_update`. A shard is one of the devices that share a stage. A
+    value that leaves a split stage must be complete: the stage gathers a copy. A new array of the
     state that another stage computes arrives complete: the stage takes its pieces.
     """
 
@@ -266,7 +268,7 @@ class _UpdateSplitter:
         )
 
     def _split_piece(self, p: StagePart) -> None:
-        """Add a piece, written for one shard."""
+        """Rewrite the equations that one stage runs together for one shard, and add them."""
         p = dataclasses.replace(p, reads=tuple(self._read(v, p.place) for v in p.reads))
         if self.sharding.shards[p.place] > 1:
             ins = {i: self.dims[v] for i, v in enumerate(p.reads) if v in self.dims}
@@ -282,7 +284,7 @@ class _UpdateSplitter:
         self.pieces.append(p)
 
     def _read(self, v: Var, stage: int) -> Var:
-        """Return the variable from which a stage reads a value."""
+        """Return the variable from which a stage reads a value: the value itself, or a copy."""
         copy, origin = self.complete.get(v, (v, stage))
         return v if origin == stage else copy
 

@@ -118,13 +118,13 @@ def with_jaxpr(p: Program, jaxpr: ClosedJaxpr) -> Program:
 
 
 class StageProgramWriter:
-    """Writer of the programs of all stages of a forward pass.
+    """Writer of the forward and backward programs of all stages.
 
     Args:
-      forward: the forward pass.
+      forward: the forward pass of a micro-batch.
       stage_of: the stage of each equation. It is never before the stages of the operands.
       o: the options of the pipeline.
-      scatter: the slices of each leaf whose gradient is reduce-scattered over replicas, by leaf.
+      scatter: for each parameter with a gradient that replicas reduce-scatter, its slices.
     """
 
     def __init__(
@@ -171,7 +171,11 @@ class StageProgramWriter:
             self.results_of[self._home_of(a, self.count - 1)].append(n)
 
     def _home_of(self, a: Atom, default: int) -> int:
-        """Return the stage that computes a value; `default` if it depends on no micro-batch."""
+        """Return the stage that computes a value of a micro-batch.
+
+        Each stage recomputes values that are the same for all micro-batches; the result is then
+        `default`.
+        """
         return self.home.get(a, default) if isinstance(a, Var) else default
 
     def differentiable(self, v: Atom) -> bool:
@@ -365,7 +369,10 @@ class StageProgramWriter:
         return self.scatter[leaf].rank_type(wide) if leaf in self.scatter else wide
 
     def _scattered(self, b: Builder, grads: Mapping[str, Atom]) -> list[Atom]:
-        """Reduce-scatter gradients, with one collective for each dtype and dimension."""
+        """Reduce-scatter the gradients of one stage over its replicas.
+
+        Gradients of one dtype and dimension are packed into one collective.
+        """
         found = dict(grads)
         kinds: dict[Any, list[str]] = {}
         for n in grads:
@@ -398,7 +405,7 @@ class StageProgramWriter:
 
 
 def _prelude(forward: ForwardPass, names: Sequence[str], wanted: Sequence[Atom]) -> ClosedJaxpr:
-    """Return a jaxpr that computes values that the step computes before the loss function."""
+    """Return a jaxpr of values that a step computes before its loss, e.g. cast weights."""
     vars_of = forward.step.program.invars
     b = Builder(forward.prelude)
     step_vars = values_at(vars_of, names)
@@ -409,7 +416,10 @@ def _prelude(forward: ForwardPass, names: Sequence[str], wanted: Sequence[Atom])
 def _split_backward(
     s: int, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str], cotangents: int
 ) -> tuple[Program, Program]:
-    """Split the backward pass of a stage into a program of cotangents and a program of gradients.
+    """Split the backward pass of a stage in two programs, for schedules such as ZeroBubble.
+
+    The first program computes the cotangents that the previous stage waits for. The second computes
+    the gradients of weights, and can run later.
 
     Args:
       s: index of the stage.

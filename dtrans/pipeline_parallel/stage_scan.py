@@ -60,7 +60,9 @@ Origins = list[tuple[int, int]]
 
 @dataclasses.dataclass(frozen=True)
 class StageRows:
-    """Rows of a stack of layers, or of its optimizer state, that one stage stores.
+    """Rows of a stack (an array with one row per layer) that one stage stores.
+
+    The stack is a parameter, or an array of its optimizer state.
 
     Attributes:
       name: the name under which the stage stores the rows.
@@ -75,7 +77,10 @@ class StageRows:
 
 
 def loops_of(forward: ForwardPass) -> list[int]:
-    """Return the indices of the scans to split: forward scans over stacked parameters."""
+    """Return the indices of the scans over layers, which are split by stages.
+
+    These are forward scans over stacked parameters (arrays with one row for each layer).
+    """
     found = []
     for i, eqn in enumerate(forward.eqns):
         if eqn.primitive.name == SCAN and not is_reversed(eqn) and scan_length(eqn) > 1:
@@ -155,12 +160,18 @@ def write_parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Iterator[in
 
 
 def merge_iterations(forward: ForwardPass, origin: Origins, stage_of: Sequence[int]) -> ScanSplits:
-    """Merge the iterations that one stage runs into one scan; return the new splits.
+    """Merge the layers that each stage runs into one scan per stage; return the new divisions.
+
+    Before stages are assigned, each scan over layers is split into scans of one layer. Afterwards
+    this function joins the layers that are on the same stage.
 
     Args:
       forward: the forward pass before scans were split.
-      origin: the origins of the equations after each iteration became one scan.
+      origin: for each equation after the split, the index of its old equation and of the part.
       stage_of: the stages of these equations.
+
+    Returns:
+      The division of each scan, as in `split_iterations`.
     """
     stage_at = _stages_by_origin(origin, stage_of)
     found = []
@@ -178,10 +189,10 @@ def stages_of_parts(
     origin: Origins,
     stage_of: Sequence[int],
 ) -> tuple[int, ...]:
-    """Return the stage of each equation after the iterations of each stage were merged.
+    """Return the stage of each equation after the layers of each stage were merged into one scan.
 
     Args:
-      splits: the splits that `merge_iterations` returned.
+      splits: the divisions that `merge_iterations` returned.
       forward: the forward pass before scans were split.
       parts_origin: the origins of the equations after `splits`.
       origin, stage_of: see `merge_iterations`.
@@ -196,7 +207,10 @@ def stages_of_parts(
 
 
 def _stages_by_origin(origin: Origins, stage_of: Sequence[int]) -> dict[tuple[int, int], int]:
-    """Return a dict from each origin to the last stage that runs an equation of this origin."""
+    """Return the stage of each original equation, or part of a scan.
+
+    An equation may have become several; then the last stage counts.
+    """
     found: dict[tuple[int, int], int] = {}
     for key, s in zip(origin, stage_of, strict=True):
         found[key] = max(s, found.get(key, s))
@@ -207,7 +221,10 @@ def _stages_by_origin(origin: Origins, stage_of: Sequence[int]) -> dict[tuple[in
 
 
 def stage_rows(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple[StageRows, ...]]:
-    """Return the rows of each stage, for each stacked parameter that several stages divide."""
+    """Return the rows that each stage stores of stacked parameters that several stages divide.
+
+    A stacked parameter has one row for each layer.
+    """
     step = forward.step
     analysis: RowAnalysis | None = None
     word = _word_for_rows(step)
@@ -241,7 +258,10 @@ def stage_rows(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple
 
 
 def _is_alone(forward: ForwardPass, v: Var, leaf: str) -> bool:
-    """Return True if input `v` is the unchanged leaf, and no other input depends on the leaf."""
+    """Return True if `v` is the unchanged parameter, and no other input is computed from it.
+
+    Only then can a stage store some rows of the parameter.
+    """
     source, program, prelude = forward.sources[v], forward.step.program, forward.prelude.jaxpr
     if program.invars[leaf] is not source or source not in prelude.outvars:
         return False
@@ -251,7 +271,10 @@ def _is_alone(forward: ForwardPass, v: Var, leaf: str) -> bool:
 
 
 def _word_for_rows(step: DividedStep) -> str:
-    """Return "block" for names such as "params/w.block1"; add underscores until it is unused."""
+    """Return the word for names of rows, such as "block" in "params/w.block1".
+
+    Underscores are appended until no other name has the word.
+    """
     word = "block"
     while any(f".{word}" in n for n in step.program.in_names):
         word += "_"
@@ -343,10 +366,10 @@ def unstack_params(
 def _half_of_blocks(
     step: DividedStep, rows: Mapping[str, tuple[StageRows, ...]]
 ) -> tuple[OptimizeHalf, dict[str, tuple[StageRows, ...]]]:
-    """Rewrite the update, so that it updates the rows of each stage instead of stacked parameters.
+    """Rewrite the optimizer's update for the rows of each stage, instead of stacked parameters.
 
     The function uses the writer of programs for parameter servers. It writes the program of one
-    server whose blocks are the rows of the stages.
+    server that stores the rows of all stages as separate blocks.
 
     Args:
       step: the step, divided at its gradients.

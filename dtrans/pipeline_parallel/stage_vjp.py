@@ -180,13 +180,14 @@ class StageVjp:
 def _barriers(
     inner: Jaxpr, wanted: Sequence[Var], ins: Collection[Atom], names: Collection[str]
 ) -> list[Var]:
-    """Return the values to save. The residuals are recomputed from these values and the inputs.
+    """Return the values that a stage saves from its forward pass for its backward pass.
 
-    The module docstring lists the kinds of values that are saved.
+    The backward pass recomputes all other residuals from these values and the inputs. The module
+    docstring lists the kinds of values that are saved.
 
     Args:
       inner: the forward pass.
-      wanted: the residuals.
+      wanted: the residuals (values that the backward pass reads).
       ins: the inputs, which need not be saved.
       names: the names of values to save.
     """

@@ -1,4 +1,4 @@
-"""Stages of a model, and the programs of the stages for any batch size."""
+"""Model that is divided into stages, and the programs of its stages for any batch size."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def pipeline(
 
 
 def _fill_devices(o: PipelineOptions, least: PipelinePlan, per_scope: int) -> PipelineOptions:
-    """Return options with as many replicas as the devices of the cluster allow.
+    """Return options with as many replicas as the devices allow, for `replicas="auto"`.
 
     Args:
       o: the options.
@@ -254,7 +254,7 @@ def devices_of_scopes(main: Program) -> int:
 def _timetable(
     option: str | Schedule, num_stages: int, num_micro_batch: int, chunks: int | None
 ) -> Schedule:
-    """Return the named schedule, or the user's schedule after a check of its sizes.
+    """Return the schedule of a plan: a named schedule, or the user's schedule after a check.
 
     Args:
       option: the option `schedule`.
@@ -429,15 +429,20 @@ def _check_reads(step: DividedStep, o: PipelineOptions) -> None:
 def shared_by(
     main: Program, part: Program, o: PipelineOptions, axes: Mapping[str, int]
 ) -> tuple[ExactStep | None, WrittenParts | None]:
-    """Return the exact step of a micro-batch, and the precomputed values that this step reads.
+    """Return the step of a micro-batch that computes its share of the full batch's step.
 
-    With `batch="micro"`, or if the batch is not split, both results are None.
+    Such an *exact* step may read *precomputed* values. They depend on the full batch, so they are
+    computed before the micro-batches. With `batch="micro"`, or if the batch is not split, both
+    results are None.
 
     Args:
       main: the step of the global batch.
       part: the traced step of a micro-batch.
       o: the options of the pipeline.
       axes: maps each split array of the batch to 0, the dimension along which it is split.
+
+    Returns:
+      The step, and the precomputed values that it reads.
 
     Raises:
       ConfigError: the step is not a sum over micro-batches, even with precomputed values.
@@ -661,8 +666,9 @@ def _homes(
 ) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
     """Return the stage that stores each parameter, and the stages that compute its gradient.
 
-    The first stage that computes a parameter's gradient stores the parameter. A parameter without a
-    gradient is stored on the first stage that reads it. If no stage reads it, stage 0 stores it.
+    Several stages may use one parameter, e.g. a tied embedding. The first stage that computes its
+    gradient stores it. A parameter without a gradient is stored on the first stage that reads it.
+    If no stage reads it, stage 0 stores it.
     """
     homes: dict[str, int] = {}
     users: dict[str, tuple[int, ...]] = {}

@@ -84,7 +84,10 @@ def _rows(plan: PipelinePlan, types: Mapping[str, Any]) -> int:
 
 
 def _state(plan: PipelinePlan) -> Any:
-    """Return all properties of a plan on which the arrays of its job's state depend."""
+    """Return the properties of a plan that determine the arrays of its job's state.
+
+    Two plans with equal properties can continue with each other's state.
+    """
     homes = {n: plan.home(n) for n in plan.state}
     types = {n: (t.shape, t.dtype) for n, t in subset(plan.types, plan.state).items()}
     return plan.options.num_stages, homes, plan.cuts, types, plan.model.homes

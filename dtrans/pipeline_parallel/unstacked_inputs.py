@@ -1,7 +1,8 @@
-"""Functions of stacked parameters whose rows are on several stages, such as `job.apply` runs.
+"""Rewrite of functions of stacked parameters, if each stage stores some rows (layers) of the stack.
 
-The rows of each stage become an input of the function. A scan over a stack becomes one scan for
-each stage, so that the rows stay on their stage.
+`job.apply` runs such functions, for example to evaluate the model. The rows of each stage become an
+input of the function. A scan over the stack becomes one scan for each stage, so that the rows stay
+on their stage.
 """
 
 from __future__ import annotations
@@ -104,10 +105,11 @@ def _split_scans(jaxpr: ClosedJaxpr, stacks: Stacks) -> ClosedJaxpr:
 
 
 def _bounds(eqn: JaxprEqn, stacks: Stacks) -> list[int] | None:
-    """Return the first iteration of each stage, then the number of iterations.
+    """Return the first iteration of each stage in a scan over layers, and the scan's length.
 
-    Return None if the equation is no scan over stacks, or if the rows of its stacks differ. Return
-    None, too, if stages have parts of a dimension other than the rows.
+    Return None if the equation cannot be split by stages. It may be no scan over stacked
+    parameters, or its stacks may have different rows. Or stages have parts of a dimension other
+    than the rows.
     """
     if eqn.primitive.name != SCAN or is_reversed(eqn):
         return None

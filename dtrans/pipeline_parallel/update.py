@@ -189,11 +189,12 @@ def slices_of_sums(
 def _apply_groups(
     step: DividedStep, homes: Mapping[str, int], leaf_of: Mapping[str, str], o: PipelineOptions
 ) -> dict[str, int]:
-    """Assign each array of the state to an update group of its stage.
+    """Assign each array of the state to an update group of its stage (`StageMemory.update_groups`).
 
-    A group consists of consecutive leaves of a stage. All groups have about equal numbers of
-    elements. The source (epl/runtime/optimizer_helper.py) divides all variables of the job instead,
-    and its last group is the largest.
+    A stage updates one group after the other, to lower its peak memory. A group consists of
+    consecutive parameters of a stage. All groups have about equal numbers of elements. The source
+    (epl/runtime/optimizer_helper.py) divides all variables of the job instead, and its last group
+    is the largest.
     """
     group: dict[str, int] = {}
     for s in range(o.model_stages):
@@ -343,7 +344,7 @@ def _of_gradients(
     rows: Mapping[str, Sequence[StageRows]],
     arguments: Mapping[Var, Atom],
 ) -> dict[str, Atom]:
-    """Write the results that are computed from gradients; return their values by name.
+    """Write the step's results that are computed from gradients, such as a gradient norm.
 
     Args:
       b: the builder to write to.
@@ -351,6 +352,9 @@ def _of_gradients(
       grads: maps each leaf to its gradient.
       rows: maps each stack of layers to the rows that stages store as separate parameters.
       arguments: maps the variable of each argument of the step to its value in `b`.
+
+    Returns:
+      The values of the results, by name.
 
     Raises:
       GradientError: a result also depends on a result of the loss function.

@@ -87,22 +87,30 @@ class PlacedUpdate:
 def place(
     program: Program, home: Mapping[str, int | None], out_at: Mapping[str, int | None], places: int
 ) -> PlacedUpdate:
-    """Divide an update into pieces that each run on one stage; find the transfers between stages.
+    """Divide an optimizer's update into pieces that each run on one stage.
+
+    Each stage updates the parameters that it stores. Values that several stages need, such as a
+    global gradient norm, are computed on one stage and sent to the others.
 
     Args:
-      program: the program.
+      program: the update.
       home: maps each input to the stage that has it, or to None if every stage has it.
       out_at: maps each output to the stage that needs it, or to None if every stage needs it.
       places: the number of stages. The last stage also computes values from several stages.
+
+    Returns:
+      The pieces, and the transfers between stages.
     """
     return _Placer(program, home, out_at, places).placed()
 
 
 def grouped(placed: PlacedUpdate, group: Mapping[str, int]) -> PlacedUpdate:
-    """Split the pieces of an update by groups of its outputs. The last group runs first.
+    """Split the pieces of an update by groups of outputs, so that groups run one after the other.
+
+    This lowers the peak memory of a stage. The last group runs first.
 
     Args:
-      placed: the update, whose pieces may compute outputs of several groups.
+      placed: the update, with pieces that may compute outputs of several groups.
       group: maps each output to its group. Values without a group, and values that several groups
         need, are computed before all groups.
     """
@@ -123,7 +131,10 @@ def grouped(placed: PlacedUpdate, group: Mapping[str, int]) -> PlacedUpdate:
 def _split_piece(
     piece: StagePart, group_of: Mapping[Var, int], groups: Sequence[int]
 ) -> list[StagePart]:
-    """Split a piece into the equations that several groups need, and a piece for each group."""
+    """Split a piece of an update into a common part, and a part for each group of outputs.
+
+    The common part has the equations that several groups need.
+    """
     eqns = piece.inner.eqns
     outs: dict[int | None, list[Var]] = {g: [] for g in (*groups, None)}
     for v in piece.makes:
@@ -154,7 +165,7 @@ def _split_piece(
 
 
 def _part(jaxpr: ClosedJaxpr, at: int, which: Sequence[int], makes: Sequence[Var]) -> StagePart:
-    """Return a piece with the equations of a jaxpr at the indices `which`; it outputs `makes`."""
+    """Return a part of the update with only the equations at indices `which`, for stage `at`."""
     inner = opened(jaxpr)
     eqns = values_at(inner.eqns, which)
     reads = exclude(free_variables(eqns), inner.constvars)
@@ -196,7 +207,11 @@ class _Placer:
         self.wanted: dict[int, dict[int, list[int]]] = {}  # level -> place -> equations
 
     def _larger(self, eqn: JaxprEqn) -> bool:
-        """Return True if an equation reads more bytes from another stage than from `HUB`."""
+        """Return True if an equation reads more bytes from one stage than from the hub.
+
+        The hub is the last stage, which computes values from several stages. The equation is placed
+        where it needs the smaller transfer.
+        """
         size = {True: 0, False: 0}
         for a in variables(eqn.invars):
             if self.at.get(a) is not None:
@@ -204,7 +219,7 @@ class _Placer:
         return size[False] > size[True]
 
     def _users(self) -> list[set[int | None]]:
-        """Return for each equation the stages that need a value computed from its outputs."""
+        """Return for each equation the stages that need its outputs, directly or indirectly."""
         wanted: dict[Var, set[int | None]] = {}
         for v, place in self._ends():
             wanted.setdefault(v, set()).add(place)
@@ -217,7 +232,10 @@ class _Placer:
         return users[::-1]
 
     def _ends(self) -> list[tuple[Var, int]]:
-        """Return pairs (output of the update, index of a stage that needs this output)."""
+        """Return the outputs of the update, each with a stage that needs it, as pairs.
+
+        If every stage needs an output, such as a new step count, there is a pair for each stage.
+        """
         found: list[tuple[Var, int]] = []
         for n, a in self.program.outvars.items():
             at = self.out_at[n]
@@ -228,11 +246,11 @@ class _Placer:
         return found
 
     def physical(self, at: int) -> int:
-        """Return the index of a stage. `HUB` stands for the last stage."""
+        """Return the index of a stage; the index `HUB` is replaced by that of the last stage."""
         return self.places - 1 if at == HUB else at
 
     def placed(self) -> PlacedUpdate:
-        """Return the update in pieces. A piece runs on one stage, without transfers within."""
+        """Return the update as pieces; each runs on one stage, without communication inside."""
         ends = self._ends()
         for v, p in ends:
             self._schedule(v, p)
@@ -243,7 +261,7 @@ class _Placer:
         return PlacedUpdate(self.program, tuple(pieces), tuple(self.sends), self.home, self.out_at)
 
     def _schedule(self, var: Var, p: int) -> None:
-        """Add the equations and transfers by which stage `p` gets a value."""
+        """Record the equations and the transfers by which stage `p` gets the value `var`."""
         stack: list[tuple[Var, int]] = [(var, p)]
         # The search is depth-first, with an explicit stack, because a long update would exceed
         # Python's recursion limit.
@@ -276,7 +294,9 @@ class _Placer:
             stack.pop()
 
     def _piece(self, p: int, which: Sequence[int], ends: set[tuple[Var, int]]) -> StagePart:
-        """Return a piece of the update; its outputs are the values that other pieces read.
+        """Return a piece of the update; its outputs are the values that others need.
+
+        Other pieces or stages read them.
 
         Args:
           p: the index of the stage that runs the piece.

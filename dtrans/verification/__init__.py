@@ -1,9 +1,11 @@
-"""Verification without tolerance, for `plan.verify()` and `dtrans.verify`.
+"""Verification that a distributed program computes the same as a one-device program, without
+tolerance.
 
-Two programs are evaluated at random points of a finite field, where arithmetic has no rounding
-errors. If their outputs differ at one point, the programs are different. If their outputs are equal
-at all points, the programs are equal with a probability close to 1. In this package, *the field* is
-this finite field, the *job* is the distributed program, and the *step* is the one-device program.
+`plan.verify()` and `dtrans.verify` evaluate two programs at random points of a finite field, where
+arithmetic has no rounding errors. If their outputs differ at one point, the programs are different.
+If their outputs are equal at all points, the programs are equal with a probability close to 1. In
+this package, *the field* is this finite field, the *job* is the distributed program, and the *step*
+is the one-device program. A *rule* evaluates one primitive of JAX in the field.
 
     field             arithmetic modulo the prime 2**61 - 1, on NumPy arrays
     rationals         a float as the simplest rational number that rounds to it

@@ -1,6 +1,7 @@
-"""Rules of arithmetic on `Real` values: sums, products, quotients and contractions.
+"""Rules that evaluate sums, products, quotients and contractions of floats in a finite field.
 
-The results are exact in the finite field.
+A float is a `Real`: an element of the field, and an approximation in float64. The results are exact
+in the field.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dtrans.verification.rule_values import (
 
 
 def _exactly(fn: Callable[..., Array]) -> Rule:
-    """Return a rule that applies `fn`, a function of field elements, to the operands."""
+    """Return the rule of a primitive that computes `fn`, a function of elements of the field."""
 
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         return [real(fn(*map(elements_in, operands)), compute_approx(eqn, operands))]
@@ -117,7 +118,10 @@ def _reduce_prod(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _convolution(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Convolve by limbs of 16 bits, because float64 adds the products of such limbs exactly."""
+    """Convolve arrays of field elements, in limbs (parts) of 16 bits.
+
+    Float64 cannot multiply elements of 61 bits, but it adds the products of such limbs exactly.
+    """
     x, y = operands
     float64 = np.dtype(np.float64)
     convolve = lambda a, b: by_jax(eqn, [a, b], preferred_element_type=float64)[0]

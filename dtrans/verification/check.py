@@ -1,7 +1,8 @@
-"""Comparison of a job's traced step with the one-device step, at random points of a finite field.
+"""Comparison of a job's step with the one-device step, at random points of a finite field.
 
-The points are near the states of one device after 0, 1, 2 and 5 steps. Both steps are evaluated at
-each point, and every output is compared number by number (`state_placement`).
+A point is a value for each number of the state and of the batch. The points are near the states of
+one device after 0, 1, 2 and 5 steps. Both steps are evaluated at each point, and every output is
+compared number by number (`state_placement`).
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Comparison:
 
     @cached_property
     def leaf_types(self) -> dict[str, Any]:
-        """Types of the leaves of the one-device state, by name."""
+        """Types of the arrays of the one-device state, by name."""
         params, opt_state = self.main.args[:2]
         return subset(self.main.inputs, (*params.names, *opt_state.names))
 
@@ -89,12 +90,18 @@ class Comparison:
 
     @cached_property
     def placement(self) -> StatePlacement:
-        """Position of each number in the job's state."""
+        """Positions of the one-device state's numbers in the job's state.
+
+        The job's state may be split over ranks, or padded.
+        """
         return find_placement(self.leaf_types, self.traced.state_of, self.frozen)
 
     @cached_property
     def leaves_of(self) -> list[set[str]]:
-        """For each array of the job's state, the leaves whose numbers it contains."""
+        """Names of the one-device arrays that each array of the job's state contains.
+
+        A job may pack several arrays into one, for example to shard them over ranks.
+        """
         names = list(self.leaf_types)
         sizes = [math.prod(t.shape) for t in self.leaf_types.values()]
         starts = np.cumsum([0, *sizes])
@@ -157,16 +164,18 @@ class Comparison:
         return found.report(title, time.monotonic() - begun)
 
     def _real_start(self, seed: int) -> dict[str, Any]:
-        """Return a one-device state, computed by the startup program."""
+        """Return a one-device state with realistic numbers: the result of the startup program."""
         assert self.startup is not None, "a comparison without a startup program needs a start"
         arrays = self.startup.compiled(*random_arguments(self.startup.inputs, seed))
         return dict(zip(self.leaf_types, arrays, strict=True))
 
     def _compare_first_state(self, found: Findings, rng: np.random.Generator) -> dict[str, Any]:
-        """Compare the result of the job's init, with padding, to the one-device state.
+        """Compare the first state that the job's init returns to the one-device state.
+
+        The comparison includes padding.
 
         Returns:
-          The one-device state; empty if a leaf depends on an equation without a rule.
+          The one-device state; empty if an array of it depends on an equation without a rule.
         """
         startup, init = self.startup, self.traced.init
         if startup is None or init is None:
@@ -207,7 +216,10 @@ class Comparison:
         rng: np.random.Generator,
         range_: BatchRange,
     ) -> None:
-        """Run one-device steps from `start`; compare the job's step at the states in `points`."""
+        """Run one-device steps, and compare the job's step after each number of steps in `points`.
+
+        The states of a real training run take the branches and ranges that occur in practice.
+        """
         state = dict(start)
         batch = random_arrays(self.batch_types, rng, range_, self.batch_values)
         for steps in range(max(points) + 1):
@@ -314,7 +326,7 @@ class Comparison:
 
 @dataclasses.dataclass
 class Findings:
-    """Results of a comparison at the points so far.
+    """Results of a comparison at the points so far; `report` converts them for the user.
 
     Attributes:
       differences: difference of each output that differs, by name.
@@ -333,10 +345,10 @@ class Findings:
     concludes_equal_only: bool = False
 
     def evaluate(self, jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
-        """Return the outputs of a program on global arrays, and record equations without a rule.
+        """Return the outputs of a program on global arrays; record equations that have no rule.
 
         Raises:
-          NearTie: rounding decides a comparison at this point.
+          NearTie: two values that the program compares differ only by rounding, at this point.
         """
         outputs = World(unknown=self.unfollowed).run(jaxpr, [(x,) for x in arguments])
         return [x for (x,) in outputs]
@@ -430,7 +442,10 @@ def _unknown_names(leaves: Mapping[str, Any]) -> set[str]:
 
 
 def _repeated_part(x: Array, *, axis: int, count: int) -> Array:
-    """Split an array into `count` parts along an axis, and replace every part by the first one."""
+    """Return a batch array in which `count` equal parts along an axis repeat the first part.
+
+    A mean over one part then equals the mean over the full batch.
+    """
     return np.concatenate([np.split(x, count, axis)[0]] * count, axis)
 
 
@@ -441,7 +456,7 @@ def _masked(x: Any, there: Array | None) -> Any:
 
 
 def _count(x: Any, y: Any, there: Array | None) -> tuple[int, int]:
-    """Return the number of entries that differ, and the number of compared entries."""
+    """Return two numbers for the report: entries that differ, and entries that were compared."""
     size = math.prod(y.shape if values.is_key(y) else np.shape(approx_of(y)))
     if isinstance(x, Complex) and isinstance(y, Complex) and x.shape == y.shape:
         return max(_count(x.real, y.real, there), _count(x.imag, y.imag, there))

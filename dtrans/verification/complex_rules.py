@@ -83,7 +83,7 @@ def _squared_length(x: Complex) -> Real:
 
 
 def _hashed(name: str, *xs: Real, approx: Array) -> Real:
-    """Return the hash that the rule of the real primitive `name` returns."""
+    """Return the hash by which the rule of the real primitive `name` replaces its result."""
     return values.hashed((name, []), *xs, approx=approx)
 
 
@@ -183,7 +183,10 @@ def _log(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Hash all operands twice, for the real part and for the imaginary part of the output."""
+    """Return a hash of all operands, as the result of a function that the field lacks.
+
+    The operands are hashed twice: for the real part of the output, and for the imaginary part.
+    """
     xs = [*map(as_complex, operands)]
     (approx,) = by_jax(eqn, [x.approx for x in xs])
     parts: list[Real] = []
@@ -226,7 +229,7 @@ def _product_along(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 @functools.lru_cache(64)
 def _random_matrix(name: str, rows: int, columns: int) -> Array:
-    """Return a random matrix of field elements, with the name and shape as the seed."""
+    """Return a random matrix of field elements; equal names and shapes give equal matrices."""
     numbers = np.arange(rows * columns, dtype=np.uint64).reshape(rows, columns)
     return field.hashed(("fft", name, rows, columns), numbers)
 
@@ -238,7 +241,7 @@ def _random_matrices(name: str, rows: int, columns: int) -> tuple[Array, Array]:
 
 
 def _mapped(x: Array, matrix: Array, axis: int) -> Array:
-    """Multiply an array by a matrix along one dimension."""
+    """Multiply an array of field elements by a matrix along one dimension."""
     moved = np.moveaxis(x, axis, -1)
     product = field.matrix_product(moved.reshape(-1, moved.shape[-1]), matrix)
     return np.moveaxis(product.reshape(*moved.shape[:-1], -1), -1, axis)
@@ -247,7 +250,7 @@ def _mapped(x: Array, matrix: Array, axis: int) -> Array:
 def _complex_map(
     parts: tuple[Array, Array], name: str, size: int, axis: int
 ) -> tuple[Array, Array]:
-    """Multiply a complex array by a random complex matrix along one dimension.
+    """Multiply a complex array by a random complex matrix along one dimension, in place of an fft.
 
     Args:
       parts: real and imaginary part of the array.

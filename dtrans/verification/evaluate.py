@@ -97,7 +97,9 @@ CALLS = (
 
 
 class World:
-    """Evaluator of a program in a finite field, for all ranks of a mesh at once.
+    """Evaluator of a program in a finite field, for all ranks (devices) of a mesh at once.
+
+    A value is a tuple with one entry for each rank. Ranks with the same object share the work.
 
     Args:
       axes: size of each mesh axis, by name; empty for a one-device program.
@@ -210,7 +212,7 @@ class World:
     def log_outputs(
         self, eqn: JaxprEqn, operands: Sequence[Ranked], outputs: list[Ranked]
     ) -> list[Ranked]:
-        """Record an equation in the log if there is a log, and return its outputs."""
+        """Return the outputs of an equation, after recording them in the log, if there is one."""
         if self.log is not None:
             self.log.note(eqn, operands, outputs, self.axes)
         return outputs
@@ -274,7 +276,7 @@ class World:
     # -- collectives -----------------------------------------------------------------------------
 
     def _collective(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
-        """Evaluate a collective for each group of ranks."""
+        """Evaluate a collective: call its rule once for each group of ranks that it connects."""
         over = mesh_axes(eqn)
         if len(over) < len(axes_of(eqn)):
             raise UnfollowedError(
@@ -305,7 +307,9 @@ class World:
     # -- inner worlds ----------------------------------------------------------------------------
 
     def _shard_map(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
-        """Evaluate the body of a `shard_map` for all ranks of its mesh."""
+        """Evaluate a `shard_map`: split its operands over the ranks of its mesh, and run its body
+        there.
+        """
         if self.count != 1:
             raise UnfollowedError("the equation is a shard_map in the body of another shard_map")
         sharded = shard_map_of(eqn)
@@ -331,11 +335,11 @@ class World:
         return assemble(self.axes, pieces, spec)
 
     def without_mesh(self, count: int) -> World:
-        """Return an evaluator for `count` ranks that do not communicate."""
+        """Return an evaluator for `count` ranks that do not communicate, without mesh axes."""
         return self._enter(World({"alone": count}, self.unknown, self.log))
 
     def _enter(self, world: World) -> World:
-        """Share the count of evaluations with another evaluator, and return that evaluator."""
+        """Let another evaluator continue this evaluator's count of equations, and return it."""
         world.evaluated = self.evaluated
         return world
 
@@ -351,7 +355,7 @@ def mesh_axes(eqn: JaxprEqn) -> list[str]:
 def _split_groups(
     groups: Sequence[Sequence[int]], subgroups: Sequence[Sequence[int]]
 ) -> list[list[int]]:
-    """Split each group of ranks into subgroups.
+    """Split each group of ranks into subgroups, for collectives with `axis_index_groups`.
 
     Args:
       groups: ranks of each group.
@@ -389,9 +393,10 @@ def run_scan(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ra
 
 
 def run_while(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ranked]:
-    """Evaluate a loop until no rank's condition holds.
+    """Evaluate a `while` loop until the condition is false on every rank.
 
-    `jax.vmap` writes a condition for each row. Only rows whose condition holds then get new values.
+    `jax.vmap` writes a condition for each row of a batch. Then each iteration gives new values only
+    to rows with a true condition.
     """
     (condition, body), wires, now = bodies(eqn), wiring(eqn), list(operands)
     holds = opened(condition).outvars[0].aval
@@ -422,7 +427,7 @@ def run_while(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[R
 
 @functools.cache
 def _select_rows(condition: Any, types: tuple[Any, ...]) -> Any:
-    """Return the jaxpr (condition of each row, new values, old values) -> values of the rows."""
+    """Return a jaxpr that selects new values for rows with a true condition, else old ones."""
 
     def select(running: jax.Array, new: list[jax.Array], old: list[jax.Array]) -> list[jax.Array]:
         found = []
@@ -485,7 +490,7 @@ CONTROL_FLOW: Mapping[str, Callable[[World, JaxprEqn, Sequence[Ranked]], list[Ra
 
 
 def _once_for_each(fn: Callable[[Any], Any], x: Ranked) -> Ranked:
-    """Apply a function to the value of each rank; ranks with the same object share the result."""
+    """Apply a function to the value of each rank; call it once for ranks with the same object."""
     outputs: dict[int, Any] = {}
     for v in x:
         if id(v) not in outputs:
@@ -494,7 +499,7 @@ def _once_for_each(fn: Callable[[Any], Any], x: Ranked) -> Ranked:
 
 
 def _row_of_ranks(x: Ranked, t: int) -> Ranked:
-    """Return row t of each rank's stack."""
+    """Return row t of each rank's stacked array, as the input of iteration t of a scan."""
 
     def row(v: Any) -> Any:
         if values.is_key(v):
@@ -516,7 +521,10 @@ def _reduced_in_front(x: Ranked, axes: Sequence[int]) -> Ranked:
 
 
 def _stack_of_ranks(world: World, rows: Sequence[Ranked], aval: Any) -> Ranked:
-    """Stack rows on each rank; ranks with the same rows share the stack."""
+    """Stack the rows that the iterations of a scan returned, on each rank.
+
+    Ranks with the same rows share the result.
+    """
     if not rows:
         return world.replicate(values.lifted(np.zeros(aval.shape), aval.dtype))
     stacks: dict[tuple[int, ...], Any] = {}

@@ -1,8 +1,9 @@
-"""Rules of exact sums (`dtrans.ops.exact_sum`): sums in the finite field.
+"""Rules that evaluate exact sums (`dtrans.ops.exact_sum`) in the finite field.
 
-A part of an exact sum is a vector of integers, which programs pack, send and split. Under these
-rules, the vector contains the bits of the sum's element and float64 value in place of digits. So
-equations that move parts need no rule, and a part of zeros is an empty sum.
+An exact sum gives the same bits in any order of addition. Its partial result (a *part*) is a vector
+of integers, which programs pack, send and split. Under these rules, the vector contains the bits of
+the sum's field element and of its float64 value instead. So equations that move parts need no rule,
+and a part of zeros is an empty sum.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dtrans.verification.field_values import Real, real
 
 
 def _encode(elements: Array, approx: Array, dtype: Any) -> Array:
-    """Encode the field elements and float64 values of several sums as concatenated parts."""
+    """Encode sums, given as field elements and float64 values, as one vector of integers."""
     rows = np.stack([elements, np.ascontiguousarray(approx, np.float64).view(np.uint64)], 1)
     words = rows.view(np.dtype(dtype))
     parts = np.zeros((len(rows), digit_format(dtype).size), dtype)
@@ -29,7 +30,7 @@ def _encode(elements: Array, approx: Array, dtype: Any) -> Array:
 
 
 def _decode(parts: Array) -> tuple[Array, Array]:
-    """Decode concatenated parts to the field elements and the float64 values of the sums."""
+    """Return the field elements and float64 values of sums that `_encode` encoded."""
     rows = parts.reshape(-1, digit_format(parts.dtype).size)
     words = np.ascontiguousarray(rows[:, : 16 // parts.dtype.itemsize]).view(np.uint64)
     return words[:, 0], np.ascontiguousarray(words[:, 1]).view(np.float64)

@@ -176,7 +176,10 @@ def matrix_product(x: Array, y: Array) -> Array:
 
 
 def _limb_products(left: Sequence[Array], right: Sequence[Array]) -> list[Array]:
-    """Return, for each power of 2**LIMB, the sum of the products of limbs (Karatsuba)."""
+    """Return the products of limbs in a matrix product, added up by power of 2**LIMB (Karatsuba).
+
+    A limb is a part of a field element with few bits.
+    """
     a, b, c = (x @ y for x, y in zip(left, right, strict=True))
     (a0, a1, a2), (b0, b1, b2) = left, right
     return [
@@ -189,7 +192,7 @@ def _limb_products(left: Sequence[Array], right: Sequence[Array]) -> list[Array]
 
 
 def add_at(size: int, where: Array, x: Array) -> Array:
-    """Return an array of `size` sums: each x[k] is added to the sum with index where[k]."""
+    """Return `size` sums: x[k] is added to sum number where[k]."""
     assert x.size < 1 << 32, "a sum of limbs would not be exact"
     sums = [np.bincount(where, weights=limb, minlength=size) for limb in limbs(x)]
     return from_limbs(sums)

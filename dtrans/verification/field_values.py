@@ -39,7 +39,11 @@ class UnfollowedError(Exception):
 
 
 class NearTie(Exception):
-    """Error for a decision between two values that differ by no more than rounding."""
+    """Error for a comparison of two values that differ by no more than rounding.
+
+    The finite field has no order, so float64 values decide comparisons. Here they cannot, and the
+    verification draws another random point.
+    """
 
 
 _by_elements = contextvars.ContextVar("_by_elements", default=False)
@@ -47,11 +51,12 @@ _by_elements = contextvars.ContextVar("_by_elements", default=False)
 
 @contextlib.contextmanager
 def ties_by_elements() -> Iterator[None]:
-    """Decide near ties by elements within this context, instead of raising `NearTie`.
+    """Decide near ties by field elements within this context, instead of raising `NearTie`.
 
-    The order of elements is arbitrary, but the same in two equal programs. Some optimizers have a
-    tie at every point: they compare the root mean square of signs with the bound 1. If two programs
-    differ in this context, this proves nothing, since a tie may be the reason.
+    A near tie is a comparison of two floats that differ only by rounding. The order of elements is
+    arbitrary, but the same in two equal programs. Some optimizers have a tie at every point: they
+    compare the root mean square of signs with the bound 1. If two programs differ in this context,
+    this proves nothing, since a tie may be the reason.
     """
     token = _by_elements.set(True)
     try:
@@ -106,7 +111,7 @@ class Complex:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unknown:
-    """Value that depends on an equation without a rule.
+    """Value that was not computed, since it depends on an equation without a rule.
 
     Attributes:
       why: name of the primitive without a rule, with the user's line.

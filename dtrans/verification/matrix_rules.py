@@ -28,14 +28,17 @@ def _parts_of(x: Any) -> list[Array]:
 
 
 def _digest(x: Array) -> Array:
-    """Return a hash of each matrix in a stack."""
+    """Return a field element for each matrix of a stack: a hash of all its entries."""
     place = np.arange(int(np.prod(x.shape[-2:])), dtype=np.uint64)
     weights = field.hashed("place in a matrix", place).reshape(x.shape[-2:])
     return field.total(field.hashed("entry", field.multiply(x, weights)), (-2, -1))
 
 
 def _hash_matrices(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Hash each matrix of a stack: each output entry is a hash of the full matrix."""
+    """Replace a decomposition by hashes: each output entry is a hash of the full input matrix.
+
+    The hashes of two programs agree if the programs decompose equal matrices.
+    """
     approx_values = by_jax(eqn, approx_of_all(operands))
     stack = operands[0].shape[:-2]
     sums: list[Array] = []

@@ -1,4 +1,6 @@
-"""Meanings: each value of a job is compared with the values of the step.
+"""Search for the relation (*meaning*) of a job's value to the values of the one-device step.
+
+If a verification fails, these relations lead to the first wrong value.
 
     exact     a constant, a copy of a step value, or pieces of a step value on ranks or in rows
     partial   partial sums: the ranks' values add up to a step value, or a value is the sum over
@@ -83,10 +85,10 @@ NO_FLOATS = Meaning(Kind.EXACT, "integers")
 
 
 class Meanings:
-    """Search for the meanings of values, with a cache.
+    """Search that relates the values of a job to the values of the one-device step, with a cache.
 
     Args:
-      values: values of the step.
+      values: values of the one-device step.
       moves_rows: True if the job moves rows by their ids, so that an array may have the rows of a
         step value in any order.
     """
@@ -98,7 +100,8 @@ class Meanings:
         self._alive: list[Any] = []
 
     def of(self, value: Sequence[Any], axes: Mapping[str, int]) -> Meaning:
-        """Return the meaning of a value: its relation to a value of the step.
+        """Return the relation of a job's value to a value of the one-device step, e.g. "a copy of
+        tanh".
 
         Args:
           value: the value on each rank.
@@ -111,7 +114,11 @@ class Meanings:
         return self._found[key]
 
     def factors_of(self, value: Sequence[Any]) -> list[tuple[StepValue, Fraction]]:
-        """Return pairs (step value, factor) whose product is the value; simple factors first."""
+        """Return each value of the one-device step that is a multiple of the job's value.
+
+        Returns:
+          Pairs (step value, factor). The job's value is the product. Simple factors come first.
+        """
         first = next((e for e in _elements_of_ranks(value) if is_random(e).any()), None)
         if first is None:
             return []
@@ -138,7 +145,7 @@ class Meanings:
         return self._of_ranks(ranks, axes)
 
     def _of_one(self, x: Array, *, alone: bool) -> Meaning:
-        """Return the meaning (relation to a step value) of an array that is equal on all ranks.
+        """Return the relation of an array to a step value, if the array is equal on all ranks.
 
         Args:
           x: elements of the array.
@@ -155,7 +162,9 @@ class Meanings:
         return found or NOTHING
 
     def _of_moved_rows(self, x: Array) -> Meaning | None:
-        """Return the meaning of an array if its rows are rows of one step value, else None."""
+        """Return the relation of an array to a step value that has the same rows in any order, or
+        None.
+        """
         if not x.ndim or not len(x):
             return None
         value = self._values.value_with_rows(x)
@@ -164,7 +173,7 @@ class Meanings:
         return _meaning(Kind.EXACT, f"rows of {value.title}", value, Fraction(1))
 
     def _of_value(self, x: Array, *, copies_only: bool = False) -> Meaning | None:
-        """Return the meaning of an array if it is a copy or piece of a step value, else None."""
+        """Return the relation of an array to a step value if it is a copy or piece; else None."""
         for factor in self._factors(x):
             found = self._values.matches(_divided(x, factor), partial=False)
             copies = [m for m in found if m.is_copy]
@@ -177,7 +186,10 @@ class Meanings:
         return None
 
     def _of_rows(self, x: Array) -> Meaning | None:
-        """Return the meaning of an array if it is a step value summed over some rows, else None."""
+        """Return the relation of an array to a step value that is a sum over rows of the batch.
+
+        The array must be a part of the sum, over consecutive rows; else return None.
+        """
         for factor in self._factors(x):
             for match in self._values.matches(_divided(x, factor), partial=True):
                 assert match.value.rows is not None
@@ -187,9 +199,9 @@ class Meanings:
         return None
 
     def _of_stack(self, x: Array) -> Meaning | None:
-        """Return the meaning of an array if each row is a partial sum of one step value, else None.
+        """Return the relation of an array to a step value if its rows are partial sums of it.
 
-        An example is an array with one row for each trainer.
+        An example is an array with one row for each trainer. Return None in other cases.
         """
         if not x.ndim or not 1 < len(x) <= MOST_PARTS:
             return None
@@ -207,10 +219,10 @@ class Meanings:
         axes: Mapping[str, int] | None = None,
         ways: Sequence[bool] = (False, True),
     ) -> Meaning | None:
-        """Return the meaning of several arrays that are pieces, or partial sums, of one step value.
+        """Return the relation of several arrays to one step value: pieces, or partial sums.
 
         Args:
-          parts: the arrays.
+          parts: the arrays, for example one for each rank.
           in_order: function that decides if parts are in order (`InOrder`).
           over: noun phrase for texts: the parts are on "ranks", or along a dimension.
           axes: size of each mesh axis, by name, if each part is the array of a rank; otherwise
@@ -268,10 +280,10 @@ class Meanings:
 
 
 def _starts(matches: Sequence[Match | None]) -> tuple[list[float], int]:
-    """Return the start of each part in a step value, and the size of a part.
+    """Return the start of each rank's part in a step value, and the size of a part.
 
-    For partial sums, starts and size count rows of the batch. There are no starts if the matches do
-    not fit together.
+    For partial sums, starts and size count rows of the batch. The list of starts is empty if the
+    parts do not fit together.
 
     Args:
       matches: each part as a slice of the step value. None stands for a part without a match, which

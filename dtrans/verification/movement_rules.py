@@ -1,4 +1,7 @@
-"""Rules of equations that move, select or convert the elements of `Real` values."""
+"""Rules that evaluate equations that move, select or convert floats, in a finite field.
+
+A float is a `Real`: an element of the field, and an approximation in float64.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ ZERO = Real(np.zeros(1, np.uint64), np.zeros(1))
 
 
 def _structure(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Apply the rule in `numpy_rules` to the field elements, and to the float64 values."""
+    """Evaluate an equation that treats all numbers alike, such as a transpose.
+
+    The rule in `numpy_rules` is applied twice: to field elements, and to float64 values.
+    """
     rule, out = OTHERS[eqn.primitive.name], eqn.outvars[0].aval
     elements = rule(eqn.params, _parts(operands, "elements"), out)
     approx_values = rule(eqn.params, _parts(operands, "approx"), out)
@@ -36,7 +42,7 @@ def _parts(operands: Sequence[Any], name: str) -> list[Any]:
 
 
 def _by_index(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Evaluate an equation that only moves entries: apply it to indices, then look entries up."""
+    """Evaluate an equation that only moves entries: apply it to indices, then look up."""
     x, *rest = operands
     if eqn.primitive.name == "gather":
         p = eqn.params
@@ -49,15 +55,15 @@ def _by_index(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def append_number(x: Real, last: Real) -> Real:
-    """Return a flat array with one more number at its end."""
+    """Return a flat array with one more number at its end, for entries without a source."""
     elements = np.append(x.elements.ravel(), last.elements)
     return Real(elements, np.append(x.approx.ravel(), last.approx))
 
 
 def move_rows(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Evaluate `move_rows` (`dtrans.ops.moved_rows`): its function `fn` moves indices of entries.
+    """Evaluate `move_rows` (`dtrans.ops.moved_rows`), which sends table rows to other ranks by id.
 
-    Index 0 stands for the number zero.
+    Its function `fn` is applied to indices of entries. Index 0 stands for the number zero.
 
     Raises:
       UnfollowedError: a row id does not exist, or the rows are integers.

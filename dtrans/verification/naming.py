@@ -82,7 +82,7 @@ class _Walk:
 
     Args:
       log: log of the job.
-      meanings: object that compares a value of the job with all values of the one-device step.
+      meanings: search for the relation of a job's value to the values of the one-device step.
     """
 
     def __init__(self, log: ValueLog, meanings: Meanings) -> None:
@@ -171,7 +171,12 @@ class _Walk:
         return number if cause is None else cause
 
     def _is_multiple(self, number: int, kinds: Sequence[Kind] = (Kind.EXACT,)) -> bool:
-        """Return True if an output has one of these kinds, with a factor other than 1."""
+        """Return True if an output is a step value, or a part or partial sum, times a factor.
+
+        Args:
+          number: the computation with this output.
+          kinds: the relations that count. The factor must not be 1.
+        """
         return any(m.kind in kinds and m.factor != 1 for m in self._meanings_of(number))
 
     def _cause_of_multiple(self, number: int) -> int | None:
@@ -264,7 +269,7 @@ class _Walk:
         return sorted(found)
 
     def _meanings_of(self, number: int) -> list[Meaning]:
-        """Return the meanings (relations to step values) of a computation's outputs."""
+        """Return the relations of a computation's outputs to values of the one-device step."""
         if number not in self._found:
             computation = self._log.computations[number]
             found = [self._meanings.of(x, computation.axes) for x in computation.outputs]
@@ -274,7 +279,7 @@ class _Walk:
         return self._found[number]
 
     def _term_of(self, number: int) -> Meaning | None:
-        """Return the meaning of an output that is one row of a stack of partial sums, else None.
+        """Return the relation of an output that is one row of a stack of partial sums, else None.
 
         `Meanings` finds partial sums over consecutive rows of the batch. It does not find other
         partial sums, such as the sum of one trainer, but it finds the stack of all trainers' sums.
@@ -297,7 +302,7 @@ class _Walk:
         return dataclasses.replace(stack, text=f"a term of {stack.text}")
 
     def _relations_of(self, number: int) -> list[Meaning]:
-        """Return those meanings of a computation's outputs that refer to a step value."""
+        """Return those relations of a computation's outputs that name a value of the step."""
         return [m for m in self._meanings_of(number) if m.of is not None]
 
     def _has_meaning(self, number: int) -> bool:
@@ -306,7 +311,7 @@ class _Walk:
     # -- words -----------------------------------------------------------------------------------
 
     def _describe(self, number: int) -> Cause:
-        """Describe a computation as the cause of a fault."""
+        """Describe a computation for the report, as the cause of a wrong output."""
         computation = self._log.computations[number]
         meanings = self._meanings_of(number)
         value = next((m for m in meanings if m.kind is Kind.NONE), meanings[0]).text
@@ -318,7 +323,7 @@ class _Walk:
         return Cause(computation.name, line, origin, value, tuple(operands), behind)
 
     def _meaning_of(self, operand: Sequence[Any], axes: Mapping[str, int]) -> Meaning:
-        """Return the meaning (relation to a step value) of an operand of a computation."""
+        """Return the relation of an operand of a computation to a value of the one-device step."""
         for source in self._log.sources(operand):
             outputs = self._log.computations[source].outputs
             for output, meaning in zip(outputs, self._meanings_of(source), strict=True):

@@ -1,4 +1,4 @@
-"""Rules of JAX's primitives on NumPy arrays; nothing is compiled.
+"""Rules that evaluate JAX's primitives with NumPy; nothing is compiled.
 
 `dtrans.verification` represents a float by an element of a finite field and by a float64 value
 (`dtrans.verification.field_values`). The rules of this module compute the float64 values, integers
@@ -207,7 +207,9 @@ def _pad(p: Any, operands: Any, out: Any) -> list[Any]:
 def gather_places(
     shape: Sequence[int], indices: Any, numbers: Any, sizes: Sequence[int], mode: Any
 ) -> Any:
-    """Return, for each gathered entry, its flat index in the operand; -1 for a fill value.
+    """Return, for each gathered entry, its flat index in the operand.
+
+    The index is -1 for an entry outside of the operand, which gets the fill value.
 
     Args:
       shape: shape of the operand.
@@ -245,7 +247,7 @@ def gather_places(
 
 
 def _along(x: Any, axis: int, count: int) -> Any:
-    """Reshape a vector to `count` dimensions, with its entries along `axis`."""
+    """Reshape a vector to an array of `count` dimensions that extends along `axis` only."""
     shape = [1] * count
     shape[axis] = -1
     return x.reshape(shape)

@@ -42,7 +42,7 @@ def _compare(decide: Callable[[Array, Array, Array], Array]) -> Rule:
 
 
 def _total_order(name: str) -> Rule:
-    """Return the rule of a comparison by total order, which also orders NaN.
+    """Return the rule of a comparison that also orders NaN, such as `lt_to`.
 
     Operands with NaN are not supported. For all other operands, the rule is that of the ordinary
     comparison `name`.
@@ -88,9 +88,11 @@ def broadcast_like(x: Real, other: Real) -> Real:
 
 
 def _extreme(sign: int, *, place: bool) -> Rule:
-    """Return the rule of a maximum (sign 1) or minimum (sign -1) over axes.
+    """Return the rule of a maximum or minimum over axes.
 
-    If `place` is True, the rule returns the index of the number (argmax, argmin).
+    Args:
+      sign: 1 for the maximum, -1 for the minimum.
+      place: True to return the index of the number (argmax, argmin).
     """
 
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -162,7 +164,10 @@ def _top_k(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _best(eqn: JaxprEqn, x: Real, axis: int, count: int, sign: int) -> list[Any]:
-    """Return the `count` largest (sign 1) or smallest numbers along an axis, and their indices."""
+    """Return the `count` largest or smallest numbers along an axis, and their indices.
+
+    The sign is 1 for the largest numbers, and -1 for the smallest.
+    """
     order = np.argsort(-sign * x.approx, axis, kind="stable")
     sorted_x = take_places(x, order, axis)
     _check_order([sorted_x], axis)

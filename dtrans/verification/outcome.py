@@ -7,10 +7,10 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """First wrong equation on the way to an output that differs.
+    """First wrong computation on the way to an output that differs.
 
-    The operands of the equation are constants, or copies, pieces or partial sums of step values.
-    The result is a multiple of a step value, or has no known relation to a step value.
+    Its operands are right: constants, or copies, pieces or partial sums of values of the one-device
+    step. Its result is a multiple of a step value, or has no known relation to one.
 
     Attributes:
       primitive: primitive of the equation; "" if the output is an unchanged argument.

@@ -24,9 +24,10 @@ def random_point(
     fixed: frozenset[str],
     rng: np.random.Generator,
 ) -> dict[str, Any]:
-    """Return a value for each input: random field elements, and float64 values near a real run.
+    """Return a value for each input of a step, at which two programs are compared.
 
-    Arrays other than floats are unchanged.
+    Floats get random field elements, and float64 values near a real run. Other arrays are
+    unchanged.
 
     Args:
       types: type of each input, by name.

@@ -146,7 +146,10 @@ def _scaled(x: Real, y: Real, axes: Mapping[str, int], what: str) -> str:
 
 
 def _moved(x: Real, y: Real, axes: Mapping[str, int], mine: str, right: str) -> str:
-    """Return a text if a value has the right rows in another order; "" if it does not."""
+    """Return a text if a value has the right rows in another order, e.g. those of another rank.
+
+    Return "" if it does not.
+    """
     for dimension in range(len(x.shape)):
         order = _order_of_rows(x, y, dimension)
         if order is None:

@@ -31,7 +31,7 @@ Outputs = Sequence[Any]
 
 @dataclasses.dataclass(frozen=True)
 class Repair:
-    """Change of a program.
+    """Change of a program's collectives that might correct it, such as a mean in place of a sum.
 
     Attributes:
       words: text that states the fault and the remedy.
@@ -52,7 +52,7 @@ class Repair:
 
 @dataclasses.dataclass
 class CollectiveGroup:
-    """Collectives of one source line.
+    """Collectives that one source line writes; a repair changes all of them.
 
     Attributes:
       name: name of the primitive.
@@ -124,7 +124,7 @@ class ObservedWorld(World):
 
 
 class RepairedWorld(World):
-    """Evaluator of a changed program.
+    """Evaluator of a program with one change (a repair) of its collectives.
 
     Args:
       axes, unknown: as in `World`.
@@ -186,7 +186,7 @@ def _multiple(x: Any, factor: Fraction) -> Any:
 
 
 def _candidates(groups: Sequence[CollectiveGroup], copies: Sequence[Replicas]) -> Iterator[Repair]:
-    """Yield repairs; repairs of common faults come first."""
+    """Yield the changes to try; repairs of common faults come first."""
     yield from _reductions(copies)
     for group in groups:
         if group.name in SUMS:
@@ -231,7 +231,7 @@ def _reduced(x: Replicas, *, mean: bool) -> Any:
 
 
 def _scales(group: CollectiveGroup) -> Iterator[Repair]:
-    """Yield the mean in place of the sum, and the sum in place of the mean."""
+    """Yield the repairs that replace a sum by a mean, or a mean by a sum."""
     size, ids = math.prod(group.over.values()), frozenset(group.equations)
     if size == 1:
         return
@@ -247,7 +247,7 @@ def _scales(group: CollectiveGroup) -> Iterator[Repair]:
 
 
 def _other_axes(group: CollectiveGroup) -> Iterator[Repair]:
-    """Yield sums and means over other axes of the mesh."""
+    """Yield the repairs that sum or average over other axes of the mesh."""
     size, ids = math.prod(group.over.values()), frozenset(group.equations)
     for other in subsets(group.mesh):
         if {*other} == {*group.over}:
@@ -262,7 +262,7 @@ def _other_axes(group: CollectiveGroup) -> Iterator[Repair]:
 
 
 def _as_written(axes: Mapping[str, int]) -> str:
-    """Return axes as Python code for the argument of a collective."""
+    """Return axes as the Python code of a collective's argument, for the report."""
     names = tuple(axes)
     return repr(names[0]) if len(names) == 1 else repr(names)
 

@@ -1,6 +1,7 @@
-"""Values of operands and outputs, for the rules of primitives on `Real` values.
+"""Helpers for the rules that evaluate primitives in a finite field: they read operands.
 
-A *rule* is a function of an equation and its operands that returns the list of outputs.
+A *rule* is a function of an equation and its operands that returns the list of outputs. A float is
+a `Real`: an element of the field, and an approximation in float64.
 """
 
 from __future__ import annotations
@@ -90,9 +91,10 @@ def apply_along_axis(fn: Callable[[Array, int], Array], x: Array, eqn: JaxprEqn)
 
 
 def for_each_operand(reduce: Rule) -> Rule:
-    """Return the rule of a reduction of each operand over dimensions.
+    """Return the rule of a reduction over dimensions that may have several operands.
 
-    `vmap` turns a collective over its axis, such as `psum`, into such a reduction.
+    `vmap` turns a collective over its axis, such as `psum`, into such a reduction. Each operand is
+    reduced separately.
     """
 
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:

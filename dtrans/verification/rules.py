@@ -1,4 +1,4 @@
-"""Rules of all primitives on `Real` values, and on integers, booleans and random keys.
+"""Rules that evaluate all primitives in a finite field.
 
     arithmetic_rules   sums, products, quotients, contractions: exact in the field
     movement_rules     equations that only move, select or convert elements
@@ -6,8 +6,9 @@
     scatter_rules      scatters, and reductions over windows
     here               functions that the field lacks: keyed hashes of their arguments
 
-A rule is a function of an equation and its operands that returns the list of outputs. The outputs
-of a primitive without a rule are `Unknown`.
+A rule is a function of an equation and its operands that returns the list of outputs. Operands are
+`Real` values (floats), integers, booleans and random keys. The outputs of a primitive without a
+rule are `Unknown`.
 """
 
 from __future__ import annotations
@@ -54,9 +55,10 @@ AT_ONE: Mapping[str, int] = {
 
 
 def _hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Hash the operands, but use the exact value at 0 and 1 if the function has a rational value.
+    """Replace a function that the field lacks, such as `sqrt`, by a hash of its operands.
 
-    So the norm of zeros is zero, and optimizers that test for zero take the right branch.
+    At 0 and 1 the exact value is used if it is rational. So the norm of zeros is zero, and
+    optimizers that test for zero take the right branch.
     """
     name, approx = eqn.primitive.name, np.asarray(compute_approx(eqn, operands))
     params = dict(eqn.params)
@@ -71,7 +73,7 @@ def _hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _running_hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Hash, for each index along an axis, all entries up to this index."""
+    """Replace a cumulative function: the output at each index is a hash of all entries up to it."""
     (x,) = operands
 
     def running(elements: Array, axis: int) -> Array:
@@ -86,7 +88,7 @@ def _running_hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _random_gamma(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Hash, for each random number, the key and the parameter of the gamma distribution."""
+    """Replace a gamma-distributed random number by a hash of its key and its parameter."""
     keys, x = operands
     words = np.asarray(jax.random.key_data(keys)).astype(np.uint64)
     each = np.moveaxis(words, -1, 0)

@@ -1,4 +1,4 @@
-"""Rules of scatters and of reductions over windows, on `Real` values."""
+"""Rules that evaluate scatters and reductions over windows in a finite field."""
 
 from __future__ import annotations
 
@@ -57,6 +57,8 @@ def _scatter(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 def _rounds(places: Array) -> list[Array]:
     """Split the updates of a scatter into rounds with at most one update per index.
 
+    NumPy's indexed assignment applies only one of several updates of an index.
+
     Args:
       places: index that each update changes; -1 for no index.
 
@@ -108,7 +110,11 @@ def _scatter_extreme(sign: int) -> Rule:
 
 
 def _windows(eqn: JaxprEqn, shape: Sequence[int]) -> Array:
-    """Return, for each window of a windowed reduction, flat indices of entries; -1 for padding."""
+    """Return the entries in each window of a windowed reduction, such as a pooling.
+
+    Returns:
+      For each window, the flat indices of its entries; -1 for padding.
+    """
     p = eqn.params
     dims, strides, padding = p["window_dimensions"], p["window_strides"], p["padding"]
     dilation = (*(p.get("base_dilation") or ()), *(p.get("window_dilation") or ()))

@@ -1,4 +1,7 @@
-"""Placement: for each number in the state of a job, its position in the one-device state.
+"""Search for the position of each number of a job's state in the state of one device.
+
+A job may split, pack, pad or permute the arrays of the one-device state (its *leaves*). A
+comparison of the two states needs the position of each number.
 
     placement = find_placement(leaf_types, traced.state_of, frozen)
     placement.where[k]    position of each number of the job's array k in the concatenation of all
@@ -67,7 +70,9 @@ class TracedStep:
 
 @dataclasses.dataclass(frozen=True)
 class StatePlacement:
-    """Placement of the leaves in the state of a job.
+    """Position of each number of a job's state in the one-device state.
+
+    The arrays of the one-device state are its *leaves*.
 
     Attributes:
       where: for each array of the state, the positions of its numbers in the concatenation of all
@@ -139,7 +144,10 @@ def find_placement(
 
 
 def _leaf(digits: Array, t: Any) -> Any:
-    """Return a leaf whose entries are the digits; a leaf of random keys gets arbitrary keys."""
+    """Return an array of the one-device state with the digits of positions as its entries.
+
+    An array of random keys gets arbitrary keys.
+    """
     if not jnp.issubdtype(t.dtype, jax.dtypes.prng_key):
         return jnp.asarray(digits.astype(np.dtype(t.dtype)))
     key = jax.random.key(0)
@@ -202,7 +210,10 @@ def place_leaves(
 
 
 def _filled(where: Array, other: Real, elements: Array, approx_values: Array) -> Real:
-    """Return an array with numbers of leaves, but with `other` at places where `where` is -1."""
+    """Return an array of a job's state from the numbers of all leaves (one-device arrays).
+
+    At places with `where` equal to -1, the array has the numbers of `other`.
+    """
     in_leaf, at = where >= 0, np.maximum(where, 0)
     return values.choose(in_leaf, Real(elements[at], approx_values[at]), other)
 

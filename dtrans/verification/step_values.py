@@ -1,6 +1,7 @@
-"""Index of a step's values, which finds the value, slice or partial sum that equals an array.
+"""Index of all values of a one-device step, to find the one that an array is a part of.
 
-The values of the step depend on a random point. So a single element identifies the value in which
+A failed verification uses this index to relate the values of the job to values of the step. The
+values depend on a random point of a finite field. So a single element identifies the value in which
 it occurs, and its position in this value. Small integers and other constants are not random: they
 occur in many values, and are ignored.
 
@@ -43,7 +44,7 @@ _LINEAR = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepValue:
-    """Value of the step, or a partial sum of one.
+    """Value that the one-device step computes, or a partial sum of one over rows of the batch.
 
     Attributes:
       title: name of an input; or the primitive that computes the value, and the user's line.
@@ -62,7 +63,9 @@ class StepValue:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Terms:
-    """Terms of a value that is a sum over rows.
+    """Terms of a value of the step that is a sum over rows of the batch, such as a gradient.
+
+    A rank of the job may compute some of these terms.
 
     Attributes:
       parts: the terms; each is the sum over some rows.
@@ -116,7 +119,7 @@ class Match:
 
 
 def compressed(x: Array) -> Array:
-    """Reduce each dimension along which all entries are equal to size 1."""
+    """Return an array with size 1 for each dimension along which all entries are equal."""
     for d in range(x.ndim):
         if x.shape[d] > 1 and (x == x.take([0], d)).all():
             x = x.take([0], d)
@@ -129,7 +132,7 @@ def is_random(x: Array) -> Array:
 
 
 class StepValues:
-    """Index of the values of a step.
+    """Index of the values of the one-device step: finds those with an array as a slice.
 
     Args:
       inputs: values of the step's inputs, by name.
@@ -164,7 +167,7 @@ class StepValues:
         return found
 
     def value_with_rows(self, x: Array) -> StepValue | None:
-        """Return the step value that contains all rows of an array in any order, else None.
+        """Return the value of the step that has all rows of an array, in any order; else None.
 
         Rows of constants are unused slots, which are not compared. A row that equals the last row
         and repeats one number may also be an unused slot: a second search ignores these rows.
@@ -191,10 +194,10 @@ class StepValues:
         return found
 
     def _candidates(self, x: Array) -> Iterator[StepValue]:
-        """Yield the values that contain the first random element of an array.
+        """Yield the values of the step that may contain an array.
 
-        Values of the array's size come first. If no value contains this element, it may be padding,
-        and the next random element is tried.
+        They contain the first random element of the array. Values of the array's size come first.
+        If no value contains this element, it may be padding, and the next random element is tried.
         """
         flat = x.ravel()
         for k in np.flatnonzero(is_random(flat))[:MOST_SUM_TERMS]:
@@ -263,7 +266,8 @@ class StepValues:
     def _propagated(self, computation: Computation) -> Terms | None:
         """Return the terms of an output, computed from the terms of its operands.
 
-        Return None if the output is not linear in the operands that are sums.
+        If an operand is a sum over rows of the batch, and the equation is linear in it, the output
+        is also such a sum. Otherwise return None.
         """
         operands = [x for (x,) in computation.operands]
         carriers = [k for k, x in enumerate(operands) if id(x) in self._terms]
@@ -295,7 +299,10 @@ def _is_linear(computation: Computation, carriers: Sequence[int]) -> bool:
 
 
 def _terms(computation: Computation) -> Terms | None:
-    """Return the terms of an output that is a sum over a dimension; None if it is not."""
+    """Return the terms (sums over some rows) of an output that is a sum over a dimension.
+
+    Return None if the output is no such sum.
+    """
     operands = [x for (x,) in computation.operands]
     along = _summed_along(computation.eqn)
     if not along or not all(isinstance(x, Real) for x in operands):
@@ -331,7 +338,7 @@ def _summed_along(eqn: JaxprEqn) -> dict[int, int]:
 
 
 def _term_bounds(size: int) -> list[int]:
-    """Return the bounds of the terms of a sum over `size` rows."""
+    """Return the rows at which the terms of a sum over `size` rows begin, and `size`."""
     if size <= MOST_SUM_TERMS:
         return list(range(size + 1))
     width = -(-size // MOST_SUM_TERMS)
@@ -370,10 +377,10 @@ def _orders(x: Array, y: Array) -> Iterator[tuple[Array, Array]]:
 
 
 def _nested(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Return True if all row-major strides of one shape are also strides of the other shape.
+    """Return True if one shape only splits dimensions of the other, e.g. (6, 4) and (6, 2, 2).
 
-    This holds if one shape only splits dimensions of the other shape, such as (6, 4) and
-    (6, 2, 2). It does not hold for (6, 4) and (4, 6).
+    All row-major strides of one shape are then also strides of the other. The result is False for
+    (6, 4) and (4, 6).
     """
     mine, theirs = _strides(one), _strides(other)
     return mine <= theirs or theirs <= mine

@@ -26,7 +26,7 @@ MOST_NUMBERS = 1 << 25  # largest number of numbers in a log: 0.5 GiB
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Computation:
-    """Evaluation of an equation, or movement of values.
+    """Entry of the log: the evaluation of an equation, or a movement of values.
 
     Attributes:
       name: the primitive; `shard_map` or `scan` for a movement.

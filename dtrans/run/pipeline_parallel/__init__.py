@@ -1,5 +1,9 @@
 """Jobs of pipelines: one process runs all stages, or each process runs some of them.
 
+A *stage* is a part of the model, on its own devices. A step is a list of *instructions*: run a
+program on a stage, or move a value to another stage. Instructions read and write values in numbered
+*slots*.
+
     job              `PipelineJob`: `init` and `step`
     stage_devices    backends: place values on the devices of a stage, and compile programs for them
     stage_placement  chooses the devices and shardings of state and batches

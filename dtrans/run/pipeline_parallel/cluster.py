@@ -206,6 +206,9 @@ class ConnectedProcesses(OneProcess):
     ) -> dict[str, Any]:
         """Return the precomputed values that stages of this process read.
 
+        Precomputed values depend on the full batch, so process 0 computes them before the
+        micro-batches. It sends each value to the processes that read it.
+
         Args:
           program: the step.
           values: the program that computes precomputed values.
@@ -287,7 +290,10 @@ class ConnectedProcesses(OneProcess):
         return x
 
     def _share(self, name: str, x: Any) -> Share:
-        """Return how processes divide a batch array: a dimension, "replicated", or "key"."""
+        """Describe the division of a batch array over the processes, for messages.
+
+        The result is the dimension of the rows, "replicated", or "key" for a random key.
+        """
         return share_of(name, x, self.count, self._unsplit)
 
     # -- a step ----------------------------------------------------------------------------------
@@ -320,7 +326,7 @@ class ConnectedProcesses(OneProcess):
         return found
 
     def _receive(self, origin: int, key: int, kind: ValueType, what: str) -> Any:
-        """Receive a value of the current round. See `P2PChannels.receive`."""
+        """Receive a value of the current step from another process; see `P2PChannels.receive`."""
         return self._links.receive(origin, self._round, key, kind, what)
 
     def _broadcast(self, origin: int, key: int, kind: ValueType, name: str, x: Any) -> Any:
@@ -340,7 +346,10 @@ class ConnectedProcesses(OneProcess):
 
 
 class _LocalDevices(StageBackend):
-    """Backend for the stages of one process. It ignores the values of all other stages.
+    """Backend for the stages of one process, in a job of several processes.
+
+    All processes write the same instructions for all stages. So this backend ignores values of
+    stages that run in other processes.
 
     Args:
       grids: the devices of each stage of this process.

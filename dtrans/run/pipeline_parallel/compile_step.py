@@ -93,7 +93,7 @@ def _send_params(d: StepBuilder) -> None:
 
 
 def _fetch_state(d: StepBuilder, p: Program, s: StagePrograms) -> None:
-    """Write transfers of the state that one task's program reads, from the host to the stage."""
+    """Write transfers of a task's state from the host to its stage, for plans with `offload`."""
     for n in p.in_names:
         if n in s.state:
             stored, there = d.slots.state(s.index, n), d.slots.shared_state(s.index, n)

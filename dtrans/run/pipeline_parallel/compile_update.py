@@ -32,7 +32,7 @@ ResultSlots: TypeAlias = dict[str, tuple[int, AxisSharding, int]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _UpdateValues:
-    """Slots that contain the values of the update's program.
+    """Slots (places of values in a step) for the values of the optimizer's update.
 
     Attributes:
       d: the builder of the step.
@@ -92,7 +92,11 @@ class _UpdateValues:
 
 
 def write_update(d: StepBuilder) -> tuple[StateSlots, ResultSlots]:
-    """Write the update; return the slots of the new state, and the slots of its results."""
+    """Write the instructions of the optimizer's update.
+
+    Returns:
+      The slots (places of values in a step) of the new state, and of the update's results.
+    """
     placed = d.at.plan.update.placed
     inner = placed.program.inner
     name_of = dict(zip(inner.invars, placed.program.in_names, strict=True))
@@ -216,7 +220,7 @@ def _piece_function(piece: StagePart) -> Callable[..., Sequence[Any]]:
 
 
 def _new_state(values: _UpdateValues) -> StateSlots:
-    """Return the slots that contain the new state."""
+    """Return the slots (places of values in a step) that contain the new state."""
     at, slots = values.d.at, values.d.slots
     plan, placed = at.plan, at.plan.update.placed
     outs = placed.program.outvars
@@ -298,7 +302,7 @@ def _move_home(d: StepBuilder, name: str, slot: int, kind: AxisSharding, stage: 
 
 
 def _kinds(at: StagePlacement, name_of: Mapping[Var, str]) -> dict[Any, AxisSharding]:
-    """Return the sharding of each value of the update over replicas, by variable.
+    """Return the sharding of each value of the update over the replicas of its stage.
 
     A value differs between replicas if one of its operands differs. Outputs of collectives such as
     an all-reduce are equal on all replicas.

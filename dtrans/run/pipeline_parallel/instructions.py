@@ -1,4 +1,6 @@
-"""Instructions of a pipelined step, which read and write values in numbered slots.
+"""Instructions of a pipelined step. Their operands and results are in numbered *slots*.
+
+A slot is an entry of a list of values. It is emptied after its last reader, to free the memory.
 
 RunStage    runs a compiled program on a stage
 Transfer    moves a value from one stage to another

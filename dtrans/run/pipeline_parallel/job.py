@@ -44,7 +44,7 @@ from dtrans.step_meter import metered
 
 
 class PipelineJob(Job):
-    """Job of a pipeline plan.
+    """Running pipeline: `init` returns the first state, and `step` trains on one batch.
 
     Args:
       processes: the processes that run the stages, and the placement of the plan.
@@ -140,7 +140,7 @@ class PipelineJob(Job):
         return {n: self.plan.home(n) or 0 for n in names}
 
     def _tree(self, i: int, arrays: Mapping[str, Any]) -> Any:
-        """Gather argument `i` of the step from all processes, and return it as a pytree.
+        """Gather one argument of the step from all processes, and return it as a pytree.
 
         Args:
           i: 0 for the parameters, 1 for the optimizer's state.
@@ -224,7 +224,10 @@ class PipelineJob(Job):
     # -- a step, in parts ------------------------------------------------------------------------
 
     def prepare(self, state: PipelineState, *batch: Any) -> tuple[StepProgram, list[Any]]:
-        """Return the instructions of a step, and the list of slots that contain the inputs."""
+        """Return the instructions of a step, and the list of slots in which they find their inputs.
+
+        A slot contains a value of the step. Slots without an input are empty at first.
+        """
         main, update = self.plan.main, self.plan.update
         arrays = batch_arrays(main.args[2:], batch, main.inputs)
         local = dict(zip(self.plan.batch, arrays, strict=True))
@@ -276,7 +279,7 @@ class PipelineJob(Job):
         env: list[Any],
         look: Callable[[Instruction], None] | None = None,
     ) -> None:
-        """Execute the instructions of this process.
+        """Execute those instructions of a step that belong to stages of this process.
 
         Args:
           program: the instructions of the step.

@@ -13,10 +13,10 @@ from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 
 
 def is_numbered(at: StagePlacement, p: Program, batch: Mapping[str, Any]) -> bool:
-    """Return True if a program needs the index of the micro-batch.
+    """Return True if a program must know the number of its micro-batch.
 
-    A program needs the index if it reads rows of the batch, or a PRNG key, and there are several
-    micro-batches.
+    It needs this number to select its rows of the batch, or to derive a PRNG key for the
+    micro-batch. With a single micro-batch, no program needs it.
     """
     if at.plan.options.num_micro_batch == 1:
         return False

@@ -58,7 +58,10 @@ REPORT_EVERY = 4
 
 
 class _OutgoingLink:
-    """Link to another process, and the messages that may not have arrived there."""
+    """Connection to another process, and the sent messages that may not have arrived there.
+
+    After a broken connection, these messages are sent again.
+    """
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -66,7 +69,7 @@ class _OutgoingLink:
         self._is_broken = False
 
     def send(self, op: str, frames: Sequence[Any], **fields: Any) -> None:
-        """Send a message if the connection works; store it until the receiver reports it."""
+        """Store a message until the receiver reports it, and send it if the connection works."""
         message = [wire.header(op, **fields, **self._messages.stamp()), *frames]
         self._messages.store(message)
         if not self._is_broken:
@@ -315,7 +318,7 @@ class P2PChannels:
 
 
 def _look(trainer: int) -> None:
-    """Raise PeerError if a process has ended, or if this process cannot continue."""
+    """Raise PeerError if another process has ended, or if this process cannot continue."""
     watched = watch()
     if watched is not None:
         watched.check(trainer)

@@ -90,12 +90,12 @@ class OneProcess:
         return dict(zip(values.out_names, outputs, strict=True))
 
     def move(self, number: int, ins: Transfer, env: list[Any]) -> None:
-        """Execute this process's part of a transfer.
+        """Execute this process's part of a transfer between stages.
 
         Args:
-          number: the index of the instruction.
+          number: the index of the instruction, which identifies the value in messages.
           ins: the transfer.
-          env: the value in each slot.
+          env: the value in each slot of the step.
         """
         env[ins.target] = self.at.put(ins, env[ins.source])
 

@@ -1,4 +1,8 @@
-"""Slots of a step: a number for each value that instructions read or write."""
+"""Slots of a pipelined step: a number for each value that instructions read or write.
+
+A step is compiled to a list of instructions, which work on a list of values. A slot is an index of
+this list.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,9 @@ from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 
 
 class Slots:
-    """Assignment of slot numbers to the values of a step, at the first request for each value.
+    """Numbering of a step's values, for the instructions that read and write them.
+
+    The first request for a value assigns its number (its *slot*).
 
     Args:
       at: the placement of the plan.
@@ -134,7 +140,11 @@ class Slots:
         return self.value(s.index, name, micro)
 
     def in_flight(self) -> dict[int, int]:
-        """Return a dict from each slot with a value of one micro-batch to the slot's stage."""
+        """Return the slots with values of a single micro-batch, and the stage of each one.
+
+        `profile` adds up the sizes of these values, to measure the memory of micro-batches in
+        flight.
+        """
         kinds = ("value", "cotangent", "back")
         return {slot: key[1] for key, slot in self._numbers.items() if key[0] in kinds}
 
@@ -142,9 +152,9 @@ class Slots:
 def with_releases(
     instructions: Sequence[Instruction], stay: Collection[int]
 ) -> tuple[tuple[Instruction, tuple[int, ...]], ...]:
-    """Return pairs (instruction, numbers of the slots to empty after the instruction).
+    """Return each instruction with the slots (values) that can be freed after it.
 
-    These are the slots that no later instruction reads.
+    No later instruction reads these slots.
 
     Args:
       instructions: the instructions.

@@ -63,13 +63,13 @@ class StageBackend(abc.ABC):
         outs: Sequence[AxisSharding],
         donated: Sequence[int] = (),
     ) -> Function:
-        """Compile a function of one replica for all replicas of a stage.
+        """Compile a function of one replica, so that one call runs it for all replicas of a stage.
 
         Args:
           fn: a function of one replica's flat arrays. Its collectives use the mesh axis AXIS.
           stage: index of the stage.
-          ins, outs: the shardings of operands and outputs.
-          donated: the positions of operands whose memory the function may reuse.
+          ins, outs: the shardings of operands and outputs over the replicas.
+          donated: the positions of operands with memory that the function may reuse.
         """
 
 

@@ -1,10 +1,9 @@
-"""Placement of a plan on devices: where arrays of the state are stored, and how they are sharded.
+"""Placement of a plan on devices: the devices that store each array of the state, and its sharding.
 
 A *place* is an index that identifies one stored copy of an array of the state. All stages of a
 device share parameters, so the place of a parameter is the index of the device. With replicas, a
 stage has a row of devices, and the place is the index of the row. The place of optimizer state is
-the index of a stage. State that every stage stores, such as a step count, has a copy in each
-place.
+the index of a stage. State that every stage stores, such as a step count, has a copy in each place.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class StagePlacement:
         return self.place(name, home)
 
     def state_kind(self, name: str) -> AxisSharding:
-        """Return the sharding of an array of the state over replicas and shards."""
+        """Return the sharding of an array of the state over replicas and shards of a stage."""
         cuts = self.plan.cuts.get(name, {})
         return AxisSharding.from_dims({mesh_axis: s.axis for mesh_axis, s in cuts.items()})
 

@@ -51,9 +51,11 @@ class PipelineState:
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """Conversions between a `PipelineState`, a dict of its arrays, and user pytrees.
+    """Conversions between the three forms of a pipeline's state.
 
-    The keys of the dict are pairs (place, name). A place is the index of a stored copy of an array.
+    The forms are a `PipelineState`, a dict of the arrays of this process, and the user's pytrees.
+    The keys of the dict are pairs (place, name). A place is the index of a stored copy of an array,
+    since several stages may store the same array.
 
     Attributes:
       at: the placement of the plan.
@@ -63,10 +65,10 @@ class StateLayout:
 
     @cached_property
     def _entries(self) -> list[tuple[str, str, tuple[int, str]]]:
-        """Positions of this process's arrays in a `PipelineState`, as (field, key, (place, name)).
+        """Positions of this process's arrays in a `PipelineState`.
 
-        A field and a key are, for example, "params" and "params/w". The place is the index of the
-        stored copy.
+        Each position is (field, key, (place, name)), such as ("params", "params/w", (0,
+        "params/w")). The place is the index of the stored copy.
         """
         plan, found = self.at.plan, []
         for part, spec in zip(("params", "opt_state"), plan.update.program.args[:2], strict=True):
@@ -173,7 +175,13 @@ class StateLayout:
 
 
 def _rows_by_name(plan: PipelinePlan) -> dict[str, tuple[str, Any]]:
-    """Return (name of the stacked leaf, rows) for each stage's rows, by name of the rows."""
+    """Return the stacked parameter that each stage's rows are taken from.
+
+    A stacked parameter has one row for each layer. Stages store its rows under separate names.
+
+    Returns:
+      A dict from the name of the rows to (name of the stacked parameter, rows).
+    """
     found = {}
     for n, runs in plan.model.stacks.items():
         for rows in runs:

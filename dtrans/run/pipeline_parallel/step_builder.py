@@ -17,13 +17,13 @@ from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepBuilder:
-    """Builder that collects the instructions of a step.
+    """Builder of a pipelined step: collects its instructions, and numbers the values they use.
 
     Attributes:
       at: the placement of the plan.
       programs: the programs of a micro-batch.
       batch: shape and dtype of each array of the global batch and each precomputed value, by name.
-      slots: the slots that were requested so far.
+      slots: the slots (numbers of values) that were requested so far.
       instructions: the instructions that were written so far.
     """
 
