@@ -21,15 +21,15 @@ from typing import Any
 
 import jax
 
-from dtrans._jax import equations_inside
+from dtrans._jax import JaxprEqn, Var, equations_inside, opened
 from dtrans.batch.scaled import PartScale, scale_of_parts
 from dtrans.batch.trainer_step import TrainerStep, trainer_step
 from dtrans.errors import BatchError, ConfigError
-from dtrans.ir.dataflow import needed_equations
+from dtrans.ir.dataflow import bits_of, needed_equations, propagate
 from dtrans.ir.program import Program, is_communication
 from dtrans.ir.pytree import is_under
 from dtrans.step.batch_sharing import Batch
-from dtrans.step.capture import captured_if_marked
+from dtrans.step.capture import captured_if_marked, value_and_grad_p
 from dtrans.step.halves import DividedStep, divide_again, divide_step
 
 
@@ -324,8 +324,9 @@ def parts_error(
         return ConfigError(
             f"batch is 'exact', but to compute the result {names}, {step.program.name} needs "
             f"values of the full batch ({shared.reason}), and {name} exchange gradients and "
-            f"results only; leave {names} out of the results, and compute the value after the "
-            "step from other results, such as the loss; or use dtrans.nccl2 or dtrans.sharding"
+            f"results only; leave {names} out of the results of the step and of its loss function, "
+            "and compute the value after the step from other results, such as the loss; or use "
+            "dtrans.nccl2 or dtrans.sharding"
         )
     return ConfigError(
         f"batch is 'exact', but {step.program.name} needs values of the full batch "
@@ -344,13 +345,24 @@ def results_with_communication(program: Program, results: Sequence[str]) -> list
       program: the step of one part, with the equations that communicate.
       results: names of the step's results.
     """
-    found = []
-    for name, out in program.outvars.items():
-        eqns = needed_equations(program.eqns, [out])
-        inside = itertools.chain.from_iterable(map(equations_inside, eqns))
-        if any(map(is_communication, (*eqns, *inside))):
-            found.append(name)
+    seeds: dict[Var, int] = {}
+    for eqn in program.eqns:
+        communicate = [_communicates([eqn])] * len(eqn.outvars)
+        if eqn.primitive is value_and_grad_p:
+            # results of the loss function may communicate although the loss itself does not
+            body = opened(eqn.params["loss"])
+            values = [_communicates(needed_equations(body.eqns, [a])) for a in body.outvars]
+            communicate = [*values, *[values[0]] * eqn.params["count"]]
+        seeds |= {v: 1 for v, sends in zip(eqn.outvars, communicate, strict=True) if sends}
+    reached = propagate(program.eqns, seeds, {})
+    found = [name for name, out in program.outvars.items() if bits_of(reached, out)]
     return found if set(found) <= set(results) else []
+
+
+def _communicates(eqns: Sequence[JaxprEqn]) -> bool:
+    """Return True if an equation, or an equation in its body, is communication."""
+    inside = itertools.chain.from_iterable(map(equations_inside, eqns))
+    return any(map(is_communication, (*eqns, *inside)))
 
 
 def batch_axes(step: DividedStep, batch: Batch) -> dict[str, int]:

@@ -154,19 +154,26 @@ def test_a_result_is_made_of_gradients_or_of_the_loss() -> None:
         planned(step, start, X, num_micro_batch=1)
 
 
+@pytest.mark.parametrize("in_loss", [False, True])
 @pytest.mark.parametrize("metric", [jnp.exp, jnp.isfinite])
-def test_a_result_that_needs_the_full_loss_is_refused_with_a_remedy(metric: Any) -> None:
-    def step(params: Any, opt_state: Any, x: jax.Array) -> Any:
-        loss, grads = dtrans.value_and_grad(loss_of)(params, x)
+def test_a_result_that_needs_the_full_loss_is_refused_with_a_remedy(
+    metric: Any, in_loss: bool
+) -> None:
+    def step(params: Any, opt_state: Any, x: jax.Array, metric: Any = metric) -> Any:
+        def measured(params: Any) -> Any:
+            loss = loss_of(params, x)
+            return loss, metric(loss) if in_loss else 0.0
+
+        (loss, found), grads = dtrans.value_and_grad(measured, has_aux=True)(params)
         new = [w - 0.1 * g for w, g in zip(params, grads, strict=True)]
-        return new, opt_state, loss, {"metric": metric(loss)}
+        return new, opt_state, loss, {"metric": found if in_loss else metric(loss)}
 
     with pytest.raises(ConfigError, match="leave aux/metric out of the results") as e:
         planned(step, start, X)
     assert "to compute the result aux/metric, step needs values of the full batch" in str(e.value)
     assert "micro'" not in str(e.value)
     # the remedy in the error
-    planned(lambda *args: step(*args)[:3], start, X)
+    planned(lambda *args: step(*args, metric=lambda loss: 0.0)[:3], start, X)
 
 
 # -- state that the loss reads -------------------------------------------------------------------
