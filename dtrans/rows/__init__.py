@@ -6,11 +6,11 @@ finds the parts of the optimizer's program that treat rows independently. It the
 that each server updates its block without the other rows. A *leaf* is one array of the parameter
 pytree.
 
-    layout       layouts: shared, rows of a leaf, or colocated with leaves
+    layout       relation of a value to the rows of parameters
     rules        rule of each primitive: the operand rows from which output rows are computed
-    flow         one forward pass over equations, loops and branches
-    normalize    rewrite of branches and loops over several leaves: one for each leaf
-    analysis     the leaves that an optimizer allows to slice
+    flow         finds the layout of each value of an optimizer
+    normalize    splits branches and loops over several leaves: one for each leaf
+    analysis     finds the parameters that can be split by rows
     slices       a slice of an array along one axis
     parts        a slice of an equation's output, computed from slices of its operands
     random_bits  random bits of some rows

@@ -62,7 +62,8 @@ class RowAnalysis:
     servers. The program writer reads from it how each equation runs on some of the rows.
 
     Attributes:
-      half: the optimizer's part of the training step, in a form with one loop or branch per server.
+      half: the optimizer's part of the training step. Loops and branches over parameters of several
+        servers are split, one for each server.
       flow: layout of each value, and how each equation runs on a block (the rows of one server).
       groups: for each parameter that one server must store in full, its group.
       params: names of all parameters, in pytree order, such as `params/w`.
@@ -90,7 +91,7 @@ class RowAnalysis:
         return self.half.outvars
 
     def home(self, layout: Layout) -> str | None:
-        """Return a parameter on the server, or servers, that compute values with this layout.
+        """Return a parameter that is on the same servers as a value with this layout.
 
         A value is computed on the servers that store the rows it depends on. Return None for a
         value that every server computes, such as a step count.

@@ -77,7 +77,8 @@ class FlowPass:
     """Forward pass over a program, or over the body of a loop: follows rows from inputs to outputs.
 
     Args:
-      unsliced: names of parameters that one server stores in full in any case.
+      unsliced: names of parameters that one server stores in full, even if their rows are
+        independent.
       free: inputs of the optimizer state with layouts that are not known yet.
       within: the outermost loop or branch that contains the equations; None if there is none.
     """
@@ -255,7 +256,8 @@ class FlowPass:
           eqn: the equation.
           ins: layouts of its operands.
           what: the reason for the report of the plan, such as "mixes rows".
-          bodies: results for the bodies of a loop; a reason that was found there is more specific.
+          bodies: for a loop, the results for its bodies. If they have a reason, the report shows
+            this reason instead of `what`, because it names an equation in the loop.
         """
         layouts: list[Layout] = []
         for body in bodies:
@@ -292,7 +294,7 @@ _NO_ROWS = frozenset({RowAxis("", 0), RowAxis("", 1)})
 
 
 def _moved(x: Layout, by: int) -> Layout | None:
-    """Return the layout of one iteration's slice of a scanned array, or the reverse.
+    """Convert the layout of a scanned array to the layout of one iteration's slice, or back.
 
     `lax.scan` removes dimension 0 of each scanned array. So rows along dimension 1 of the array are
     along dimension 0 of the slice that an iteration gets.

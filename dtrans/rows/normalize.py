@@ -160,9 +160,9 @@ class _Rewriter:
     def place(self, layout: Layout) -> str | None:
         """Return the parameter that represents the server of values with this layout.
 
-        Two outputs of a `cond` with the same result stay in one `cond`. Parameters of a group are
-        on one server, so the first of them represents the group. Return None for a value of all
-        servers.
+        If two outputs of a `cond` have the same result, they stay together in one `cond`. The
+        parameters of a group are on one server, and the first of them represents it. Return None
+        for a value that all servers compute.
         """
         if layout is SHARED:
             return None
@@ -176,8 +176,13 @@ class _Rewriter:
         branches: Sequence[_Branch],
         wanted: Sequence[int],
     ) -> list[Var]:
-        """Write a `cond` that computes only the `wanted` outputs (indices), and takes only their
-        operands.
+        """Write a `cond` that computes only some outputs, and takes only the operands for them.
+
+        Args:
+          eqn: the original `cond`.
+          atoms: its operands.
+          branches: its branches.
+          wanted: indices of the outputs to compute.
         """
         closures = [b.needed(wanted) for b in branches]
         operands = sorted(set().union(*(read for _, read in closures)))
@@ -265,7 +270,7 @@ def _arg_reduce(name: str, axis: int, index_dtype: Any) -> Callable[[jax.Array],
 
 
 class _Branch:
-    """Branch of a `cond`, for pruning: some outputs, and only the equations that they need."""
+    """Branch of a `cond`; can return a smaller branch that computes only some of its outputs."""
 
     def __init__(self, branch: ClosedJaxpr) -> None:
         self.branch = branch

@@ -4,10 +4,9 @@ They let a server compute some rows of a value without an array of the full shap
 equation and the wanted slice of its output (`dtrans.rows.slices.Slice`). It returns a `Recipe`, or
 None if the slice needs the full operands.
 
-    most primitives   the rules of the row analysis (`dtrans.rows.rules`) in reverse: from the rows
-    of the output to the rows of operands
+    most primitives   a search in `dtrans.rows.rules`, from output rows back to operand rows
     RULES             rules for other primitives: broadcasts, counters, concatenations, padding,
-    reshapes, random bits
+                      reshapes, random bits
 
 Except for sums, the result equals the slice of the full output bit for bit. In matrix products and
 means over other axes, XLA may add in another order for another shape. If only the running program
@@ -94,7 +93,7 @@ def _on_parts(
 
 
 def _copied(eqn: JaxprEqn, part: Slice, needs: Sequence[Want], **params: Any) -> Recipe:
-    """Return a recipe that runs a one-output equation on slices, with parameters `params`."""
+    """Return a recipe that runs a one-output equation on slices, with new parameters `params`."""
     return _on_parts(eqn, 0, [part.of(eqn.outvars[0].aval)], needs, params)
 
 
@@ -244,7 +243,7 @@ def _run(
 
 
 def _keys(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Slice an array of random keys, or its uint32 words, an array with one more axis."""
+    """Slice the operand of a conversion between random keys and their uint32 words."""
     (a,) = eqn.invars
     if part.axis >= min(a.aval.ndim, eqn.outvars[0].aval.ndim):
         return None

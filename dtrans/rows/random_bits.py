@@ -3,9 +3,9 @@
 `jax.random.normal`, `uniform`, `truncated_normal` and other samplers draw one array of random bits
 with the equation `random_bits[bit_width=32 shape=(4096, 1024)]`. A *counter-based* generator hashes
 the key and the row-major index of an entry (64 bits) to the bits of the entry. So the primitive
-`block_bits_p` can compute the bits of rows `start:stop` alone. In listings, its name is
-`random_bits`, and its parameters are the rows and the full shape. The start of the rows may also be
-a value of the program, and so may the ids of all rows.
+`block_bits_p` can compute the bits of rows `start:stop` alone. A printed program shows it as
+`random_bits`, with the rows and the full shape as parameters. The start of the rows may also be
+computed by the program. So may a vector of row ids.
 
 JAX's default implementation `threefry2x32` is counter-based in its default mode,
 `jax_threefry_partitionable`, for bits of any width and keys of any shape. `rbg` is not, because it

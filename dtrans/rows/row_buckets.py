@@ -112,10 +112,10 @@ class RowBuckets:
 
 
 class BucketRows:
-    """Rows of some buckets, in the form in which the writer of a server's program selects them.
+    """Rows of some buckets; lets `dtrans.rows.writer` write an update for only these rows.
 
-    It implements `dtrans.rows.writer.BlockRows`. The program computes the ids of the rows when it
-    runs.
+    It implements `dtrans.rows.writer.BlockRows`. The written program computes the ids of the rows
+    when it runs.
     """
 
     def __init__(self, rows: RowBuckets) -> None:

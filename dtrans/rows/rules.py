@@ -29,8 +29,8 @@ class Step:
       outs: layout of each output.
       reduce: if the equation reduces over rows, the operation that combines the results of servers,
         e.g. "sum"; else None.
-      params: takes the output types on the block; returns the parameters of the equation that
-        change, e.g. the shape of a broadcast.
+      params: takes the output types on the block; returns the jaxpr parameters of the equation that
+        change, e.g. `shape` of a broadcast.
       bodies: for a loop or branch, the `dtrans.rows.flow.Flow` of each body.
       ends: for a loop or branch, the layouts of each body's outputs.
     """
@@ -104,8 +104,8 @@ def _all_as(row: RowAxis, eqn: JaxprEqn) -> tuple[RowAxis | None, ...]:
 def _elementwise(eqn: JaxprEqn, ins: Sequence[Layout]) -> Step | None:
     """Describe an elementwise equation: row i of the output depends on row i of the operands.
 
-    Operands have the shape of the output, or are broadcast to it: they are scalars or have
-    dimensions of size 1. An operand with rows must have all rows.
+    Operands may be broadcast: scalars, or dimensions of size 1. But if an operand depends on rows,
+    its row axis must have full length.
     """
     row = _common_rows(ins)
     shape = eqn.outvars[0].aval.shape

@@ -27,11 +27,10 @@ from dtrans.ir.builder import Builder
 class Start:
     """Start of a slice, or ids of rows, that the program computes when it runs.
 
-    Objects are compared by identity.
-
     Attributes:
       write: function that writes the equations of a scalar start or a vector of ids; called once.
-      reach: for a scalar start, the size to which the array is padded with zeros before slicing.
+      reach: for a scalar start, the size to which the program first pads the array with zeros, so
+        that no slice ends outside of it.
     """
 
     write: Callable[[Builder], Atom]

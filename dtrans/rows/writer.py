@@ -127,9 +127,9 @@ class RowWriter:
         None for a shared value.
       outside: (shared value) -> the program's input with this value, or None if the writer must
         compute the value.
-      special: (this writer, equation, its step) -> outputs of the equation, which `special` has
-        written, or None to have the equation written as usual. Writers of bodies also call
-        `special`.
+      special: optional function that writes some equations in its own way. Takes the writer, an
+        equation and its step; returns the outputs of the equation, or None to leave the equation to
+        the writer. It is also called inside loops and branches.
 
     Attributes:
       env: value with rows -> the block's rows of this value, once they are written.

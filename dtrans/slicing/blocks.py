@@ -25,16 +25,17 @@ class Block:
     """Rows of one parameter that one server stores and updates.
 
     Attributes:
-      leaf: path of the leaf, `params/dense/kernel`.
-      index: index of the block within the leaf.
-      count: number of blocks of the leaf.
-      span: range of rows or of buckets (`dtrans.rows.row_buckets`); None for a 0-d leaf.
+      leaf: name of the parameter: its path in the pytree, such as `params/dense/kernel`.
+      index: index of the block among the blocks of the parameter, from 0.
+      count: number of blocks of the parameter.
+      span: the rows: a range, or all rows with some remainders of their ids
+        (`dtrans.rows.row_buckets`). None for a scalar parameter.
       shape, dtype: type of the block.
-      endpoint: server of the block.
-      word: word before the index in names: "block"; or another word, if a leaf of the step already
-        has the name with "block".
-      is_table: True for a block of a table. Its update is written for a range of rows, even if the
-        block has all rows of the leaf.
+      endpoint: address of the server.
+      word: the word "block" in the block's name, `params/w.block0`. Another word replaces it if an
+        array of the user already has this name.
+      is_table: True for rows of an embedding table. Their update must work for any number of rows,
+        so it is written for a range of rows even if the block has all rows.
     """
 
     leaf: str
@@ -113,10 +114,10 @@ class Block:
 
 
 def argument(name: str, trainers: int) -> BlockGradient:
-    """Describe how a server receives a step argument, such as a learning rate, from the trainers.
+    """Describe how a server receives an argument of the training step from the trainers.
 
-    All trainers send the same value. If the argument is `rate`, trainer 1 sends it under the name
-    `rate@ARG.trainer_1`.
+    An example is a learning rate that the caller passes to each step. All trainers send the same
+    value. If the argument is `rate`, trainer 1 sends it under the name `rate@ARG.trainer_1`.
 
     Args:
       name: name of the argument.
@@ -137,8 +138,8 @@ def _from_trainer(name: str, trainer_id: int, trainers: int) -> str:
 class Unit:
     """Blocks that a server must update together.
 
-    A unit is usually one block. It has several full parameters if an equation of the update
-    combines them.
+    A unit is usually one block. If an equation of the optimizer combines several parameters, these
+    parameters are not divided, and form one unit.
     """
 
     blocks: tuple[Block, ...]
@@ -203,7 +204,7 @@ class Placement:
 
     @cached_property
     def table(self) -> tuple[Block, ...]:
-        """All blocks, in the order of the parameters."""
+        """All blocks of all parameters, in one tuple."""
         return tuple(b for blocks in self.blocks.values() for b in blocks)
 
     def map(self, fn: Callable[[Block], Block]) -> Placement:

@@ -5,10 +5,10 @@ parameter while it waits for the next gradient. A server's programs are called o
 updates some rows of a parameter. A *part* is one large optimize block, some rows of a very large
 one, or all small ones together. A part needs no output of other parts. Programs without gradients,
 such as learning rate schedules, are *common*: every part computes them again, because they are
-cheap. All parts together have the bits of one compiled update.
+cheap. The results are bit for bit those of an update without parts.
 
-The programs of a plan do not contain parts. A server divides its update when the server starts.
-`dtrans.run.parameter_server.update_parts` runs the parts.
+A server divides its update when the server starts. The plan, which is made earlier, does not
+contain parts. `dtrans.run.parameter_server.update_parts` runs the parts.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ class PartBlocks:
     """Programs (optimize blocks) that one part of a server's update runs.
 
     Attributes:
-      blocks: the blocks: common ones first. Parts with equal programs have the same tuple.
+      blocks: the programs; first the common ones, which all parts run. Parts with equal programs
+        have the same tuple object, so the server compiles it once.
       rows: the rows of a large block that the part updates; `slice(None)` for all rows.
-      piece: number of earlier parts with rows of the same block.
+      piece: index of the part among the parts that update rows of the same block.
       divided: names of the state arrays in which the part reads and writes only `rows`.
-      common: names of the state that every part computes.
-      shared: names of the values of common blocks that several blocks read.
+      common: names of the state that every part computes, such as a step count.
+      shared: names of values that common programs compute and several programs read.
     """
 
     blocks: tuple[OptimizeBlock, ...]
@@ -72,7 +73,8 @@ def divide_update(serve: JaxprEqn) -> tuple[PartBlocks, ...]:
     once. These updates must run at once:
 
     - An update with values that several blocks compute together, such as a norm of all gradients.
-    - An update that reads step arguments. The server first compares the values of all trainers.
+    - An update that reads arguments of the training step, such as a learning rate. The server first
+      waits for all trainers, and checks that they sent equal values.
     - An update of tables.
     - An update with a block of one element. XLA may merge the block with common scalars, and the
       rounding then depends on the other blocks.
@@ -104,10 +106,10 @@ def divide_update(serve: JaxprEqn) -> tuple[PartBlocks, ...]:
 
 
 def copied_state_bytes(serve: JaxprEqn) -> int:
-    """Return the bytes of optimizer state that a server stores twice, for the plan's costs.
+    """Return the number of bytes of optimizer state that a server stores twice.
 
-    If an update has parts, the server stores the state before the step until the last part is
-    complete.
+    If an update has parts, the server keeps the old state until the last part of the new state is
+    complete. The plan adds these bytes to the server's memory.
 
     Args:
       serve: the server's `listen_and_serv` equation.
@@ -202,12 +204,11 @@ def _are_independent(
 def _shared_values(
     common: Sequence[OptimizeBlock], blocks: Sequence[OptimizeBlock], state: Container[str]
 ) -> frozenset[str]:
-    """Return the names of the common values that several blocks read, so that parts return them.
+    """Return the names of the values from common programs that several other programs read.
 
-    This keeps the bits of the full update. XLA rewrites `x / s` to `x * (1 / s)` if `s` has one
-    reader. A part returns the shared values. So each of them has several readers in every part, as
-    in the update of all blocks. One equation may compute several names. XLA merges equal results of
-    different equations only after this rewriting, so such results have separate readers.
+    Each part returns these values. Otherwise the results could round differently than without
+    parts: XLA rewrites `x / s` to `x * (1 / s)` if only one equation reads `s`. A returned value
+    always has a second reader.
     """
     sources: dict[str, Any] = {}  # name of a value -> the block and variable that compute it
     for b in common:
@@ -268,11 +269,11 @@ def _divide_block(block: OptimizeBlock, serve: JaxprEqn) -> _BlockPieces | None:
 def _row_ranges(block: OptimizeBlock) -> list[RowRange]:
     """Return nearly equal ranges of the rows of a block; [] if the block is not divided.
 
-    Each range begins at a multiple of `ALIGNMENT` bytes, because JAX copies other gradients before
-    it reads them. Vectors are not divided, and each range has two rows or more. XLA's loop over a
-    vector or a single row of odd length rounds differently: adan on 700,001 elements differs from
-    adan on their first half (jax 0.10.2). A block is also not divided if trainers send its gradient
-    packed, because the bytes have no rows.
+    Each range begins at a multiple of `ALIGNMENT` bytes of the gradient. JAX can then read the
+    received bytes without a copy. Vectors are not divided, and each range has two rows or more.
+    XLA's loop over a vector or a single row of odd length rounds differently: adan on 700,001
+    elements differs from adan on their first half (jax 0.10.2). A block is also not divided if
+    trainers send its gradient in an encoded form without rows.
     """
     if len(block.grads) != 1:
         return []
@@ -314,7 +315,7 @@ def _analyse_rows(block: OptimizeBlock) -> RowAnalysis | None:
 def _keeps_bits(eqns: Sequence[JaxprEqn], flow: Flow) -> bool:
     """Return True if the update of some rows has the same bits as the update of all rows.
 
-    Then every element is copied, or computed from elements at its position.
+    This holds if each equation is elementwise, or only moves or copies elements.
 
     Args:
       eqns: the equations of the update.

@@ -1,7 +1,8 @@
 """Mean or sum of the trainers' gradients, which a server computes before its update.
 
-Paddle adds `sum` and `scale` ops to a server's program. Here `OptimizeBlock.grads` records the
-reduction, so that a server can change it when trainers leave. Encoded gradients are decoded first.
+Paddle adds `sum` and `scale` ops to a server's program. Here, the reduction is not part of the
+program: `OptimizeBlock.grads` describes it. So a server can change the reduction when a trainer
+leaves the job. The server first decodes gradients that trainers sent in an encoded form.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def reduce_gradients(gradient: BlockGradient, sent: Sequence[jax.Array], t: Any)
       gradient: description of the gradient; its `op` is "mean", "sum", or "same" (take the first
         one).
       sent: the arrays that the trainers sent.
-      t: the gradient's type.
+      t: shape and dtype of the result.
     """
     wire, op = gradient.wire, gradient.op
     grads = sent if wire is None else [wire.decode(x, t) for x in sent]

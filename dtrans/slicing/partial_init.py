@@ -1,20 +1,21 @@
 """Programs that compute only some rows of the outputs of an init function.
 
-A parameter server stores only some rows of a parameter. It computes a row of a table when that row
-is first used. So it should not compute all rows of the initial value.
+A parameter server stores only some rows of a parameter. It computes the initial value of a table
+row only when a trainer first looks up the row. So the server should not compute the initial values
+of all rows.
 
-From the last equation to the first, the wanted *parts* (slices) of outputs determine the wanted
-parts of operands (`dtrans.rows.parts`). Then the equations are written in order, each for its
-wanted parts. If an equation has no rule (a QR decomposition, a permutation, a loop), its outputs
-are computed in full and then sliced.
+A first pass, from the last equation to the first, finds the slices of operands that the wanted
+slices of outputs need (`dtrans.rows.parts`). Then the equations are written in order, each for
+these slices only. If an equation has no rule (a QR decomposition, a permutation, a loop), its
+outputs are computed in full and then sliced.
 
 No full value is computed for zeros, ones and constants, and for `jax.random.normal`, `uniform` and
 `truncated_normal` with the default generator (`dtrans.rows.random_bits`). The same holds for arrays
 that are scaled, reshaped, transposed or concatenated from these, and for optimizer state that
 depends on these. Orthogonal initialisers compute the full parameter.
 
-The traversal is a loop because recursion would be too deep: the init of a deep model splits one key
-a thousand times in a row.
+The pass is a loop because recursion would be too deep: the init of a deep model may split one key a
+thousand times in a row.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def write_rows(
 
     The rows equal the rows of the full outputs bit for bit. Ids may repeat. If `makes_rows` is
     False for an output, the output is computed in full, and its rows are gathered. For an id out of
-    bounds, the result is some row.
+    bounds, the result is an arbitrary row.
 
     Args:
       b, jaxpr: as in `write_parts`.

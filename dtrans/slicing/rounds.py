@@ -6,13 +6,14 @@ Parameters that are updated together have one home. Shared values, such as a lea
 computed on every server that reads them. A *cross-server value* is computed at a home and read on
 other servers:
 
-    a reduction over the rows of a parameter          each block has a part; the parts are combined
-    a value of a parameter that is not divided        its server sends it
+    a reduction over the rows of a parameter        each block has a term; servers combine them
+    a value of a parameter that is not divided      its server sends it
 
-Servers exchange these values in rounds. Values of level 0 are known without an exchange, values of
-level n + 1 after round n. LAMB after a clip by global norm has three rounds: one for the norm of
-the gradients, and two for the norms of updates (`optax.safe_norm` computes them in two steps).
-Levels do not depend on the placement. A round without values to send costs nothing.
+Servers exchange these values in rounds. The *level* of a value is the number of rounds before the
+value is known: 0 for a learning rate, 1 for a norm of all gradients. LAMB after a clip by global
+norm has three rounds: one for the norm of the gradients, and two for the norms of updates
+(`optax.safe_norm` computes them in two steps). Levels do not depend on the placement. A round
+without values to send costs nothing.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class CrossServerValue:
     Attributes:
       name: name on every server, e.g. `all_reduce/3`.
       var: variable of the value in the update.
-      op: operation, e.g. "all_reduce", that combines the parts of the value, one from each block.
-      part: type of a part.
-      home: the parameter to which the value belongs: its servers compute the parts.
-      level: number of exchanges before the parts are computed. One more exchange gives the value.
+      op: operation, e.g. "sum", that combines the terms of the value, one from each block.
+      part: type of a term.
+      home: the parameter to which the value belongs: its servers compute the terms.
+      level: number of exchanges before the terms are computed. One more exchange gives the value.
     """
 
     name: str
@@ -146,11 +147,15 @@ class ExchangeRounds:
         return self.shared(atom)
 
     def derived(self, var: Var) -> bool:
-        """Return True if other servers compute a value themselves, from operands that are sent.
+        """Return True if servers should exchange an equation's operands instead of its result.
 
-        Sending the operands is better if they are smaller, such as a scalar that is broadcast. It
-        is also better if they have equal size and are known one exchange earlier. The parameter of
-        the value is not divided.
+        Each server that needs the result then computes it. This is better if the operands are
+        smaller, such as a scalar that is broadcast. It is also better if they have equal size and
+        are known one exchange earlier.
+
+        Args:
+          var: the result. If it belongs to a parameter that is divided among servers, the method
+            returns False.
         """
         i = self.producers.get(var)
         if i is None or not isinstance(self.analysis.layout(var), Colocated):

@@ -67,14 +67,15 @@ class UpdateSpec:
       rounds: the equations, and the number of exchanges before each value is known.
       placement: placement of the parameters on servers.
       trainers: number of trainers; each sends a gradient of each parameter.
-      arguments: step arguments that the update reads; trainers send them.
-      requested: shared state that trainers request before each step.
+      arguments: arguments of the training step that the update reads, such as a learning rate;
+        trainers send them.
+      requested: shared optimizer state that the trainers' programs read, so they request it before
+        each step.
       exact: parameters whose sums over rows have the same bits for every placement.
       names: maps each name in the update to a description of its value, for errors.
       owners: maps each parameter to the servers that compute terms of its norms and similar values.
       servers: endpoint -> work of the server; a server without work is absent.
-      over: for each value that servers exchange, the servers that compute a term of the value or
-        read the value (dict by value).
+      over: exchanged value -> the servers that compute a term of the value, or read the value.
     """
 
     rounds: ExchangeRounds
@@ -101,8 +102,8 @@ class UpdateSpec:
     def stays(self, crossing: CrossServerValue) -> bool:
         """Return True if a value needs no exchange, because one server computes and reads it.
 
-        With exact sums, a single server also runs the exchange: XLA would compile the program
-        without exchanges differently, and the results would round differently.
+        In a job with exact sums, all values are exchanged, even in a job of one server. Without the
+        exchange, XLA would compile another program, and the results could round differently.
 
         Args:
           crossing: the value.
@@ -120,7 +121,7 @@ class UpdateSpec:
         return next(ep for ep, server in self.servers.items() if name in server.shared_state)
 
     def readers_of(self, name: str) -> tuple[str, ...]:
-        """Return the servers that read a step argument, such as a learning rate.
+        """Return the servers that read an argument of the training step, such as a learning rate.
 
         Args:
           name: name of the argument.
@@ -148,7 +149,8 @@ def analyse_update(
       trainers: number of trainers; the update of a parameter reads the mean of their gradients.
       summed: parameters for which the update reads the sum of the gradients instead of the mean.
       arguments: step arguments that the update reads; trainers send them to the servers.
-      requested: shared state that trainers request before each step.
+      requested: shared optimizer state that the trainers' programs read, so they request it before
+        each step.
       exact: parameters whose sums over rows must have the same bits for every placement.
 
     Raises:

@@ -44,16 +44,19 @@ from dtrans.slicing.unit_program import LevelProgram, LevelWriter
 class ServerVariable:
     """Array that a server stores, such as rows of a parameter or of optimizer state.
 
-    The description says how the initial value is taken from an output of init.
+    The attributes say how the server computes the initial value from an output of the user's init
+    function.
 
     Attributes:
-      of: name of the step's array that provides the initial value.
+      of: name of the output of init, such as `params/w`.
       block: index of the block to which the variable belongs.
-      part: rows of the array `of`; None for all rows.
-      beside: name of the full array, if the step has no such array, e.g. `params/w.trainer_1_bak`.
-      zeros: True if the initial value is zeros; then `of` determines only the type.
+      part: rows of this output that the server stores; None for all rows.
+      beside: for an array that only servers have, such as a backup, the name that all its rows
+        together would have: `params/w.trainer_1_bak`. Empty for an array of the user.
+      zeros: True if the initial value is zeros; then `of` gives only the shape and dtype.
       buckets: the buckets of the rows, if rows are assigned to buckets.
-      wire: the type in which the variable encodes the block, for trainers; None for the block.
+      wire: for a compressed copy of a parameter, which servers send to trainers, the encoding; None
+        for other arrays.
     """
 
     of: str
@@ -66,7 +69,7 @@ class ServerVariable:
 
     @property
     def origin(self) -> str:
-        """Name of the full array from which the server stores rows."""
+        """Name of the full array, without the suffix for the server's rows."""
         return self.beside or self.of
 
     def stored_type(self, aval: Any) -> Any:
@@ -86,7 +89,8 @@ class ServerWork:
     Attributes:
       blocks: optimize blocks in the order in which they run.
       variables: description of each stored array, by name.
-      sent: block of a parameter -> the stored array that trainers receive, if it is not the block.
+      sent: name of a parameter's block -> name of its compressed copy, which trainers receive
+        instead.
     """
 
     blocks: tuple[OptimizeBlock, ...]
@@ -110,7 +114,8 @@ def write_server(spec: UpdateSpec, endpoint: str) -> ServerWork:
       endpoint: the address of the server.
 
     Raises:
-      ConfigError: the name of a leaf is also the name of a step argument or of a shared value.
+      ConfigError: a parameter or state array has the name of a step argument, or a name that this
+        function gives to a computed value.
     """
     server = spec.servers.get(endpoint)
     if server is None:

@@ -1,12 +1,13 @@
 """Programs that update one block, or several parameters together (a *unit*).
 
-Servers exchange some values, such as norms, during an update. A *level* is the part of the update
-between two exchanges. So a unit has one program for each level with equations of the unit. The
-equations of the unit's parameters are rewritten for the rows of the block (`dtrans.rows.writer`).
+Servers exchange some values, such as norms, during an update. So the update of a unit consists of
+several programs: one before the first exchange, and one after each exchange. The number of earlier
+exchanges is the *level* of a program. The programs have the optimizer's equations, rewritten for
+the rows of the block (`dtrans.rows.writer`).
 
-If a later level reads a value, the level that computes the value returns it. Shared values, such as
-a learning rate, are inputs. They have variables instead of names, because each server names them
-differently (`dtrans.slicing.server_update`).
+If a later program reads a value, the program that computes the value returns it. Shared values,
+such as a learning rate, are inputs. They have variables instead of names, because each server names
+them differently (`dtrans.slicing.server_update`).
 """
 
 from __future__ import annotations
@@ -75,8 +76,9 @@ class UnitProgram:
 
     Attributes:
       unit: the unit.
-      home: first parameter of the unit.
-      names: name of a parameter or of its state -> name of the unit's block of that array.
+      home: name of the first parameter of the unit.
+      names: name of a full array -> name of the rows that the server stores. The arrays are the
+        parameters and their optimizer state.
       levels: number of exchanges before a program -> program.
     """
 
@@ -166,7 +168,7 @@ def write_unit(
     Args:
       rounds: equations of the update, with the exchange after which each value is known.
       unit: the unit.
-      gradients: gradients of the blocks; none for a block whose leaf has no gradient.
+      gradients: gradients of the blocks; a parameter that has none is left out.
     """
     analysis = rounds.analysis
     home = analysis.home_of(unit.blocks[0].leaf)
@@ -210,7 +212,8 @@ class _UnitLevels:
       rounds: equations of the update, with the level of each value: the number of exchanges before
         the value is known.
       unit: the unit.
-      inputs: variable of a parameter or of its state -> name of the unit's block of that array.
+      inputs: variable of a full array -> name of the rows that the server stores. The arrays are
+        the parameters and their optimizer state.
 
     Attributes:
       writers: level -> writer.

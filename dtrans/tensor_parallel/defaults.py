@@ -111,12 +111,15 @@ _Fact = tuple[RowAxis | None, Origin | None]
 
 
 def _join(one: _Fact, other: _Fact) -> _Fact:
-    """Return the part of two facts that agrees, for a value that one of two branches returns."""
+    """Return the properties of a `cond` output that hold in both of two branches.
+
+    The properties are the sharding of a value, and the parameter that it is a view of.
+    """
     return one[0] if one[0] == other[0] else None, one[1] if one[1] == other[1] else None
 
 
 def _inside(fact: _Fact) -> _Fact:
-    """Return the fact of one slice along dimension 0, as an iteration of a scan reads."""
+    """Return the sharding and parameter view of the slice that one iteration of a scan reads."""
     row, origin = fact
     if row is not None:
         row = sharded_along(row.axis - 1) if row.axis else None
@@ -124,7 +127,7 @@ def _inside(fact: _Fact) -> _Fact:
 
 
 def _stack(fact: _Fact) -> _Fact:
-    """Return the fact of an output that a scan stacks along a new dimension 0."""
+    """Return the sharding of a scan's stacked output, which has a new dimension 0."""
     row, _ = fact
     return row and sharded_along(row.axis + 1), None
 
@@ -165,9 +168,10 @@ class _AxisChooser:
         return self.layouts.get(a, SHARED)
 
     def origin(self, a: Atom) -> Origin | None:
-        """Return the parameter that a value is a view of (such as a transpose), and its dimensions.
+        """Return the parameter that a value shows in another form, such as a transpose.
 
-        Return None for other values, and if the parameter is already sharded.
+        The result has the index of the parameter, and for each dimension of the value a dimension
+        of the parameter. Return None for other values, and if the parameter is already sharded.
         """
         found = None if isinstance(a, Literal) else self.origins.get(a)
         if found is None or found[0] in self.axes:

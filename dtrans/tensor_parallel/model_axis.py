@@ -1,9 +1,9 @@
 """Model axis of a mesh: the devices that shard the parameters of layers in `dtrans.split` scopes.
 
 `shard_state` chooses the sharded parameters and optimizer state. `shard_program` rewrites the
-program of one trainer for one device of the axis. If the program already has collectives over other
-axes, they then run on shards. So a gradient can be a partial sum over trainers, and also sharded
-over the model axis.
+program of one trainer for one device of the axis. The program may already have collectives over
+other mesh axes, such as the all-reduce of gradients over trainers. In the new program, these
+collectives run on shards.
 
 Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053). Their two all-reduces per layer follow from
 the rules of the engine.
@@ -80,7 +80,8 @@ def shard_state(step: DividedStep, axis: str, size: int) -> ModelState:
     """Choose the parameters and the optimizer state that the devices of a model axis divide.
 
     Args:
-      step: the single-device step, divided at its gradients.
+      step: the single-device step, divided into the computation of gradients and the optimizer
+        update.
       axis: name of the axis.
       size: number of its devices.
 
@@ -132,7 +133,8 @@ def state_axes(step: DividedStep, params: Mapping[str, int]) -> dict[str, int]:
     does not have one entry for each row of the parameter along the sharded dimension.
 
     Args:
-      step: the step, divided at its gradients.
+      step: the single-device step, divided into the computation of gradients and the optimizer
+        update.
       params: maps each sharded parameter to its sharded dimension.
     """
     analysis = analyse(step.optimize, step.params, {n: d for n, d in params.items() if d})
@@ -181,12 +183,13 @@ def shard_program(
     Args:
       program: the program of one trainer.
       state: the state that the devices divide.
-      inputs: other inputs that the devices divide: name -> dimension. An output with the same name
-        is replicated.
-      splits_results: True if results may be sharded, too.
-      gathers_in_loops: as for `dtrans.engine.layout.Shards`.
-      rows: array of the batch -> dimension of its rows, which the devices divide outside of
-        `dtrans.split` scopes.
+      inputs: name -> dimension of other inputs that the devices divide. An output with the same
+        name is replicated.
+      splits_results: True if outputs other than state may be sharded, too.
+      gathers_in_loops: True to shard loops even if their bodies must all-gather in each iteration.
+        This uses less memory, and more communication.
+      rows: name of an array of the batch -> dimension with the batch's rows. Outside of
+        `dtrans.split` scopes, each device computes only some of these rows.
     """
     stored = {n: s.axis for n, s in state.sliced.items()}
     dims = {**stored, **inputs}
@@ -227,7 +230,7 @@ def shard_program(
 
 
 def _role(eqn: JaxprEqn, groups: Mapping[Var, str]) -> str:
-    """Return the role of an equation in the new program; collectives have the role "dist"."""
+    """Return an equation's label in the new program, such as "forward"; "dist" for a collective."""
     if collective_of(eqn) is not None:
         return DIST
     return next((groups[v] for v in eqn.outvars if groups.get(v)), FORWARD)
