@@ -2,9 +2,10 @@
 
     step (one jaxpr)  --transform-->  a plan: one jaxpr per role  ----run----->  a running job
 
-Trace a step with `trace`. Plan it with `sharding`, `nccl2`, `pserver`, `pipeline`, or Paddle's
-`DistributeTranspiler`. Run it in this process (`plan.on_mesh()`) or as processes (`dtrans launch`,
-`plan.on_cluster()`, `Executor`).
+Trace a step with `trace`. Pass the traced step to `sharding` (ZeRO), `nccl2` (data parallelism),
+`pserver` (parameter servers) or `pipeline`, which return a plan; or use Paddle's interface,
+`DistributeTranspiler`. Run the plan in this process (`plan.on_mesh()`), or as several processes
+(`dtrans launch`, `plan.on_cluster()`, `Executor`).
 """
 
 from dtrans import checkpoint, epl, errors, nn, optimizers, paddle

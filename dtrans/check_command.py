@@ -26,7 +26,8 @@ def check(name: str, *, seed: int = 0, devices: int | None = None) -> Report:
     Args:
       name: `module:name` of a plan, or of a function without arguments that returns a plan, a
         report, or a tuple `(distributed_step, step, args)`.
-      seed: seed of the random inputs, on which the two steps are compared.
+      seed: seed of the random inputs, on which the distributed and the one-device step are
+        compared.
       devices: number of CPU devices to create, for the meshes of the module.
 
     Raises:
@@ -45,7 +46,7 @@ def check(name: str, *, seed: int = 0, devices: int | None = None) -> Report:
 
 
 def _report(name: str, found: Any, seed: int) -> Report:
-    """Verify the user's object. If the object is a function, call it and verify its result.
+    """Verify the object that the user named; call it first if it is a function.
 
     Raises:
       VerifyError: the outputs of a step written by hand differ.

@@ -1,8 +1,8 @@
-"""Checks of options.
+"""Checks of the options that a user passes; each raises ConfigError for an invalid option.
 
-The error of a check states the option, the expected value and the actual value. Related options are
-fields of a *record*, a frozen dataclass that checks its fields when it is created. A strategy
-checks combinations of records.
+The error states the option, the expected value and the actual value. Related options are fields of
+a *record*, a frozen dataclass that checks its fields when it is created. A strategy, such as
+`dtrans.pserver`, takes several records and checks their combination.
 """
 
 from __future__ import annotations
@@ -145,13 +145,15 @@ def check_known(
     records: Mapping[str, Any],
     renamed: Mapping[str, str],
 ) -> None:
-    """Raise ConfigError for an option that an interface for Paddle or EPL users does not have.
+    """Raise ConfigError if a user passed an option that an interface does not have.
+
+    `dtrans.paddle` and `dtrans.epl` call this function, to check their flat lists of options.
 
     Args:
       who: name of the interface, for errors.
       options: the options and their values.
       known: names of options that are not fields of records.
-      records: as for `group_options`. The fields of these records are also options.
+      records: default of each argument that is a record. The record and its fields are options.
       renamed: options with another name in the interface: a dict from dtrans's name to this name.
     """
     fields = {name: _field_names(record) for name, record in records.items()}
@@ -182,8 +184,8 @@ def group_options(options: Mapping[str, Any], records: Mapping[str, Any]) -> dic
     flat list of options call this function before they call a strategy.
 
     Args:
-      options: the options. An option with the name of a field replaces this field in the record,
-        even if the record is also among the options.
+      options: the options that the user passed. If the user passed both a record and one of its
+        fields, the field's value replaces the value in the record.
       records: default of each argument that is a record, by the argument's name.
     """
     found = dict(options)

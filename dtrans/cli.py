@@ -311,7 +311,7 @@ def launch_command(
 
 
 def _record(context: typer.Context) -> LaunchRecord:
-    """Return the record of this command line: all values that differ from the default."""
+    """Return the options of this command line that differ from the defaults, for `--resume`."""
     from dtrans.run.distributed.restarts.launch_record import LaunchRecord
 
     values = {}
@@ -395,11 +395,11 @@ def _emit(context: typer.Context, name: str, arguments: list[str]) -> None:
 
 
 def _refuse_options(context: typer.Context, panel: str, way: str) -> None:
-    """Raise ConfigError if the command line has an option of a help panel.
+    """Raise ConfigError if an option of a group is set, because the group needs another option.
 
     Args:
-      panel: title of the panel, such as "On a Ray cluster".
-      way: the option that the options of the panel need, such as `--on ray`.
+      panel: title of the group in the output of `--help`, such as "On a Ray cluster".
+      way: the option that the group needs, such as `--on ray`.
     """
     for parameter in context.command.params:
         is_of_panel = getattr(parameter, "rich_help_panel", None) == panel

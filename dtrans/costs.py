@@ -1,9 +1,10 @@
 """Costs of a step: memory, traffic and floating-point operations of each role of a job.
 
-With the rate of the hosts' links, the costs of a job with parameter servers also contain a bound:
-the time in which the busiest link carries the bytes of a step. Let each of n trainers send and
-receive M bytes in a step, M / k to and from each of k servers. Let every role have a separate host,
-whose link carries B bytes per second in each direction at once. Then a step takes at least
+The network may limit the speed of a job with parameter servers. If the rate of the hosts' links is
+known, the costs contain a lower bound for the time of a step: the time in which the busiest link
+carries the step's bytes. Let each of n trainers send and receive M bytes in a step, M / k to and
+from each of k servers. Let every role have a separate host, whose link carries B bytes per second
+in each direction at once. Then a step takes at least
 
     max(M / B, n M / (k B))
 
@@ -60,9 +61,9 @@ class RoleCost:
       role: name of the role: `trainer`, `127.0.0.1:6174`, `stage 0`.
       count: number of processes or devices with this role. All further attributes are for one
         process or device.
-      state_bytes: bytes of the state. On a server that sends parameters early, the optimizer state
-        counts twice (docs/early_answers.md). A server stores more for cuts at failures, and during
-        checkpoints.
+      state_bytes: bytes of the state. A server that sends some parameters before its update is
+        complete keeps the old optimizer state, too, so that state counts twice
+        (docs/early_answers.md). A server stores more for cuts at failures, and during checkpoints.
       sent: bytes sent in a step. A collective counts as sending its operands; the bytes on a link
         depend on its algorithm.
       received: bytes received in a step. A collective counts as receiving its results.
@@ -87,8 +88,8 @@ class Costs(tuple[RoleCost, ...]):
 
     Args:
       roles: the costs of each role.
-      link_steps: the number of steps in which the links carry the bytes in the table. 0 if the
-        bytes on the links depend on the algorithms of collectives.
+      link_steps: number of steps that share one exchange with the servers: 1, or more in GEO-SGD. 0
+        if a job has collectives, since the bytes on its links depend on their algorithms.
       link: bytes per second of each host's link, in each direction; None if the rate is unknown.
     """
 
@@ -136,8 +137,8 @@ class Costs(tuple[RoleCost, ...]):
     def link_seconds(self) -> float | None:
         """Seconds in which the busiest link carries the bytes of a step, if roles share no host.
 
-        None without the rate of a link. For tables the bytes, and so the seconds, are an upper
-        bound.
+        None if the rate of the links is unknown. The bytes of embedding tables, and so the seconds,
+        are upper bounds.
         """
         if self.link is None or self.link_bytes is None:
             return None

@@ -45,11 +45,11 @@ class TraceError(DtransError, TypeError):
 
 
 class GradientError(DtransError, ValueError):
-    """Error: the gradients of a step cannot be found, or an update reads more than gradients."""
+    """Error: a step's gradients cannot be found, or its update reads values it must not read."""
 
 
 class OptimizerError(GradientError):
-    """Error: an optimizer cannot be sliced, or needs values that do not exist where it runs."""
+    """Error: an optimizer cannot update slices of a parameter, or needs a value it does not get."""
 
 
 class ConfigError(DtransError, ValueError):
@@ -173,7 +173,7 @@ class Rewound(DtransError):
 def rename_options(names: Mapping[str, str]) -> Iterator[None]:
     """Rename options in the messages of errors that are raised in a `with` block.
 
-    A word in a message is an option if it is the first word, or if `=` follows it.
+    Only the first word of a message, and words before `=`, are regarded as options.
 
     Args:
       names: maps dtrans's name of an option to the name in the interface that the user calls. A key
@@ -195,7 +195,7 @@ def missing_extra(need: str, extra: str) -> ConfigError:
 
     Args:
       need: clause that names the library.
-      extra: extra of `dtrans-jax` that installs the library.
+      extra: the extra (group of optional dependencies) of `dtrans-jax` that has the library.
     """
     return ConfigError(f"{need}: pip install 'dtrans-jax[{extra}]'")
 

@@ -531,7 +531,7 @@ class Job(StateFunctions):
         """Number of the step that the job runs next, as the parameter servers count steps.
 
         After a restart, a trainer reads this number to skip batches that the servers have already
-        applied. It is 0 in jobs without parameter servers.
+        applied. The number is always 0 in jobs without parameter servers.
         """
         return 0
 
@@ -566,10 +566,9 @@ class Job(StateFunctions):
         """Return the part of a global batch that this process must pass to `step`.
 
         Process k of N gets rows k*B/N to (k+1)*B/N of each array in `split_axes()`, and all other
-        arrays in full. A single process gets the global batch. If the number of trainers does not
-        divide the rows, some jobs (`takes_uneven_parts`) still accept the batch. A part is then a
-        `dtrans.UnevenPart`. The same holds if trainers have different speeds
-        (`dtrans.Batch.speeds`).
+        arrays in full. A single process gets the global batch. Some jobs (`takes_uneven_parts`)
+        also accept a number of rows that the trainers cannot divide equally, or give faster
+        trainers more rows (`dtrans.Batch.speeds`). The result then contains a `dtrans.UnevenPart`.
 
         Args:
           *batch: the batch arguments of the step: pytrees of NumPy or JAX arrays.

@@ -13,9 +13,8 @@ devices. A *runner* is a function or class that runs a plan in one of these ways
 
 `dtrans.job` defines the interface of jobs, and `dtrans.costs` the costs of a plan.
 
-`dtrans.run` is a layer above the plans. Its modules register their runners here. `runner_of`
-imports these modules when a plan runs for the first time. This is the only import of a higher
-layer.
+The modules of `dtrans.run` define the runners, and import this module. To avoid a cycle of imports,
+they register their runners here, and `runner_of` imports them when a plan first runs.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ class Plan(abc.ABC):
 
     @cached_property
     def _field_texts(self) -> dict[str, str]:
-        """Texts of the plan's fields, which `==` compares, by name of the field."""
+        """Text of each field of the plan, by the field's name; `==` compares these texts."""
         texts = {}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             if field.compare:
@@ -347,15 +346,17 @@ class Plan(abc.ABC):
           *batch: the batch arguments of the step: arrays, or types (`jax.ShapeDtypeStruct`).
             Arrays of integers and random keys are used unchanged; for an array of floats, random
             numbers near its entries are used. Default: the types with which the step was traced.
-          points: numbers of one-device steps after which states are compared.
+          points: the one-device step runs this many times before each comparison. `(0, 5)` compares
+            one step from the initial state, and one step from the state after five steps.
           seed: seed of the random points.
 
         Returns:
           A report: `report.equal`, `report.complete`, and the outputs that differ.
 
         Raises:
-          ConfigError: the plan cannot be verified: its rows may be stale
-            (`dtrans.Rows(staleness=...)`), or no one-device program computes its local steps.
+          ConfigError: no one-device program computes the same numbers as the plan. For example,
+            table rows may be stale (`dtrans.Rows(staleness=...)`), or the plan has local steps and
+            a merge rule that one device cannot repeat.
 
         Example:
           >>> import jax.numpy as jnp, optax, dtrans

@@ -97,7 +97,7 @@ class StepMeter:
 
     Attributes:
       steps, first, seconds, in_step: as in `JobReport`.
-      waited: seconds in which feeders waited for batches, after the first step.
+      waited: seconds in which `dtrans.feed` waited for batches, after the first step.
       saved: the newest checkpoint that the job has saved, and the number of steps before it; None
         without a checkpoint.
       is_traced: True while JAX's profiler traces the job.
@@ -111,11 +111,14 @@ class StepMeter:
         self._since = 0.0
 
     def note_saved(self, checkpoint: object) -> None:
-        """Record that the job has saved a checkpoint, for the note of an interrupt."""
+        """Record the path of a new checkpoint, which `add_note` tells the user after Ctrl-C."""
         self.saved = str(checkpoint), self.steps
 
     def add_note(self, error: BaseException | None) -> None:
-        """Add the number of finished steps and the newest checkpoint to a KeyboardInterrupt."""
+        """Add a note with the finished steps and the newest checkpoint to a KeyboardInterrupt.
+
+        Other errors are unchanged.
+        """
         if not isinstance(error, KeyboardInterrupt) or hasattr(error, "__notes__"):
             return
         saved = "it has saved no checkpoint"

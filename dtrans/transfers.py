@@ -139,7 +139,7 @@ def _arrow(t: RoleTransfer, source: _Box, target: _Box, *, is_back: bool) -> str
 
 
 def _marker(number: int) -> str:
-    """Return the head of the arrows in one direction."""
+    """Return the SVG definition of an arrow head: number 0 for forward, 1 for backward arrows."""
     return (
         f"<marker id='dtrans-arrow-{number}' markerWidth='8' markerHeight='8' refX='7' refY='4' "
         f"orient='auto'><path d='M0,0 L8,4 L0,8 z' fill='{_COLOURS[number]}'/></marker>"

@@ -98,7 +98,10 @@ def call_body(eqn: JaxprEqn, *, rules: bool) -> Any | None:
 
 
 def call_operands(eqn: JaxprEqn) -> Sequence[Any]:
-    """Return the operands of the body of a call."""
+    """Return the operands that a call passes to its body.
+
+    Only a `custom_linear_solve` has other operands besides.
+    """
     if eqn.primitive.name == LINEAR_SOLVE:
         return linear_solve(eqn, eqn.invars)[1]
     operands: Sequence[Any] = eqn.invars
@@ -131,7 +134,7 @@ def is_reversed(eqn: JaxprEqn) -> bool:
 
 
 def scan_iterations(length: int) -> dict[str, Any]:
-    """Return the parameters of a `scan` that set its number of iterations."""
+    """Return the parameters that give a `scan` a new number of iterations."""
     return {"length": length}
 
 

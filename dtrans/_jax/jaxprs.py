@@ -167,11 +167,12 @@ class NamedJaxpr(HoldsJaxpr):
 
 
 def lowered_jaxpr(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
-    """Trace `fn` to a jaxpr in which all equations are visible.
+    """Trace `fn` to a jaxpr without equations that hide other equations.
 
     With the flags `jax_remat3` and `jax_custom_vjp3`, JAX creates equations of the primitive
-    `call_hi_primitive`, which would hide gradients and marks. `Traced.lojax` lowers them. JAX does
-    not document `lojax`, but its name has no underscore (0.10.2, 0.11.0, head).
+    `call_hi_primitive`, which would hide the equations that compute gradients. `Traced.lojax`
+    lowers them. JAX does not document `lojax`, but its name has no underscore (0.10.2, 0.11.0,
+    head).
     """
     return jax.jit(fn).trace(*args).lojax.jaxpr
 
@@ -193,14 +194,14 @@ def named_in_errors(wrapper: Callable[..., Any], fn: Callable[..., Any]) -> Call
 
 
 def small_jaxpr(fn: Callable[..., Any], types: Sequence[Any]) -> ClosedJaxpr:
-    """Return the jaxpr of a function for operands of these types; weak types stay weak."""
+    """Trace a function of arrays for operands of these types; weak types stay weak."""
     specs = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in types]
     jaxpr: Any = jax.make_jaxpr(fn)(*specs)
     return jaxpr
 
 
 def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
-    """Evaluate a closed jaxpr. Under a trace, the new equations keep the old source lines."""
+    """Evaluate a closed jaxpr. If JAX is tracing, traced equations keep their source lines."""
     inner: Any = opened(jaxpr)
     return jax.core.eval_jaxpr(inner, constants(jaxpr), *args)
 

@@ -33,12 +33,12 @@ def within_scope(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
 
 
 def is_callback_on_rows(eqn: JaxprEqn) -> bool:
-    """Return True if `jax.vmap` wrote a `pure_callback` that takes all rows at once.
+    """Return True if a `pure_callback` was written by `jax.vmap`, so that rows stay independent.
 
-    Dimension 0 of each output then has the rows. In each operand, dimension 0 has the rows or has
-    size 1. A callback without `vmap` may have the same parameters, but may combine rows of its
-    operands. Only the traceback distinguishes these two cases. JAX drops the traceback if `vmap`
-    is applied to a jitted function: then the result is False.
+    A row is an index of dimension 0, along which `vmap` mapped. In each operand, dimension 0 has
+    all rows, or has size 1. A callback without `vmap` may have the same parameters, but its outputs
+    may combine rows of its operands. Only the traceback distinguishes these two cases. JAX drops
+    the traceback if `vmap` is applied to a jitted function: then the result is False.
     """
     if eqn.primitive.name != "pure_callback":
         return False

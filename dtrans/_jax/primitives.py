@@ -65,7 +65,7 @@ def _two_axes(eqn: JaxprEqn) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class PrimitiveFacts:
-    """Facts about one primitive; the default of a field asserts nothing.
+    """Facts about one primitive; with the default of a field, dtrans assumes nothing.
 
     Operands that a field does not name are *fixed*: the field's statement holds while the values of
     these operands are constant.
@@ -73,9 +73,9 @@ class PrimitiveFacts:
     Attributes:
       elementwise: an entry of an output depends only on the operands' entries at the same index.
         Operands have the shape of the outputs, or are scalars.
-      moves: the moved operands. Each entry of an output is an entry of one moved operand, selected
-        by fixed operands and parameters. If there are as many outputs as moved operands, output i
-        only has entries of the i-th moved operand.
+      moves: operands that the primitive only moves. Each entry of an output is a copy of an entry
+        of one such operand, selected by fixed operands and parameters. If there are as many outputs
+        as such operands, output i only has entries of the i-th.
       moves_if: returns True for an equation if `moves` holds for it.
       keeps_order: returns True for equations whose output has all entries of the operand in
         row-major order: a reshape, or a broadcast along new dimensions or dimensions of size 1. An
@@ -296,7 +296,7 @@ FACTS: Mapping[str, PrimitiveFacts] = {
 
 
 def facts_of(eqn: JaxprEqn) -> PrimitiveFacts:
-    """Return the facts about an equation's primitive; without a record, facts that assert nothing.
+    """Return the facts about an equation's primitive; default facts if it has no record.
 
     Identities of dtrans (`new_identity`) have the facts of an identity on operand 0.
     """
@@ -411,7 +411,7 @@ def _positions(group: Operands, eqn: JaxprEqn) -> tuple[int, ...]:
 
 
 def is_known(eqn: JaxprEqn) -> bool:
-    """Return True if a primitive has a record above, or is a primitive of dtrans."""
+    """Return True if dtrans has a record of a primitive, or the primitive belongs to dtrans."""
     return eqn.primitive.name in FACTS or eqn.primitive in DTRANS_PRIMITIVES
 
 

@@ -190,7 +190,7 @@ def _plain_context(context: Any) -> Any:
 
 @functools.cache
 def _plain_call() -> dict[str, Any]:
-    """Return the parameters of a `jit` equation that has no placement."""
+    """Return the parameters of a `jit` equation without shardings, by tracing an example."""
     with within_mesh(None):
         (eqn,) = opened(jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0)).eqns
     return eqn.params
@@ -221,7 +221,7 @@ def _places(eqn: JaxprEqn, key: str) -> bool:
 
 
 def _only_moves(eqn: JaxprEqn) -> bool:
-    """Return True if an equation only places an array on devices, not in host memory."""
+    """Return True if an equation only places an array on devices, so that it can be dropped."""
     if eqn.primitive.name == "device_put":
         targets = eqn.params["devices"]
         return all(
