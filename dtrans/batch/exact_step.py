@@ -1,14 +1,14 @@
 """Division of a step's batch among trainers (`batch="exact"`), and the merge of their outputs.
 
-    exact   trainers compute the numbers of one device on the full batch: where a value depends on
-            the full batch, the step communicates
+    exact   results equal those of one device on the full batch: trainers communicate within the
+            step if a value depends on the full batch
     local   each trainer runs the step on its part, and gradients are averaged, as in Paddle and
             torch DDP
 
-For a masked mean, for example, the mean of the trainers' means is not one device's mean: trainers
-must add up their counts. But many exact steps need no communication: one device's step is the mean,
-or the sum, of the user's step on the parts (`dtrans.batch.scaled`). Then each trainer runs the
-user's step itself.
+The loss may be a masked mean, for example. The mean of the trainers' means is then not one device's
+mean: trainers must add up their counts. But many exact steps need no communication. Then each
+trainer runs the user's step unchanged on its part. One device's outputs are the mean, or the sum,
+of the trainers' outputs (`dtrans.batch.scaled`).
 """
 
 from __future__ import annotations
@@ -44,18 +44,22 @@ class ExactStep:
     parts that cannot communicate must check `proven`.
 
     Attributes:
-      step: step of one trainer, on its part of the batch.
+      step: the step that a trainer runs on its part of the batch: the user's step if `proven`, else
+        a step that communicates.
       reduce: reduction of gradients over trainers: "mean" or "sum".
-      merges: the merge over trainers of each result, and of each parameter that trainers compute:
-        "mean", "sum", "same" (all are equal) or "concat".
+      merges: the merge over trainers of each result, and of each parameter that trainers update
+        without an optimizer (such as batch statistics): "mean", "sum", "same" (all are equal) or
+        "concat".
       joined: dimension along which each "concat" result is concatenated.
       axes: divided dimension of each batch array; other arrays are replicated.
       rows: number of rows in the full batch.
-      part: the step that `dtrans.engine` wrote for one trainer, with a list of its collectives.
+      part: the step that `dtrans.engine` wrote for one trainer, with a list of its collectives. It
+        is also set if `step` is the user's step.
       proven: True if `step` is the user's step itself, which needs no communication.
       for_types: returns the trainer's step for other types of the inputs. Parts have `ceil(rows /
         trainers)` rows.
-      unpaired: source line of the equation at which the proof failed; empty if unknown.
+      unpaired: source line of the equation for which the proof of `dtrans.batch.scaled` failed;
+        empty if unknown.
       shares: number of rows of each trainer, if they differ by `Batch.speeds`. `step` and `part`
         are then for trainer 0.
       for_trainer: returns the step of any trainer, if `shares` is set. The arguments are the types
@@ -112,7 +116,7 @@ class ExactStep:
     def undivided_state(self) -> tuple[str, ...]:
         """State arrays that trainers compute themselves, because no gradients were found.
 
-        Empty for a step with known gradients: its optimizer then computes the state.
+        Empty if the gradients are known, because the optimizer then computes the state.
         """
         return self.step.params if self.step.undivided else ()
 
@@ -164,12 +168,12 @@ def shard_step(
       batch: the arrays to divide, and the dimension of their rows.
       trainers: number of trainers.
       over: mesh axes of the trainers.
-      adapt: function that rewrites the step that `dtrans.engine` wrote.
+      adapt: the strategy's changes of a step that `dtrans.engine` wrote, as a function.
       alone: function of `merges`. It returns True if the strategy can run the user's step on each
         part, and merge its outputs by these rules.
       pieces: sliced dimension of each array of state that trainers store in pieces.
-      open_state: True if trainers may return terms of a sum for parameters that they compute, such
-        as batch statistics.
+      open_state: True if, for parameters updated without an optimizer (such as batch statistics),
+        each trainer may return its term of a sum instead of the sum.
       noun: noun for a trainer in errors.
     """
     source = step.program
@@ -244,10 +248,11 @@ def shard_by_speed(
       batch: the arrays to divide, the dimension of their rows, and the speeds.
       trainers: number of trainers.
       over: mesh axes of the trainers.
-      adapt: function that rewrites the step that `dtrans.engine` wrote.
+      adapt: the strategy's changes of a step that `dtrans.engine` wrote, as a function.
 
     Raises:
-      ConfigError: the shares do not divide a dimension of the step that contains the rows.
+      ConfigError: a dimension made of the rows, such as pairs of rows, cannot be divided by the
+        speeds without a remainder.
     """
     source = step.program
     axes = batch_axes(step, batch)
@@ -337,9 +342,10 @@ def parts_error(
 
 
 def results_with_communication(program: Program, results: Sequence[str]) -> list[str]:
-    """Return the results whose computation communicates, if no other output communicates.
+    """Return the results that need communication; [] if another output needs it, too.
 
-    An example is `jnp.exp(loss)`: parts have only their terms of the loss.
+    An error then proposes to leave these results out. An example is `jnp.exp(loss)`: each part has
+    only its term of the loss.
 
     Args:
       program: the step of one part, with the equations that communicate.

@@ -1,10 +1,11 @@
-"""Division of a batch into micro-batches of a pipeline, or micro-steps of trainers.
+"""Division of a batch into micro-batches of a pipeline, or micro-steps (gradient accumulation).
 
 These parts of the batch are computed one after the other, so they cannot communicate. The engine
 writes the step of one part (`dtrans.batch.written_parts`). If this step contains no communication,
-the sum of the parts' results is the result of the step on the full batch. Values that need
-communication are precomputed. A pipeline has a program for these values. In other jobs, each
-trainer computes them from its part of the batch, before its micro-steps.
+the sum of the parts' results is the result of the step on the full batch. Values of the full batch
+that parts need, such as a count of tokens, are computed before. A pipeline has a program for these
+values. In other jobs, each trainer computes them from its part of the batch, before its
+micro-steps.
 """
 
 from __future__ import annotations

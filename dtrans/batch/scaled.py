@@ -1,7 +1,7 @@
-"""Proof that one device's step is the mean, or the sum, of the user's step on parts of the batch.
+"""Proof that outputs of one device are the mean, or the sum, of outputs on parts of the batch.
 
-If the proof succeeds, each trainer runs the user's step unchanged, and only gradients and results
-are merged. For a mean over rows, for example, gradients are averaged.
+If the proof succeeds, each trainer runs the user's step unchanged on its part, and only gradients
+and results are merged. For a mean over rows, for example, gradients are averaged.
 
 The proof compares two programs: the user's step traced on a part, and the *derived* step. The
 engine writes the derived step for a trainer, from the step on the full batch
@@ -11,9 +11,10 @@ outputs of both programs, then the equations that compute these outputs, and so 
 inputs. Each value of the user's step is trainers**exponent times the paired value.
 
 Exponents come from the numbers that differ. In a product exponents add up, and all terms of a sum
-must have one exponent. In the derived step, a replicated value such as a weight penalty is a term
-of the first trainer only. So its exponent is 1. Gradients with exponent 1 are averaged over
-trainers, and gradients with exponent 0 are summed.
+must have the same exponent. Some terms, such as a weight penalty, depend on no rows. In the user's
+step every trainer adds such a term, but in the derived step only the first trainer does. So the
+exponent of the term is 1. Gradients with exponent 1 are averaged over trainers, and gradients with
+exponent 0 are summed.
 
 If equations cannot be paired, or exponents do not fit, nothing is proven.
 """
@@ -91,14 +92,14 @@ class _NoScaleError(Exception):
 def scale_of_parts(
     step: DividedStep, part: TrainerStep, trainers: int
 ) -> tuple[PartScale | None, str]:
-    """Try to prove that one device's step is a mean or sum of the user's step on parts.
+    """Try to prove that one device's outputs are means or sums of the user's step on parts.
 
     If the proof succeeds, trainers can run the user's step without communication.
 
     Args:
-      step: the user's step, traced on a trainer's part. If its loss is captured, the proof pairs
-        losses instead of gradients, which have the same exponent. So the proof also works for
-        gradients that do not depend on the batch.
+      step: the user's step, traced on a trainer's part. If the step contains its loss as one
+        undifferentiated equation (`dtrans.step.capture`), the proof compares losses instead of
+        gradients. It then also works for gradients that do not depend on the batch.
       part: the derived step of a trainer.
       trainers: number of trainers.
 

@@ -6,9 +6,9 @@ batch, the program communicates: for the two sums of a masked mean, say, or the 
 batch normalisation. Numbers that depend on the batch size, and random numbers of rows, equal the
 numbers of one device.
 
-Gradients are partial sums: the sum over trainers is one device's gradient. The gradients are marked
-(`dtrans.step.marks`), and the user's update follows unchanged. A strategy divides this program at
-the marks, and reduces the gradients there.
+Gradients are partial sums: the sum over trainers is one device's gradient. An identity equation
+marks each gradient (`dtrans.step.marks`), and the user's update follows unchanged. A strategy
+divides this program at the marked gradients, and reduces them there.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ INDEX = "@number"  # name of the argument that is the trainer's index
 
 @dataclasses.dataclass(frozen=True)
 class Exchanged:
-    """One communication in a trainer's forward or backward pass; plans and errors list them.
+    """One collective in a trainer's forward or backward pass; plans and errors list them.
 
     Reductions of gradients and results do not count.
 
@@ -96,11 +96,13 @@ class TrainerStep:
     Attributes:
       program: (params, opt_state, *part of the batch) -> results; marked gradients are partial
         sums.
-      merges: the merge of each result, and of each parameter that trainers compute: "sum", "same",
-        or the dimension along which the parts are concatenated.
+      merges: the merge of each result, and of each parameter that trainers update without an
+        optimizer (such as batch statistics): "sum", "same", or the dimension along which the parts
+        are concatenated.
       exchanged: the collectives of the program, except reductions of gradients and results.
       gathers: records of the sharded values that are gathered, with reasons.
-      scaled: see `ShardValues.scaled` in `dtrans.engine.values`.
+      scaled: values that are another value divided by a power of the number of trainers: v -> (w,
+        k) for v = w / trainers**k.
       local: True if some equations are inside `dtrans.local`.
       takes_index: True if the last argument of the program is the trainer's index.
       sliced: the row dimension of each replicated input that trainers only read by rows.
@@ -141,15 +143,16 @@ def trainer_step(
         change any result.
       over: mesh axes of the trainers.
       pieces: sliced dimension of each array of state that trainers store in pieces.
-      open_state: True if trainers may return terms of a sum for parameters that they compute, such
-        as batch statistics.
+      open_state: True if, for parameters updated without an optimizer (such as batch statistics),
+        each trainer may return its term of a sum instead of the sum.
       noun: noun for a trainer in errors.
       takes_index: True to pass the trainer's index as the last argument, if the program reads it.
       shares: number of rows of each trainer, if they differ; the step is then for one trainer.
       index: index of this trainer.
 
     Raises:
-      ConfigError: the shares do not divide a dimension of the step that contains the rows.
+      ConfigError: a dimension made of the rows, such as pairs of rows, cannot be divided by the
+        shares without a remainder.
       BatchError: an equation is inside `dtrans.local`, but trainers have different numbers of rows.
     """
     source = step.program

@@ -301,10 +301,10 @@ def _sized(flat: FlatStep, part: Program, spots: Sequence[Spot]) -> set[Spot]:
 
 
 def _untrained_values(flat: FlatStep, fixed: Collection[str]) -> list[Spot]:
-    """Find the last values in a step that do not depend on trained parameters.
+    """Find the values that a job could compute before it reads any trained parameter.
 
-    Equations that do depend on trained parameters read these values, or they are outputs. The
-    result has their positions.
+    Of a chain of such values, only the last is needed: the one that is an output, or is read by an
+    equation with trained parameters. Return the positions of these last values.
     """
     p = flat.program
     batch = set(all_names(p.args[2:]))

@@ -1,11 +1,11 @@
-"""Checkpoints of jobs, under the names of the single-device step, with orbax.
+"""Checkpoints of jobs, stored with orbax; arrays have the names of the single-device step.
 
     parameter servers
       ckpt/300/pserver-0   an orbax checkpoint {"params/w.block0": ..., ...} of the first server.
                            It records which rows of the step's arrays each block contains
       ckpt/300/pserver-1   ...
-      ckpt/300/trainer-0   only if there are leaves that no server stores (`plan.frozen`), such as
-                           batch statistics: these leaves of trainer 0
+      ckpt/300/trainer-0   leaves that no server stores (`plan.frozen`), such as batch statistics;
+                           absent if there are none
 
     dtrans.sharding
       ckpt/300/rank-0      rows of each sliced array, {"params/w": ...}, and all other arrays
@@ -21,19 +21,20 @@ Pieces of two runs or two steps are never combined. A complete checkpoint is nev
 each step to its own folder, and restore the last complete checkpoint (`latest`). After a crash
 during a save, a later save to the same folder replaces the remaining pieces.
 
-Arrays are saved by their names and rows in the single-device step. So a checkpoint can be restored
-with another number of servers, another placement, degree, stage or precision, by another strategy,
-or on one device (`load`). `gather` and `scatter` convert the state of servers without files.
+Arrays are saved by their names and rows in the single-device step. So a job with another number of
+servers, placement, ZeRO degree, ZeRO stage, precision or strategy can restore a checkpoint. `load`
+restores a checkpoint on one device. `gather` and `scatter` convert between the state of servers and
+the state of one device, without files.
 
 A rank copies its rows from its device, without padding, and a restore reads only the rows of this
 process. So no device ever needs memory for a full leaf. If groups of ranks have equal state, only
 the first group writes. `save` returns when this process has written its pieces. The checkpoint is
 complete when all processes have written their pieces, which `latest` checks.
 
-Save a server after it has ended: `exe.run(pserver, state)` returns the server's state when every
-trainer has closed. Another job can continue from that state, or from a restored state. To save
-while servers run, use `job.save`, which writes NumPy files (`array_files`) instead of an orbax
-checkpoint.
+`save` stores a server's state after the server has ended: `exe.run(pserver, state)` returns the
+server's state when every trainer has closed. Another job can continue from that state, or from a
+restored state. To save while servers run, use `job.save`, which writes NumPy files (`array_files`)
+instead of an orbax checkpoint.
 
 Source: `save_persistables` and `load_persistables` of python/paddle/fluid/io.py,
 `checkpoint_notify` and `recv_save` of paddle/fluid/operators/distributed_ops. In Paddle, one
@@ -65,7 +66,7 @@ Example:
 
 Modules; each imports only modules above it:
 
-    runs               identifier of a run, and the mark of a piece
+    runs               identifier of a run, and the record of run and step in a piece
     assemble           assembly of arrays from slices
     pserver_state      conversion between the state of servers and pytrees of the step
     collective_state   conversion between the state of ranks and arrays of the step

@@ -150,7 +150,7 @@ def save_serving(
       mark: the run and the step of the saved state.
       servers_only: True to leave out the parameters that no server stores. Then only servers can
         restore the checkpoint.
-      alone: True for a snapshot of only this server; see `restore_cut`.
+      alone: True for a snapshot of only this server, so that it is complete without other servers.
 
     Raises:
       As `save`.
@@ -208,7 +208,7 @@ def _layout(plan: PServerPlan, *, servers_only: bool = False) -> PieceLayout:
 
 
 def _pieces(job: Any) -> tuple[PieceLayout, list[str]]:
-    """Return the pieces (subfolders) of a job's checkpoint, and the roles here that write one."""
+    """Return the pieces (subfolders) of a job's checkpoint; and this process's roles that write."""
     plan = job.plan
     savers: list[str] = []
     if isinstance(plan, PServerPlan):
@@ -453,10 +453,10 @@ def _table_arrays(
 def _init_outputs(
     saved: Checkpoint, init: Program
 ) -> Callable[[], Mapping[str, np.ndarray]] | None:
-    """Return a function that runs the user's init as the saved job did, and names its outputs.
+    """Return a function that repeats the saved job's init, and returns its outputs by name.
 
-    Table rows that no step used are not in the checkpoint; the init generates them again. Return
-    None if the checkpoint contains all rows.
+    Table rows that no step used are not in the checkpoint; the init generates them again. If the
+    checkpoint contains all rows, the result is None.
     """
     args = saved.init_args(init)
     if args is None:
@@ -520,10 +520,10 @@ def _saved_extra(path: Folder, plan: PipelinePlan) -> dict[str, Any]:
 
 
 def _trainer_params(path: Folder, plan: PServerPlan) -> Any:
-    """Return the parameters of a trainer.
+    """Return the parameters of a trainer, read from a checkpoint.
 
-    A trainer needs no values of tables, so these are zeros, broadcast from one element to save
-    memory.
+    Servers store the embedding tables, and a trainer requests rows. So tables are zeros here,
+    broadcast from one element to save memory.
     """
     main, tables = plan.main, plan.tables.of
     dense = {*main.args[0].names} - {*tables}

@@ -107,13 +107,13 @@ def _filled_ranks(sliced: Sliced) -> int:
 
 
 def _slice(row: VarDistributed, sliced: Sliced, k: int, who: str) -> VarDistributed:
-    """Return the rows of an array on rank k, without padding."""
+    """Return the record of the rows of an array on rank k, without padding; `who` saves them."""
     start, stop = k * sliced.part, min((k + 1) * sliced.part, sliced.size)
     return dataclasses.replace(_rows_of(row, sliced.axis, start, stop), block_id=k, endpoint=who)
 
 
 def _rows_of(row: VarDistributed, axis: int, start: int, stop: int) -> VarDistributed:
-    """Return a range of rows of an array."""
+    """Return the record of a range of rows of an array."""
     shape = (*row.origin_shape[:axis], stop - start, *row.origin_shape[axis + 1 :])
     is_slice = shape != row.origin_shape
     return dataclasses.replace(row, slice_shape=shape, axis=axis, offset=start, is_slice=is_slice)
@@ -355,7 +355,7 @@ def _part_rows(plan: CollectivePlan, name: str, part: Part) -> list[tuple[VarDis
 
 
 def _fill_part(found: Sequence[tuple[np.ndarray, int]], aval: Any, part: Part) -> np.ndarray:
-    """Return a part of an array: saved values, each at its start, and zeros elsewhere."""
+    """Return a device's part of an array: saved values at their indices, and zeros elsewhere."""
     if not part:
         ((x, _),) = found
         return x

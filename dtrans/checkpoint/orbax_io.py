@@ -1021,10 +1021,11 @@ def _piece_types() -> tuple[Any, Any]:
 
 
 def _as_replicated(x: Any) -> jax.Array:
-    """Return an array of this process as a global array that another process replicates.
+    """Return an array in the form that makes orbax write it in this process.
 
-    Orbax lets the process with the first copy write a replicated array, and this process has the
-    first copy. The other process does not exist, but nothing reads its copy.
+    Orbax lets the process with the first copy write a replicated array. So the result is a global
+    array with its first copy here, and a second copy on a process that does not exist. Nothing
+    reads the second copy.
     """
     x = words(x)
     local = jax.local_devices()[0]

@@ -98,11 +98,11 @@ def gather(
 
 
 def scatter(plan: PServerPlan, endpoint: str, params: Any, opt_state: Any) -> dict[str, jax.Array]:
-    """Return the state of one server, cut from a single-device `(params, opt_state)`.
+    """Return the slices of a single-device `(params, opt_state)` that one server stores.
 
-    This is the inverse of `gather`. Pass the result to `exe.run(pserver, ...)`. It consists of new
-    arrays on the default device. Backups of DC-ASGD are copies of the parameters, and the mean
-    squares of gradients are 0.
+    This is the inverse of `gather`. Pass the result to `exe.run(pserver, ...)`, which continues
+    from it. Its arrays are new, and on the default device. Backups of DC-ASGD are copies of the
+    parameters, and the mean squares of gradients are 0.
 
     Args:
       plan: the plan of the job that continues, with any servers and blocks.
@@ -152,17 +152,17 @@ def step_rows(main: Program, who: str = "") -> list[VarDistributed]:
 
 
 def trainer_rows(plan: PServerPlan) -> list[VarDistributed]:
-    """Describe each parameter that no server stores as a slice to save, by trainer 0, in full."""
+    """Describe each parameter that no server stores, as one full slice that trainer 0 saves."""
     return [full_slice(n, plan.main.inputs[n], TRAINER) for n in plan.frozen]
 
 
 def initial_sources(
     plan: PServerPlan, endpoint: str, saved: Collection[str] = ()
 ) -> list[tuple[VarDistributed, str | None]]:
-    """Return the slices that a server restores, and the saved array from which each one is cut.
+    """Return each slice that a server restores, and the name of the array that contains it.
 
-    The name of the array is None for a slice that starts from zeros. Encoded parameters are left
-    out, since `encoded_copies` computes them from the parameters.
+    The name of the array is None for a slice that starts from zeros. Copies of parameters that are
+    compressed for trainers are left out, since `encoded_copies` computes them from the parameters.
 
     Args:
       plan: the plan of the job.

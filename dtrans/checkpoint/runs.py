@@ -7,8 +7,8 @@ mixed.
 All processes of a run need a common identifier. They do not communicate during a save, so they use
 a random number that was sent before:
 
-    parameter servers   the session of trainer 0, which it sends to the servers when it connects. A
-                        save while servers run uses the sessions of all trainers
+    parameter servers   a number that trainer 0 draws (its session), and sends to the servers when
+                        it connects. A save while servers run uses the sessions of all trainers
     collectives         a number that trainer 0 draws, and sends when trainers connect
                         (`dtrans.run.distributed.connect`)
     other processes     the identifier from `dtrans launch`; without it, a number that this process
@@ -62,8 +62,8 @@ class Mark:
       run: identifiers of the run. All pieces of one save have at least one in common.
       step: the step of the run; None if processes have no common step count.
       tag: the user's name of the save.
-      shared: True if other processes of the run know one of the identifiers. With False, pieces of
-        an earlier run cannot be distinguished from pieces of this run.
+      shared: True if other processes of the run know one of the identifiers. If False, a piece of
+        another process may belong to this run or to an earlier one, so no piece is replaced.
       job: identifier of a job that writes cuts (snapshots); empty for other jobs. When a failed
         trainer is dropped, the job gets another run, and repeats steps. It then replaces the pieces
         of these steps.

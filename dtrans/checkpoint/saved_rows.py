@@ -33,7 +33,7 @@ class ArrayLike(abc.ABC):
 
     Args:
       like: an array or type with the shape and dtype of this array.
-      table: the rows of the array's table; None if the array does not belong to a table.
+      table: the object that reads the rows of the table (`TableRows`); None if there is no table.
     """
 
     def __init__(self, like: Any, table: TableRows | None = None) -> None:

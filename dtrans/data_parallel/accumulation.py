@@ -64,7 +64,7 @@ class MicroSteps:
       precomputed: the inputs of micro-steps that trainers compute before the scan; None if there
         are none.
       clip_norm: the norm to which the gradients of each micro-step are clipped. None for no clip.
-      clip_by: the norm that the clip limits, see `dtrans.Reduce.clip_local_by`.
+      clip_by: "global_norm" to clip all gradients together, "norm" to clip each one alone.
       noun: the word for a trainer in errors, such as "rank".
     """
 

@@ -21,12 +21,13 @@ from dtrans.tensor_parallel.model_axis import ModelState, ShardedProgram, shard_
 
 @dataclasses.dataclass(frozen=True)
 class DeviceParts:
-    """Parts of a `CollectivePlan` that change if a trainer has several devices.
+    """Fields of a `CollectivePlan` that change if a trainer has several devices.
 
     Attributes:
       program: the program of a trainer, or of one of its devices.
       buckets: the buckets of gradients, which are reduced together.
-      for_uneven_batch: see `CollectivePlan`.
+      for_uneven_batch: returns the program for a batch that the number of trainers does not divide;
+        None if the number must divide every batch.
       device_gathers: pairs (axis, value that the devices of this axis gather).
     """
 
@@ -41,7 +42,7 @@ class DeviceParts:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def on_model_axis(self, state: ModelState, types: Mapping[str, Any]) -> DeviceParts:
-        """Return these parts for one of the devices that divide a trainer's parameters.
+        """Return these fields for one of the devices that divide a trainer's parameters.
 
         Args:
           state: the state that the devices of a trainer divide.
@@ -52,7 +53,7 @@ class DeviceParts:
         return parts._rewritten(state.axis, lambda program: shard_program(program, state))
 
     def on_sequence_axis(self, axis: SequenceAxis) -> DeviceParts:
-        """Return these parts for one of the devices that divide a trainer's sequences."""
+        """Return these fields for one of the devices that divide a trainer's sequences."""
         return self._rewritten(axis.name, axis.shard, axis.full_types)
 
     def _rewritten(

@@ -80,7 +80,8 @@ def infer_merges(step: DividedStep, options: Options, count_remedy: str = "") ->
     Args:
       step: the step of one trainer.
       options: the options of the data-parallel strategy.
-      count_remedy: the advice in the error for state that counts; "" to propose a rule.
+      count_remedy: the advice in the error for a count in the state, which has no default rule; ""
+        to advise a rule for the user's `merge`.
 
     Returns:
       A rule by output name, such as {"loss": "mean"}.
@@ -109,7 +110,7 @@ class _MergeRules:
       step: the step of one trainer.
       options: the options of the data-parallel strategy.
       local_state: the state that trainers update locally.
-      count_remedy: see `infer_merges`.
+      count_remedy: the advice in some errors, as for `infer_merges`.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class _MergeRules:
         return "same"
 
     def _check_user_rule(self, name: str, way: str) -> str:
-        """Return the user's merge rule for an output, if it keeps the state of all trainers equal.
+        """Check the user's merge rule for an output, and return the rule.
 
         Raises:
           ConfigError: the rule is "same" for state that differs between trainers.

@@ -7,9 +7,9 @@ kernel is a sum over the devices. All of this follows from the rules of the engi
 (`dtrans.engine.split`).
 
 Source: Li et al., Sequence Parallelism (arXiv 2105.13120). Difference: keys and values are
-all-gathered; they do not travel in a ring. In a ring, each device starts a loop over blocks of keys
-with another block. The result is the same only if it does not depend on the order of iterations. No
-rule of the engine can derive this from the body of a loop.
+all-gathered; they do not travel in a ring. In a ring, each device would loop over the blocks of
+keys in another order. The engine cannot prove from the body of a loop that the order does not
+change the result.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
                           can overlap it with the remaining backward pass
     optimize              every trainer computes the same update, from averaged gradients
 
-All trainers run one program (SPMD). For any step, it computes the numbers of one device on the full
+All trainers run one program (SPMD). For any step, its results equal those of one device on the full
 batch (`dtrans.batch`). If a value mixes rows of the batch, the program reduces over trainers. With
 `batch="local"` each trainer computes the step on only its part, and trainers average gradients and
 results. If `Batch.example_count` names a result that counts examples, this count weights averages.
@@ -129,8 +129,8 @@ def nccl2(
         the full batch, but not on parameters (a dropout mask), are computed before the scan.
       local_sgd: the number of steps that each trainer takes without communication, before trainers
         average parameters and optimizer state (local SGD). Each step reads one part of the
-        trainer's batch. If the optimizer's state contains counts of anything but steps,
-        `batch.merge` must name them.
+        trainer's batch. If the optimizer's state has a count of anything but steps, `batch.merge`
+        must say how to merge this count.
       trainers_per_node: the number of trainers in a node, for hierarchical reductions: a reduction
         inside each node, one across nodes, and a gather inside each node. With n trainers in a
         node, 1/n of the bytes cross nodes. The mesh then has two axes: `{axis_name}_exter` over
@@ -258,7 +258,7 @@ def divide_if_possible(main: Program, options: Options) -> DividedStep:
 
 
 def callers(options: Options) -> tuple[str, str]:
-    """Return two phrases for notes that name the trainers which call host callbacks.
+    """Return two phrases for the plan's notes, which name the trainers that run host callbacks.
 
     An example of a phrase is "trainer 0". The first phrase is for callbacks in forward and
     backward, the second for all other callbacks.
@@ -292,7 +292,7 @@ def share_step(
     main: Program | None,
     pieces: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[DividedStep, OptionsT, ExactStep | None]:
-    """Derive the step of one trainer from the step of one device.
+    """Derive the step of one trainer on its part of the batch from the step of one device.
 
     With `batch="exact"`, the trainer's step contains the communication that makes its results equal
     to those of the full batch.

@@ -192,11 +192,12 @@ def best_local(
 
 @functools.cache
 def argmax_marks(size: int) -> Callable[[Array, Array, Array], Array]:
-    """Return a function (local best, global best, position) that computes the mark of a shard.
+    """Return a function (local best, global best, position) that computes a shard's candidate.
 
-    The result of argmax or argmin is the lowest mark of all shards. If a shard has the global best
-    entry, its mark is the position of that entry. Otherwise the mark is the largest integer. A NaN
-    wins, as on one device: its mark is its position minus 2**31. Positions in padding never win.
+    The result of argmax or argmin is the lowest candidate of all shards. If a shard has the global
+    best entry, its candidate is the position of that entry. Otherwise it is the largest integer. A
+    NaN wins, as on one device: its candidate is its position minus 2**31. Positions in padding
+    never win.
     """
 
     def fn(found: Array, best: Array, at: Array) -> Array:
@@ -208,5 +209,5 @@ def argmax_marks(size: int) -> Callable[[Array, Array, Array], Array]:
 
 
 def decode_position(lowest: Array) -> Array:
-    """Convert the lowest mark of `argmax_marks` back to a position."""
+    """Convert the lowest candidate of `argmax_marks` back to a position."""
     return jnp.where(lowest < 0, lowest - jnp.iinfo(lowest.dtype).min, lowest)

@@ -1,4 +1,4 @@
-"""Values that depend only on counters and fills: each shard computes its part of them alone.
+"""Values made of counters and constants, such as masks: each shard computes its part alone.
 
 Positions (`iota`), masks (`iota < n`), constants that were broadcast, and random bits are *counted*
 values. A shard's part of a value is its *piece*. Each shard computes its piece of a counted value
@@ -18,7 +18,7 @@ from dtrans.rows.parts import recipe_of
 
 
 class CountedValues:
-    """Writer of pieces of counted values, which depend only on counters and fills.
+    """Writer of pieces of counted values, which are made of counters and constants only.
 
     Args:
       values: the values of the shard.

@@ -1,7 +1,7 @@
 """Layouts of a value over the shards of a program.
 
     SHARED                    replicated: every shard has the full value
-    RowAxis(_, axis, width)   sharded along `axis` in runs of `width` entries
+    RowAxis(_, axis, width)   sharded along `axis`; `width` adjacent entries (a run) stay together
     RowAxis(.., order)        sharded; `order` lists the runs of each shard (after concatenations)
     PARTIAL                   partial sum: the value is the sum of one term on each shard
 
@@ -9,8 +9,8 @@ The part of a sharded value that a shard has is its *piece*. All pieces have cei
 runs, so the last pieces may end with padding. Padding may have any value: before an operation mixes
 entries, the engine replaces padding by a neutral number.
 
-`RowAxis` and `SHARED` come from the row analysis (`dtrans.rows.layout`), because the engine uses
-the rules of this analysis. In the engine, the leaf of a `RowAxis` is the empty string.
+`RowAxis` and `SHARED` come from `dtrans.rows.layout`, because the engine uses the rules of this
+analysis. There, a `RowAxis` names a leaf; in the engine, the name is empty.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ class Shards:
         return True
 
     def longest_run(self, size: int) -> int:
-        """Return the largest number of adjacent entries that no shard boundary divides.
+        """Return the largest width of runs (adjacent entries) that no boundary of shards divides.
 
-        Each piece must consist of complete runs of this length, without padding.
+        This requires that pieces have no padding.
         """
         return size // self.count
 

@@ -54,7 +54,8 @@ class WrittenBody:
       gathers: notes about values that the body gathers.
       sliced: for the index of a replicated input, the one sharded layout in which the body reads
         this input. The input is then sharded before the loop.
-      scaled: see `ShardValues.scaled` in `dtrans.engine.values`.
+      scaled: values that are another value divided by a power of the number of shards: v -> (w, k)
+        for v = w / shards**k.
       takes_index: True if the first input is the shard's index.
     """
 
@@ -151,7 +152,10 @@ def plan_loop(
 
 
 def condition_rows(eqn: JaxprEqn, plan: LoopPlan) -> RowAxis | None:
-    """Return the layout of the condition if each shard ends the loop by its rows; else None."""
+    """Return the layout of a `while` condition that has an entry for each row; else None.
+
+    Each shard then ends the loop when its own rows are finished.
+    """
     return rows_or_none(plan.bodies[0].outs[0]) if eqn.primitive.name == WHILE else None
 
 
@@ -181,8 +185,9 @@ def _cheapest(
 
     In one plan, all outputs may be partial sums; in the other, only the outputs `terms` may.
 
-    In a residual stream, for example, a layer adds a partial sum to a carried value. If the carried
-    value becomes a partial sum, the next layer reduces several values that depend on it.
+    More partial sums may cost more. In a residual stream, for example, a layer adds a partial sum
+    to a carried value. If the carried value becomes a partial sum, the next layer must reduce
+    several values that depend on it.
     """
 
     def moved(plan: LoopPlan) -> int:

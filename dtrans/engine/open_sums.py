@@ -87,10 +87,10 @@ def open_operands(
 def linear_terms(inner: Jaxpr, outs: Collection[Var], summed: Collection[Var] = ()) -> set[Var]:
     """Return the values that may stay partial sums, because `outs` depend on them linearly.
 
-    A sum is reduced before a broadcast rather than after, because the broadcast is larger. But the
-    sum stays partial if elementwise equations turn the broadcast into one of the `summed` values.
-    If an equation needs the full result of a cast, the sum is reduced before the cast, because a
-    cast rounds.
+    A sum is normally reduced before a broadcast, because the broadcast is larger. But no earlier
+    reduction is needed if the broadcast leads, by elementwise equations, to one of the `summed`
+    values. If an equation needs the full result of a cast, the sum is reduced before the cast,
+    because a cast rounds.
 
     Args:
       inner: the jaxpr.

@@ -312,9 +312,10 @@ def regroup(eqn: JaxprEqn, row: RowAxis, shards: Shards) -> RowAxis | None:
 
 
 def _merge_axes(entries: np.ndarray, size: int, times: int, new: int) -> np.ndarray | None:
-    """Return each shard's entries of one axis that merges [times, sharded axis, later axes].
+    """Return each shard's entries of an axis into which a reshape merges the sharded axis.
 
-    Return None if `times * size` does not divide `new`, the size of the merged axis.
+    The merged axes have `times` entries before the sharded axis, then its `size` entries, and then
+    all later ones. Return None if `times * size` does not divide `new`, the size of the new axis.
     """
     if new % (times * size):
         return None
@@ -327,10 +328,10 @@ def _merge_axes(entries: np.ndarray, size: int, times: int, new: int) -> np.ndar
 
 
 def _split_copies(entries: np.ndarray, size: int, times: int, new: int) -> np.ndarray | None:
-    """Return each shard's entries of the second axis after a split of the sharded axis.
+    """Return each shard's entries of the axis that stays sharded after a reshape splits an axis.
 
-    The split gives [times, ...]. Return None if a shard does not have the same entries in all
-    `times` parts.
+    The reshape splits the sharded axis into `times` equal blocks, and the new axis counts within a
+    block. Return None if a shard does not have the same entries of every block.
     """
     shards, local = entries.shape
     if size % times or local % times:

@@ -92,7 +92,8 @@ def split(
         equation that replaces such an equation gets the same label.
       gathers_in_loops: as for `Shards`.
       rows: index of an input -> dimension of its rows of the batch, if shards divide these rows
-        outside of `dtrans.split` scopes. `axes` omits inputs that only scopes read.
+        outside of `dtrans.split` scopes. Inputs that only scopes read are in `rows`, but not in
+        `axes`.
 
     Raises:
       ConfigError: an input, output or dimension does not exist; a sharded dimension is empty; or

@@ -1,8 +1,8 @@
 """Functions that write an equation by the strategy that `dtrans.engine.rules` chose.
 
 Most equations are copied, and each shard runs them on its *piece*, the part of a sharded value that
-it has. Some equations are replaced by several equations: moves between slots, gathers and scatters
-along the sharded dimension, and argmax or argmin over it.
+it has. Some equations are replaced by several equations: moves to other positions of a piece,
+gathers and scatters along the sharded dimension, and argmax or argmin over it.
 """
 
 from __future__ import annotations

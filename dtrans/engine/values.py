@@ -215,7 +215,8 @@ class ShardValues(abc.ABC):
         """Return this shard's term of a value: the terms of all shards add up to the value.
 
         If the value is replicated, the first shard has it as its term, and other shards have zeros.
-        In bodies that take the shard's index as an input, each term is value / number of shards.
+        If the shard's index is an input, as in bodies of loops, each term is value / number of
+        shards instead. The index may then stay unused.
         """
         if isinstance(self.layout(atom), Partial):
             return self._values[atom, PARTIAL]
