@@ -29,13 +29,14 @@ from dtrans.step.halves import DividedStep, Gradient, Name, OptimizeHalf
 
 
 def choose_averages(step: DividedStep, merge: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the leaves that servers average, as the option `merge` asks.
+    """Return the names of the leaves that the option `merge` tells servers to average.
 
     For `merge={"params/bn": "mean"}`, this returns all floating-point leaves below `params/bn` that
     trainers change without a gradient.
 
     Args:
-      merge: the user's option: maps a leaf's name, or a prefix of names, to "mean" or "own".
+      merge: the user's option: maps a leaf's name, or a prefix of names, to "mean" (servers average
+        the leaf) or "own" (each trainer keeps its own value).
 
     Raises:
       ConfigError: a key of `merge` matches no leaf that trainers compute, or a leaf to average is
@@ -68,8 +69,8 @@ def choose_averages(step: DividedStep, merge: Mapping[str, str]) -> tuple[str, .
 def add_averages(step: DividedStep, leaves: Sequence[str]) -> DividedStep:
     """Return the step with an update that also averages the given leaves.
 
-    Each trainer sends the new value of such a leaf where it would send a gradient. Servers average
-    gradients anyway, so the added update only copies the mean into the leaf.
+    Each trainer sends the new value of such a leaf in place of a gradient. A server averages the
+    values as it averages gradients. The added update then stores the mean as the new leaf.
     """
     if not leaves:
         return step

@@ -10,9 +10,11 @@ Packed types (`dtrans.ops.wire_types`) have error feedback: a trainer adds the r
 leaf's gradient to its next gradient. Rounding errors are part of the trainer's state,
 `(params, rounding_errors)`. They begin with zeros, and differ between trainers.
 
-With `dtrans.TopK`, `rounding_errors` may also contain the momentum of each leaf, and with a ramp-up
-the number of steps. The steps select the *level*, the density of the messages. Trainers have a
-program for each level. Their messages name the level, and a server decodes any level.
+With `dtrans.TopK`, a trainer sends only a fraction of the numbers of a gradient (the density). This
+fraction may decrease during the job, in several *levels*. A trainer has one program for each level.
+The number of steps so far, which `rounding_errors` then contains, selects the program. Each message
+names its level, and a server decodes all levels. With momentum correction, `rounding_errors` also
+contains the momentum of each leaf.
 """
 
 from __future__ import annotations
@@ -61,9 +63,9 @@ STEPS = "steps"  # name of the number of steps in the rounding errors
 class Compression:
     """Types in which the trainers and servers of a job send gradients and parameters.
 
-    `choose_compression` creates this record from the options of `dtrans.Sync`. The writers of
-    programs then ask the record for the type of each message. Leaves are named by their path in the
-    pytree, such as `params/w`.
+    `choose_compression` creates this record from the options of `dtrans.Sync`. The functions that
+    write the programs of trainers and servers read the type of each message from it. A leaf is an
+    array of the parameter pytree, named by its path: `params/w`.
 
     Attributes:
       gradients: leaf -> type in which its gradient is sent. Gradients of other leaves are sent in
@@ -74,7 +76,8 @@ class Compression:
         next gradient (error feedback). With `dtrans.TopK`, also `momentum/LEAF` -> type of its
         momentum, and `steps` -> type of the number of steps.
       topk: the option `dtrans.TopK`; None for other types.
-      level: index into `topk.levels`, the densities that `dtrans.TopK` uses one after the other.
+      level: index into `topk.levels`. Each level has a density (the fraction of numbers that
+        trainers send). A job uses one level after the other.
     """
 
     gradients: Mapping[str, WireType] = dataclasses.field(default_factory=dict)
@@ -85,7 +88,10 @@ class Compression:
 
     @property
     def levels(self) -> tuple[Compression, ...]:
-        """One copy of this record for each density of `dtrans.TopK`; only this record otherwise."""
+        """One copy of this record for each level of `dtrans.TopK`; without it, only this record.
+
+        Levels differ in the fraction of a gradient's numbers that trainers send.
+        """
         if self.topk is None:
             return (self,)
         return tuple(map(self._at_level, range(len(self.topk.levels))))
@@ -97,11 +103,11 @@ class Compression:
         return dataclasses.replace(self, gradients=gradients, level=level)
 
     def level_of(self, rounding_errors: Mapping[str, Any]) -> int:
-        """Return the level of a trainer's next step: an index into the densities of `dtrans.TopK`.
+        """Return the index of the program that a trainer runs in its next step.
 
-        A trainer has one program for each level, since the density decides the size of messages.
-        This function chooses the program of the next step. Without `dtrans.TopK`, there is only one
-        level.
+        With `dtrans.TopK`, trainers send a fraction of each gradient, and the fraction may change
+        in several levels. The size of messages changes too, so a trainer has one program for each
+        level. Without `dtrans.TopK`, the result is 0.
 
         Args:
           rounding_errors: the trainer's state for compression, by name. The entry `steps` contains
@@ -157,11 +163,13 @@ class Compression:
         return x if wire is None else wire.decode(wire.encode(x), x)
 
     def check_nonfinite(self, reaction: str) -> None:
-        """Raise ConfigError if servers would look for infinities in gradients that are packed into
-        bytes.
+        """Raise ConfigError if servers cannot look for infinities and NaN in gradients.
+
+        Some compressed types pack a gradient into bytes, which have no infinities or NaN.
 
         Args:
-          reaction: the job's option `on_nonfinite`, such as "ignore".
+          reaction: the job's option `on_nonfinite`, such as "ignore". All values except "ignore"
+            make servers look for such numbers.
         """
         if self.rounding_errors and reaction != "ignore":
             raise ConfigError(
@@ -172,7 +180,7 @@ class Compression:
 
     @property
     def packing_option(self) -> str:
-        """The user's option that packs gradients, for errors."""
+        """Text of the user's option that packs gradients into bytes, for error messages."""
         wire = next(iter(self.gradients.values()))
         return "compress=dtrans.TopK(...)" if wire.is_sparse else f"compress={wire.name!r}"
 
@@ -237,8 +245,8 @@ def choose_compression(
       step: the step, with the update that servers run.
       mode: the mode of the job.
       placement: the blocks of each leaf.
-      averages: leaves that trainers compute and servers average.
-      tables: leaves that trainers request by rows.
+      averages: leaves without gradients that servers average, such as batch statistics.
+      tables: embedding tables. Trainers request single rows of a table instead of the full leaf.
 
     Raises:
       ConfigError: the mode compresses messages, and the plan has tables or complex gradients.
@@ -281,7 +289,7 @@ def choose_compression(
 
 
 def _gradient_wire(mode: Sync) -> WireType:
-    """Return the type of the option `compress`."""
+    """Return the type in which trainers send gradients, as the option `compress` says."""
     if isinstance(mode.compress, TopK):
         return WireType(TOPK, densities=tuple(x for _, x in mode.compress.levels))
     assert mode.compress is not None
@@ -289,10 +297,11 @@ def _gradient_wire(mode: Sync) -> WireType:
 
 
 def _is_encoded(wire: WireType, blocks: Sequence[Block], topk: TopK | None) -> bool:
-    """Return True if a leaf's gradient is encoded at one level (density) or more.
+    """Return True if trainers encode a leaf's gradient in at least some steps.
 
-    With momentum correction, the encoding also computes the momentum. So every floating-point leaf
-    is then encoded, even if a message does not become smaller.
+    A gradient is encoded if this makes its messages smaller. With momentum correction, the encoding
+    also computes the momentum. So every floating-point leaf is then encoded, even if a message does
+    not become smaller.
     """
     if topk is not None and topk.momentum:
         return jnp.issubdtype(blocks[0].dtype, jnp.floating)
@@ -325,10 +334,13 @@ def encoded_blocks(
 ) -> Callable[..., Sequence[jax.Array]]:
     """Return a function that encodes a gradient for its messages: one encoded array for each block.
 
-    The function takes the gradient, and returns the encoded blocks. A packed type, such as "int8",
-    has error feedback. There the function also takes the rounding error of the last gradient, and
-    returns the new rounding error last. With momentum correction, the function takes and returns
-    the momentum after the rounding error.
+    The returned function has one of these forms:
+
+    - a cast, such as "bf16": gradient -> blocks
+    - a packed type, such as "int8", with error feedback: (gradient, rounding error of the last
+      gradient) -> (*blocks, new rounding error)
+    - with momentum correction: (gradient, rounding error, momentum) -> (*blocks, new rounding
+      error, new momentum)
 
     Args:
       wire: the type in which gradients are sent.
@@ -368,7 +380,7 @@ def encoded_blocks(
 
 
 def count_step(steps: jax.Array) -> jax.Array:
-    """Return the number of steps after the next step."""
+    """Return `steps + 1`, for a trainer's program that counts its steps."""
     return steps + 1
 
 
@@ -389,10 +401,10 @@ def sent_name(name: str, wire: WireType | None) -> str:
 def compress_work(
     work: ServerWork, units: Sequence[Unit], compression: Compression, leaves: Collection[str]
 ) -> ServerWork:
-    """Change the updates of a server so that gradients and parameters travel encoded.
+    """Change the updates of a server so that they receive and return compressed arrays.
 
     A changed update first decodes the gradients that arrive. It also stores an encoded copy of each
-    new parameter for trainers.
+    new parameter, which trainers request.
 
     Args:
       work: the server's updates, and the arrays that it stores.
@@ -432,7 +444,7 @@ def _compressed_update(
 
     Args:
       update: the update of one or several blocks.
-      wires: for each block with encoded messages, the type in which trainers receive it.
+      wires: for each block that servers send encoded, the type of its messages to trainers.
       compression: the types in which arrays are sent.
     """
     grads = []

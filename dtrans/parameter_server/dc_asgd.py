@@ -9,10 +9,11 @@ g' is the first-order expansion of the gradient at w, with `lambda g g` in place
 diagonal.
 
 A server stores a backup of each block for each trainer, named as in Paddle:
-`params/w.block0.trainer_1_bak`. An update reads the backup under the name `params/w.block0.bak`;
-the server passes the backup of the trainer that sent the gradient. A trainer receives only some
-rows of a table. The server stores these rows until their gradient arrives, so it needs no backup of
-the full table.
+`params/w.block0.trainer_1_bak`. In the equations of an update, the backup has the name
+`params/w.block0.bak`: the server passes the backup of the trainer that sent the gradient.
+
+An embedding table needs no such backup. In each step, a trainer receives only the rows that its
+batch looks up, and the server stores these rows until their gradient arrives.
 
 Source: Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation (arXiv
 1609.08326), equations 10 and 14. Paddle's `DistributeTranspiler._append_dc_asgd_ops` has the same
@@ -55,8 +56,8 @@ def compensate(
     """Change the updates of a server: they first correct each gradient for its delay.
 
     Args:
-      work: the server's updates, and the arrays that it stores.
-      units: the server's blocks.
+      work: the server's updates, and the arrays that the server stores.
+      units: the server's blocks (ranges of rows of parameters), grouped by update.
       trainers: the number of trainers.
       delay: the options of the compensation.
       leaves: names of all parameters. No backup of a block may have one of these names.
@@ -99,7 +100,11 @@ def compensate(
 def _backups(
     block: Block, param: ServerVariable, trainers: int, delay: DelayCompensation
 ) -> dict[str, ServerVariable]:
-    """Return the arrays that a server adds for a block: backups, and mean squares of gradients."""
+    """Return the arrays that a server adds for one block.
+
+    Unless the block is part of a table: for each trainer, a copy of the block as the trainer last
+    received it. With the adaptive variant: a running mean of squared gradients.
+    """
     added = {}
     if not block.is_table:
         for k in range(trainers):
@@ -112,10 +117,11 @@ def _backups(
 
 
 def moving_suffixes(mode: Mode) -> tuple[str, ...]:
-    """Return the name suffixes of server arrays that change even if all gradients are zero.
+    """Return suffixes that identify server arrays which change even if a gradient is zero.
 
-    The adaptive variant of delay compensation stores a mean square of gradients for each number.
-    These means decay in each update. Therefore servers cannot skip table rows without a gradient.
+    The adaptive variant of delay compensation stores a running mean of squared gradients, which
+    decays in each update. So an update must run on all rows of an embedding table, also on rows
+    without a gradient.
 
     Args:
       mode: the mode of the job.

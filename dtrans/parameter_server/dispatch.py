@@ -138,7 +138,7 @@ class PSDispatcher:
         return self._eps
 
     def reset(self) -> None:
-        """Forget all earlier calls of `dispatch`."""
+        """Return to the state before the first call of `dispatch`."""
         self._step = 0
 
     def dispatch(self, varlist: Sequence[Any]) -> list[str]:

@@ -41,7 +41,8 @@ def reduce_results(part: TrainerStep) -> TrainerStep:
     batch. Outputs with one row for each example, such as predictions, are not summed.
 
     Raises:
-      ConfigError: the body of a loop communicates, so each iteration would need a round.
+      ConfigError: the body of a loop has a collective. Trainers would then have to communicate
+        through the servers in each iteration.
     """
     jaxpr = inline_calls(part.program.jaxpr, body_of=_communicating_remat)
     inner = part.program.with_jaxpr(jaxpr).inner
@@ -74,11 +75,12 @@ def reduce_results(part: TrainerStep) -> TrainerStep:
 
 
 def sort_by_rounds(endpoints: Sequence[str], trainer_id: int, trainers: int) -> Arrange:
-    """Return a function that groups a step's collectives into rounds of messages to servers.
+    """Return a function that replaces a step's collectives by `exchange` equations.
 
-    In a round, all trainers send values to one server, and receive the reduced values. The returned
-    function sorts the step's equations, and replaces the collectives of each round by one
-    `exchange` equation.
+    Trainers have no connections to each other. So in an `exchange`, all trainers send some values
+    to one server, and receive the reduced values. One `exchange` replaces several collectives if
+    they do not depend on each other. For this, the returned function changes the order of
+    equations.
 
     Args:
       endpoints: endpoints of the servers. Round n uses server n modulo the number of servers.
@@ -121,7 +123,7 @@ def sort_by_rounds(endpoints: Sequence[str], trainer_id: int, trainers: int) -> 
 
 
 def _exchange(eqns: Sequence[JaxprEqn], params: dict[str, Any]) -> JaxprEqn:
-    """Return the `exchange` equation that replaces all collectives of a round."""
+    """Return the `exchange` equation that replaces some independent collectives."""
     invars: list[Atom] = []
     outvars: list[Var] = []
     how: list[Any] = []

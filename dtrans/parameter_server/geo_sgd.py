@@ -15,14 +15,14 @@ changes.
 Each trainer has its own optimizer state, and its own values of leaves without gradients (batch
 statistics, counters).
 
-If a leaf is a table, a trainer stores only the rows that it looked up, with their optimizer state.
-A step uses the rows of its batch. Pushes and pulls transfer rows with their ids
-(`dtrans.parameter_server.tables.own_update`):
+If a leaf is an embedding table (the option `sparse`), a trainer stores only the rows that it looked
+up, with their optimizer state. A step uses the rows of its batch. Pushes and pulls transfer rows
+with their ids (`dtrans.parameter_server.tables.own_update`):
 
-    trainer   `split_ids`, `prefetch`, the step with the optimizer on these rows, and a `send` of
-              parameters and rows
-    pserver   w + d for the rows that were sent. For each trainer, the server records which of the
-              trainer's stored rows other trainers have changed since the last pull
+    trainer   `split_ids` sorts the row ids of the batch, and `prefetch` fetches the rows. The step,
+              with the optimizer, runs on these rows. A `send` sends the changes
+    pserver   w + d for the rows that were sent. For each trainer, the server records the rows that
+              other trainers have changed since the trainer's last pull
 
 Source: python/paddle/fluid/transpiler/geo_sgd_transpiler.py, and `GeoSgdCommunicator` in
 paddle/fluid/operators/distributed/communicator.cc. Paddle's communicator stores `old` in its own
@@ -87,11 +87,12 @@ def plan_geo_sgd(
 ) -> PServerPlan:
     """Return the plan of `dtrans.pserver` with `mode=Geo(...)`.
 
-    Servers only add changes, so a leaf can be cut whatever its optimizer is.
+    Servers only add changes, which works on any range of rows. So parameters can be cut into blocks
+    for several servers, with any optimizer.
 
     Returns:
-      A plan whose trainer programs have the step's arguments (params, opt_state, *batch) and its
-      results. The trainers' startup programs return params and opt_state.
+      A plan. Its trainer programs have the arguments of the step, (params, opt_state, *batch), and
+      the results of the step. The trainers' startup programs return params and opt_state.
 
     Raises:
       ConfigError: a parameter is an integer, or a leaf in `sparse` cannot be a table.
@@ -133,10 +134,10 @@ def plan_geo_sgd(
 
 
 def with_shared_leaves(step: DividedStep) -> DividedStep:
-    """Return the step in which `optimized` contains only the parameters that gradients change.
+    """Return a copy of the step with only the parameters that gradients change in `optimized`.
 
     In GEO-SGD, servers add up the changes of these parameters. Any other parameter, such as a
-    counter, moves to `frozen`, and each trainer keeps its own value.
+    counter, moves to the field `frozen`: each trainer keeps its own value.
 
     Raises:
       ConfigError: a parameter whose new value uses gradients is an integer.
@@ -157,10 +158,10 @@ def with_shared_leaves(step: DividedStep) -> DividedStep:
 
 
 def with_added_changes(step: DividedStep) -> DividedStep:
-    """Return the step with the update of GEO-SGD's servers: new parameter = parameter + change.
+    """Return the step with another update, which GEO-SGD's servers run: new = parameter + change.
 
-    Trainers run the optimizer themselves, so the servers' update has no optimizer state. Trainers
-    send a change in place of a gradient. Therefore the input for the change has the name of the
+    Trainers run the optimizer themselves, so this update has no optimizer state. Trainers send a
+    change where other modes send a gradient. So the input for the change has the name of the
     parameter's gradient.
     """
     outs = step.program.outvars
@@ -212,8 +213,7 @@ class GeoTrainerSide:
     A program contains the full step with the optimizer, and then one `send` of the parameters.
 
     Attributes:
-      step: the single-device step, divided into a trainer half (forward and backward) and an
-        optimize half (the optimizer).
+      step: the single-device step, divided into forward and backward, and the optimizer.
       init: the single-device init, which computes parameters and optimizer state.
       placement: the blocks of each leaf, and the server that stores each block.
       tables: embedding tables. A trainer stores only those rows of a table that it has looked up.
@@ -291,10 +291,13 @@ class GeoTrainerSide:
     def _write_half(
         self, b: Builder, step: DividedStep, gradients: dict[str, Any], trainer_id: int
     ) -> tuple[TableWriter, dict[str, Any]]:
-        """Write forward and backward for the looked-up rows; return the writer and the results.
+        """Write forward and backward of a step that reads only looked-up rows of tables.
 
         Args:
           gradients: an empty dict; this method fills it with gradients, by leaf.
+
+        Returns:
+          The object that wrote the equations, and the results of the step by name.
         """
         source, tables = step.program, self.tables
         found = find_lookups(step, tables.names)
@@ -317,8 +320,9 @@ class GeoTrainerSide:
     def startup(self, trainer_id: int) -> Program:
         """Return the program that a trainer runs at the start of a job to get its first state.
 
-        The program receives parameters from the servers. It computes all other leaves as the init
-        does. Tables begin without rows, and get rows when steps look them up.
+        The program receives parameters from the servers. It computes all other arrays with the
+        equations of the user's init. Tables begin without rows, and get rows when steps look them
+        up.
         """
         step, startup = with_shared_leaves(self.step), self.init
         empty = empty_types(self.tables, step.program.inputs)
@@ -342,7 +346,7 @@ class GeoTrainerSide:
         return Program.written(f"trainer {trainer_id} startup", b, startup.args, startup.out, outs)
 
     def _row_location(self, table: str, trainer_id: int) -> dict[str, Any]:
-        """Return the parameters that tell an equation which server stores which rows of a table."""
+        """Return the parameters by which an equation finds the server of each row of a table."""
         blocks = self.placement.blocks[table]
         names = tuple(x.name for x in blocks)
         return {**row_location(table, blocks), "names": names, **self._trainer(trainer_id)}

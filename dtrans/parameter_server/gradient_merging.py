@@ -149,7 +149,7 @@ def _term(eqn: JaxprEqn, ins: Sequence[_Term]) -> _Term:
 def _any_function_of(x: _Term) -> _Term:
     """Return the dependence of f(x) on gradients and parameters, for an arbitrary function f.
 
-    For example, x may be linear in the gradients, but f(x) then counts as "other".
+    For example, if x is linear in the gradients, f(x) need not be linear, so the result is "other".
     """
     if x.kind in _GRADIENT_KINDS:
         return _Term("other")
@@ -178,7 +178,9 @@ def _classify_constant(aval: Any, value: Any) -> _Term:
 
 
 def _add_condition(condition: _Term, x: _Term) -> _Term:
-    """Return the dependence of a value that a condition selects, such as an operand of `jnp.where`.
+    """Return the dependence of a value that a condition selects, as `jnp.where` does.
+
+    The value is linear in the gradients only if the condition does not depend on them.
 
     Args:
       condition: the dependence of the condition on gradients and parameters.

@@ -60,11 +60,12 @@ class Sync:
     """Synchronous mode: every update uses the gradients of all trainers.
 
     Attributes:
-      runtime_split: True if `send` and `recv` transfer full leaves and cut them into blocks at run
-        time (Paddle's `completely_not_async`). With False the trainer's program has equations that
-        cut and concatenate. Results are equal.
-      compress: the type in which trainers send gradients. Servers add the gradients in the leaf's
-        own type. The job is then no longer exact.
+      runtime_split: True if the equations `send` and `recv` transfer full leaves, and the runtime
+        cuts and joins the servers' blocks (Paddle's `completely_not_async`). With False, the
+        trainer's program has separate equations that cut and concatenate. Results are equal.
+      compress: the type in which trainers send gradients; None for the leaf's own type. Servers add
+        the gradients in the leaf's own type. With compression, results differ from those of one
+        device.
 
         - "bf16" or "fp16": a cast to 16 bits.
         - "int8": one byte for each number, and a scale for each block.
@@ -109,12 +110,12 @@ class Sync:
 
     @property
     def compress_text(self) -> str:
-        """The value of `compress`, for errors."""
+        """The value of `compress` as text, for error messages."""
         return "dtrans.TopK(...)" if isinstance(self.compress, TopK) else repr(self.compress)
 
     @property
     def compression(self) -> dict[str, bool]:
-        """For each option that compresses messages: its text, for errors, and True if it is set.
+        """Texts of the options that compress messages, for errors; True for each one that is set.
 
         For `Sync(compress="bf16")`: `{"compress='bf16'": True, "compress_params=None": False}`.
         """
@@ -132,10 +133,10 @@ class Async:
 
     Attributes:
       delay: options of delay compensation; None turns it off.
-      communicator: options of a background thread that sends gradients and receives parameters.
-        A step puts its gradients into a queue, and continues with the parameters received last. If
-        sends are slower than steps, gradients of several steps are merged. None: each step waits
-        for its sends and receives.
+      communicator: options of a background thread that sends gradients and receives parameters. A
+        step puts its gradients into a queue, and continues with the parameters received last. If
+        sends are slower than steps, the thread merges the gradients of several steps. None: no
+        thread; each step waits for its sends and receives.
       clip_local_norm, clip_local_by: each trainer clips its gradients before it sends them; see
         `dtrans.Reduce`. (A clip by norm in the optimizer needs all gradients at once, which
         asynchronous servers do not have.)
@@ -206,8 +207,9 @@ class HalfAsync:
 class Geo:
     """GEO-SGD: trainers update their own parameters, and servers add up the changes.
 
-    For the protocol see `dtrans.parameter_server.geo_sgd`. If a leaf is a table (`sparse=`), a
-    trainer stores only the rows that it looked up, and pushes and pulls changes of these rows.
+    For the formulas see `dtrans.parameter_server.geo_sgd`. If a leaf is an embedding table (the
+    option `sparse`), a trainer stores only the rows that it looked up. It sends and receives
+    changes of these rows only.
 
     Attributes:
       push_every: the number of steps between two pushes of a trainer's changes to the servers.
@@ -239,13 +241,15 @@ class BlockPlacement:
     """Rules that cut leaves into blocks, and assign blocks to servers.
 
     Attributes:
-      slice_var_up: True cuts leaves into blocks of rows, except leaves that the optimizer cannot
-        update in blocks; the printed plan lists these with the reason. "require" raises
-        OptimizerError for such leaves. False places every leaf in full on one server.
+      slice_var_up: True: leaves are cut into blocks of rows, so that several servers share a leaf.
+        Some optimizers cannot update a leaf in blocks. Such a leaf stays in full on one server, and
+        the printed plan gives the reason. "require": such a leaf raises OptimizerError. False:
+        every leaf is in full on one server.
       split_method: a subclass of `PSDispatcher`: `RoundRobin`, `HashName`, `SizeBalanced`, or a
         subclass that the user defines.
       min_block_size: the minimum number of elements in a block, at least 1.
-      seed: seed of the random order in which leaves are dispatched if `slice_var_up` is False.
+      seed: with `slice_var_up=False`, the dispatcher gets the leaves in a random order; this is the
+        seed of the order.
 
     Raises:
       ConfigError: a value is out of range.

@@ -1,8 +1,7 @@
 """Overview of the arrays on parameter servers: for each array, its server, origin and rows.
 
-Checkpoints, printed plans and costs read the overview. Paddle's overview,
-`program._parameters_on_pservers`, contains the parameters only; this overview also contains the
-optimizer state.
+Checkpoints, printed plans and costs read the overview. It contains parameters and optimizer state.
+(Paddle's, `program._parameters_on_pservers`, contains only parameters.)
 
 Source: `VarDistributed` and `VarsDistributed` of
   python/paddle/fluid/transpiler/details/vars_distributed.py.

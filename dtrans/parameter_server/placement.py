@@ -1,14 +1,15 @@
 """Placement: the choice of a server for each block of each leaf.
 
-A leaf is an array of the parameter pytree, and a block is a range of its rows. `place` combines
-three rules. Row analysis finds the leaves that may be cut into blocks: those that the optimizer
-updates row by row. Paddle's slice rule computes the sizes of blocks, and a dispatcher chooses the
-servers.
+A leaf is an array of the parameter pytree, and a block is a range of its rows. `place` has three
+steps. It finds the leaves that may be cut into blocks: those that the optimizer updates row by row.
+It computes the sizes of blocks by Paddle's slice rule. Then a dispatcher chooses the server of each
+block.
 
 All other leaves stay uncut. If the optimizer updates several leaves together, these leaves form a
 unit on one server. Each unit is placed on the server with the fewest bytes so far.
 
-Blocks do not depend on the dispatcher: `dispatched` places the same blocks with another dispatcher.
+Blocks do not depend on the dispatcher: `dispatched` assigns the same blocks with another
+dispatcher.
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ def place(
     """Cut leaves into blocks, and choose a server for each block.
 
     Args:
-      analysis: row analysis of the update.
+      analysis: the analysis that finds the leaves that the update changes row by row.
       leaves: type of each leaf, by name, in leaf order.
       endpoints: endpoints of the servers.
       options: rules for all leaves that are not in `buckets`.
-      buckets: number of buckets of each leaf with `dtrans.Rows(place="bucket")`, by name. Each
-        server gets a contiguous range of buckets, in the order of `endpoints`.
+      buckets: for each table with `dtrans.Rows(place="bucket")`, the number of buckets, by name.
+        (Row n is in bucket n % buckets.) Each server gets a contiguous range of buckets, in the
+        order of `endpoints`.
 
     Raises:
       ConfigError: the dispatcher does not return one known endpoint for each block.
@@ -130,8 +132,8 @@ def _assign(
       old: the placement to copy.
       split_method: class of the dispatcher that chooses the servers.
       blocks: blocks to assign to servers, in the order in which the dispatcher gets them.
-      tied: units (groups of leaves that the optimizer updates together). Each unit is placed on the
-        server with the fewest bytes.
+      tied: groups of leaves that the optimizer updates together. Each group is placed on the server
+        with the fewest bytes.
       fixed: blocks that stay on their servers.
     """
     dispatcher = split_method(list(old.endpoints))
@@ -170,9 +172,10 @@ def _check_again(
     endpoints: Sequence[str],
     first: Sequence[str],
 ) -> None:
-    """Raise ConfigError if a second dispatcher of the same class returns other servers.
+    """Raise ConfigError if a second dispatcher of the same class chooses other servers.
 
-    Each process of a job computes the plan itself, and all plans must be equal.
+    Each process of a job computes the plan separately, and all plans must be equal. So a dispatcher
+    must not choose at random.
     """
     dispatcher = make()
     for b, one, other in zip(

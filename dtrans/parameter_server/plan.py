@@ -52,8 +52,8 @@ class ServerPrograms:
         optimizer state at the start of the job, and its outputs are their values at the end.
       startup: the program that computes the server's initial parameters and optimizer state from
         the arguments of init.
-      variables: for each of the server's arrays, by name, the array of the single-device step from
-        which it was cut, and the rows.
+      variables: for each array on the server, by name: the array of the single-device step that
+        contains its rows, and the range of these rows.
     """
 
     main: Program
@@ -69,8 +69,8 @@ class PServerOptions:
 
     Attributes:
       mode, placement, on_trainer_exit, batch, trainers, sparse: arguments of `dtrans.pserver`.
-      pservers: the number of servers. Their addresses are left out, since processes may reach a
-        server at different addresses.
+      pservers: the number of servers. Their addresses are not included, since two processes may
+        reach a server at different addresses.
     """
 
     mode: Mode
@@ -118,12 +118,12 @@ class ServedUpdate:
       unsent: names of parameters that servers update without a gradient (a moving average, say).
       shared_state: names of optimizer state that belongs to no parameter, such as a step count.
         Each server that reads it has a copy.
-      sized: the update with additional inputs for numbers that depend on the batch size, such as
-        1/n. Trainers send these numbers with each step. None if the update has no such number.
+      sized: the update with inputs in place of numbers that depend on the batch size, such as 1/n.
+        Trainers send these numbers with each step. None if the update has no such number.
       sent_values: source lines of the values that trainers compute from the batch and send to the
         update.
-      fixed_size: name of an output of the update that is correct for the traced batch size only;
-        empty if the plan works with other batch sizes.
+      fixed_size: name of an output of the update that is wrong for other batch sizes than the
+        traced one. Empty if the plan works with all batch sizes.
     """
 
     frozen: tuple[str, ...] = ()
@@ -149,9 +149,10 @@ class PServerPlan(Plan):
       servers: programs of each server, by endpoint.
       trainer_side: writer of the trainers' programs.
       update: properties of the update that servers run.
-      tables: parameters whose single rows trainers request, such as large embeddings.
-      shared: the split of the batch over trainers that gives the numbers of one device; None if
-        each trainer runs the step on its own batch.
+      tables: parameters, such as large embeddings, from which trainers request single rows.
+      shared: the split of the batch over trainers, with which the job computes the same results as
+        one device on the full batch. None if each trainer runs the step independently, or if there
+        is one trainer.
       callers: for each host callback of the step (`jax.debug.print`, say), a sentence that says
         which process calls it.
       compression: the types in which gradients and parameters are sent.
@@ -242,10 +243,11 @@ class PServerPlan(Plan):
 
     @cached_property
     def levels(self) -> tuple[PServerPlan, ...]:
-        """The plan at each level of the ramp-up of `dtrans.TopK`; other plans have one level.
+        """One plan for each density of `dtrans.TopK`; without it, only this plan.
 
-        The plans differ in the programs of trainers, and in the bytes of a step. This plan is the
-        last one.
+        With `dtrans.TopK`, trainers send a fraction of each gradient (the density), which may
+        decrease during the job. The plans differ in the programs of trainers, and in the bytes of a
+        step. The last one is this plan.
         """
         plans = []
         for compression in self.compression.levels:
@@ -268,10 +270,10 @@ class PServerPlan(Plan):
         return self._cached(self.trainer_side.startup, trainer_id)
 
     def on_devices(self, program: Program) -> DeviceProgram | None:
-        """Return the program of one device of a trainer; None if one device runs `program`.
+        """Return the program of one device, if each trainer has several devices; otherwise None.
 
         Args:
-          program: a program of this plan, for any batch.
+          program: a trainer's program of this plan, for any batch size.
         """
         if self.devices is None or program.in_names != self.trainer.in_names:
             return None
@@ -285,7 +287,7 @@ class PServerPlan(Plan):
     def for_uneven_batch(
         self, types: Sequence[jax.ShapeDtypeStruct], trainer_id: int
     ) -> tuple[ExactStep, Program]:
-        """Return the split of a batch of any size, and one trainer's program for it.
+        """Return the split of a batch of any size, and one trainer's program for this split.
 
         An example is the last batch of a data set: 10 rows for 4 trainers.
 
@@ -297,8 +299,9 @@ class PServerPlan(Plan):
         return self.trainer_side.uneven(self.shared, types, trainer_id)
 
     def _cached(self, write: Callable[[int], Program], trainer_id: int) -> Program:
-        """Return `write(trainer_id)`, and the same object in later calls, since it caches compiled
-        code.
+        """Return `write(trainer_id)`; later calls return the same object.
+
+        A `Program` caches its compiled code, so a new object would be compiled again.
         """
         key = write.__name__, trainer_id
         if key not in self._programs:
@@ -311,11 +314,12 @@ class PServerPlan(Plan):
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """Digests of everything that all processes of a job must plan alike, by name.
+        """Digests (hashes) of the parts of a plan that must be equal in all processes of a job.
 
-        A server refuses a trainer whose digests differ, and the error names the differing ones
-        (`dtrans.ir.fingerprint`). Servers are identified by their index, since processes may reach
-        a server at different addresses.
+        The result is a dict by name. If a trainer has other digests than a server, the server
+        refuses the trainer, and the error names the differing ones (`dtrans.ir.fingerprint`).
+        Digests contain a server's index instead of its address, since processes may reach a server
+        at different addresses.
         """
         index = number_items(self.servers)
         blocks = [(b.name, b.span, index[b.endpoint]) for b in self.placement.table]
@@ -487,7 +491,7 @@ class PServerPlan(Plan):
 
 
 def _role(trainer_id: int) -> str:
-    """Return the name of a trainer in the costs of a plan whose trainers differ."""
+    """Return the name of a trainer for tables of costs, such as "trainer 1"."""
     return f"trainer {trainer_id}"
 
 
@@ -512,7 +516,13 @@ def check_trainer_id(trainer_id: Any, trainers: int) -> None:
 def check_trainer_endpoint(
     trainer_id: Any, current_endpoint: Any, endpoints: Sequence[str]
 ) -> None:
-    """Raise ConfigError unless `endpoints[trainer_id]` is `current_endpoint` (nccl2 mode)."""
+    """Raise ConfigError unless `endpoints[trainer_id]` is `current_endpoint`.
+
+    Args:
+      trainer_id: the id of this trainer.
+      current_endpoint: the endpoint of this trainer.
+      endpoints: the endpoints of all trainers, by id.
+    """
     check_trainer_id(trainer_id, len(endpoints))
     if current_endpoint not in endpoints:
         raise ConfigError(

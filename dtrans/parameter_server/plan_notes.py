@@ -67,7 +67,10 @@ def _batch_notes(plan: Any) -> list[str]:
 
 
 def _level_notes(plan: Any) -> list[str]:
-    """Return a remark on the bytes of messages for each density of `dtrans.TopK`."""
+    """Return a remark on the bytes that trainers send at each density of `dtrans.TopK`.
+
+    The density is the fraction of a gradient's numbers that trainers send.
+    """
     if plan.compression.topk is None:
         return []
     levels = plan.compression.topk.levels

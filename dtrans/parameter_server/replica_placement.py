@@ -1,4 +1,4 @@
-"""Placement of replicas: the server that stores the copy of each server's state."""
+"""Choice of the server that stores a copy of another server's state."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from dtrans.errors import ConfigError
 
 
 def backups_of(endpoints: Sequence[str]) -> dict[str, str]:
-    """Choose, for each server, another server that stores a copy of the first server's state.
+    """Choose a backup for each server: another server that stores a copy of its state.
 
-    If the servers have several hosts, the copy is on another host. Among the possible servers, the
-    function chooses one with the fewest copies. On ties, it chooses the next one in `endpoints`.
+    If the servers run on several hosts, the backup is on another host. Among the possible backups,
+    the function chooses one with the fewest copies. On ties, it chooses the next one in
+    `endpoints`.
+
+    The result maps the endpoint of each server to the endpoint of its backup.
 
     Args:
       endpoints: `host:port` of each server.

@@ -37,13 +37,13 @@ def compare_dispatchers(
     trainers: int,
     methods: Iterable[type[PSDispatcher]],
 ) -> dict[str, float]:
-    """Return the imbalance that a plan would have with each dispatcher, by the dispatcher's name.
+    """Return the imbalance of bytes that a plan would have with each dispatcher, by class name.
 
     Args:
       placement: the plan's blocks.
       overview: the arrays on the plan's servers.
-      optimize_blocks: the updates of all servers.
-      trainers: the number of trainers.
+      optimize_blocks: the updates of all servers, which show the state that each block needs.
+      trainers: the number of trainers. (Some state exists once for each trainer.)
       methods: subclasses of `PSDispatcher`.
 
     Raises:
@@ -65,10 +65,10 @@ def compare_dispatchers(
 def _state_units(
     placement: Placement, optimize_blocks: Iterable[OptimizeBlock], trainers: int
 ) -> dict[str, str]:
-    """Return the unit of each array of optimizer state, by the array's name.
+    """Return the group of blocks that each array of optimizer state belongs to, by array name.
 
-    A unit is a group of blocks that the optimizer updates together, so their state must be on the
-    same server.
+    The optimizer updates the blocks of a group (a *unit*) together. So they and their state are on
+    one server.
     """
     found: dict[str, str] = {}
     for block in optimize_blocks:

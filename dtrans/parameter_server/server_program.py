@@ -39,18 +39,17 @@ class ServerProgramWriter:
     """Writer of the server programs of one plan.
 
     Args:
-      step: the step, divided into a trainer half (forward and backward) and an optimize half.
-        Servers run the optimize half.
-      spec: analysis of the optimize half, and the server of each block (a range of rows of a
-        parameter).
-      startup: the init, with outputs that are named as in the step.
+      step: the step, divided into forward and backward, and the optimizer's update. Servers run the
+        update.
+      spec: analysis of the update, and the server of each block (a range of rows of a parameter).
+      startup: the user's init. Its outputs have the names of the step's parameters and state.
       trainers: the number of trainers.
       sync_mode: True if an update waits for the gradients of all trainers.
       on_trainer_exit: as in `dtrans.pserver`.
       adapt: function that rewrites the updates of a server, for example to add delay compensation.
       tables: embedding tables by name. Trainers request single rows of a table.
       sized: function that returns `spec` for other numbers of rows in blocks of tables. A server
-        needs this because a table grows when trainers look up new rows.
+        calls it when a table grows, because trainers look up new rows.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class ServerProgramWriter:
         return Program(f"pserver {endpoint}", b.build(final), (spec,), spec, tuple(b.roles))
 
     def _blocks(self, endpoint: str) -> list[Block]:
-        """Return the blocks on a server, in the order of their units."""
+        """Return the blocks on a server; blocks that are updated together follow each other."""
         blocks: list[Block] = []
         for unit in self.spec.placement.units[endpoint]:
             blocks += unit.blocks
@@ -144,7 +143,10 @@ class ServerProgramWriter:
         return TreeSpec.from_tree({n: self._type(x) for n, x in work.variables.items()})
 
     def _tables(self, endpoint: str, work: ServerWork) -> dict[str, Any]:
-        """Return the parameter `tables` of `listen_and_serv`; an empty dict without tables."""
+        """Return the equation parameter `tables` of `listen_and_serv`: this server's tables.
+
+        The result is empty if the plan has no tables.
+        """
         if not self.tables or self.sized is None:
             return {}
         sized = self.sized
@@ -214,7 +216,8 @@ class ServerProgramWriter:
         memory.
 
         Raises:
-          ConfigError: a table has a row filter, but `init` does not compute its rows independently.
+          ConfigError: a table has the option `admit_count` or `admit_probability`, but the user's
+            init does not compute the table's rows independently of each other.
         """
         variables, init_outs = work.variables, self.startup.outvars
         spec = self._state_spec(work)
@@ -288,7 +291,7 @@ class ServerProgramWriter:
 
 
 def _find_slice(x: ServerVariable) -> Slice | None:
-    """Return the part of the init's array that a server stores, or None for the full array."""
+    """Return the slice of an initial array that a server stores; None for the full array."""
     if x.buckets is None or x.part is None:
         return x.part
     return BucketRows(x.buckets).of(RowAxis(x.of, x.part.axis))

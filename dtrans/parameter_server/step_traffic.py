@@ -59,7 +59,7 @@ class Reduction:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepTraffic:
-    """Values that the roles of a plan send in a step, and their bytes.
+    """Values that trainers and servers send in a step, and their bytes.
 
     Attributes:
       trainer: the program of trainer 0.
@@ -82,7 +82,7 @@ class StepTraffic:
     compression: Compression = dataclasses.field(default_factory=Compression)
 
     def costs(self, state_bytes: Mapping[str, int]) -> Costs:
-        """Return the costs of each role: memory, traffic and operations.
+        """Return the costs of a trainer and of each server: memory, traffic and operations.
 
         Args:
           state_bytes: bytes of each server's state, by endpoint.
@@ -236,7 +236,10 @@ class StepTraffic:
 
     @property
     def _id_bytes(self) -> int:
-        """Bytes in a step for the id of a row; a communicator sends the id twice."""
+        """Bytes that a trainer sends in a step for the id of one row.
+
+        If a background thread (the communicator) sends gradients, each id is sent twice.
+        """
         for eqn in self.trainer.eqns:
             if eqn.primitive is send_rows_p and "communicator" in eqn.params:
                 return 2 * ID
@@ -287,7 +290,7 @@ class StepTraffic:
 
     @cached_property
     def optimize_blocks(self) -> tuple[OptimizeBlock, ...]:
-        """The optimize blocks of all servers."""
+        """Updates that the servers run, each for one block or several blocks of parameters."""
         blocks: list[OptimizeBlock] = []
         for program in self.servers.values():
             (serve,) = program.eqns

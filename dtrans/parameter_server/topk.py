@@ -1,9 +1,9 @@
 """Option of Deep Gradient Compression: trainers send the largest numbers of each gradient.
 
-A trainer stores the numbers that it has not sent, and adds them to the next gradient. During the
-*ramp-up*, the fraction of sent numbers decreases from level to level. Each level has its own
-programs for trainers, because the size of a message is part of its type. The trainer's state
-counts the steps, and the count selects the level.
+A trainer stores the numbers that it has not sent, and adds them to the next gradient. At the start
+of a job, the fraction of sent numbers may decrease in several *levels* (the *ramp-up*). The size of
+messages differs between levels, so a trainer has one program for each level. The trainer counts its
+steps, and the count selects the program.
 
 Source: Lin et al., Deep Gradient Compression (arXiv 1712.01887), and Paddle's
 `DGCMomentumOptimizer`.
@@ -25,9 +25,11 @@ class TopK:
     """Options of Deep Gradient Compression, for `dtrans.Sync(compress=dtrans.TopK(...))`.
 
     Attributes:
-      density: the fraction of the numbers of a block to send, such as 0.001. A tuple or list is
-        a ramp-up. Paddle's `sparsity` is 1 - density.
-      begin_step: number of steps before the first density. These steps send full gradients.
+      density: the fraction of a gradient's numbers to send, such as 0.001. With a tuple or list,
+        the job uses these fractions one after the other (a ramp-up). Paddle's `sparsity` is 1 -
+        density.
+      begin_step: the number of steps at the start that send full gradients, before the first
+        density.
       ramp_steps: number of steps of a ramp-up, divided evenly over the densities. The last density
         stays in use afterwards.
       momentum: the factor of momentum. Trainers then send sums of momenta in place of sums of
@@ -88,10 +90,10 @@ class TopK:
 
     @cached_property
     def levels(self) -> tuple[tuple[int, float], ...]:
-        """Pairs (first step, density) of the levels, in which the density of messages is constant.
+        """Pairs (step, density): from this step on, trainers send this fraction of a gradient.
 
-        See the example of the class: with `begin_step=10`, level 0 sends full gradients until step
-        9.
+        In the example of the class, the first pair is (0, 1.0): the steps 0 to 9 send full
+        gradients.
         """
         # Paddle's `get_period_sparsity` has index i from step ramp_steps * i / count on
         count, found = len(self.densities), {}
@@ -102,7 +104,7 @@ class TopK:
         return tuple(found.items())
 
     def clip_at(self, level: int, trainers: int) -> float | None:
-        """Return the largest norm that a trainer's gradient of one leaf may have; None for no clip.
+        """Return the norm to which a trainer clips the gradient of each leaf; None for no clip.
 
         Args:
           level: index into `levels`.

@@ -8,9 +8,9 @@ several devices, one mesh axis after the other:
     model   each device computes a part of the layers in `dtrans.split` scopes. The gradient of a
             divided parameter is all-gathered before its `send`
 
-All equations that communicate with servers have full values. So servers get the same messages as
-from trainers with one device. The new parameters, which a trainer receives from servers, are full
-outputs of its program. As inputs of the next step, they are divided over "model".
+Messages to servers contain full values, so servers need not know the number of devices. A trainer
+also receives full parameters. At the start of the next step, the parameters are divided over
+"model" again.
 
 Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053) for the division of layers.
 """
@@ -48,7 +48,7 @@ class DeviceProgram:
     Attributes:
       program: the program. Its outputs are full values.
       dims: the dimension of each input that a mesh axis divides: `{"batch/x": {"data": 0}}`.
-      gathers: pairs (mesh axis, value that the devices of this axis all-gather).
+      gathers: pairs (mesh axis, divided value that the devices along this axis all-gather).
     """
 
     program: Program
@@ -57,7 +57,11 @@ class DeviceProgram:
 
     @property
     def notes(self) -> Iterator[str]:
-        """Notes of a plan: the bytes over each axis, and gathers for lack of a rule."""
+        """Yield remarks for a printed plan.
+
+        They give the bytes that the devices of a trainer send over each mesh axis. They also list
+        the values that devices all-gather because dtrans has no rule to divide their equation.
+        """
         for (kind, axis), count in bytes_by_axis(self.program.jaxpr).items():
             yield f"in each trainer, {kind} over {axis}: {count:,} bytes per step"
         for axis, x in self.gathers:
@@ -89,7 +93,7 @@ class TrainerDevices:
         return " x ".join(f"{size} {name}" for name, size in self.axes)
 
     def divide(self, program: Program) -> DeviceProgram:
-        """Return the program of one device for the program of a full trainer.
+        """Rewrite a trainer's program for one of the trainer's devices.
 
         Equations that communicate with servers keep full values, so servers get the same messages
         as from trainers with one device.
@@ -112,12 +116,11 @@ class TrainerDevices:
 
 
 def _reduce_results_early(program: Program) -> Program:
-    """Move equations that do not need the new parameters before the wait for the servers.
+    """Move reductions of results, such as the loss, before the equations that wait for servers.
 
-    `shard_program` writes the reductions of results, such as the loss, at the end of the program.
-    The part of the program after the wait is compiled once for all trainers, because they all
+    The part of a program after this wait is compiled once for all trainers, because they all
     receive the same parameters. The loss differs between trainers, so its reduction must not be in
-    this part.
+    this part. `shard_program` writes such reductions at the end of the program.
     """
     late = propagate(program.eqns, dict.fromkeys(outputs_of(_barriers(program)), 1), {})
     is_late = [bool(bits_of(late, *e.outvars)) for e in program.eqns]
@@ -136,7 +139,7 @@ def find_devices(
     """Return the mesh of each trainer's devices for the option `mesh`; None without the option.
 
     Args:
-      step: the single-device step, divided at its gradients.
+      step: the single-device step, divided into forward and backward, and the optimizer.
       mesh, mode, batch, sparse: arguments of `dtrans.pserver`.
 
     Raises:

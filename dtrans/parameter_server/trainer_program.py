@@ -70,7 +70,8 @@ class TrainerCommConfig:
     Attributes:
       trainers: the number of trainers.
       sync_mode: True if an update uses the gradients of all trainers.
-      runtime_split: True if `send` and `recv` cut full leaves into blocks at run time.
+      runtime_split: True if the runtime cuts full leaves into the servers' blocks; False if the
+        trainer's program has equations for this.
       half_async: with `runtime_split`, True if a step waits until its gradients are sent and new
         parameters are received.
       communicator: options of the communicator, which sends and receives in the background; None if
@@ -82,12 +83,14 @@ class TrainerCommConfig:
       state_servers: for each array of the optimizer state that the forward pass reads, its server.
       tables: embedding tables. Trainers request single rows of a table instead of the full leaf.
       calls_once: True if only trainer 0 calls host callbacks.
-      scale: factor by which trainers multiply gradients. If the full gradient is the sum of the
-        trainers' gradients, the factor is the number of trainers, since servers average.
-      numbers: numbers in the update that depend on the batch size; trainers send them as arguments.
+      scale: factor by which trainers multiply gradients. Servers average gradients. If the full
+        gradient is the sum of the trainers' gradients, the factor is therefore the number of
+        trainers; otherwise it is 1.
+      numbers: numbers in the update that depend on the batch size, such as 1/n. Trainers send them
+        with the gradients.
       parts: names of the arrays of the batch. If the update reads a value that the forward pass
-        computes from these arrays, trainers send this value too. With None, such a step is an
-        error.
+        computes from these arrays, trainers send this value too. None if trainers cannot send
+        values; a step with such an update is then an error.
       compression: the types in which gradients and parameters are sent.
     """
 
@@ -107,19 +110,19 @@ class TrainerCommConfig:
     compression: Compression = dataclasses.field(default_factory=Compression)
 
     def hand_over(self, step: DividedStep) -> DividedStep:
-        """Return the step in which the update receives values of the forward pass as new inputs.
+        """Add inputs to the update for values that the forward pass computes; return the new step.
 
-        Servers run the update, but only trainers run the forward pass. If the update reads such a
-        value, trainers must send the value.
+        Servers run the update, but only trainers run the forward pass. So trainers must send each
+        value of the forward pass that the update reads.
         """
         if self.parts is None:
             return step
         return hand_over(step, self.parts, drawn=True)
 
     def server_update(self, step: DividedStep) -> DividedStep:
-        """Return the step with the update that servers run.
+        """Return the step with the optimizer's update as servers run it.
 
-        This update has inputs for the values that trainers send. It averages the leaves in
+        This update has inputs for the values that trainers send. It also averages the leaves in
         `averages`.
         """
         return add_averages(self.numbers.taken_by(self.hand_over(step)), self.averages)
@@ -135,11 +138,12 @@ class TrainerSide:
     """Writer of the trainers' programs of one plan.
 
     Attributes:
-      step: the step of one trainer, with the update that servers run.
+      step: the step on one trainer's part of the batch, with the update that servers run.
       placement: every block and its server.
       init: the single-device init.
       comm: options of the communication with servers.
-      shared: the split of the batch over trainers in an exact step; None for local steps.
+      shared: the split of the batch over trainers, if the job computes the same results as one
+        device on the full batch. None if each trainer runs the step independently.
     """
 
     step: DividedStep
@@ -150,7 +154,7 @@ class TrainerSide:
 
     @property
     def runtime_split(self) -> bool:
-        """True if `send` and `recv` cut full leaves into blocks at run time."""
+        """True if the runtime, not the program, cuts full leaves into the servers' blocks."""
         return self.comm.runtime_split
 
     def with_compression(self, compression: Compression) -> TrainerSide:
@@ -172,11 +176,11 @@ class TrainerSide:
     def uneven(
         self, shared: ExactStep, types: Sequence[jax.ShapeDtypeStruct], trainer_id: int
     ) -> tuple[ExactStep, Program]:
-        """Return the batch split and a trainer's program for a batch that is not split evenly.
+        """Return the split and a trainer's program for a batch that cannot be split evenly.
 
-        A job needs this program for a batch of 10 rows with 4 trainers. Each trainer's part of the
-        batch is padded to `ceil(rows / trainers)` rows, here 3. With `Batch.speeds`, parts have
-        different numbers of rows, without padding.
+        An example is a batch of 10 rows for 4 trainers. Each trainer's part of the batch is padded
+        to `ceil(rows / trainers)` rows, here 3. With `Batch.speeds`, parts have different numbers
+        of rows, without padding.
 
         Args:
           shared: the split of batches that can be split evenly.
@@ -199,11 +203,10 @@ class TrainerSide:
     def _of_part(self, part: ExactStep, trainer_id: int, comm: TrainerCommConfig) -> Program:
         """Return the program of one trainer for another split of the batch.
 
-        Servers run the same update for every split. So the update of this split must be the same
-        too.
+        Servers do not know the split. So the step must have the same update for all splits.
 
         Raises:
-          BatchError: the update depends on the split.
+          BatchError: the step has another update for this split.
         """
         step = comm.server_update(divide_step(part.step.program))
         check_same_update(self.step, step)
@@ -272,7 +275,7 @@ def out_names(step: DividedStep) -> tuple[str, ...]:
 
 
 def without_rows(aval: Any) -> Any:
-    """Return the array type `aval` with 0 rows."""
+    """Return the type `aval` with 0 rows: a trainer stores no rows of a server's table."""
     return aval.update(shape=(0, *aval.shape[1:]))
 
 
@@ -365,10 +368,11 @@ class TrainerCommWriter:
         self.new_rounding_errors: dict[str, Any] = {}  # name -> rounding error after the step
 
     def take_rounding_errors(self) -> None:
-        """Add an input for each rounding error to the program, and write the count of the step.
+        """Add an input for each rounding error to the program.
 
-        Compressed gradients are rounded. The trainer stores each rounding error, and adds it to the
-        next gradient.
+        Compressed gradients are rounded. The trainer stores the rounding error of each gradient,
+        and adds it to the next gradient. If the trainer also counts its steps (`dtrans.TopK`), this
+        method writes the equation that increases the count.
         """
         types = self.comm.compression.rounding_error_types
         for name in self.comm.compression.rounding_error_spec.names:
@@ -411,15 +415,18 @@ class TrainerCommWriter:
 
     @property
     def _background(self) -> dict[str, Any]:
-        """The equation parameter `communicator`; empty if the plan has no communicator."""
+        """The equation parameter `communicator`: options of the thread that sends and receives.
+
+        Empty if the plan has no such thread.
+        """
         if self.comm.communicator is None:
             return {}
         return {"communicator": self.comm.communicator}
 
     def _at_run_time(self, blocks: Sequence[Block]) -> dict[str, Any]:
-        """Return the parameters for a `send` or `recv` of a full leaf.
+        """Return the parameters by which a `send` or `recv` cuts or joins a leaf's blocks.
 
-        They are empty if the program has equations that cut and concatenate leaves.
+        The result is empty if the program has separate equations that cut and concatenate leaves.
         """
         if not self.comm.runtime_split:
             return {}
@@ -456,7 +463,10 @@ class TrainerCommWriter:
         self.tokens += self.b.bind(send_p, *parts, **params)
 
     def _level(self, leaf: str) -> dict[str, Any]:
-        """Return the equation parameter `level`: the index of the density of `dtrans.TopK`."""
+        """Return the equation parameter `level`, from which servers know how to decode a gradient.
+
+        It is an index into the densities of `dtrans.TopK` (fractions of a gradient that are sent).
+        """
         compression = self.comm.compression
         if leaf not in compression.gradients or len(compression.levels) == 1:
             return {}
@@ -601,7 +611,8 @@ class TrainerCommWriter:
 
         Args:
           leaves: names of the leaves to receive.
-          after: outputs of equations that must run before, such as a barrier after all sends.
+          after: outputs of equations that must run before each `recv`, such as a barrier after all
+            sends.
           barrier: True to write a `fetch_barrier` after the last `recv`.
 
         Returns:

@@ -13,8 +13,8 @@ correct the gradient for its delay (`dtrans.parameter_server.dc_asgd`). GEO-SGD 
 Only servers store the optimizer state. Each server computes only its own rows of the single-device
 init (`dtrans.slicing.partial_init`).
 
-The job computes the numbers of one device on the global batch. If a step needs values of the full
-batch before its end, such as batch statistics, trainers communicate in `exchange` equations
+The job computes the same results as one device on the global batch. If a step needs values of the
+full batch before its end, such as batch statistics, trainers communicate in `exchange` equations
 (`dtrans.parameter_server.exchange_rounds`).
 
 Source: python/paddle/fluid/transpiler/distribute_transpiler.py (`transpile`, `get_trainer_program`,
@@ -140,12 +140,14 @@ def pserver(
         - "error": the job ends with a `PeerError` that names the trainer.
 
         A trainer that fails, or closes in the middle of a step, always ends a synchronous job. A
-        trainer that closes early also ends the job if the step has `exchange` rounds.
+        trainer that closes early also ends the job if trainers exchange values in the middle of a
+        step (see `batch`).
       batch: "exact", "local", or a `dtrans.Batch`.
 
-        - "exact": the job computes one device's numbers. If the step needs values of the full
-          batch, trainers exchange them through the servers; the plan counts these rounds.
-          Asynchronous trainers cannot exchange values, so such a step raises ConfigError.
+        - "exact": the job computes the same results as one device on the full batch. If the step
+          needs values of the full batch, such as batch statistics, trainers exchange them through
+          the servers. Asynchronous trainers cannot exchange values, so such a step raises
+          ConfigError.
         - "local": each trainer runs the step on its part of the batch, and keeps its own value of
           leaves without gradients, such as batch statistics. With
           `dtrans.Batch("local", merge={"params/stats": "mean"})`, servers average the leaves with
@@ -304,8 +306,9 @@ def pserver(
 
 
 def served_update(step: DividedStep, update: UpdateSpec, comm: TrainerCommConfig) -> ServedUpdate:
-    """Collect the properties of the update that a plan prints, such as parameters that it leaves
-    unchanged.
+    """Collect properties of the servers' update for the printed plan.
+
+    An example is the list of parameters that the update leaves unchanged.
     """
     sent_values = []
     fixed_size = ""
@@ -325,7 +328,7 @@ def served_update(step: DividedStep, update: UpdateSpec, comm: TrainerCommConfig
 
 
 def refuse_clipped_tables(norm: float, sparse: Any) -> None:
-    """Raise ConfigError if trainers clip gradients, and the plan has or chooses tables."""
+    """Raise ConfigError if trainers clip gradients, and `sparse` asks for tables."""
     if sparse is not None:
         raise ConfigError(
             f"clip_local_norm is {norm!r} and sparse is {sparse!r}, but a trainer has only single "
@@ -355,7 +358,7 @@ def check_callbacks(step: DividedStep, trainers: int, mode: Mode, *, has_tables:
 
 
 def split_batch(step: DividedStep, batch: Batch, trainers: int, mode: Mode) -> ExactStep | None:
-    """Return the split of the batch over trainers that gives the numbers of one device.
+    """Return the split of the batch over trainers, for the same results as on one device.
 
     Return None if there is one trainer, or if each trainer runs the step on its own batch
     (`batch="local"`).
@@ -384,11 +387,11 @@ def split_batch(step: DividedStep, batch: Batch, trainers: int, mode: Mode) -> E
 def sent_parts(
     step: DividedStep, batch: Batch, trainers: int, mode: Mode
 ) -> tuple[str, ...] | None:
-    """Return the names of the batch arrays from which trainers may compute values for the update.
+    """Return the batch arrays from which trainers may compute values for the servers' update.
 
     An update may read a value such as the number of valid tokens. Trainers compute it and send it
-    to the servers. Return None if they cannot: local trainers have different values, and
-    asynchronous trainers send no value with a step.
+    to the servers. The result is None if they cannot: with `batch="local"`, trainers have different
+    values, and asynchronous trainers send no values that belong to one step.
     """
     if isinstance(mode, Sync) and (trainers == 1 or batch.exact):
         return tuple(batch_axes(step, batch))
@@ -405,7 +408,7 @@ def batch_size_numbers(
     if that fails. The two updates are compared.
 
     Raises:
-      GradientError: the update reads a value of forward that has a row for each example.
+      GradientError: the update reads a value of the forward pass that has a row for each example.
     """
     axes = batch_axes(step, batch)
     twice = [full_type(t, axes.get(n), 2) for n, t in step.program.inputs.items()]
@@ -451,17 +454,18 @@ def source_line(step: DividedStep, handed: str) -> str:
 
 
 def refuse_paddle_exit(on_trainer_exit: str, shared: ExactStep) -> Literal["error"]:
-    """Return "error", the rule for early exits of trainers in steps that need the full batch.
+    """Return "error": the rule for early exits of trainers if each step needs all trainers.
 
-    In such steps, trainers exchange values in each step (a mean over the whole batch, say). So the
-    job ends with an error when one trainer leaves earlier than the others.
+    This is the case if trainers exchange values in the middle of a step, such as a mean over the
+    full batch. The job then ends with an error when one trainer leaves earlier than the others.
 
     Args:
       on_trainer_exit: the user's option of `dtrans.pserver`.
       shared: the split of the batch over trainers.
 
     Raises:
-      ConfigError: the user's option is "paddle", which would continue without this trainer's rows.
+      ConfigError: the user's option is "paddle", which would continue without the rows of the
+        trainer that left.
     """
     if on_trainer_exit == "paddle" and shared.shares:
         raise ConfigError(
@@ -534,7 +538,7 @@ def refuse_exchange_in_update(step: DividedStep) -> None:
 
 
 def _has_exchange(eqn: JaxprEqn) -> bool:
-    """Return True if the bodies of an equation communicate."""
+    """Return True if an equation, such as a loop, communicates in its body."""
     inner = itertools.chain.from_iterable(map(equations, jaxprs_in_params(eqn.params)))
     return any(map(is_communication, inner))
 
@@ -542,7 +546,7 @@ def _has_exchange(eqn: JaxprEqn) -> bool:
 def trainer_comm(
     step: DividedStep, trainers: int, mode: Sync | Async | HalfAsync, batch: Batch
 ) -> TrainerCommConfig:
-    """Return the options for the trainers' communication: blocks, the communicator, averages."""
+    """Return the options of the communication between trainers and servers."""
     averages = choose_averages(step, batch.merge)
     if isinstance(mode, Sync):
         return TrainerCommConfig(
@@ -583,7 +587,7 @@ def check_step(
     """Raise an error for a step that cannot be divided between trainers and servers.
 
     Raises:
-      ConfigError: `merge` is used with `on_trainer_exit="paddle"`.
+      ConfigError: `Batch.merge` is used with `on_trainer_exit="paddle"`.
       GradientError: a gradient, or a result of the step, depends on mean gradients, which only
         servers have.
     """
@@ -606,9 +610,9 @@ def check_step(
 def adapted_work(
     step: DividedStep, mode: Sync | Async | HalfAsync, comm: TrainerCommConfig
 ) -> Callable[[ServerWork, Sequence[Unit]], ServerWork] | None:
-    """Return the function that adds compression or delay compensation to the equations of a server.
+    """Return a function that adds compression or delay compensation to the updates of a server.
 
-    Return None if the plan uses neither.
+    Return None if the job uses neither.
     """
     if comm.compression.is_used:
         return functools.partial(compress_work, compression=comm.compression, leaves=step.params)
