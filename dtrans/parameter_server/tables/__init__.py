@@ -6,7 +6,7 @@ lookups         search for leaves that a step reads by rows only
 refused_leaves  reasons why a leaf is no table
 row_picks       equations that read rows of a leaf by id
 row_runs        static slices of tables, as lookups of consecutive rows
-pick_ids        row ids of lookups, as values outside of loops and branches
+pick_ids        row ids of lookups, computed before loops and branches
 trainer_rows    forward and backward of a trainer, written for the rows that it looks up
 wide_numbers    row ids before JAX truncates them to 32 bits
 zero_gradient   effect of an update on rows whose gradient is zero

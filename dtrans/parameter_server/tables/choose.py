@@ -1,7 +1,7 @@
 """Choice of the leaves that trainers request by rows, and of the rows that each update changes.
 
-Such a leaf is a *table*, for example an embedding matrix. In each step, a trainer requests only the
-rows that its batch looks up, instead of the full leaf.
+A leaf is an array of the parameter pytree. If trainers request it by rows, it is a *table*, for
+example an embedding matrix. In each step, a trainer requests only the rows that its batch looks up.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class Table:
     """Leaf, such as an embedding matrix, from which trainers request single rows.
 
     Attributes:
-      lookups: the lookups of a step.
+      lookups: the row ids that a step looks up, as values of the step.
       zero: the effect of the update on rows whose gradient is zero.
       updates_all: True if each update runs on all rows that a server stores, even if few were
         looked up.
       catches_up: True if an update also changes rows that no trainer looked up, for example by
         weight decay. Servers apply these changes later, before a trainer reads the row.
-      limit: the maximum number of rows that servers may create; None for no limit.
-      why: a description of the update for users.
+      limit: the maximum number of rows that all servers together may create; None for no limit.
+      why: for the printed plan, a description of the rows that an update changes.
       buckets: the number of buckets (row n is in bucket n % buckets); 0 if each server stores a
         contiguous range of rows.
       on_trainers: True if trainers store the rows that they looked up (GEO-SGD).
-      staleness: the maximum number of updates that are missing in a prefetched row.
+      staleness: the maximum number of updates that rows from `job.prefetch` may miss.
       row_filter: the condition under which servers begin to store a row; None if the first lookup
         creates the row.
     """
@@ -68,8 +68,8 @@ class Tables:
 
     Attributes:
       of: tables by leaf name.
-      others: the reason why a leaf is no table, for leaves whose rows a step looks up (dict by
-        name).
+      others: leaves that are no tables, although a step looks up rows of them; a dict from name to
+        the reason.
     """
 
     of: Mapping[str, Table] = dataclasses.field(default_factory=dict)
@@ -97,17 +97,19 @@ def choose_tables(
     """Return the tables of a plan: the leaves from which trainers request single rows.
 
     Args:
-      step: the training step, divided at its gradients.
-      analysis: the row analysis of the update.
-      startup: the init, with outputs that are named as in the step.
+      step: the training step, divided into forward and backward, and the update.
+      analysis: the analysis that tells which leaves the update changes row by row.
+      startup: the user's init. Its outputs have the names of the step's parameters and state.
       sparse: the option of `dtrans.pserver`: None, "auto", or a mapping from leaf names to
         `dtrans.Rows`.
-      beside: name suffixes of arrays that servers add for each table. These arrays change even if
-        the gradient is zero.
-      otherwise: the remedy that errors name if an update cannot skip rows without a gradient.
+      beside: name suffixes of arrays that servers add for each table, and that change even if a
+        gradient is zero.
+      otherwise: advice for error messages, if the user wants an update to skip rows without a
+        gradient, but it cannot.
 
     Raises:
-      ConfigError: a leaf in `sparse` cannot be a table, or its `dtrans.Rows` needs `update`.
+      ConfigError: a leaf in `sparse` cannot be a table. Or its `dtrans.Rows` does not set `update`,
+        although "dense" and "lazy" give different results.
     """
     if sparse is None:
         return Tables()
@@ -183,11 +185,12 @@ def _choose_update(
 
 
 def exactly_summed_leaves(step: DividedStep, tables: Tables, trainers: int) -> frozenset[str]:
-    """Return the names of leaves for which servers add gradients exactly.
+    """Return the names of the leaves for which servers add gradients without rounding errors.
 
-    A floating-point sum depends on the order of its terms, and the placement of rows changes this
-    order. With exact sums, a job with tables returns the same bits for every placement. Leaves with
-    more rows than an exact sum can add are not included.
+    A floating-point sum depends on the order of its terms, and the assignment of rows to servers
+    changes this order. With exact sums, a job with tables returns the same bits for every
+    assignment. An exact sum has a maximum number of terms; a leaf with more rows is not in the
+    result.
     """
     if not tables.of:
         return frozenset()
@@ -231,7 +234,7 @@ def _table(name: str, lookups: TableLookups, zero: ZeroGradient, option: Rows) -
 
 
 def _check_creation(name: str, table: Table, option: str) -> None:
-    """Raise ConfigError if an option restricts the creation of rows, but servers need all rows.
+    """Raise ConfigError if an option limits the rows of a table, but servers need all rows.
 
     Args:
       name: name of the table.

@@ -1,9 +1,10 @@
 """Frozen tables: leaves that never change, such as pretrained embeddings, stored on servers.
 
-A step that does not train a leaf returns the leaf unchanged. Normally such a leaf stays on the
-trainers, in full. To store a large one on servers, this module adds an update to the step: a
-gradient of zeros, and the new value `leaf - gradient`, which keeps all bits. Servers then store the
-rows, and trainers request only the rows that they look up.
+A step returns a leaf unchanged if it does not train the leaf. Each trainer normally stores all rows
+of such a leaf, since servers store only leaves with an update. For a large leaf, this module
+therefore adds an update to the step: a gradient of zeros, and the new value `leaf - gradient`,
+which has the same bits. Servers then store the rows, and trainers request only the rows that they
+look up.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ def with_frozen_tables(
 
 
 def _with_updates(main: Program, names: Sequence[str]) -> Program:
-    """Return the step with an update of each leaf in `names`, and of its unchanged optimizer state.
+    """Add an update for each leaf in `names` and its unchanged optimizer state; return the step.
 
-    The function marks the gradients of all leaves. The reason: if a step marks one gradient, dtrans
-    no longer infers the others.
+    An equation marks each added gradient. If a step marks one gradient, dtrans expects marks on all
+    gradients. So this function also marks the gradients of all other leaves.
     """
     step = divide_step(main)
     source = step.program

@@ -1,22 +1,23 @@
 """Search for the leaves that a step reads by rows only.
 
-A leaf is a *table* of a step if three conditions hold:
+Trainers can request such a leaf (a *table*) by rows instead of in full. Three conditions must hold:
 
-- Forward and backward read the leaf only by *picks*: of single rows by id (`emb[ids]`, `jnp.take`,
-  an embedding layer), or of consecutive rows (`jax.lax.dynamic_slice`).
+- Forward and backward read only selected rows of the leaf (*picks*): single rows by id (`emb[ids]`,
+  `jnp.take`, an embedding layer), or consecutive rows (`jax.lax.dynamic_slice`).
 - The ids do not depend on rows of a table.
 - The leaf's gradient consists of zeros to which rows are added by id (a scatter-add).
 
 Picks may also overwrite rows by id, such as a row for padding: `emb.at[0].set(0)`. Or they may add
 to rows: `emb.at[0].add(1)`.
 
-Row analysis (`dtrans.rows`) finds the operations that read the leaf. Picks may also read the result
-of an elementwise operation on all rows (a cast, a factor), or of a transpose. Any other operation,
+Row analysis (`dtrans.rows`) follows the leaf's rows through the equations. Before a pick, an
+elementwise operation (a cast, a factor) or a transpose of the leaf is allowed. Any other operation,
 such as a matrix product with the leaf, needs all rows, so the leaf is no table. A sum over rows of
-the gradient, such as a norm, needs only the picked rows: other rows of the gradient are zero.
+the gradient, such as a norm, is allowed, because it needs only the picked rows: all other rows of
+the gradient are zero.
 
-Autodiff creates these zeros by a broadcast, which does not read the leaf. A backward search from
-the gradient finds them.
+The gradient begins as an array of zeros. JAX creates the array by a broadcast, which does not read
+the leaf. A backward search from the gradient finds this broadcast.
 
 Loops, branches and `jax.checkpoint` may contain picks (`pick_ids`). A leaf that a `while` reads is
 no table, since the number of iterations is unknown.
@@ -68,8 +69,8 @@ class TableLookups:
     Attributes:
       leaf: name of the table.
       rows: the number of the table's rows.
-      ids: the values that contain row ids, each with `component`, `outside` and `count` of
-        `RowPick`.
+      ids: the values of the step that contain row ids. Each comes as a tuple with the fields
+        `component`, `outside` and `count` of the lookup's `RowPick`.
       size: the maximum number of rows that a step can look up.
     """
 
@@ -80,7 +81,7 @@ class TableLookups:
 
     @property
     def starts(self) -> int:
-        """The number of ids at which every lookup may start, so that all its rows are in the table.
+        """The number of ids at which every lookup can start, with all its rows in the table.
 
         For a table of 10 rows and lookups of 3 consecutive rows, this is 8: the ids 0 to 7.
         """
@@ -93,11 +94,11 @@ class Lookups:
 
     Attributes:
       tables: lookups of each table, by leaf name.
-      refused: for leaves that cannot be tables although the step reads rows of them: the reason, by
-        name.
+      refused: leaves that cannot be tables, although the step reads rows of them; a dict from name
+        to the reason.
       eqns: the equations of forward and backward.
-      plain: the same equations, with calls inside their bodies inlined.
-      flow: row analysis of `plain`.
+      plain: the same equations. In the bodies of loops and branches, calls are inlined.
+      flow: the result of row analysis (`dtrans.rows`) of `plain`.
       numbering: added equations that compute the row ids of lookups in loops and branches. They run
         before these loops and branches.
     """
@@ -117,8 +118,9 @@ class _Zeros:
     The gradient of `emb[ids]` begins as an array of zeros with the shape of `emb`.
 
     Attributes:
-      of: for each array of zeros, also in bodies of loops and branches, the layout of its table.
-      inside: `id` of each equation with such zeros in its body.
+      of: for each array of zeros, the layout of its table. Arrays in bodies of loops and branches
+        are included.
+      inside: `id` of each equation with arrays of zeros in its body.
     """
 
     of: dict[Var, Layout] = dataclasses.field(default_factory=dict)
@@ -167,7 +169,7 @@ def find_lookups(step: DividedStep, leaves: Iterable[str] | None = None) -> Look
 
     Args:
       step: the step, with its calls inlined.
-      leaves: names of the candidates; None for all leaves whose rows are picked.
+      leaves: names of the candidates; None for all trained leaves.
     """
     half = half_equations(step, step.results)[0]
     eqns = list(map(inline_inside, half))
@@ -189,12 +191,12 @@ def find_lookups(step: DividedStep, leaves: Iterable[str] | None = None) -> Look
 def _search(
     step: DividedStep, half: Sequence[JaxprEqn], eqns: Sequence[JaxprEqn], leaves: Iterable[str]
 ) -> Lookups:
-    """Search for the tables among some leaves.
+    """Find the tables among some leaves, and their lookups.
 
     Args:
       step: the step, with its calls inlined.
       half: the equations of forward and backward.
-      eqns: the same equations, with calls inside their bodies inlined.
+      eqns: the same equations; calls in their bodies are inlined too.
       leaves: names of the candidates.
     """
     vars_of = step.program.invars
@@ -243,8 +245,8 @@ def _is_picked(eqns: Sequence[JaxprEqn], var: Var, through: Collection[str] = fr
     Args:
       eqns: the equations of forward and backward.
       var: the variable of the leaf.
-      through: names of further primitives that f may contain. A leaf with such an f is no table,
-        but the plan can then tell the user the reason.
+      through: names of further primitives that f may contain. A leaf with such an f cannot be a
+        table, but the plan then tells the user the reason.
     """
     picks: list[JaxprEqn] = []
 
@@ -267,13 +269,13 @@ def _is_picked(eqns: Sequence[JaxprEqn], var: Var, through: Collection[str] = fr
 def _find_zeros(
     eqns: Sequence[JaxprEqn], gradient: Atom | None, row: RowAxis, found: _Zeros
 ) -> None:
-    """Find the arrays of zeros to which a step adds the rows of a leaf's gradient.
+    """Find the arrays of zeros to which a step adds the gradients of looked-up rows.
 
     Args:
       eqns: the equations of forward and backward.
-      gradient: the gradient; None if the leaf has no gradient.
-      row: layout of the gradient.
-      found: a record, to which this function adds the zeros.
+      gradient: the gradient of a leaf; None if the leaf has no gradient.
+      row: layout of the gradient: the dimension along which its rows are.
+      found: a record, to which this function adds the arrays.
     """
 
     def rule(eqn: JaxprEqn, outs: Sequence[RowAxis | None]) -> list[RowAxis | None] | None:
@@ -309,8 +311,8 @@ def _find_zeros(
 def _zero_elsewhere(eqns: Sequence[JaxprEqn], flow: Flow, zeros: _Zeros) -> set[Var]:
     """Return the values that are zero in all rows that a step does not look up.
 
-    Such values are computed from the gradients of tables. A sum over all their rows, such as a
-    norm, then needs only the looked-up rows.
+    These are gradients of tables, and values computed from them. A sum over their rows, such as a
+    norm, needs only the looked-up rows.
 
     Args:
       eqns: the equations of forward and backward.
@@ -373,7 +375,7 @@ def _none(row: RowAxis | None) -> None:
 def _table(
     leaf: str, rows: int, picks: Sequence[RowLookup], updates: Collection[int]
 ) -> TableLookups:
-    """Return the lookups of one table: the ids of rows to read, then the ids of gradient rows.
+    """Return the lookups of one table. Ids of rows to read precede ids of gradients of rows.
 
     Args:
       leaf: name of the table.

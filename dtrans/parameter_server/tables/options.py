@@ -19,12 +19,12 @@ class RowFilter:
     """Condition under which a server begins to store a row of a table.
 
     Some ids occur only once or twice in the data. Without a filter, servers store a row for each of
-    them. Before a row is admitted, servers drop the row's gradients, and lookups return the row's
-    initial value.
+    them. With a filter, servers drop the first gradients of a row, and lookups return the row's
+    initial value. Then an update *admits* the row: servers store it from then on.
 
     Attributes:
-      count: the number of updates with a gradient of the row that must happen. The last of them
-        admits the row. For example, with 3 the third update is the first that changes the row.
+      count: the number of the update that admits the row, among updates with a gradient of the row.
+        For example, with 3 the third update is the first that changes the row.
       probability: the probability with which each of these updates admits the row.
     """
 
@@ -72,8 +72,8 @@ class Rows:
         the first lookup of a row creates the row.
       admit_probability: the probability with which an update that has a gradient of a row admits
         the row. A draw depends on the arguments of `init`, the row's id and the number of the
-        update, so a repeated step has the same draws. Before the admission, the same holds as for
-        `admit_count`.
+        update, so a repeated step has the same draws. Earlier updates and lookups are treated as
+        with `admit_count`.
 
     Raises:
       ConfigError: a value is out of range, or both `admit_count` and `admit_probability` are set.
@@ -122,7 +122,7 @@ class Rows:
 
     @property
     def row_filter(self) -> RowFilter | None:
-        """The condition for the admission of rows; None if the first lookup creates a row."""
+        """Condition under which servers begin to store a row; None: its first lookup creates it."""
         if self.admit_probability is not None:
             return RowFilter(probability=self.admit_probability)
         if self.admit_count is None or self.admit_count == 1:
@@ -150,7 +150,7 @@ def check_sparse(sparse: Any) -> Mapping[str, Rows] | Literal["auto"] | None:
 
 
 def check_staleness(sparse: Any, mode: Any) -> None:
-    """Raise ConfigError if a table has `staleness` and the mode is not synchronous."""
+    """Raise ConfigError if a table has the option `staleness` and the mode is not synchronous."""
     if not isinstance(sparse, Mapping) or isinstance(mode, Sync):
         return
     for name, rows in sparse.items():
@@ -163,7 +163,7 @@ def check_staleness(sparse: Any, mode: Any) -> None:
 
 
 def check_row_filters(sparse: Any, mode: Any) -> None:
-    """Raise ConfigError if a table has a row filter, and the mode excludes row filters."""
+    """Raise ConfigError if the mode forbids the options `admit_count` and `admit_probability`."""
     if isinstance(mode, Geo):
         why = "with dtrans.Geo trainers update the rows that they look up, so servers get no "
         why += "gradients to filter"

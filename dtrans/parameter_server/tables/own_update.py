@@ -2,7 +2,7 @@
 
 The trainer stores all rows that it has looked up, and their optimizer state
 (`dtrans.protocol.tables.cached_rows`). A step reads and updates the rows of its batch. The update
-has the equations of a server that stores these rows, and all leaves that are not tables.
+has the equations that a server would run if it stored only these rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def choose_trainer_tables(
     """Return the tables whose rows trainers store and update.
 
     Args:
-      startup: the init, whose outputs are named as in the step.
+      step: the training step, divided into forward and backward, and the update.
+      startup: the user's init. Its outputs have the names of the step's parameters and state.
       sparse: as in `dtrans.pserver`.
 
     Raises:
@@ -84,10 +85,12 @@ def _why_refused(table: Table, analysis: RowAnalysis, startup: Program) -> str:
 
 
 def on_servers(table: Table, analysis: RowAnalysis) -> Table:
-    """Return the table as servers see it in GEO-SGD, where they only add the trainers' changes.
+    """Return a copy of a table's record that describes the update of GEO-SGD's servers.
+
+    The optimizer runs on trainers; servers only add the trainers' changes to rows.
 
     Args:
-      table: the table for the optimizer, which trainers run.
+      table: the record that describes the optimizer's update, which trainers run.
       analysis: row analysis of the servers' update (parameter + change).
     """
     zero = at_zero_gradient(analysis, table.lookups.leaf, {})
@@ -108,8 +111,9 @@ def write_update(
 
     Args:
       b: builder of the trainer's program.
-      step: the training step, divided at its gradients.
+      step: the training step, divided into forward and backward, and the update.
       sizes: number of looked-up rows of each table, by name.
+      gradients: the gradient of each leaf, by name; for a table, of the looked-up rows only.
       read: values of parameters and optimizer state, by name. For a table, and for state with one
         row for each row of the table, the value contains only the `sizes[table]` looked-up rows.
 
@@ -129,10 +133,10 @@ def write_update(
 def initial_state_rows(startup: Program, state: Sequence[str]) -> RowsProgram:
     """Return a program that computes the initial optimizer state of table rows from their ids.
 
-    In GEO-SGD, a trainer runs it when it looks up a row for the first time.
+    In GEO-SGD, a trainer runs this program at the first lookup of a row.
 
     Args:
-      startup: the init, with outputs that are named as in the step.
+      startup: the user's init. Its outputs have the names of the step's parameters and state.
       state: names of the arrays of the optimizer state that have a row for each row of the table.
     """
     return RowsProgram(functools.partial(_state_rows, startup, tuple(state)))

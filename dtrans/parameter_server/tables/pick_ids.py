@@ -1,12 +1,11 @@
-"""Row ids of the lookups in a step, as values outside of its loops and branches.
+"""Row ids of the lookups in a step, computed before the loops and branches of the lookups.
 
-A trainer requests all rows of a step before the step's first lookup (*pick*) of a row. So the
-trainer needs all ids at this point, even if the lookups are inside of a loop, a branch or a
-`jax.checkpoint`.
+A trainer requests all rows of a step at once, before the first lookup. So it needs all row ids at
+this time, even if a lookup is inside of a loop, a branch or a `jax.checkpoint`.
 
-For a `scan`, the trainer needs the ids of all iterations. They are an input or output of the
-`scan`, or this module writes another `scan` that computes only ids. For a `cond`, the trainer needs
-the ids of all branches.
+For a `scan`, the trainer needs the ids of all iterations. If they are an input or output of the
+`scan`, no equation is needed. Otherwise this module writes another `scan`, which computes only ids.
+For a `cond`, the trainer needs the ids of all branches.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ _WITH_BODIES = frozenset({SCAN, COND, WHILE, *REMAT})
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowLookup:
-    """One read of rows by id (a *pick*), at the top level of a step or inside a loop or branch.
+    """Read of some rows of a table by id, at the top level of a step or inside a loop or branch.
 
     Attributes:
-      eqn: the equation that picks.
+      eqn: the equation that reads the rows.
       leaf: name of the table.
-      numbers: the row ids, as a value outside of all loops and branches.
+      numbers: the row ids, as a value that is computed outside of all loops and branches.
       component, outside, count: as in `RowPick`.
     """
 
@@ -67,10 +66,10 @@ class RowLookup:
 def numbers_first(eqns: Sequence[JaxprEqn], numbers: Iterable[Atom], like: Any) -> list[JaxprEqn]:
     """Select the equations that compute row ids; drop all other equations.
 
-    Loops among them are rewritten to compute only the outputs that ids depend on.
+    A selected loop is rewritten to compute only those outputs that row ids depend on.
 
     Args:
-      eqns: candidates, in order.
+      eqns: the equations to select from, in order.
       numbers: the row ids.
       like: the jaxpr that contains the equations.
     """
@@ -87,8 +86,10 @@ def numbers_first(eqns: Sequence[JaxprEqn], numbers: Iterable[Atom], like: Any) 
 
 
 def lookups_in(eqns: Sequence[JaxprEqn], flow: Flow) -> tuple[list[RowLookup], list[JaxprEqn]]:
-    """Return all row lookups, and added equations that compute the ids of lookups in loops and
-    branches.
+    """Return all reads of rows by id, and the equations to add for their ids.
+
+    The added equations compute the ids of lookups inside loops and branches. They run before these
+    loops and branches.
     """
     found: list[RowLookup] = []
     extra: list[JaxprEqn] = []
@@ -118,9 +119,9 @@ def lookups_in(eqns: Sequence[JaxprEqn], flow: Flow) -> tuple[list[RowLookup], l
 
 
 def _note_integers(eqns: Iterable[JaxprEqn], known: dict[Any, Sequence[Var]]) -> None:
-    """Record the equations that compute integers, for reuse of their results.
+    """Add the equations that compute integers to `known`, so that their results are reused.
 
-    Bodies of branches often compute the same row ids as the equations before them.
+    Bodies of branches often compute the same row ids as equations before the branches.
     """
     for eqn in eqns:
         if not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):
@@ -130,10 +131,11 @@ def _note_integers(eqns: Iterable[JaxprEqn], known: dict[Any, Sequence[Var]]) ->
 def _in_branches(
     eqn: JaxprEqn, step: Step, known: dict[Any, Sequence[Var]]
 ) -> tuple[list[RowLookup], list[JaxprEqn]]:
-    """Return the row reads of a `cond` or remat, and copies of equations that compute their ids.
+    """Return the reads of rows in the bodies of a `cond` or `jax.checkpoint`, and added equations.
 
-    The copies run before `eqn`. They compute the ids of every branch, since the trainer needs ids
-    before it knows which branch runs.
+    The added equations are copies of equations of the bodies, and compute the row ids before `eqn`.
+    They do so for every branch, since the trainer needs the ids before it knows the branch that
+    runs.
     """
     found: list[RowLookup] = []
     extra: list[JaxprEqn] = []
@@ -151,7 +153,7 @@ def _in_branches(
 def _in_scan(
     eqn: JaxprEqn, jaxpr: Any, flow: Flow, known: dict[Any, Sequence[Var]]
 ) -> tuple[list[RowLookup], list[JaxprEqn]]:
-    """Return the row reads in a scan's body, and a second scan that computes the row ids."""
+    """Return the reads of rows in a scan's body, and added equations that compute all their ids."""
     body, wires = opened(jaxpr), wiring(eqn)
     inside, new = lookups_in(body.eqns, flow)
     count = len(wires.carried)
@@ -193,7 +195,7 @@ def _in_scan(
 
 
 def _with_outer_numbers(picks: Iterable[RowLookup], env: Mapping[Var, Atom]) -> list[RowLookup]:
-    """Return the lookups of a body, with the values outside of the body that equal their row ids.
+    """Return a body's lookups, with row ids replaced by equal values outside of the body.
 
     Args:
       picks: the lookups of the body.
@@ -212,12 +214,12 @@ def _outer(atom: Atom, env: Mapping[Var, Atom]) -> Atom:
 def _copy_outside(
     eqn: JaxprEqn, env: dict[Var, Atom], known: dict[Any, Sequence[Var]]
 ) -> list[JaxprEqn]:
-    """Copy an equation of a body to the outside, unless `known` has an equal equation.
+    """Copy an equation of a body to the outside, unless an equal equation exists there.
 
     Args:
       eqn: the equation.
       env: for variables of the body, the values outside; this function adds the outputs of `eqn`.
-      known: outputs of the equations outside, by `_key`.
+      known: outputs of the equations that exist outside, by the equation's `_key`.
 
     Returns:
       The copy; an empty list if there is an equal equation.

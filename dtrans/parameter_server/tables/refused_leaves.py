@@ -1,6 +1,6 @@
 """Reasons why trainers cannot request single rows of a leaf, for errors and printed plans.
 
-Some reasons name a remedy.
+Some reasons also tell the user a way to change the step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def find_refusal(
     Args:
       step: the step, with its calls inlined.
       eqns: the equations of forward and backward, with calls inside their bodies inlined.
-      flow: row analysis of the equations.
+      flow: the result of row analysis (`dtrans.rows`) of the equations.
       leaf: name of the leaf.
       picks: the lookups of all tables.
       zeros: values that are zero in all rows that the step does not look up.
@@ -76,7 +76,7 @@ def find_refusal(
 
 
 def stacked_remedy(leaf: str, shape: Sequence[int]) -> str:
-    """Return the remedy for several tables that are stacked in one leaf; empty for one table."""
+    """Return advice for a leaf that consists of several stacked tables; empty for other leaves."""
     if len(shape) < 3:
         return ""
     count, rows, *row = shape
@@ -93,7 +93,8 @@ def find_refused_ids(
 ) -> dict[str, str]:
     """Return an error message, by leaf, for each table whose row ids depend on rows of a table.
 
-    A trainer requests the rows of all tables at once, so it must know all ids before.
+    A trainer requests the rows of all tables at once. So it cannot use a received row to compute
+    the id of another row.
 
     Args:
       eqns: the equations of forward and backward, and `Lookups.numbering`.

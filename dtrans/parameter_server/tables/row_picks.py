@@ -1,4 +1,4 @@
-"""Equations that read rows of a leaf by id, or add to such rows."""
+"""Equations that read rows of a leaf by id, or that add to rows by id."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from dtrans.rows.rules import Step
 
 @dataclasses.dataclass(frozen=True)
 class RowPick(Step):
-    """Equation that reads rows of a leaf by id, as `w[ids]` does, or adds to such rows.
+    """Equation that reads rows of a leaf by id (`w[ids]`), or adds to them (`w.at[ids].add(x)`).
 
     Attributes:
       numbers: index of the operand that contains the row ids.
-      component: position of the row id in the index vectors along the operand's last dimension;
+      component: the operand may contain index vectors along its last dimension, with one index for
+        each indexed dimension of the leaf. This is the position of the row id in an index vector.
         None if the operand is a single id.
       outside: treatment of ids that are outside the table. "error": the trainer raises an error;
         "clip": the nearest row is read; "drop": no row is read, and the result is a fill value.
@@ -77,11 +78,11 @@ def _is_window(size: int, rows: int) -> bool:
 
 
 def _outside(eqn: JaxprEqn, removed: Sequence[int], row: RowAxis) -> str:
-    """Return the treatment of ids outside the table by a gather or scatter (see `RowPick.outside`).
+    """Return the effect of an id outside the table on a gather or scatter (see `RowPick.outside`).
 
     Args:
       eqn: the gather or scatter.
-      removed: dimensions of the table that a picked row does not have.
+      removed: dimensions of the table that the result for one id does not have.
       row: layout of the table.
     """
     mode, fill = eqn.params["mode"], eqn.params.get("fill_value", 0)

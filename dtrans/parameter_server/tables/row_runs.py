@@ -76,7 +76,7 @@ def _with_starts(main: Program, names: Collection[str]) -> Program:
 
 
 def _is_run(eqn: JaxprEqn, leaves: Collection[Atom]) -> bool:
-    """Return True if an equation is a static slice of some consecutive rows of a leaf."""
+    """Return True if an equation is a static slice that reads some consecutive rows of a leaf."""
     if eqn.primitive.name != "slice" or eqn.invars[0] not in leaves:
         return False
     shape, read = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape

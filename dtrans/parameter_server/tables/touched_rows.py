@@ -1,9 +1,10 @@
 """Updates of servers, written for only those table rows that trainers looked up.
 
 A compiled program has a fixed number of rows, its *capacity*. But each step looks up another number
-of rows. So an update gets the looked-up rows, padded to the capacity with rows of zero gradient. To
-compile few programs, updates have capacities that are powers of two (`room_for`). Programs that
-initialise rows, or apply missed updates, have capacities 16, 128, 1024, ... (`rooms`).
+of rows. So an update gets the looked-up rows, and additional rows with a gradient of zero up to the
+capacity. To limit the number of compiled programs, the capacity of an update is a power of two
+(`room_for`). Two other kinds of programs have the capacities 16, 128, 1024, ... (`rooms`): those
+that initialise rows, and those that apply updates which a row has missed.
 `dtrans.slicing.server_update` writes the updates.
 """
 
@@ -37,12 +38,13 @@ class TableBlock:
       moves: True if an update also changes rows that no trainer looked up, or their optimizer
         state, for example by momentum. Servers apply these changes later, before a trainer reads
         the row.
-      leaf_moves: True if such changes include the rows of the leaf, not only their optimizer state.
-      rests: initial value of each state array, by name, if rows keep these values until their first
-        lookup; otherwise None.
+      leaf_moves: True if these changes include the rows of the leaf, not only their optimizer
+        state.
+      rests: the initial value of each state array, by name, if every row keeps it until the row's
+        first lookup. None if a row may change before.
       limit: the maximum number of rows of the block that the server may create; None for no limit.
       on_trainers: True if trainers store the rows that they looked up (GEO-SGD).
-      staleness: the maximum number of updates that are missing in a prefetched row.
+      staleness: the maximum number of updates that rows from `job.prefetch` may miss.
       row_filter: the condition under which the server begins to store a row; None if the first
         lookup creates the row.
     """
@@ -94,11 +96,11 @@ def room_for(count: int) -> int:
 
 
 def rooms(count: int) -> Iterator[tuple[int, int, int]]:
-    """Split `count` rows into several calls: yield (start, stop, capacity) for each call.
+    """Divide `count` rows among several calls of programs; yield (start, stop, capacity) of each.
 
-    Compiling a program takes longer than a thousand calls. So there are few capacities, each eight
-    times the previous one. A call uses the smallest capacity that covers half of the remaining
-    rows.
+    A program has a fixed number of rows, its capacity. Compiling it takes longer than a thousand
+    calls. So there are few capacities, each eight times the previous one. A call uses the smallest
+    capacity that covers half of the remaining rows.
     """
     start = 0
     while start < count:
@@ -110,7 +112,7 @@ def rooms(count: int) -> Iterator[tuple[int, int, int]]:
 
 
 def resized(placement: Placement, sizes: Mapping[str, int]) -> Placement:
-    """Return a placement with other numbers of rows in some blocks.
+    """Return a copy of a placement in which some blocks have other numbers of rows.
 
     Args:
       placement: the placement to copy.
@@ -130,8 +132,8 @@ def resized(placement: Placement, sizes: Mapping[str, int]) -> Placement:
 def mark_tables(placement: Placement, tables: Mapping[str, Any]) -> Placement:
     """Return the placement with `is_table` set for all blocks of tables.
 
-    The writer of updates treats marked blocks as a range of rows, even if a block is the full leaf.
-    So the update can later be written for another number of rows.
+    Without this field, a block that contains a full leaf is not treated as a range of rows. With
+    it, the update can later be written for another number of rows.
 
     Args:
       placement: the placement to copy.

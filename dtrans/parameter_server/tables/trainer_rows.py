@@ -1,13 +1,15 @@
 """Forward and backward of a trainer, written for the rows of tables that it looks up.
 
-The program first computes the row ids. Then a `split_ids` for each table sorts them, and a
-`prefetch` fetches their rows. All other equations read the fetched rows instead of the table, and
-the position of a row among the fetched rows instead of its id. So no value of the program has all
-rows of a table. Bodies of loops, branches and remat get the sorted ids as an additional input.
+The program first computes the row ids. For each table, a `split_ids` equation sorts them, and a
+`prefetch` equation fetches their rows from servers. All other equations read the fetched rows
+instead of the table, and the position of a row among the fetched rows instead of its id. So no
+value of the program has all rows of a table. Bodies of loops, branches and `jax.checkpoint` get the
+sorted ids as an additional input.
 
-Other operands of an equation that reads fetched rows are cut to these rows (`dtrans.rows.parts`).
-For example, a constant becomes a smaller constant. An operand that cannot be computed for some rows
-only is computed in full, and its rows are picked.
+An equation that reads fetched rows may have other operands with a row for each row of the table.
+These operands are computed for the fetched rows only (`dtrans.rows.parts`). For example, a constant
+becomes a smaller constant. If this is not possible, the operand is computed in full, and the rows
+are then selected.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ from dtrans.rows.writer import RowWriter
 class _TableRows:
     """Rows of each table that a step looks up.
 
-    This class implements `BlockRows`, the interface by which a `RowWriter` finds the rows of a
-    program.
+    This class implements `BlockRows`. A `RowWriter` rewrites a program for some rows of its arrays;
+    it gets these rows from an object with this interface.
 
     Attributes:
       sizes: for each table, the number of looked-up rows.
@@ -65,10 +67,10 @@ class _TableRows:
 def _pick(
     positions: dict[tuple[Any, ...], Atom], w: RowWriter, eqn: JaxprEqn, step: Step
 ) -> list[Var] | None:
-    """Write an equation that reads rows by id, or adds to rows; return its outputs.
+    """Rewrite an equation that reads rows by id, or adds to rows; return its outputs.
 
-    The written equation works on the fetched rows. So it uses a row's position among the fetched
-    rows in place of the row's id.
+    The new equation works on the fetched rows. So it uses a row's position among the fetched rows
+    in place of the row's id.
 
     Args:
       positions: a cache that forward and backward share: for each array of row ids, the array of
@@ -78,7 +80,7 @@ def _pick(
       step: the row analysis of `eqn`.
 
     Returns:
-      The outputs; None for an equation that neither picks rows nor adds to rows.
+      The outputs; None for all other equations.
     """
     if not isinstance(step, RowPick):
         return None
@@ -110,7 +112,7 @@ class TableWriter:
     Args:
       b: builder of the trainer's program.
       jaxpr: the jaxpr of the step.
-      found: the lookups of the step.
+      found: the lookups of the step, from `find_lookups`.
       tables: for each table, its variable in `jaxpr`.
       where: for each table, the parameters of `prefetch` that locate the table's rows on servers.
       eqns, roles: the equations of forward and backward, with their roles.
@@ -191,7 +193,12 @@ class TableWriter:
                 w.place(w.flow.layout(v))[v] = new
 
     def result(self, atom: Atom, maker: int) -> Atom:
-        """Return the variable of the trainer's program that contains an output of the step."""
+        """Return the variable of the trainer's program that contains an output of the step.
+
+        Args:
+          atom: the output, as a variable of the step.
+          maker: not used; other writers need it.
+        """
         if isinstance(atom, Var):
             layout = self.writer.flow.layout(atom)
             if isinstance(layout, RowAxis) and layout.leaf:
@@ -253,7 +260,8 @@ def _component(component: int | None, count: int) -> Callable[[jax.Array], jax.A
     """Return a function that extracts row ids from the operand of a lookup.
 
     Args:
-      component: column of the row ids in index vectors; None if the operand contains only row ids.
+      component: position of the row id in each index vector; None if the operand contains only row
+        ids.
       count: the number of consecutive rows that each lookup reads.
     """
 

@@ -2,9 +2,9 @@
 
 JAX truncates 64-bit ids to 32 bits without a warning, so an id out of range can select a wrong row.
 A trainer must raise an error instead. So this module writes equations that compute the ids of
-`emb[ids]` again from the 64-bit values. To find these values, it goes back through the equations
-that JAX adds for an index: they resolve negative ids, and concatenate the indices of several
-dimensions.
+`emb[ids]` again from the 64-bit values. JAX adds equations between these values and the lookup:
+they resolve negative ids, and concatenate the indices of several dimensions. This module copies
+these equations without the truncation.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class WideNumbers:
         return wide
 
     def _wide(self, atom: Atom) -> Atom | None:
-        """Return the value that an atom would have without narrowing casts.
+        """Return the value of an integer before casts to fewer bits.
 
-        Return None if no cast narrows it.
+        Return None if no cast to fewer bits precedes the value.
         """
         if isinstance(atom, Literal):
             return None

@@ -11,10 +11,11 @@ such rows must contribute the neutral element of the reduction.
 Some optimizers change a row with zero gradient after its first lookup, but not before: Adam's
 moments begin with zero and stay zero.
 
-A lazy update runs on looked-up rows only. That is correct for Adam, apart from the missing decay of
-moments, since each step uses a row's gradient at once. It is wrong for `optax.MultiSteps`, which
-accumulates gradients until a later step: that step must update all rows with accumulated gradients.
-`find_waiting` detects such optimizers. It evaluates the update for each outcome of each condition.
+A *lazy* update (`dtrans.Rows(update="lazy")`) runs on looked-up rows only. This works for Adam:
+each step uses a row's gradient at once, and only the decay of the moments of other rows is missing.
+It does not work for `optax.MultiSteps`, which accumulates gradients until a later step: the later
+step must update all rows with accumulated gradients. `find_waiting` detects such optimizers. It
+evaluates the update for each outcome of each condition.
 """
 
 from __future__ import annotations
@@ -72,10 +73,10 @@ _Kind = Any
 
 @dataclasses.dataclass(frozen=True)
 class _Condition:
-    """Boolean, or index of a branch, on which the new values of a row depend.
+    """Boolean, or index of a branch of a `cond`, that selects the new values of a row.
 
     Attributes:
-      var: the variable of the update that is the condition.
+      var: the variable of the boolean or index.
       outcomes: its possible values, such as True and False.
       text: description for users of the equation that computes the condition.
     """
@@ -101,13 +102,13 @@ class ZeroGradient:
       moves: names of the arrays that change in such a row: the parameter, or optimizer state.
       counts: description of a reduction over all rows (a norm, say) in which such a row still
         counts; empty if there is none.
-      positions: description of an equation that computes with the index of a row; empty if there is
-        none.
+      positions: description of an equation that computes a row's value from the row's index; empty
+        if there is none.
       state: names of the arrays of the optimizer state that have a row for each row of the
         parameter.
       unlike: names of arrays in `state` whose rows are not along dimension 0.
-      rests: for arrays in `state` that keep their initial value until the row's first gradient,
-        this value by name; None if some array changes before.
+      rests: the initial values of arrays in `state`, by name, if rows keep them until their first
+        gradient. None if some array changes before.
     """
 
     moves: tuple[str, ...]
@@ -123,9 +124,9 @@ def at_zero_gradient(analysis: RowAnalysis, leaf: str, begins: Mapping[Any, Any]
 
     Args:
       analysis: row analysis of the update.
-      leaf: a leaf that can be cut into rows.
-      begins: the number in all initial entries of an array, for the arrays of optimizer state that
-        the init fills with one number (dict by name).
+      leaf: a leaf that the optimizer updates row by row.
+      begins: the arrays that the init fills with one number, such as zero; a dict from name to this
+        number.
     """
     rows = _arrays_with_rows(analysis, leaf)
     followed, moves = _moves(analysis, leaf, rows, {})
@@ -140,12 +141,11 @@ def at_zero_gradient(analysis: RowAnalysis, leaf: str, begins: Mapping[Any, Any]
 def _moves(
     analysis: RowAnalysis, leaf: str, rows: Mapping[str, Var], begins: Mapping[Any, Any]
 ) -> tuple[_FollowedRow, tuple[str, ...]]:
-    """Evaluate the update for a row with zero gradient; return values and names of changed arrays.
+    """Evaluate the update for a row with zero gradient; also return the names of changed arrays.
 
     Args:
       rows: the arrays with rows of the leaf, by name.
-      begins: the number in all entries of an array, for arrays filled with one known number (dict
-        by name).
+      begins: arrays that are filled with one known number; a dict from name to this number.
     """
     followed = _follow(analysis, leaf, begins=begins)
     moves = []
@@ -156,22 +156,23 @@ def _moves(
 
 
 def find_waiting(analysis: RowAnalysis, leaf: str) -> str:
-    """Return the reason why gradients of a row wait for a later step; empty if they do not wait.
+    """Return the reason why an update does not use a row's gradient at once; empty if it does.
 
-    The update is evaluated for a row with zero gradient and unknown state, once for each outcome of
-    each condition in the update. Gradients wait if the answer to one of these two questions is
-    different for two outcomes:
+    For example, `optax.MultiSteps` accumulates gradients for a later step. The function evaluates
+    the update for a row with zero gradient and unknown state, once for each outcome of each
+    condition in the update. An update accumulates gradients if one of these answers differs between
+    two outcomes:
 
     - Does the new leaf, or a new state array, depend on other arrays (`optax.MultiSteps`, a
       lookahead)?
     - Does the new leaf, or a new state array, depend on its own old value?
 
-    Outcomes in which a step ignores the gradients of all rows (`optax.apply_if_finite`) do not
-    count.
+    Outcomes with which a step ignores the gradients of all rows (`optax.apply_if_finite`) are left
+    out.
 
-    Conditions are booleans that all rows share, and comparisons of integers of the row, such as its
-    step count. Not detected: a factor that is zero in some steps, if it is computed rather than
-    selected by a condition.
+    A condition is a boolean that all rows share, or a comparison of integers of the row, such as a
+    step count for each row. Not detected: a factor that is zero in some steps, if it is computed
+    rather than selected by a condition.
     """
     rows, outputs = _arrays_with_rows(analysis, leaf), analysis.outputs
     cases: list[_FollowedRow] = []
@@ -232,8 +233,8 @@ def _follow(
     """Evaluate an update for one row of a leaf; return the abstract values of all variables.
 
     Args:
-      begins: the number in all entries of an array, for arrays of the state that are filled with
-        one number (dict by name).
+      begins: arrays of the state that are filled with one known number; a dict from name to this
+        number.
       assumed: maps the variable of a condition to the assumed outcome.
       any_gradient: True for a row with an unknown gradient; False for a gradient of zero.
     """
@@ -252,7 +253,7 @@ def _follow(
 
 
 def _skips(analysis: RowAnalysis, leaf: str, assumed: Mapping[Var, _Kind]) -> bool:
-    """Return True if the update changes no row, for any gradient, in steps with these outcomes.
+    """Return True if, with these outcomes of conditions, the update changes no row at all.
 
     For example, `optax.apply_if_finite` skips the update if a gradient is not finite.
 
@@ -271,13 +272,13 @@ def _decider(
 ) -> str:
     """Return a description of the condition that decides if a property holds; empty if none does.
 
-    The update is evaluated in several cases, with different outcomes of its conditions. The
-    function compares each case that has the property with each case that lacks it. It chooses a
-    condition in which the most similar pair differs.
+    The update was evaluated several times, with different outcomes of its conditions. The function
+    compares each evaluation that has the property with each one that lacks it. From the most
+    similar pair, it takes a condition with different outcomes.
 
     Args:
       cases: the evaluations of the update.
-      holds: for each case, True if it has the property.
+      holds: for each evaluation, True if it has the property.
       text_of: maps the variable of a condition to the condition's description.
     """
     yes: list[_FollowedRow] = []
@@ -314,8 +315,8 @@ class _FollowedRow:
     """Evaluation of an optimizer step for one row whose gradient is zero.
 
     Each variable has an abstract value in this row: a known number, an unchanged input (`Alias`),
-    or unknown. If a boolean with an unknown value decides which values a row gets, the caller
-    evaluates the step again for each of its outcomes.
+    or unknown. If a boolean with an unknown value selects the values of a row, the caller evaluates
+    the step again for True and for False.
 
     Args:
       leaf: name of the parameter.
@@ -323,7 +324,7 @@ class _FollowedRow:
       eqns: the equations, in order.
       assumed: outcomes of conditions that this evaluation assumes, by variable.
       parent: for a branch, the evaluation of the equations around it; None for the whole step.
-      outer: for each input of a branch, the operand that is passed to it.
+      outer: for each input of a branch, the operand that the `cond` passes to it.
 
     Attributes:
       kinds: abstract values of all variables that were read (dict by variable).
@@ -404,10 +405,10 @@ class _FollowedRow:
         return isinstance(layout, RowAxis) and layout.leaf == self.leaf
 
     def _find_condition(self, eqn: JaxprEqn) -> None:
-        """Search an equation for a condition with an unknown outcome that decides its outputs.
+        """Search an equation for a condition that selects its outputs and has an unknown outcome.
 
-        A condition is a boolean operand, or the branch index of a `cond`. The first one is stored
-        in `open`. The caller then evaluates the step again for each of its outcomes.
+        A condition is a boolean operand, or the branch index of a `cond`. This method stores the
+        first one in `open`. The caller then evaluates the step again for each of its outcomes.
         """
         for a in eqn.invars:
             if not isinstance(a, Literal) and (a.aval.dtype == bool or not self.is_row(a)):
@@ -472,7 +473,7 @@ class _FollowedRow:
         self.kinds |= zip(eqn.outvars, entered.outs, strict=True)
 
     def _is_alike(self, a: Atom, axis: int) -> bool:
-        """Return True if the equations show that an array has equal entries along `axis`."""
+        """Return True if all entries of an array along `axis` are known to be equal."""
         if isinstance(a, Literal) or not a.aval.ndim or a.aval.shape[axis] == 1:
             return True
         eqn = self._producers.get(a)
@@ -487,10 +488,10 @@ class _FollowedRow:
 
 
 def _conditions_are_in_operands(eqn: JaxprEqn) -> bool:
-    """Return True if a value's conditions, such as `a < b`, are among the operands of its equation.
+    """Return True if the search for a condition continues at the operands of an equation.
 
-    The search for conditions goes on at operands of elementwise arithmetic, of `and`, `or`, `xor`
-    and `not`, and of equations that move entries. It stops at comparisons, because a comparison is
+    This is the case for elementwise arithmetic, for `and`, `or`, `xor` and `not`, and for equations
+    that move entries. The search stops at a comparison, such as `a < b`, because its result is
     itself a condition.
     """
     is_logic = eqn.primitive.name in ("and", "or", "xor", "not")
