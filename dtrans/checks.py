@@ -32,7 +32,7 @@ def check_int(
     Args:
       name: name of the option.
       value: value of the option.
-      what: noun phrase for the expected value.
+      what: description of a valid value, which the error contains.
       least, most: the range, inclusive.
       or_none: True to also accept None.
     """
@@ -45,7 +45,7 @@ def check_number(
 ) -> None:
     """Raise ConfigError unless an option is a number and `fits(number)` is True.
 
-    With `or_none=True`, None is valid, too.
+    `what` describes a valid number in the error. With `or_none=True`, None is valid, too.
     """
     if not (is_number(value) and fits(value)) and not (or_none and value is None):
         _refuse(name, f"{what}, or None" if or_none else what, value)
@@ -56,7 +56,7 @@ def check_speeds(value: Any, what: str) -> tuple[float, ...]:
 
     Args:
       value: value of the option.
-      what: noun for an owner of a speed, such as "device".
+      what: noun for the object that has a speed, such as "device", for errors.
 
     Raises:
       ConfigError: the value is no list of positive, finite numbers.

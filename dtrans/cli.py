@@ -557,7 +557,7 @@ def check_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Check without tolerance that a plan, or a shard_map step, computes the one-device step.
+    """Check that a plan, or your shard_map step, computes exactly the one-device results.
 
     The function has no arguments. It returns a plan, or `(distributed_step, step, args)`, the
     arguments of `dtrans.verify`.

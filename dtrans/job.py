@@ -432,7 +432,7 @@ class Job(StateFunctions):
         """
 
     def prefetch(self, *batch: Any) -> bool:
-        """Tell the job a batch that a later step will use, so that it can load table rows early.
+        """Tell the job about a later step's batch, so that it can request table rows early.
 
         Large embedding tables stay on parameter servers (docs/tables.md). A trainer requests only
         the rows that a batch looks up. An early request overlaps with the current step. The results

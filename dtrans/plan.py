@@ -382,7 +382,8 @@ def _comparison(plan: Plan, batch: tuple[Any, ...]) -> Comparison:
 
     Args:
       plan: the plan.
-      batch: the batch arguments of the step: arrays, or types. Empty for the traced types.
+      batch: the batch arguments of the step: arrays, or types. Empty to use the types with which
+        the step was traced.
     """
     main, specs = plan.main, plan.main.args[2:]
     if not batch:

@@ -372,7 +372,7 @@ def _communicates(eqns: Sequence[JaxprEqn]) -> bool:
 
 
 def batch_axes(step: DividedStep, batch: Batch) -> dict[str, int]:
-    """Return the dimension to divide of each batch array, by name; omit replicated arrays.
+    """Return the dimension along which each batch array is divided; omit replicated arrays.
 
     Raises:
       ConfigError: an array does not have the dimension; or `batch.axes` is a tuple whose length

@@ -63,7 +63,7 @@ from dtrans.step.marks import mark_p
 
 @dataclasses.dataclass(frozen=True)
 class PartScale:
-    """Result of the proof: outputs that are means over the batch, and outputs that are sums.
+    """Result of `scale_of_parts`: outputs that are means over the batch, and outputs that are sums.
 
     One device's output is a sum with one term for each trainer. The user's step on a trainer's part
     returns this term times trainers**exponent. The exponent is 1 for a mean over the batch, and 0

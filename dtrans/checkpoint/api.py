@@ -76,7 +76,7 @@ def save(path: Folder, job: Job, state: Any, /, *, tag: str | None = None) -> No
 def save(
     path: Folder, plan: Any, endpoint: Any, state: Any = None, *, tag: str | None = None
 ) -> None:
-    """Save the state in this process. Each process of the job saves to the same path.
+    """Save this process's part of a job's state; each process of the job calls this function.
 
         save(path, plan, endpoint, state)     in the process of a server, with an `Executor`
         save(path, job, state)                in each process of a job; on servers after they ended
@@ -84,7 +84,8 @@ def save(
     To check the path before training, call `check(path, job)`.
 
     Args:
-      path: the folder of this checkpoint, such as `ckpt/300`, which all processes must see.
+      path: the folder of this checkpoint, such as `ckpt/300`. All processes pass the same path, and
+        must see this folder.
       plan: the plan of the servers, equal in all processes.
       endpoint: the server's endpoint.
       job: the job of `plan.on_mesh()`, `plan.on_cluster()`, `plan.simulate()` or `plan.on_ray()`.

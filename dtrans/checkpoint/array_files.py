@@ -1,6 +1,6 @@
 """NumPy files of arrays, which a server writes between its steps.
 
-    dense/0.npy    the first array in the mapping of names and types that `write_arrays` returns
+    dense/0.npy    the first array in the dict that `write_arrays` returns
 
 A server's files form a *piece* of the checkpoint. The description of the piece contains a checksum
 of each file, and a reader compares the checksums.

@@ -100,8 +100,8 @@ class Checkpoint:
       pieces: maps each saver (the server, trainer or rank that wrote a piece) to the piece's name.
       types: maps the name of each array of the step to its type, as text.
       rows: saved slices of each array, by array name. Arrays that only servers have are included.
-      tables: dict from (saver, slice name), for slices that were saved by rows, to a pair: the
-        files of the table block, and the slice's column in these files.
+      tables: slices that were saved by rows: (saver, slice name) -> (the files of the table block,
+        the slice's index among the arrays in these files).
       may_differ: True if copies of an array may come from different steps.
       origin: a pair: the job's identifier, or "" if the job writes no cuts (snapshots); and the
         step.
@@ -247,7 +247,8 @@ class Checkpoint:
     def _blocks(self, target: VarDistributed) -> list[tuple[VarDistributed, SavedBlock, int]]:
         """Return the saved blocks of a table that overlap `target`.
 
-        Each tuple contains a saved slice, the block's files, and the slice's column in these files.
+        Each tuple contains a saved slice, the files of its block, and the slice's index among the
+        arrays in these files.
         """
         rows = self.rows.get(target.origin_name, ())
         found = []

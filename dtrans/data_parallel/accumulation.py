@@ -215,7 +215,7 @@ def _micro_program(source: Program, window: MicroSteps) -> Program:
 def _write_precomputed(b: Builder, step: DividedStep, window: MicroSteps) -> dict[str, Atom]:
     """Write the values that a trainer computes before its micro-steps, and return them by name.
 
-    They depend on the full batch, but on no parameter, such as a dropout mask.
+    A dropout mask is an example. The values depend on the full batch, but on no parameter.
     """
     if window.precomputed is None:
         return {}

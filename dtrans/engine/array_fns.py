@@ -86,7 +86,7 @@ def _with(indices: Array, component: int, value: Array) -> Array:
 def _owned(
     indices: Array, component: int, start: Array, local: int, size: int, clip: bool
 ) -> tuple[Array, Array]:
-    """Return indices as positions in the full dimension, and a mask of those in this shard's piece.
+    """Return positions in the full dimension, and a mask: True for those in this shard's piece.
 
     Args:
       indices: the indices of a gather or scatter.
