@@ -102,7 +102,8 @@ class VerifyError(DtransError, AssertionError):
     """Error: a step passed to `dtrans.verify` differs from the one-device step.
 
     Attributes:
-      report: the report, which lists outputs that differ, and faults. Its text is the message.
+      report: the report, which lists outputs that differ, and faults. The message is the report's
+        text.
     """
 
     def __init__(self, report: Any) -> None:

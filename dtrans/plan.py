@@ -183,8 +183,8 @@ class Plan(abc.ABC):
         """Return a table of the bytes that each role sends to each other role in one step.
 
         A notebook shows the result as a drawing. For a collective operation, the table counts the
-        bytes of its operands. For embedding tables, the bytes of rows are upper bounds. They assume
-        ids that are evenly spread over the servers.
+        bytes of its operands. For embedding tables, the bytes are upper bounds if ids are evenly
+        spread over the servers.
 
         Example:
           >>> import jax.numpy as jnp, optax, dtrans
@@ -339,8 +339,9 @@ class Plan(abc.ABC):
         """Check that the job computes the same numbers as the one-device step, without tolerance.
 
         The check replaces floating-point numbers by elements of a finite field, where equal
-        formulas give equal results. It compares the traced step of the job with the one-device step
-        at random points (docs/verify.md). It needs no devices, and does not compile the steps.
+        formulas give equal results. The job's traced step and the one-device step are evaluated and
+        compared for random numbers (docs/verify.md). The check needs no devices, and does not
+        compile the steps.
 
         Args:
           *batch: the batch arguments of the step: arrays, or types (`jax.ShapeDtypeStruct`).
@@ -348,7 +349,7 @@ class Plan(abc.ABC):
             numbers near its entries are used. Default: the types with which the step was traced.
           points: the one-device step runs this many times before each comparison. `(0, 5)` compares
             one step from the initial state, and one step from the state after five steps.
-          seed: seed of the random points.
+          seed: seed of the random numbers.
 
         Returns:
           A report: `report.equal`, `report.complete`, and the outputs that differ.

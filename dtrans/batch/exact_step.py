@@ -53,8 +53,8 @@ class ExactStep:
       joined: dimension along which each "concat" result is concatenated.
       axes: divided dimension of each batch array; other arrays are replicated.
       rows: number of rows in the full batch.
-      part: the step that `dtrans.engine` wrote for one trainer, with a list of its collectives. It
-        is also set if `step` is the user's step.
+      part: the step that `dtrans.engine` wrote for one trainer, with a list of its collectives.
+        `part` is also set if `step` is the user's step.
       proven: True if `step` is the user's step itself, which needs no communication.
       for_types: returns the trainer's step for other types of the inputs. Parts have `ceil(rows /
         trainers)` rows.

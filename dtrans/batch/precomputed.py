@@ -1,7 +1,7 @@
 """Values that a job computes from the full batch, before it computes with parts of the batch.
 
-Examples are the number of entries in a mask, a dropout mask, or a permutation of rows. They depend
-on no trained parameter. A separate program computes these values from the full batch, before the
+Examples are the number of entries in a mask, a dropout mask, or a permutation of rows. These values
+depend on no trained parameter. A separate program computes them from the full batch, before the
 steps of the parts run. Each part gets its rows of each value, or the full value. Then the rest of
 the step may need no communication: for example, a masked mean is a sum over parts once its divisor
 is known.

@@ -99,7 +99,7 @@ def scale_of_parts(
     Args:
       step: the user's step, traced on a trainer's part. If the step contains its loss as one
         undifferentiated equation (`dtrans.step.capture`), the proof compares losses instead of
-        gradients. It then also works for gradients that do not depend on the batch.
+        gradients. Then the proof also works for gradients that do not depend on the batch.
       part: the derived step of a trainer.
       trainers: number of trainers.
 

@@ -49,7 +49,7 @@ from dtrans.step.halves import divide_step
 class WrittenParts:
     """Writer of the step on one part of the batch, such as a micro-batch.
 
-    This step takes precomputed values of the full batch as its last arguments.
+    The written step takes precomputed values of the full batch as its last arguments.
 
     Attributes:
       values: the precomputed values, except the indices of parts.
@@ -105,7 +105,7 @@ class WrittenParts:
     def part_of(self, full_step: Program, found: TrainerStep | None = None) -> Program:
         """Return the step on one part of the batch, without communication.
 
-        Its last arguments are precomputed values.
+        The last arguments of the returned step are precomputed values.
 
         Args:
           full_step: step on the full batch.

@@ -91,9 +91,9 @@ def save(
       job: the job of `plan.on_mesh()`, `plan.on_cluster()`, `plan.simulate()` or `plan.on_ray()`.
       state: for a server, the result of `exe.run(pserver, ...)`; for a job, the state that
         `job.step` returned. Rows are copied from each rank's device, without a gather.
-      tag: a name of this save, equal in all processes of the job and different for each run. It is
-        needed only by processes that were started separately; other processes know the identifier
-        of their run (`dtrans.checkpoint.runs`). Pieces with different tags are not combined.
+      tag: a name of this save, equal in all processes of the job and different for each run. Pass a
+        tag only if the processes were started separately; other processes know the identifier of
+        their run (`dtrans.checkpoint.runs`). Pieces with different tags are not combined.
 
     Raises:
       ConfigError: the path contains a complete checkpoint, or pieces that may belong to this run;
@@ -571,9 +571,9 @@ def load(path: Folder, main: Program, startup: Program | None = None) -> Any:
       path: the path that was passed to `save`.
       main: the traced step: `dtrans.trace(step, params, opt_state, *batch)`, `dtrans.trace(step,
         state, *batch)` or `plan.main`.
-      startup: the traced init: `dtrans.trace(init, ...)` or `plan.startup`. It is needed if the
-        checkpoint lacks table rows that no step looked up. It is also needed for
-        `step(state, *batch)` if the step's results have the same types as its batch.
+      startup: the traced init: `dtrans.trace(init, ...)` or `plan.startup`. Pass it if the
+        checkpoint lacks table rows that no step looked up. Also pass it for `step(state, *batch)`
+        if the step's results have the same types as its batch.
 
     Returns:
       `(params, opt_state)`, or `state` for `step(state, *batch)`: the arguments with which the

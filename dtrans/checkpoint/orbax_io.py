@@ -216,8 +216,8 @@ class Checkpoint:
 
         Args:
           targets: the wanted slices.
-          first: a function that returns a slice of the init's outputs. It is needed for table rows
-            that were not saved.
+          first: a function that returns a slice of the init's outputs. Pass it if table rows were
+            not saved.
         """
         needed: dict[str, dict[str, None]] = {}
         by_rows: set[int] = set()

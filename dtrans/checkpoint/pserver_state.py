@@ -1,8 +1,8 @@
 """Conversion between the state of servers and the pytrees of the single-device step.
 
 Servers also store arrays that are not part of the step: backups and mean squares of DC-ASGD. These
-start from initial values unless they were saved (`initial_sources`). The values of leaves that no
-server stores (`plan.frozen`) come from trainer 0.
+additional arrays start from initial values unless they were saved (`initial_sources`). The values
+of leaves that no server stores (`plan.frozen`) come from trainer 0.
 
 Functions check names, shapes and dtypes of a state. Their results share no memory with their
 arguments.
@@ -233,8 +233,8 @@ def check_plan(plan: Any) -> None:
 def check_saved_by_servers(plan: PServerPlan) -> None:
     """Raise ConfigError unless servers alone can save a complete checkpoint.
 
-    They cannot if trainers store a part of the state: the optimizer state with `dtrans.Geo`, or the
-    parameters in `plan.frozen`, which no server updates.
+    Servers alone are not enough if trainers store a part of the state: the optimizer state with
+    `dtrans.Geo`, or the parameters in `plan.frozen`, which no server updates.
     """
     check_plan(plan)
     if plan.frozen:

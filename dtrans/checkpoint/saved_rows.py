@@ -1,10 +1,10 @@
 """Embedding tables in the state of a server, without memory for rows that no step has used.
 
 A row of a table exists after its first lookup; all other rows have the values of the init. In a
-saved or restored state, an array of a table is an `ArrayLike`, which is not in memory. It refers to
-a `TableRows`. This object yields the existing rows of the table and of its optimizer state, in
-bounded segments, and generates all other rows by the init. To write a checkpoint, the segments are
-read. Converting an `ArrayLike` to an array generates all rows.
+saved or restored state, an array of a table is an `ArrayLike`: a placeholder for an array that is
+not in memory. The placeholder refers to a `TableRows`, which reads the existing rows of the table
+and of its optimizer state, some at a time. The init generates all other rows. A checkpoint contains
+the existing rows only. Converting an `ArrayLike` to an array generates all rows.
 
     saving a running server   a snapshot (`dtrans.run.parameter_server.tables.row_snapshot`)
     restoring a server        `SavedTable`, from which the server reads its rows

@@ -91,7 +91,7 @@ class SavedBlock:
     def args(self) -> list[np.ndarray]:
         """Return the saved arguments of the init as NumPy arrays.
 
-        They exist only if `about["begins"]` is True.
+        The arguments were saved only if `about["begins"]` is True.
         """
         with np.load(self.folder.parent / ARGS) as file:
             return [file[str(i)] for i in range(len(file.files))]

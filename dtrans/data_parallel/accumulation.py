@@ -6,9 +6,9 @@
 Accumulation (`num_micro_batch`) saves memory for activations. Local steps (`local_sgd`) save
 communication: a trainer takes several complete steps before trainers average their state.
 
-The scan over micro-steps does not communicate. It carries the parameters that a trainer updates
-locally, such as batch statistics. In local steps it carries all state. `jax.random.fold_in` gives
-each micro-step different random keys.
+The scan over micro-steps does not communicate. The scan carries the parameters that a trainer
+updates locally, such as batch statistics. In local steps, the scan carries all state.
+`jax.random.fold_in` gives each micro-step different random keys.
 
 Sources of local steps: Stich, Local SGD Converges Fast and Communicates Little (arXiv 1805.09767);
 Yu, Jin, Yang (arXiv 1905.03817), who also average the optimizer's state. Paddle's `LocalSGD`
@@ -134,9 +134,9 @@ def write_micro_steps(
       window: the trainer's micro-steps.
       results: the wanted outputs. Parameters that trainers update locally are returned anyway.
       inputs: values in `b` that replace inputs of the step, by name.
-      half: a function that writes one micro-step. It adds one variable for each of `inputs` to the
-        builder, after all other inputs. It returns two dicts: outputs by name, and gradients by
-        leaf. The default is `write_trainer_half`.
+      half: a function that writes one micro-step. The function adds one variable for each of
+        `inputs` to the builder, after all other inputs, and returns two dicts: outputs by name, and
+        gradients by leaf. The default is `write_trainer_half`.
 
     Returns:
       Merged outputs by name, and merged gradients by leaf.

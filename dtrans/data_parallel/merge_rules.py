@@ -4,8 +4,8 @@ With `batch="local"`, each trainer computes its own loss, batch statistics and o
 job returns one value. With local steps, all state must be merged, too. A rule in the user's `merge`
 has priority. Other rules are inferred from two traces: the step of one trainer, and the step on the
 full batch. Results that are larger in the second trace grow with the batch, and are concatenated.
-Propagation over the equations finds the values that depend on rows of the batch. It also finds the
-values that depend only on the number of rows. If no rule can be inferred, the plan raises an error.
+An analysis of the equations finds values that depend on rows of the batch, or only on the number of
+rows. If no rule can be inferred, the plan raises an error.
 """
 
 from __future__ import annotations
@@ -256,7 +256,8 @@ def _trace_full_batch(
       step: the step of one trainer.
       options: the options of the data-parallel strategy.
       parts: the number of parts into which the full batch is split.
-      may_grow: outputs whose merge rule depends on the new trace. They may grow with the batch.
+      may_grow: outputs that may grow with the batch, so that their merge rule depends on the new
+        trace.
 
     Returns:
       The new trace. Batch arrays with different numbers of rows cannot be traced on the full batch:

@@ -37,7 +37,7 @@ class Reduce:
         `batch="exact"`: the plan then infers it.
       bucket_MB: the size in MB of a bucket. All gradients of a bucket share one reduction. 0
         reduces each gradient separately.
-      max_buckets: the maximum number of buckets. It replaces `bucket_MB`: gradients are divided
+      max_buckets: the maximum number of buckets, in place of `bucket_MB`. Gradients are divided
         into about equal buckets (EPL's rule).
       chains: the number of chains of reductions that may overlap. In a chain, each reduction waits
         for the previous one. By default XLA decides.

@@ -369,7 +369,8 @@ class Reducer:
     def _by_count(self, x: Atom) -> Atom:
         """Multiply a trainer's value by its share of all examples; without weights, return `x`.
 
-        This precedes the sum over trainers, because a sum of unweighted values might overflow.
+        The weight is applied before the sum over trainers, because an unweighted sum might
+        overflow.
         """
         if self.example_count is None:
             return x

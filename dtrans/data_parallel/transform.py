@@ -506,7 +506,7 @@ def check_example_count(step: DividedStep, options: Options, name: str) -> None:
 def refuse_collectives(main: Program) -> None:
     """Raise GradientError if the user's step has collectives, such as `jax.lax.psum`.
 
-    Its gradients would be reduced twice.
+    The gradients of such a step would be reduced twice.
     """
     for eqn in equations(main.jaxpr):
         # ignore integer axes: jax.vmap turns a psum over its axis into a sum over this dimension

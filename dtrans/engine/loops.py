@@ -1,8 +1,8 @@
 """Loops and branches on shards: layouts of their operands and outputs, and their bodies.
 
 The body of a loop is rewritten with the layouts of the initial carried values. If the body returns
-other layouts, the body is rewritten with the returned layouts. This is repeated until the layouts
-no longer change. Layouts only rise in this order:
+other layouts, the body is rewritten with the returned layouts. The rewrite is repeated until the
+layouts no longer change. It ends, because a layout changes only upwards in this order:
 
     replicated < partial sum < sharded
 

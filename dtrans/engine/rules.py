@@ -251,8 +251,8 @@ def _arg_reduce(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
 def _gather(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
     """Return the strategy of a gather.
 
-    The sharded dimension may be a dimension of the indices, or a batch dimension of the operand. It
-    may also be a dimension along which the gather looks up single entries, or copies all entries.
+    The sharded dimension may be a dimension of the indices, or a batch dimension of the operand. Or
+    the gather looks up single entries along this dimension, or copies all entries.
     """
     (x, indices), (found, of) = avals(eqn.invars), ins
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
@@ -294,8 +294,8 @@ def _gather(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
 def _scatter(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
     """Return the strategy of a scatter.
 
-    The sharded dimension may be a dimension of the indices, or a batch dimension of the operand. It
-    may also be a dimension along which the scatter writes single entries, or all entries.
+    The sharded dimension may be a dimension of the indices, or a batch dimension of the operand. Or
+    the scatter writes single entries along this dimension, or all entries.
     """
     x, indices, updates = avals(eqn.invars)
     numbers = eqn.params["dimension_numbers"]

@@ -13,8 +13,9 @@ A dimension that is not a multiple of the number of shards is padded at its end.
 change any result.
 
 Source: EPL's `split` (epl/ops: dense layers by columns, cross entropy over sharded classes,
-experts). Differences: `split` replicates the batch, unless `axes` shards it. It pads remainders,
-which EPL assigns to shard 0. Class ids stay integers, and logarithms get no added epsilon.
+experts). Differences: `split` replicates the batch, unless `axes` shards it. `split` pads
+remainders, but EPL assigns them to shard 0. Class ids stay integers, and logarithms get no added
+epsilon.
 """
 
 from __future__ import annotations

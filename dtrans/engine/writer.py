@@ -124,7 +124,8 @@ class SplitWriter(ShardValues):
     def _makes_local(self, eqn: JaxprEqn) -> bool:
         """Return True if full outputs of an equation differ between shards.
 
-        They differ if the equation reads such values, or reduces pieces inside `dtrans.local`.
+        Outputs differ if the equation reads values that differ, or reduces pieces inside
+        `dtrans.local`.
         """
         if not self.local_values.isdisjoint(variables(eqn.invars)):
             return True
@@ -227,8 +228,8 @@ class SplitWriter(ShardValues):
         """Return True if an output contains only entries of an operand, cast or rearranged.
 
         Such an output of a sharded input counts as an input, too, so that it is gathered only as a
-        last resort. This includes one layer of a stacked operand, and the all-gather of an operand
-        that is sliced over another mesh axis.
+        last resort. One layer of a stacked operand also counts, and so does the all-gather of an
+        operand that is sliced over another mesh axis.
         """
         name, had = eqn.primitive.name, self.layout(a)
         if name not in ("slice", "dynamic_slice", "all_gather", "after"):
