@@ -3,9 +3,9 @@
     step (one jaxpr)  --transform-->  a plan: one jaxpr per role  ----run----->  a running job
 
 Trace a step with `trace`. Pass the traced step to `sharding` (ZeRO), `nccl2` (data parallelism),
-`pserver` (parameter servers) or `pipeline`, which return a plan; or use Paddle's interface,
-`DistributeTranspiler`. Run the plan in this process (`plan.on_mesh()`), or as several processes
-(`dtrans launch`, `plan.on_cluster()`, `Executor`).
+`pserver` (parameter servers) or `pipeline`, which return a plan. Users of Paddle may call
+`DistributeTranspiler` instead. Run the plan in this process (`plan.on_mesh()`), or as several
+processes (`dtrans launch`, `plan.on_cluster()`, `Executor`).
 """
 
 from dtrans import checkpoint, epl, errors, nn, optimizers, paddle

@@ -24,8 +24,8 @@ def check(name: str, *, seed: int = 0, devices: int | None = None) -> Report:
     """Verify a plan, or a step, that a module defines.
 
     Args:
-      name: `module:name` of a plan, or of a function without arguments that returns a plan, a
-        report, or a tuple `(distributed_step, step, args)`.
+      name: `module:name` of a plan or a function. The function has no arguments, and returns a
+        plan, a report, or a tuple `(distributed_step, step, args)`.
       seed: seed of the random inputs, on which the distributed and the one-device step are
         compared.
       devices: number of CPU devices to create, for the meshes of the module.

@@ -2,9 +2,9 @@
 
 The network may limit the speed of a job with parameter servers. If the rate of the hosts' links is
 known, the costs contain a lower bound for the time of a step: the time in which the busiest link
-carries the step's bytes. Let each of n trainers send and receive M bytes in a step, M / k to and
-from each of k servers. Let every role have a separate host, whose link carries B bytes per second
-in each direction at once. Then a step takes at least
+carries the step's bytes. Let each of n trainers send and receive M bytes in a step. Each of k
+servers receives and sends M / k of these bytes. Let every role have a separate host, whose link
+carries B bytes per second in each direction at once. Then a step takes at least
 
     max(M / B, n M / (k B))
 
@@ -61,8 +61,8 @@ class RoleCost:
       role: name of the role: `trainer`, `127.0.0.1:6174`, `stage 0`.
       count: number of processes or devices with this role. All further attributes are for one
         process or device.
-      state_bytes: bytes of the state. A server that sends some parameters before its update is
-        complete keeps the old optimizer state, too, so that state counts twice
+      state_bytes: bytes of the state. Optimizer state counts twice on a server that sends some
+        parameters before its update is complete, because the server also keeps the old state
         (docs/early_answers.md). A server stores more for cuts at failures, and during checkpoints.
       sent: bytes sent in a step. A collective counts as sending its operands; the bytes on a link
         depend on its algorithm.

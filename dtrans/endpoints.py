@@ -118,9 +118,9 @@ class ReservedEndpoints:
     """Loopback endpoints on free ports, which are reserved until `close`.
 
     To reserve a port, this object binds a socket that does not listen: the system then assigns the
-    port to no other process. On Linux a server can still bind the port if both sockets have
-    SO_REUSEADDR, as the sockets of ZeroMQ, gRPC and `socket.create_server` have. On other systems
-    the server could not bind the port, so the ports are released at once.
+    port to no other process. On Linux, a server can still bind the port if both sockets have
+    SO_REUSEADDR. ZeroMQ, gRPC and `socket.create_server` set this option. On other systems the
+    server could not bind the port, so the ports are released at once.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Exceptions and warnings of the package.
 
-Each message names an object that the user knows (a leaf, option, endpoint or step), its actual
-value, the expected value, and a remedy. Each error class derives from `DtransError`, and from a
-built-in exception such as `ValueError`, so that code which catches built-in exceptions also works.
+Each message names an object that the user knows (a leaf, option, endpoint or step). It contains the
+actual value, the expected value, and a remedy. Each error class derives from `DtransError`, and
+also from a built-in exception such as `ValueError`, so that users can catch either.
 """
 
 from __future__ import annotations

@@ -567,8 +567,8 @@ class Job(StateFunctions):
 
         Process k of N gets rows k*B/N to (k+1)*B/N of each array in `split_axes()`, and all other
         arrays in full. A single process gets the global batch. Some jobs (`takes_uneven_parts`)
-        also accept a number of rows that the trainers cannot divide equally, or give faster
-        trainers more rows (`dtrans.Batch.speeds`). The result then contains a `dtrans.UnevenPart`.
+        also accept rows that the trainers cannot divide equally, or give faster trainers more rows
+        (`dtrans.Batch.speeds`). The result then contains a `dtrans.UnevenPart`.
 
         Args:
           *batch: the batch arguments of the step: pytrees of NumPy or JAX arrays.

@@ -356,8 +356,8 @@ class Plan(abc.ABC):
 
         Raises:
           ConfigError: no one-device program computes the same numbers as the plan. For example,
-            table rows may be stale (`dtrans.Rows(staleness=...)`), or the plan has local steps and
-            a merge rule that one device cannot repeat.
+            table rows may be stale (`dtrans.Rows(staleness=...)`). Or `local_sgd` merges a result
+            by a rule that one device cannot repeat.
 
         Example:
           >>> import jax.numpy as jnp, optax, dtrans

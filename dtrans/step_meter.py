@@ -1,8 +1,8 @@
 """Count and times of a job's steps.
 
-JAX dispatches work to devices asynchronously. So the time of a step ends when its work has been
-dispatched, unless the step waits for servers or other trainers. The time in which the caller waits
-for a result counts as time between steps.
+JAX dispatches work to devices asynchronously. So the measured step ends when its work has been
+dispatched. Only a step that waits for servers or other trainers takes longer. The time in which the
+caller waits for a result counts as time between steps.
 """
 
 from __future__ import annotations

@@ -58,8 +58,7 @@ def from_line_of(eqn: JaxprEqn, source: JaxprEqn) -> JaxprEqn:
 def _library_of(path: str) -> str:
     """Return the library of a source file: `jax`, `jaxlib`, `optax` or `dtrans`; else "".
 
-    The file must be in the folder from which the library is imported, since a folder of the user
-    may also be called `jax`.
+    The file must be in the library's folder: a folder of the user may also be called `jax`.
     """
     for library in ("jax", "jaxlib", "optax", "dtrans"):
         spec = importlib.util.find_spec(library)

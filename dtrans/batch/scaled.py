@@ -6,9 +6,9 @@ and results are merged. For a mean over rows, for example, gradients are average
 The proof compares two programs: the user's step traced on a part, and the *derived* step. The
 engine writes the derived step for a trainer, from the step on the full batch
 (`dtrans.batch.trainer_step`). If the derived step does not communicate, both programs have the same
-equations. Only numbers that depend on the batch size differ, such as 1 / B. The proof pairs the
-outputs of both programs, then the equations that compute these outputs, and so on back to the
-inputs. Each value of the user's step is trainers**exponent times the paired value.
+equations. Only numbers that depend on the batch size differ, such as 1 / B. The proof begins with
+the outputs of both programs, and pairs equations backwards until it reaches the inputs. Each value
+of the user's step is trainers**exponent times the paired value.
 
 Exponents come from the numbers that differ. In a product exponents add up, and all terms of a sum
 must have the same exponent. Some terms, such as a weight penalty, depend on no rows. In the user's

@@ -38,8 +38,8 @@ instead of an orbax checkpoint.
 
 Source: `save_persistables` and `load_persistables` of python/paddle/fluid/io.py,
 `checkpoint_notify` and `recv_save` of paddle/fluid/operators/distributed_ops. In Paddle, one
-trainer joins the blocks of a parameter. Paddle recognises blocks of optimizer state by their names,
-and only the server that saved a block of optimizer state can load it.
+trainer joins the blocks of a parameter. Paddle recognises blocks of optimizer state by their names.
+Only the server that saved such a block can load it.
 
 Example:
   >>> import tempfile, jax, jax.numpy as jnp, optax, dtrans

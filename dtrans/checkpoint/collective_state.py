@@ -4,8 +4,8 @@
     sharding    each rank of the first group saves its rows of sliced arrays, without padding.
                 Rank 0 also saves all other arrays
 
-A checkpoint does not depend on the ZeRO stage. In stages 1 and 2, parameters are replicated, but
-each rank saves only the rows whose optimizer state it has, as in stage 3. So all ranks save about
+A checkpoint does not depend on the ZeRO stage. In stages 1 and 2, parameters are replicated. But as
+in stage 3, each rank saves only the rows for which it has optimizer state. So all ranks save about
 as many bytes.
 
 If the plan assigns full leaves to ranks, state is packed into bins

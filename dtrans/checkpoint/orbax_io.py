@@ -10,8 +10,8 @@
                                   the step's arrays, the names of all pieces, a hash of the plan,
                                   and the run, step and tag
 
-The role that writes a piece is its *saver*. A checkpoint is complete if its folder has all pieces
-that each piece lists, and all have the same plan, run, step and tag. If a process crashes during a
+The role that writes a piece is its *saver*. Each piece lists all pieces. A checkpoint is complete
+if its folder has all of them, with the same plan, run, step and tag. If a process crashes during a
 save, some pieces are missing. Then each process of a later run replaces its own piece in this
 folder. A complete checkpoint is never overwritten.
 
@@ -748,9 +748,9 @@ def _stale_pieces(
 ) -> list[Path]:
     """Return the pieces of incomplete earlier saves that this process removes before it writes.
 
-    `layout` has the name of each process's piece in this save. A process removes the old piece that
-    has the name of its new piece, and old pieces with names that are not in `layout`. So a process
-    never removes a piece that another process of this save has just written.
+    `layout` has the name of each process's piece in this save. A process removes an old piece with
+    the name of its new piece. It also removes old pieces with names that are not in `layout`. So a
+    process never removes a piece that another process of this save has just written.
 
     Args:
       path: the folder of the checkpoint.
@@ -1025,8 +1025,8 @@ def _as_replicated(x: Any) -> jax.Array:
     """Return an array in the form that makes orbax write it in this process.
 
     Orbax lets the process with the first copy write a replicated array. So the result is a global
-    array with its first copy here, and a second copy on a process that does not exist. Nothing
-    reads the second copy.
+    array with its first copy here. Its second copy belongs to a process that does not exist, and
+    nothing reads it.
     """
     x = words(x)
     local = jax.local_devices()[0]

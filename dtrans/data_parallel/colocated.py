@@ -5,8 +5,8 @@
 
 The user passes `mesh={"data": n, "model": "data"}`. One call of the engine (`dtrans.engine.split`)
 writes the full step for one trainer. It all-gathers the rows of a split layer's operand, and
-reduce-scatters the layer's output or cotangent. If only split layers read the batch, such as an
-embedding and a head, the layers between them still compute a trainer's rows.
+reduce-scatters the layer's output or cotangent. The first and the last layer may both be split,
+such as an embedding and a head. The layers between them still compute a trainer's rows.
 
 Source: `cluster.colocate_split_and_replicate` (EPL).
 """

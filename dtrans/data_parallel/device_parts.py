@@ -26,8 +26,8 @@ class DeviceParts:
     Attributes:
       program: the program of a trainer, or of one of its devices.
       buckets: the buckets of gradients, which are reduced together.
-      for_uneven_batch: returns the program for a batch that the number of trainers does not divide;
-        None if the number must divide every batch.
+      for_uneven_batch: function that writes the program for a batch that the trainers cannot divide
+        equally; None if every batch must be divisible.
       device_gathers: pairs (axis, value that the devices of this axis gather).
     """
 

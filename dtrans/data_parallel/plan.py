@@ -66,9 +66,8 @@ class CollectivePlan(Plan):
       callers: sentences that say which trainers call each host callback of the step.
       replan: function that plans the same step with different options.
       shared: the split of the batch with `batch="exact"`; None with `batch="local"`.
-      for_uneven_batch: function that takes the types of the step's inputs, and returns the program
-        for a batch that the number of trainers does not divide. None if the number must divide
-        every batch.
+      for_uneven_batch: function of the types of the step's inputs. It returns the program for a
+        batch that the trainers cannot divide equally. None if every batch must be divisible.
       model_state: the state that the devices of a trainer divide; None without a model axis.
       sequence: the axis of the devices that divide sequences; None for a plan without this axis.
       device_gathers: pairs (axis, value that the devices of this axis gather).

@@ -1,9 +1,9 @@
 """Open sums: partial sums whose all-reduce is delayed, because a linear equation reads them.
 
-Suppose that only one equation reads a partial sum, that this equation is linear, and that its
-output is not larger than the sum. Then each shard runs the equation on its term, and the output is
-a partial sum again. For example, if several products read a parameter, each shard adds its terms of
-the gradients, and the total is reduced once.
+Suppose that only one equation reads a partial sum. If this equation is linear, and its output is
+not larger than the sum, each shard runs the equation on its term. The output is then a partial sum,
+too. For example, if several products read a parameter, each shard adds its terms of the gradients,
+and the total is reduced once.
 """
 
 from __future__ import annotations

@@ -161,8 +161,8 @@ def _has(local_entries: np.ndarray, target: np.ndarray, free: np.ndarray) -> boo
 def _pack(entries: np.ndarray, free: np.ndarray) -> np.ndarray:
     """Return the entries in the slots of each shard, as an array [shards, slots].
 
-    A shard's slots contain the shard's entries, and then some of the `free` entries, so that all
-    shards have about the same number of entries. A slot without an entry contains -1.
+    A shard's slots contain the shard's entries, and then some of the `free` entries. All shards get
+    about the same number of entries. A slot without an entry contains -1.
 
     Args:
       entries: array [shards, local]: the entries that each shard has; -1 for padding.

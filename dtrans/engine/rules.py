@@ -42,15 +42,15 @@ Ins = Sequence[Shared | RowAxis]
 class Strategy:
     """One way to run an equation of the single-device program on shards.
 
-    For example, a matrix product can run on pieces of rows without communication, or on pieces of
-    columns, followed by a sum over shards.
+    For example, a matrix product can run on pieces of rows without communication. It can also run
+    on pieces of the contracted dimension, followed by a sum over shards.
 
     Attributes:
       operands: layout in which each operand is read; None for the full value.
       outs: layout of each output, after the reduction if there is one.
       reduce: reduction of the outputs over shards, such as "sum"; "" if there is none.
-      params: function that takes the output types on a shard, and returns the parameters of the
-        equation that change (a shape, say); None if none change.
+      params: function that takes the output types on a shard. It returns the parameters of the
+        equation that change (a shape, say). None if none change.
       write: name of the function in `dtrans.engine.strategy_writers` that replaces the equation by
         others; "" to run the equation itself on the operands.
       at: for the writers "pick" and "put" (lookups and writes of single entries): the component of

@@ -53,8 +53,8 @@ class ShardValues(abc.ABC):
     """Values of one program as a single shard computes them, in the layouts that equations need.
 
     The writer of the program asks for each operand of an equation in a layout: the full array, or
-    this shard's piece. If the value was computed in another layout, this class writes the
-    conversion (an all-gather, say), and stores the result for later equations.
+    this shard's piece. If the value was computed in another layout, this class writes a conversion,
+    such as an all-gather. It stores the converted value for later equations.
 
     Args:
       jaxpr: the jaxpr, with calls inlined.

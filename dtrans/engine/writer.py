@@ -73,8 +73,8 @@ Result = TypeVar("Result")
 class SplitWriter(ShardValues):
     """Writer of one shard's program: takes the equations of the single-device program one by one.
 
-    For each equation, it chooses a strategy, converts the operands to the layouts that the strategy
-    needs, and writes the equation on this shard's pieces.
+    For each equation, the writer chooses a strategy, and converts the operands to the layouts that
+    the strategy needs. Then it writes the equation on this shard's pieces.
     """
 
     # values that equations read only as pieces, with their layouts: only these pieces are computed
@@ -228,8 +228,8 @@ class SplitWriter(ShardValues):
         """Return True if an output contains only entries of an operand, cast or rearranged.
 
         Such an output of a sharded input counts as an input, too, so that it is gathered only as a
-        last resort. One layer of a stacked operand also counts, and so does the all-gather of an
-        operand that is sliced over another mesh axis.
+        last resort. One layer of a stacked operand also counts as such an output. So does the
+        all-gather of an operand over another mesh axis.
         """
         name, had = eqn.primitive.name, self.layout(a)
         if name not in ("slice", "dynamic_slice", "all_gather", "after"):
@@ -603,8 +603,8 @@ def _written(
     If equations read only pieces of a full value, write the jaxpr again and compute only the
     pieces. If the second program has more gathers, drop it. Then, if equations read pieces of
     partial sums, write the jaxpr with reduce-scatters of these sums. If this program communicates
-    more bytes, drop it. A jaxpr with `dtrans.local` scopes is not written again for this, because
-    a scope computes something else from a piece than from a full value.
+    more bytes, drop it. The reduce-scatters are not tried with `dtrans.local` scopes, because a
+    scope computes other results from a piece than from a full value.
     """
     writer = SplitWriter(jaxpr, shards, within)
     writer.orders = orders
