@@ -3,9 +3,9 @@
 The list of equations is divided into consecutive stages (`dtrans.pipeline_parallel.balance`).
 First, some equations move to just before their first reader: casts and reshapes of parameters, and
 equations that depend on no micro-batch (masks, `iota`). Otherwise, a cast of all parameters at the
-beginning of the loss would put all parameters on the first stage. A second list is sorted in
-another way: elementwise equations that read only inputs also move. Both lists are divided into
-stages. The result is the division whose slowest stage takes less time.
+beginning of the loss would put all parameters on the first stage. In a second version of the list,
+elementwise equations that read only inputs also move. Both versions are divided into stages. The
+result is the division with the faster slowest stage.
 
 The cost of a stage is its number of floating-point operations, plus `flops_per_byte` for each byte
 that the stage sends to the next stage. If stages have different speeds, the number of operations is
@@ -16,9 +16,10 @@ that only later stages read (skip connections). Three kinds of values are not se
   - values that depend on no micro-batch: each stage that reads them computes them
   - results of the step: they stay on the stage that computes them
 
-If the program has enough equations with a cost, every stage gets at least one of them. Between two
-equations with a cost, a stage begins where the fewest bytes cross its boundary. On a tie, the
-equations without a cost are on the stage of their readers.
+Some equations have no cost, such as reshapes. Every stage gets at least one equation with a cost,
+if the program has enough of them. Between two equations with a cost, a stage begins where the
+fewest bytes cross the boundary. On a tie, equations without a cost are on the stage that reads
+their results.
 
 Policies:
 
@@ -43,8 +44,8 @@ stages (epl/parallel/planner.py).
 
 Scopes in the user's model (`dtrans.step.scopes`) override all policies. An equation outside of all
 scopes goes to the stage of the last scope before it. But its stage is never before the stages of
-its operands, and never after the stages of its readers. A value that is computed from inputs alone
-is on the first stage that reads it. EPL has the same rule.
+its operands, and never after the stages of its readers. An equation that depends only on inputs of
+the step is on the first stage that reads its result. EPL has the same rule.
 """
 
 from __future__ import annotations
@@ -190,8 +191,8 @@ def stages_of(
 def relative_speeds(speeds: Sequence[float] | None, num_stages: int) -> tuple[float, ...]:
     """Return the speed of each stage, divided by the mean speed; 1 for each stage without speeds.
 
-    `flops_per_byte` describes a device with the mean speed. Devices without a stage do not count,
-    so "auto" and a number of stages from the user divide the operations equally.
+    The number `flops_per_byte` is that of a device with the mean speed. The mean is over the
+    devices that run a stage.
 
     Example:
       >>> from dtrans.pipeline_parallel.assign_stages import relative_speeds
@@ -252,7 +253,7 @@ Rule: TypeAlias = Callable[
 class _OrderedEquations:
     """List of a program's equations in one order, and its divisions into consecutive stages.
 
-    `stages_of` compares several orders, because the order limits the possible divisions.
+    `stages_of` tries several orders, because the possible divisions depend on the order.
 
     Args:
       forward: the program.
@@ -260,7 +261,7 @@ class _OrderedEquations:
       order: the order of the list, as indices of equations in the program.
       flops_per_byte: the cost of sending one byte, in floating-point operations.
       batch: the inputs that differ between micro-batches; None if all inputs do.
-      speeds: the relative speed of each part into which the list is divided.
+      speeds: the relative speed of each stage.
 
     Attributes:
       eqns: the equations, in the order of the list.
@@ -322,8 +323,9 @@ class _OrderedEquations:
 
         Args:
           parts: the number of stages.
-          rule: function of `balance` that chooses the boundaries, `contiguous` or `balanced`.
-          blocks: repeated layers of the model, which must not be divided.
+          rule: the function that chooses the boundaries: `balance.contiguous` or
+            `balance.balanced`.
+          blocks: repeated layers of the model. No stage begins inside of a layer.
         """
         positions: Sequence[int] = range(len(self.order))
         if blocks is not None:
@@ -401,16 +403,15 @@ def _delay_to_readers(eqns: Sequence[JaxprEqn], movable: Sequence[bool]) -> list
 
 
 def _heuristic(row: _OrderedEquations, parts: int, best: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the starts of the stages by the policy HEURISTIC, which prefers boundaries between
-    layers.
+    """Return the first equation of each stage by the policy HEURISTIC.
 
-    Layers are repeated blocks of equations. The result is `best` if there are none, or if `best` is
-    clearly better balanced.
+    This policy prefers boundaries between layers (repeated blocks of equations). The result is
+    `best` if the model has no such blocks, or if `best` is clearly better balanced.
 
     Args:
       row: the equations, in order.
       parts: the number of stages.
-      best: the starts of the stages in the balanced division.
+      best: the first equation of each stage in the balanced division.
     """
     found = repeated_blocks(row.eqns, row.costs, row.crossing, parts)
     if not found:
@@ -433,16 +434,17 @@ def _heuristic(row: _OrderedEquations, parts: int, best: tuple[int, ...]) -> tup
 
 
 def _even(blocks: Blocks, parts: int) -> tuple[int, ...]:
-    """Return the starts of stages with equal numbers of repeated blocks (layers)."""
+    """Return the first equation of each stage, for equal numbers of repeated blocks (layers)."""
     each = len(blocks) // parts
     return (0, *blocks.starts[each::each])
 
 
 def _repeated(row: _OrderedEquations, parts: int) -> tuple[int, ...]:
-    """Return the starts of the stages by the policy REPEATED_LAYERS: equal numbers of layers.
+    """Return the first equation of each stage by the policy REPEATED_LAYERS.
 
-    Several kinds of repeated blocks may be found in a model. The function uses the best kind with a
-    number of blocks that is a multiple of `parts`.
+    All stages get the same number of layers (repeated blocks of equations). The search may find
+    several kinds of blocks. The function uses the best kind with a number of blocks that is a
+    multiple of `parts`.
 
     Raises:
       ConfigError: no number of repeated blocks is a multiple of `parts`.

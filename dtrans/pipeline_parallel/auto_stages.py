@@ -3,8 +3,8 @@
 If the model has `dtrans.replicate` scopes, each scope is a stage. Otherwise, the schedule is
 simulated for each possible number of stages, with the estimated costs of the stages. With more
 stages, each stage has less work, but the pipeline takes longer to fill and to drain. Each stage
-needs a device. So the result is the least number whose duration is within a factor of
-`balance.SLACK` of the shortest duration.
+also needs a device. So the result is the least number of stages with a step that takes at most
+`balance.SLACK` times as long as the fastest one.
 """
 
 from __future__ import annotations
@@ -90,17 +90,20 @@ def _devices(cluster: Cluster, replicas: int) -> int:
 
 
 def _first_stages(cluster: Cluster, count: int) -> Cluster:
-    """Return the cluster with the devices of the first stages, if it lists devices by stage."""
+    """Return the cluster with only the first `count` stages in its option `slices`.
+
+    Return the cluster itself if it does not have this option, which lists devices by stage.
+    """
     if cluster.slices is None:
         return cluster
     return dataclasses.replace(cluster, slices=cluster.slices[:count])
 
 
 def _makespan(forward: ForwardPass, o: PipelineOptions, timetable: Schedule) -> float:
-    """Return the duration of a simulated step, in times of one floating-point operation.
+    """Return the duration of a simulated step.
 
-    This is the time on a device with the mean speed of the cluster. So durations for different
-    numbers of stages are comparable.
+    The unit is the time of one floating-point operation on a device with the mean speed of the
+    cluster. So durations for different numbers of stages are comparable.
     """
     rate, batch = o.stages.flops_per_byte, forward.micro_batch_inputs
     count = timetable.num_stages

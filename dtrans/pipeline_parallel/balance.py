@@ -1,6 +1,7 @@
 """Division of a list of costs into consecutive parts of similar cost.
 
-There are two exact rules (`contiguous` and `balanced`), and EPL's balance of op counts
+A pipeline uses it to divide the equations of a model among stages. There are two exact rules
+(`contiguous` and `balanced`), and EPL's rule, which balances the numbers of equations
 (`partition_balance`). A *unit* is an entry of the list: in a pipeline, an equation or a block of
 equations. A *part* consists of consecutive units. `crossing` contains the costs of boundaries
 between parts: in a pipeline, the cost of sending the bytes that cross a boundary. `speeds` contains
@@ -85,18 +86,18 @@ def balanced(
     parts: int,
     speeds: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
-    """Divide a list of units into parts of nearly equal times, with the least total crossing.
+    """Divide a list of units into parts of nearly equal times, with cheap boundaries.
 
-    The result is exact. Two limits define "nearly equal":
+    The result has the least sum of the costs of boundaries, among all divisions within two limits:
 
     - No part takes longer than `SLACK * most`. `most` is the time of the slowest part in the
       division that minimizes this time.
     - No part takes less than `least / 2`. `least` is the time of the fastest part in the division
       that maximizes this time, among the divisions within the first limit.
 
-    On ties, parts that begin with the most expensive units are preferred, because a layer begins
-    with its matrix product. The last criterion is even times. Arguments, result and errors are
-    those of `contiguous`.
+    On ties, the function prefers parts that begin with expensive units, because a layer begins with
+    its matrix product. The last criterion is even times. Arguments, result and errors are those of
+    `contiguous`.
 
     Example:
       >>> from dtrans.pipeline_parallel.balance import balanced, contiguous
@@ -130,7 +131,7 @@ def balanced(
 
 
 def _sent(costs: Sequence[float], crossing: Sequence[float]) -> Any:
-    """Return `crossing` as an array, with 0 for the boundaries in front of and behind all units."""
+    """Return the cost of each boundary as an array; 0 before the first and after the last unit."""
     if len(crossing) != len(costs):
         raise ConfigError(
             f"crossing has {len(crossing)} entries; expected one for each of the {len(costs)} units"
@@ -162,11 +163,11 @@ def _time(costs: Sequence[float], parts: int, speeds: Sequence[float] | None) ->
 
 
 def _extreme(units: int, parts: int, cost: PartCost, best: Any, worst: Any, none: float) -> float:
-    """Return the best possible cost of the worst part, over all divisions into `parts` parts.
+    """Return the cost of the worst part in the division for which this cost is best.
 
-    With `best=np.minimum, worst=np.maximum`, the worst part is the slowest, and the result is its
-    least possible cost. With `best=np.maximum, worst=np.minimum`, the worst part is the lightest,
-    and the result is its greatest possible cost. `balanced` uses both as limits.
+    With `best=np.minimum, worst=np.maximum`, the worst part is the most expensive one, and the
+    result is its least possible cost. With `best=np.maximum, worst=np.minimum`, the worst part is
+    the cheapest one, and the result is its greatest possible cost. `balanced` uses both as limits.
 
     Args:
       units, parts: the number of units (entries of the list), and of parts.
@@ -185,15 +186,15 @@ def _extreme(units: int, parts: int, cost: PartCost, best: Any, worst: Any, none
 
 
 def _best(units: int, parts: int, fits: PartCost, *keys: PartCost) -> tuple[int, ...]:
-    """Return the first unit of each part in the best division into allowed parts.
+    """Return the first unit of each part in the best division that has only allowed parts.
 
-    The best division has the least sum of the first key over its parts. Ties are broken by the sum
-    of the next key.
+    The best division has the least sum of the first key over its parts. Among equal divisions, the
+    sum of the next key decides.
 
     Args:
       units, parts: the number of units (entries of the list), and of parts.
-      fits: True if a part is allowed.
-      keys: the keys of a part, the most important first.
+      fits: function that returns True if a part is allowed.
+      keys: functions that return numbers for a part, the most important first.
     """
     # Dynamic programming over (part, stop): `totals[k, stop]` is the sum of key k for the best
     # division of the units before `stop`.

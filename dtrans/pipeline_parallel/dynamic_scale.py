@@ -56,7 +56,8 @@ def with_dynamic_scale(main: Program, scaling: LossScaling) -> Program:
 def _scaled(program: Program, scaling: LossScaling) -> Program:
     """Write the training step with a dynamic loss scale.
 
-    The loss may be one equation, since `dtrans.step.capture` replaces the loss function by one.
+    The step may compute the loss and its gradients in many equations, or in one `value_and_grad`
+    equation (`dtrans.step.capture`).
     """
     flat = inline_calls(program.jaxpr, keep=(SEED, COLLECT))
     inner = opened(flat)
@@ -108,7 +109,9 @@ def _scaled(program: Program, scaling: LossScaling) -> Program:
 
 
 def _scale_loss(b: Builder, eqn: JaxprEqn, atoms: Sequence[Atom], scale: Var) -> list[Atom]:
-    """Write a loss equation that is multiplied by the scale; return the outputs of `eqn`.
+    """Write a `value_and_grad` equation with the scaled loss; return its outputs.
+
+    The returned loss is not scaled; the returned gradients are.
 
     Args:
       b: the builder to write to.

@@ -52,8 +52,8 @@ class ForwardPass(HoldsJaxpr):
     It is divided into stages, which are then differentiated separately.
 
     Attributes:
-      step: the step with its loss function as one equation (`dtrans.step.capture`), divided at its
-        gradients.
+      step: the step with its loss function as one equation (`dtrans.step.capture`), divided into
+        forward and backward, and the update.
       jaxpr: the equations. The inputs of the jaxpr are the keys of `sources`. Its outputs are the
         loss, followed by `results`.
       diff: maps an input of `jaxpr` to a parameter. The derivative with respect to this input is
@@ -66,8 +66,8 @@ class ForwardPass(HoldsJaxpr):
       results: results of the step that the forward pass computes, by name. They include updated
         state, such as batch statistics, and values of summaries, which `summary_name` names.
       summaries: the summaries of the step (`dtrans.summary`).
-      collected: maps the name of a result or summary to its collection in `dtrans.collect`, such as
-        `GLOBAL_MEAN`.
+      collected: maps the name of a result or summary to the merge rule that the user chose with
+        `dtrans.collect`, such as `GLOBAL_MEAN`.
     """
 
     step: DividedStep
@@ -117,7 +117,9 @@ class ForwardPass(HoldsJaxpr):
 
 
 def forward_pass(step: DividedStep) -> ForwardPass:
-    """Return the forward pass of a captured step: its loss is one equation.
+    """Return the forward pass of a step that calls its loss function in one equation.
+
+    `dtrans.step.capture` writes such steps.
 
     Raises:
       GradientError: the step uses gradients that were not computed with `dtrans.value_and_grad`.
@@ -205,10 +207,10 @@ def _collected(
     outs: Mapping[str, Atom],
     shown: Sequence[Summary],
 ) -> dict[str, str]:
-    """Return the collection of each result and summary that the user passed to `dtrans.collect`.
+    """Return the merge rule of each result and summary that the user passed to `dtrans.collect`.
 
     Args:
-      marked: the loss function with the marks of `dtrans.collect`.
+      marked: the loss function, with an equation for each call of `dtrans.collect`.
       eqn: the equation of the step that calls the loss function.
       outs: the results of the step, by name.
       shown: the summaries of the step.

@@ -2,8 +2,10 @@
 
 Each program of a stage takes slices of the parameters, and gathers a parameter before the first
 equation that reads the parameter. So forward and backward gather each parameter separately, and a
-stage stores no complete parameter between two tasks. It may store a complete value that it computes
-from a parameter: in a loop, or from the backward pass to the gradients of weights (ZeroBubble).
+stage stores no complete parameter between two tasks. Between tasks, a stage may store other values
+of full size that it computes from a parameter, such as residuals of a loop. With the schedule
+ZeroBubble, the backward pass may leave such a value for the task that computes gradients of
+weights.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class PipelineOptions:
     Attributes:
       num_stages: the number of devices of one replica.
       schedule: the name of the schedule.
-      splits_backward: True if separate tasks (W) compute the gradients of weights.
+      splits_backward: True if the schedule has separate tasks (W) for the gradients of weights.
       chunks: the number of stages on each device.
       concat_axes: maps a result's name to the dimension along which the values of its micro-batches
         are concatenated, if this is not 0.
@@ -212,7 +212,13 @@ class PipelineOptions:
         return dataclasses.replace(self, batch=batch, reduce=reduce)
 
     def with_exact_step(self, shared: ExactStep) -> PipelineOptions:
-        """Return a copy of the options with the merge rules of an exact step."""
+        """Return a copy of the options with the merge rules and the reduction that a step needs.
+
+        Args:
+          shared: the step of a micro-batch (`batch="exact"`). With its rules for merging results
+            and reducing gradients, the job computes the same results as one device on the full
+            batch.
+        """
         merge = {}
         for n, rule in shared.merges.items():
             if rule in ("mean", "sum") or n in shared.step.results:
@@ -244,7 +250,10 @@ class PipelineOptions:
 
     @cached_property
     def over_replicas(self) -> Options:
-        """Options of `dtrans.nccl2` in which the replicas of a stage are the trainers."""
+        """Options of `dtrans.nccl2`, for replicas of a stage in place of trainers.
+
+        Replicas of a stage reduce their gradients in the same way as trainers in nccl2 mode.
+        """
         norm = self.reduce.clip_per_step(self.num_micro_batch)
         reduce = dataclasses.replace(self.reduce, clip_local_norm=norm, clip_local_per="step")
         return Options(
@@ -262,5 +271,5 @@ class PipelineOptions:
 
     @cached_property
     def over_parts(self) -> Options:
-        """Options for merging results over all micro-batches of all replicas."""
+        """Options of `dtrans.nccl2` for merging results over all micro-batches of all replicas."""
         return dataclasses.replace(self.over_replicas, num_micro_batch=self.num_micro_batch)

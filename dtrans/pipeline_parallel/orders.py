@@ -55,7 +55,9 @@ def _tasks(kind: str, stages: Iterable[int], micros: Iterable[int]) -> list[Task
 
 
 def _interleaved(num_stages: int, num_micro_batch: int, chunks: int) -> Iterator[tuple[Task, ...]]:
-    """Yield the order of each device for several chunks on each device.
+    """Yield the order of each device for the schedule Interleaved.
+
+    Each device then runs several stages, its *chunks*.
 
     Micro-batches are divided into rounds. A device runs the tasks of a round chunk by chunk. With
     fewer than `num_stages` micro-batches in a round, devices would be idle between two chunks. So a
@@ -84,10 +86,11 @@ _one_forward_one_backward = _one_stage_per_device(lambda device, stages, micros:
 
 
 def _zero_bubble(num_stages: int, num_micro_batch: int, chunks: int) -> Iterator[tuple[Task, ...]]:
-    """Yield the 1F1B order of each device, with W tasks inserted.
+    """Yield the order of each device for the schedule ZeroBubble: 1F1B with inserted W tasks.
 
-    On device d, the W of a micro-batch runs d micro-batches after its B. So all devices store
-    residuals of the same number of micro-batches.
+    A W task computes the gradients of weights. On device d, the W of a micro-batch runs d
+    micro-batches after its B (backward). So all devices store residuals of the same number of
+    micro-batches.
     """
     for device, order in enumerate(_one_forward_one_backward(num_stages, num_micro_batch, chunks)):
         weights = _tasks("W", [device], range(num_micro_batch))
@@ -177,7 +180,7 @@ def check_tasks(
 def topological_order(
     name: str, orders: Sequence[Sequence[Task]], num_model_stages: int
 ) -> tuple[Task, ...]:
-    """Return the tasks of all devices in one sequence, in which operands precede their task.
+    """Return the tasks of all devices in one sequence, each task after those that it waits for.
 
     Raises:
       ConfigError: the orders deadlock.

@@ -46,7 +46,7 @@ LOPSIDED = 2.5
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Summary of a stage: a row of the plan's table.
+    """Numbers that describe a stage: a row of the plan's table.
 
     Attributes:
       index: the index of the stage, from 0.
@@ -72,7 +72,7 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class ShownValues:
-    """Values of a step that the user displays or collects (`summary` and `dtrans.collect`).
+    """Values that the user displays (`dtrans.summary`), or merges by a rule (`dtrans.collect`).
 
     Attributes:
       summaries: the summaries of the forward pass (`dtrans.summary`).
@@ -97,11 +97,13 @@ class PipelinePlan(Plan):
       model: the model, divided into stages.
       step_programs: the programs of each stage, for a micro-batch of the traced batch.
       update: the update, which computes new parameters from sums of gradients.
-      shared: the exact step of a micro-batch; None with `batch="micro"`.
-      values: the program that computes precomputed values from the full batch; None if
-        micro-batches read no precomputed values.
+      shared: the step of a micro-batch with which the job computes the same results as one device
+        on the full batch. None with `batch="micro"`.
+      values: the program that runs on the full batch before the micro-batches, and computes values
+        that each micro-batch needs, such as the number of valid tokens. None if there are no such
+        values.
       axes: maps an array of the batch to the dimension of its rows, if this is not 0.
-      shown: the summaries and collections of the step.
+      shown: the values for which the user called `dtrans.summary` or `dtrans.collect`.
       callers: a note for each host callback of the step, which names the stage that calls it.
     """
 
@@ -145,7 +147,7 @@ class PipelinePlan(Plan):
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Arguments of the step that the update reads, directly or through precomputed values."""
+        """Arguments of the step that the update needs, such as a learning rate."""
         reads, types = {*self.update.arguments}, self.main.inputs
         if self.values is not None and not reads <= {*self.batch}:
             reads |= {n for n in self.values.read if not types[n].ndim}
@@ -153,7 +155,7 @@ class PipelinePlan(Plan):
 
     @property
     def extra_state(self) -> Mapping[str, Any]:
-        """Initial state that the user's step lacks: that of a dynamic loss scale, by name."""
+        """Initial state that dtrans adds to the step: that of a dynamic loss scale, by name."""
         return scale_types(self.options.precision.scaling)
 
     @property
@@ -163,7 +165,7 @@ class PipelinePlan(Plan):
 
     @cached_property
     def input_types(self) -> dict[str, Any]:
-        """Shape and dtype of each input of the divided step, by name: `main` with `extra_state`."""
+        """Shape and dtype of each input of `main` and of each array in `extra_state`, by name."""
         types = self.main.inputs
         found = subset(types, all_names(self.main.args[:2]))
         found |= {n: jnp.asarray(x).aval for n, x in self.extra_state.items()}
@@ -186,7 +188,7 @@ class PipelinePlan(Plan):
         return self.update.placed.home[name]
 
     def device_of(self, stage: int) -> int:
-        """Return the index of the device, or of the replicas' row of devices, that runs a stage."""
+        """Return the index of the device that runs a stage, within each replica."""
         return stage % self.options.num_stages
 
     def specialize(self, types: Sequence[jax.ShapeDtypeStruct]) -> StepPrograms:
@@ -211,9 +213,12 @@ class PipelinePlan(Plan):
         return self.model.specialize(types, planned)
 
     def values_for(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Program | None:
-        """Return the program that computes precomputed values for a batch of these types.
+        """Return the program that runs on the full batch before the micro-batches.
 
-        Return None if the plan has no precomputed values.
+        It computes values that each micro-batch needs. Return None if there are no such values.
+
+        Args:
+          batch: shape and dtype of each array of the full batch, by name.
         """
         if self.values is None:
             return None
@@ -290,7 +295,7 @@ class PipelinePlan(Plan):
 
     @cached_property
     def cuts(self) -> Mapping[str, Mapping[str, Sliced]]:
-        """State that the devices of a stage store as slices.
+        """Parameters and optimizer state that the devices of a stage store as slices.
 
         Maps the name of an array to a dict from mesh axis to the slices along this axis.
         """
@@ -360,7 +365,7 @@ class PipelinePlan(Plan):
         return o.stages.cluster.stage_speeds(self.model.device_counts, o.replicas) * o.chunks
 
     def check_devices(self) -> None:
-        """Raise ConfigError if the plan needs more or other devices than those it knows."""
+        """Raise ConfigError if the listed devices are too few or do not fit the stages."""
         _ = self.devices, self.speeds
 
     @property
@@ -417,7 +422,11 @@ def _to_replicas(plan: PipelinePlan) -> Iterator[tuple[int, str, str, int]]:
 
 
 def _collectives_of(plan: PipelinePlan) -> Iterator[tuple[int, JaxprEqn, int]]:
-    """Yield (stage, collective, runs in a step) for collectives over replicas or shards."""
+    """Yield the collectives between replicas or shards of each stage.
+
+    Yields:
+      Tuples (stage, collective, how often it runs in a step).
+    """
     many = plan.options.num_micro_batch
     for s in plan.step_programs.stages:
         for program in (s.forward, s.backward, s.weights):
@@ -456,7 +465,7 @@ def _cost_of_stage(plan: PipelinePlan, stage: Stage, programs: StagePrograms) ->
 
 
 def _notes_of_numbers(plan: PipelinePlan) -> Iterator[str]:
-    """Yield remarks about micro-batches, precomputed values, the schedule and the precision."""
+    """Yield remarks about micro-batches, full-batch values, the schedule and the precision."""
     o, many = plan.options, plan.options.num_micro_batch
     if plan.shared is not None:
         yield from plan.shared.notes

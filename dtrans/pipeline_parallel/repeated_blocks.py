@@ -13,8 +13,8 @@ Two rules find repeated blocks:
     Source: EPL, `find_repeated_blocks` (epl/parallel/planner.py), which demands four scopes of
     twenty ops.
 
-Of several candidates, the best one covers the most work. On ties, the candidate with more blocks is
-better. The last criterion prefers scopes, because the user wrote them.
+If there are several ways to find blocks, the best one covers the most work. On ties, the way with
+more blocks is better. After that, scopes are better, because the user wrote them.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ _BOUNDS = ("start_indices", "limit_indices")
 
 
 def _plain(value: Any) -> Any:
-    """Return a hashable value for an equation's parameter, by which equations are compared."""
+    """Return a hashable value that is equal for equal parameters of equations."""
     if is_jaxpr(value):
         return _body(value)
     if isinstance(value, (tuple, list)):

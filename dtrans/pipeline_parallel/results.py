@@ -7,7 +7,7 @@ A result has one of these merge rules:
                       then all micro-batches of replica 1, ...
     same              takes the value of the last micro-batch of each replica
     each              keeps one value for each replica
-    GLOBAL_MEAN, ...  merges by the collection of `dtrans.collect`; with a LOCAL_* collection, the
+    GLOBAL_MEAN, ...  a rule that the user chose with `dtrans.collect`. With a LOCAL_* rule, the
                       result is the value of replica 0
     stack             stacks all values as [replica, micro-batch, ...], for `dtrans.summary`
 
@@ -57,7 +57,7 @@ def results_program(
       stage: the programs of the stage.
       merges: maps each result to its merge rule.
       o: the options of the pipeline.
-      like: the jaxpr of the forward pass.
+      like: the jaxpr of the forward pass, from which the program takes its constants.
     """
     if not stage.results:
         return None
@@ -145,7 +145,7 @@ def _merged(way: str, name: str, axis: int) -> Callable[..., Any]:
 
 
 def check_state(merges: Mapping[str, str], params: Sequence[str], o: PipelineOptions) -> None:
-    """Raise ConfigError if the user merges state by "sum".
+    """Raise ConfigError if the user merges new state, such as batch statistics, by "sum".
 
     Each micro-batch computes new state from the state before the step. A sum would count the old
     state once for each micro-batch.

@@ -149,7 +149,7 @@ class Schedule:
 
     @cached_property
     def _position(self) -> dict[Task, tuple[int, int]]:
-        """Dict: task -> (its device, its index in the order of the device)."""
+        """Position of each task: a dict from task to (device, index in the order of the device)."""
         found = {}
         for device, order in enumerate(self.orders):
             for i, task in enumerate(order):
@@ -222,10 +222,10 @@ class Schedule:
         return tuple(peak_in_flight(order, self.splits_backward) for order in self.orders)
 
     def sequence(self) -> tuple[Task, ...]:
-        """Return all tasks in the order in which one process dispatches them.
+        """Return the tasks of all devices in one sequence, for a process that runs all devices.
 
-        This is the order in which the tasks run if every task takes one tick. Tasks of the same
-        tick are in the order of their devices.
+        The process dispatches the tasks in this order. They are sorted by the tick in which they
+        run if every task takes one tick, then by device.
         """
         return tuple(t.task for t in self._ticked)
 

@@ -4,7 +4,8 @@ A *split stage* contains `dtrans.split` scopes, and each of its devices is a *sh
 have complete copies of the batch, of the results, and of values that the stage receives or sends. A
 parameter inside the scope may be sharded: each shard then stores a piece of the parameter, of its
 gradient and of its optimizer state. Residuals may also be sharded: each shard saves the residuals
-that its forward program computes. `dtrans.engine.split` rewrites the equations for pieces.
+that its forward program computes. `dtrans.engine.split` rewrites the equations so that they work on
+such pieces.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class StageSharding:
     state: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def without_conflicts(self, slices: Mapping[str, Sliced]) -> StageSharding:
-        """Return a copy without the arrays that replicas already slice along the same dimension.
+        """Return a copy without those arrays that replicas already slice along the same dimension.
+
+        An array cannot be divided twice along one dimension.
 
         Args:
           slices: the slices of each array that replicas slice (dict by array).
@@ -103,7 +106,7 @@ def sharding_of(
     A parameter is sharded only if a single stage reads it.
 
     Args:
-      step: the training step, divided at its gradients.
+      step: the training step, divided into forward and backward, and the update.
       stages: the programs of the stages, not yet split.
       shards: the number of shards of each stage.
       users: maps each parameter to the stages that compute its gradient.
@@ -187,13 +190,13 @@ def _split(
 def split_update(
     placed: PlacedUpdate, sharding: StageSharding, sums: Mapping[str, tuple[str, int, int | None]]
 ) -> PlacedUpdate:
-    """Rewrite the update so that the programs of a split stage compute one shard.
+    """Rewrite the update so that each device of a split stage updates its shard.
 
     Args:
-      placed: the update on complete arrays.
+      placed: the update, which works on complete arrays.
       sharding: the sharded parameters and optimizer state.
-      sums: a triple (leaf, stage, micro-batch) for each input that is a stage's sum of gradients
-        (dict by input).
+      sums: the inputs that are sums of gradients of one stage; maps each one to (leaf, stage,
+        micro-batch).
     """
     return _UpdateSplitter(placed, sharding, sums).split()
 
@@ -201,9 +204,11 @@ def split_update(
 class _UpdateSplitter:
     """Writer of `split_update`: rewrites an optimizer's update for one shard of each split stage.
 
-    Its arguments are those of `split_update`. A shard is one of the devices that share a stage. A
-    value that leaves a split stage must be complete: the stage gathers a copy. A new array of the
-    state that another stage computes arrives complete: the stage takes its pieces.
+    The arguments are those of `split_update`. A shard is one of the devices that share a stage.
+
+    Stages send each other only complete values. So before a split stage sends a divided value, its
+    shards gather a complete copy. When it receives a complete value that its shards store divided,
+    each shard takes its piece.
     """
 
     def __init__(
@@ -268,7 +273,7 @@ class _UpdateSplitter:
         )
 
     def _split_piece(self, p: StagePart) -> None:
-        """Rewrite the equations that one stage runs together for one shard, and add them."""
+        """Rewrite a group of equations that one stage runs, for one shard, and add the group."""
         p = dataclasses.replace(p, reads=tuple(self._read(v, p.place) for v in p.reads))
         if self.sharding.shards[p.place] > 1:
             ins = {i: self.dims[v] for i, v in enumerate(p.reads) if v in self.dims}
@@ -289,17 +294,17 @@ class _UpdateSplitter:
         return v if origin == stage else copy
 
     def _gather(self, v: Var, stage: int) -> None:
-        """Add a piece in which the shards of a stage gather a value."""
+        """Add equations by which the shards of a stage gather a divided value."""
         self.complete[v] = self._copy(v, v, stage, {0: self.dims[v]}, None), stage
 
     def _take_piece(self, v: Var, dim: int, stage: int) -> Var:
-        """Add a piece in which each shard takes its piece of a complete value."""
+        """Add equations by which each shard of a stage takes its piece of a complete value."""
         piece = self._copy(v, self._read(v, stage), stage, {}, dim)
         self.dims[piece] = dim
         return piece
 
     def _copy(self, v: Var, read: Var, stage: int, ins: Mapping[int, int], out: int | None) -> Var:
-        """Add a piece that copies a value to another layout; return the copy.
+        """Add equations that copy a value to another layout (divided or complete); return the copy.
 
         Args:
           v: the value.

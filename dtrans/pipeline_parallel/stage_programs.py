@@ -48,7 +48,8 @@ class StagePrograms:
       weights: the program that computes the gradients of weights; None if the backward program
         computes them.
       params: the parameters that the stage reads.
-      state: the arrays of the optimizer's state that the stage reads. Every stage stores them.
+      state: the arrays of the optimizer's state that the stage reads, such as a step count. Every
+        stage has a copy of these.
       sums: maps the name of each sum of gradients to its leaf. If the gradients of each micro-batch
         are clipped, these are one micro-batch's gradients instead of sums.
       cotangents: maps the name of each cotangent to the name of its value.
@@ -124,7 +125,8 @@ class StageProgramWriter:
       forward: the forward pass of a micro-batch.
       stage_of: the stage of each equation. It is never before the stages of the operands.
       o: the options of the pipeline.
-      scatter: for each parameter with a gradient that replicas reduce-scatter, its slices.
+      scatter: the slices of each parameter with a gradient that replicas reduce-scatter (dict by
+        parameter).
     """
 
     def __init__(
@@ -276,7 +278,7 @@ class StageProgramWriter:
     def _body(
         self, local: Sequence[int], received: Sequence[Var], wanted: Sequence[Atom]
     ) -> tuple[ClosedJaxpr, list[Var], list[Var]]:
-        """Return the equations of a stage as a jaxpr, and the inputs that the jaxpr reads.
+        """Return the forward equations of a stage as a jaxpr, and the inputs that it reads.
 
         Args:
           local: the equations that are assigned to the stage.
@@ -405,7 +407,13 @@ class StageProgramWriter:
 
 
 def _prelude(forward: ForwardPass, names: Sequence[str], wanted: Sequence[Atom]) -> ClosedJaxpr:
-    """Return a jaxpr of values that a step computes before its loss, e.g. cast weights."""
+    """Return a jaxpr of equations that a step runs before its loss, such as casts of weights.
+
+    Args:
+      forward: the forward pass.
+      names: the names of the inputs of the jaxpr, which are inputs of the step.
+      wanted: the values that the jaxpr returns.
+    """
     vars_of = forward.step.program.invars
     b = Builder(forward.prelude)
     step_vars = values_at(vars_of, names)
@@ -454,7 +462,7 @@ def _split_backward(
 
 
 def _live(name: str, jaxpr: ClosedJaxpr, ins: Sequence[str], outs: Sequence[str]) -> Program:
-    """Return a program of the backward pass, without unused equations and inputs."""
+    """Return the program of a stage's backward pass, without unused equations and inputs."""
     inner = opened(jaxpr)
     needed, leaves = backward_slice(inner.eqns, inner.outvars)
     used = {*leaves, *variables(inner.outvars)}

@@ -77,9 +77,9 @@ class StageRows:
 
 
 def loops_of(forward: ForwardPass) -> list[int]:
-    """Return the indices of the scans over layers, which are split by stages.
+    """Return the indices of the scans over layers, which are divided among stages.
 
-    These are forward scans over stacked parameters (arrays with one row for each layer).
+    These are scans (not in reverse) over stacked parameters: arrays with one row for each layer.
     """
     found = []
     for i, eqn in enumerate(forward.eqns):
@@ -160,10 +160,10 @@ def write_parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Iterator[in
 
 
 def merge_iterations(forward: ForwardPass, origin: Origins, stage_of: Sequence[int]) -> ScanSplits:
-    """Merge the layers that each stage runs into one scan per stage; return the new divisions.
+    """Choose new divisions of scans: one scan for all layers that a stage runs.
 
     Before stages are assigned, each scan over layers is split into scans of one layer. Afterwards
-    this function joins the layers that are on the same stage.
+    this function joins the layers on the same stage.
 
     Args:
       forward: the forward pass before scans were split.
@@ -189,7 +189,7 @@ def stages_of_parts(
     origin: Origins,
     stage_of: Sequence[int],
 ) -> tuple[int, ...]:
-    """Return the stage of each equation after the layers of each stage were merged into one scan.
+    """Return the stage of each equation after a forward pass was split into one scan per stage.
 
     Args:
       splits: the divisions that `merge_iterations` returned.
@@ -258,9 +258,10 @@ def stage_rows(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple
 
 
 def _is_alone(forward: ForwardPass, v: Var, leaf: str) -> bool:
-    """Return True if `v` is the unchanged parameter, and no other input is computed from it.
+    """Return True if the loss function reads the parameter `leaf` only as its input `v`.
 
-    Only then can a stage store some rows of the parameter.
+    Otherwise an equation before the loss function reads all rows of the parameter, and stages
+    cannot store separate rows.
     """
     source, program, prelude = forward.sources[v], forward.step.program, forward.prelude.jaxpr
     if program.invars[leaf] is not source or source not in prelude.outvars:
@@ -368,11 +369,11 @@ def _half_of_blocks(
 ) -> tuple[OptimizeHalf, dict[str, tuple[StageRows, ...]]]:
     """Rewrite the optimizer's update for the rows of each stage, instead of stacked parameters.
 
-    The function uses the writer of programs for parameter servers. It writes the program of one
-    server that stores the rows of all stages as separate blocks.
+    The function uses `dtrans.slicing.server_update`, which writes the update of a parameter server.
+    It writes the update of one server that stores the rows of all stages as separate blocks.
 
     Args:
-      step: the step, divided at its gradients.
+      step: the step, divided into forward and backward, and the update.
       rows: stacked parameter -> its rows in each stage.
 
     Returns:
@@ -424,7 +425,7 @@ def _half_of_blocks(
 def _step_of_rows(
     step: DividedStep, rows: Mapping[str, tuple[StageRows, ...]], half: OptimizeHalf
 ) -> DividedStep:
-    """Return a step whose state has the rows of each stage instead of stacked arrays.
+    """Return a step with the rows of each stage in its state instead of stacked arrays.
 
     Args:
       step: the step with stacked arrays in its state.

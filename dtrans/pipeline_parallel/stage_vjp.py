@@ -51,7 +51,7 @@ class StageVjp:
       reads: the inputs of the forward pass that the stage reads.
       received: the values from the previous stage.
       operands: the received values that the stage reads.
-      wrt: the variables in `reads` and `operands` whose cotangents are computed.
+      wrt: the variables in `reads` and `operands` for which the backward pass computes cotangents.
       ahead: the outputs to differentiate.
       outs: the outputs that the stage returns.
       in_types: shape and dtype of each input: arrays of the step (state first), then `received`.

@@ -58,7 +58,7 @@ class StagedModel:
       homes: maps each parameter to the stage that stores it.
       users: maps each parameter to the stages that compute its gradient.
       sharding: the number of shards of each stage, and the state that the shards divide.
-      scan_splits: the iterations that each stage runs, for each scan over layers.
+      scan_splits: for each scan over layers, the iterations that each stage runs.
       stacks: the rows of each stacked array of the state that several stages divide, by name.
       merges: the merge rule of each result, and of each array of state that the forward pass
         updates (dict by name).
@@ -94,7 +94,10 @@ class StagedModel:
 
     @property
     def device_counts(self) -> tuple[int, ...]:
-        """Number of devices on which one replica runs the stages k, k + num_stages, and so on."""
+        """Number of devices of one replica that run stage k, for each k below `num_stages`.
+
+        With several stages on each device, they also run the stages k + num_stages, and so on.
+        """
         many = self.options.num_stages
         return tuple(max(self.sharding.shards[k::many]) for k in range(many))
 
@@ -126,10 +129,10 @@ class StagedModel:
 def micro_batch_of(
     step: Program, o: PipelineOptions, types: Sequence[jax.ShapeDtypeStruct]
 ) -> Program:
-    """Return the step of a micro-batch.
+    """Return the step for the shapes of one micro-batch.
 
     Args:
-      step: the traced or captured step, for a batch of any size.
+      step: the step, traced with a batch of any size.
       o: the options of the pipeline.
       types: shape and dtype of each input of the step, with the global batch.
 

@@ -216,7 +216,7 @@ def tick_table(ticked: Play, num_stages: int) -> tuple[tuple[Task | None, ...], 
     """Return the task of each device in each tick, as [device][tick]; None for an idle tick.
 
     Args:
-      ticked: tasks that take one tick each.
+      ticked: timed tasks; each takes one tick (one unit of time).
       num_stages: the number of devices.
     """
     table: list[list[Task | None]] = [[None] * int(ticked.makespan) for _ in range(num_stages)]

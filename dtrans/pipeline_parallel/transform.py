@@ -1,6 +1,6 @@
 """`pipeline`: rewrites a training step into the programs of stages, and a schedule.
 
-It runs these steps. The module of each step is on the right:
+It does the following, in this order. The right column is the module for each line:
 
 scale the loss by a dynamic scale                               dynamic_scale
 capture the loss function before it is differentiated           dtrans.step.capture
@@ -109,7 +109,7 @@ def pipeline(
 
     The batch is split into micro-batches, which flow through the stages. The step must compute its
     gradients with `dtrans.value_and_grad` (as `dtrans.make_train_step` does), because the loss
-    function is divided before it is differentiated. By default, the job computes the same numbers
+    function is divided before it is differentiated. By default, the job computes the same results
     as the step on one device with the full batch.
 
     Args:
@@ -135,12 +135,13 @@ def pipeline(
         `dtrans.Reduce`, or its `op`. A clip in the optimizer applies to the reduced gradients
         (EPL's `clip_after_allreduce`).
       batch: "exact", "micro" (or "local", a synonym), or a `dtrans.Batch` without `example_count`.
-        "exact": the job computes the numbers of one device. Values of the full batch that depend
-        on no parameter are computed before the micro-batches (`dtrans.batch.precomputed`). If the
-        gradient of the full batch is not a sum over micro-batches, this function raises
-        ConfigError. "micro": each micro-batch computes the step independently, with separate batch
-        statistics. Each micro-batch updates stored statistics from their values before the step.
-        `Batch.merge` determines how results are merged.
+        "exact": the job computes the same results as one device on the full batch. If micro-batches
+        need values of the full batch, such as a number of valid tokens, the job computes these
+        first (`dtrans.batch.precomputed`). This requires that the values depend on no parameter. If
+        the gradient of the full batch is not a sum over micro-batches, this function raises
+        ConfigError. "micro": each micro-batch runs the step independently, with separate batch
+        statistics. All micro-batches of a step read the same stored statistics, those before the
+        step. `Batch.merge` determines how results are merged.
 
     Raises:
       ConfigError: an option is out of range, or the loss has fewer equations than stages. Scopes
@@ -257,8 +258,8 @@ def _timetable(
     """Return the schedule of a plan: a named schedule, or the user's schedule after a check.
 
     Args:
-      option: the option `schedule`.
-      num_stages, num_micro_batch, chunks: the sizes that the plan needs.
+      option: the argument `schedule` of `pipeline`.
+      num_stages, num_micro_batch, chunks: the sizes that the schedule must have.
     """
     if not isinstance(option, Schedule):
         return schedule_of(option, num_stages, num_micro_batch, chunks)
@@ -383,7 +384,7 @@ def plan_pipeline(
 
 
 def check_callbacks(step: DividedStep, o: PipelineOptions) -> None:
-    """Raise an error if a host callback reads a value that no stage has.
+    """Raise an error if a host callback (`jax.debug.print`, say) reads a value that no stage has.
 
     Args:
       step: the step of the global batch.
@@ -405,7 +406,7 @@ def check_callbacks(step: DividedStep, o: PipelineOptions) -> None:
 def _check_reads(step: DividedStep, o: PipelineOptions) -> None:
     """Raise an error if the update reads rows of the batch, or the loss reads optimizer state.
 
-    The loss may read optimizer state that belongs to no leaf, such as a step counter.
+    The loss may read optimizer state that belongs to no parameter, such as a step counter.
 
     Args:
       step: the step of a micro-batch.
@@ -429,11 +430,11 @@ def _check_reads(step: DividedStep, o: PipelineOptions) -> None:
 def shared_by(
     main: Program, part: Program, o: PipelineOptions, axes: Mapping[str, int]
 ) -> tuple[ExactStep | None, WrittenParts | None]:
-    """Return the step of a micro-batch that computes its share of the full batch's step.
+    """Return a step for one micro-batch, so that all micro-batches together give the full step.
 
-    Such an *exact* step may read *precomputed* values. They depend on the full batch, so they are
-    computed before the micro-batches. With `batch="micro"`, or if the batch is not split, both
-    results are None.
+    The step may read values of the full batch, such as a number of valid tokens. The job computes
+    these *precomputed* values before the micro-batches. With `batch="micro"`, or if the batch is
+    not split, both results are None.
 
     Args:
       main: the step of the global batch.
@@ -574,12 +575,12 @@ def _merges(
     The user chooses the rule with `Batch.merge` or `dtrans.collect`. Otherwise, it is inferred.
 
     Args:
-      plain: the traced step of a micro-batch. Its loss is not one equation, so that the operands of
-        results are visible.
-      part: the captured step, which has the marks of `dtrans.collect`.
+      plain: the traced step of a micro-batch, with all equations of its loss.
+      part: the step of a micro-batch with its loss function as one equation, and with an equation
+        for each call of `dtrans.collect`.
       forward: the forward pass.
-      o: the options. For an exact step, `batch.merge` contains the rules.
-      shared: the exact step of a micro-batch; None if the step is not exact.
+      o: the options. With `shared`, its `batch.merge` contains the rules.
+      shared: the step of a micro-batch for `batch="exact"`; None for `batch="micro"`.
     """
     step = forward.step
     keys = {n: key for n, key in forward.collected.items() if n in step.results or n in step.params}
@@ -643,7 +644,7 @@ def _merges(
 
 
 def _collected_outside(part: Program, step: DividedStep) -> dict[str, str]:
-    """Return the collection of each result that `dtrans.collect` marks outside of the loss."""
+    """Return the merge rules that the step sets with `dtrans.collect` outside of its loss."""
     flat = inline_calls(part.jaxpr, keep=(COLLECT,))
     inner = flat.jaxpr
     around = [e for e in inner.eqns if e.primitive is not value_and_grad_p]

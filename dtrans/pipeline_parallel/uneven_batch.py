@@ -1,7 +1,7 @@
 """Plan for a batch that cannot be split into a plan's number of micro-batches, e.g. the last one.
 
-The plan has the same stages and the same state, and another number of micro-batches. An exact step
-computes the numbers of one device with any number of micro-batches.
+The new plan has the same stages and the same state, and another number of micro-batches. With
+`batch="exact"`, results do not depend on this number.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def plan_for_rows(plan: PipelinePlan, batch: Mapping[str, jax.ShapeDtypeStruct])
     """Return the plan, or a plan whose number of micro-batches divides the rows of a batch.
 
     Micro-batches have at most as many rows as in the plan, so that they need no more memory. Return
-    the plan itself if its step is not exact, if it clips the gradients of each micro-batch, or if
-    another number does not help.
+    the plan itself if results depend on the number of micro-batches: with `batch="micro"`, or with
+    a clip of each micro-batch. Also return it if its schedule needs this number.
 
     Args:
       plan: the plan of the job.
@@ -63,7 +63,7 @@ def plan_for_rows(plan: PipelinePlan, batch: Mapping[str, jax.ShapeDtypeStruct])
 
 
 def _with_rows_on(axis: int, t: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return the type of an array after its rows are moved from dimension 0 to an axis."""
+    """Return the type of an array after its dimension 0 is moved to the position `axis`."""
     if not t.ndim:
         return t
     rows, *others = t.shape

@@ -1,11 +1,12 @@
 """Update of a pipelined step, which computes new parameters from sums of gradients.
 
-The update is written as a training step. The batch of this step consists of the sums of gradients
-over micro-batches, and of arguments that the update reads, such as a learning rate. First, the step
-adds the sums of all stages that share a leaf, and divides by the number of micro-batches. This
-result is marked as a gradient, so that the transforms for training steps can rewrite the update.
-Replicas reduce gradients as in nccl2 mode, or store slices of the state as in sharding.
-Finally, the update is divided by stage (`dtrans.pipeline_parallel.update_by_stage`).
+The update is written as a separate training step, so that the transforms for training steps can
+rewrite it. Its "batch" consists of the sums of gradients over micro-batches, and of arguments that
+the update reads, such as a learning rate. First, the step adds the sums of all stages that share a
+leaf, and divides by the number of micro-batches. An equation marks the result as a gradient. Then
+replicas reduce the gradients as trainers do (`dtrans.nccl2`), or each replica updates a slice of
+the state (`dtrans.sharding`). Finally, the update is divided by stage
+(`dtrans.pipeline_parallel.update_by_stage`).
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Update:
       layout: the slices of the state that replicas store; None if each replica stores the complete
         state.
       sharding: the state that the shards of split stages divide.
-      sums: a triple (leaf, stage, micro-batch) for each input that is a stage's sum of gradients
-        (dict by input). The micro-batch is None for the sum over all micro-batches.
+      sums: the inputs that are sums of gradients of one stage; maps each one to (leaf, stage,
+        micro-batch). The micro-batch is None for a sum over all micro-batches.
     """
 
     placed: PlacedUpdate
@@ -76,7 +77,10 @@ class Update:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Names of the step's arguments, and of precomputed values, that the update reads."""
+        """Names of the arguments of the step, such as a learning rate, that the update reads.
+
+        They include values that the job computes from the full batch before the micro-batches.
+        """
         return tuple(exclude(self.program.args[2].names, self.sums))
 
     @property
@@ -97,7 +101,7 @@ def update_of(
     """Write the update of a step, and divide the update by stage.
 
     Args:
-      step: the captured step, divided at its gradients.
+      step: the step of a micro-batch, divided into forward and backward, and the update.
       sums: shape and dtype of each leaf's sum of gradients, by leaf.
       homes: maps each parameter to the stage that stores it.
       users: maps each parameter to the stages that compute its gradient.
@@ -157,7 +161,10 @@ def update_of(
 
 
 def arguments_of(step: DividedStep) -> tuple[str, ...]:
-    """Return the step's arguments that the update, or a result of gradients, reads."""
+    """Return the arguments of the step that the update reads, such as a learning rate.
+
+    Arguments that a result computed from gradients reads are included.
+    """
     of_results = values_at(step.program.outvars, step.from_gradients)
     _, leaves = backward_slice(step.program.eqns, of_results, step.boundary.values())
     return tuple(n for n in step.batch if n in step.arguments or step.program.invars[n] in leaves)
@@ -169,7 +176,7 @@ def slices_of_sums(
     """Return the slices of each leaf whose gradient is reduce-scattered (`sharding_stage` 2 and 3).
 
     Args:
-      step: the training step, divided at its gradients.
+      step: the training step, divided into forward and backward, and the update.
       o: the options of the pipeline.
       divided: the sharded dimension of each leaf that the shards of split stages divide.
     """
@@ -192,8 +199,8 @@ def _apply_groups(
     """Assign each array of the state to an update group of its stage (`StageMemory.update_groups`).
 
     A stage updates one group after the other, to lower its peak memory. A group consists of
-    consecutive parameters of a stage. All groups have about equal numbers of elements. The source
-    (epl/runtime/optimizer_helper.py) divides all variables of the job instead, and its last group
+    consecutive parameters of a stage. All groups have about equal numbers of elements. EPL
+    (epl/runtime/optimizer_helper.py) divides all variables of the job instead, and the last group
     is the largest.
     """
     group: dict[str, int] = {}
@@ -238,9 +245,9 @@ def _on_sliced_sums(
 
 
 def _sharding(o: PipelineOptions) -> ShardingOptions:
-    """Return the options of `dtrans.sharding` with replicas as ranks.
+    """Return options of `dtrans.sharding` that divide the update among replicas.
 
-    Stages 1 and 2 update the same slices: they differ only in the programs of micro-batches.
+    With `sharding_stage` 1 and 2, replicas update the same slices, so the options are equal.
     """
     over = o.over_replicas
     slices = Slicing(min_slice_size=o.memory.min_slice_size, prefetch=0, axis_name=over.axis_name)
@@ -259,7 +266,7 @@ def _step_of_sums(
     """Return the update as a training step whose batch consists of sums and arguments.
 
     Args:
-      step: the training step, divided at its gradients.
+      step: the training step, divided into forward and backward, and the update.
       sums: shape and dtype of each leaf's complete sum of gradients, by leaf.
       parts: maps each leaf to the names of its sums, as [micro-batch][stage].
       rows: maps each stack of layers to the rows that stages store as separate parameters.
@@ -319,8 +326,8 @@ def _means(
 
     Args:
       b: the builder to write to.
-      step: the training step, divided at its gradients.
-      parts: maps each leaf to values whose total is the sum of its gradients.
+      step: the training step, divided into forward and backward, and the update.
+      parts: maps each leaf to several values; their total is the sum of the leaf's gradients.
       o: the options of the pipeline.
     """
     count = o.num_micro_batch if o.reduce.op == "mean" else 1
@@ -348,7 +355,7 @@ def _of_gradients(
 
     Args:
       b: the builder to write to.
-      step: the training step, divided at its gradients.
+      step: the training step, divided into forward and backward, and the update.
       grads: maps each leaf to its gradient.
       rows: maps each stack of layers to the rows that stages store as separate parameters.
       arguments: maps the variable of each argument of the step to its value in `b`.

@@ -1,4 +1,4 @@
-"""The update, divided by stage.
+"""Division of the optimizer's update by the stages of a pipeline.
 
 A *piece* of the update is a group of equations that one stage runs without communication. A *place*
 is a stage of the pipeline. Each input of the update is in one place, or in every place.
@@ -13,11 +13,11 @@ an equation determine its place:
                                        it alone needs the result. Otherwise the hub
     none                               every place that reads the result
 
-So Adam becomes one piece for each place. A clip by the global norm becomes three layers of pieces:
-squared norms in each place, the norm in the hub, the update in each place.
+So Adam becomes one piece for each place. Adam after a clip by the global norm needs more pieces:
+squared norms in each place, the norm in the hub, and the update in each place.
 
-EPL places optimizer operations by a fixpoint of minima over consumers and maxima over inputs
-(epl/ir/graph.py, `_fix_map_operations_to_taskgraph`). In dtrans, one pass is enough.
+EPL finds the places in several passes over its graph (epl/ir/graph.py,
+`_fix_map_operations_to_taskgraph`). In dtrans, one pass is enough.
 """
 
 from __future__ import annotations
@@ -67,11 +67,10 @@ class PlacedUpdate:
       sends: the transfers between stages, as tuples (variable, sending stage, receiving stage).
       home: maps each input to the stage that has it, or to None if every stage has it.
       out_at: maps each output to the stage that needs it, or to None if every stage needs it.
-      sharded_axes: the sharded dimension of each variable that the shards of a split stage divide
-        (dict by variable).
-      copies: the variable that each added variable copies (dict by added variable).
-      outputs: the added variable of each output that the program does not compute on its stage
-        (dict by output).
+      sharded_axes: maps a variable that the devices of a stage divide to the divided dimension.
+      copies: maps each variable that `split_update` adds to the variable that it copies.
+      outputs: maps an output to its copy, if the update computes the output on another stage or in
+        another layout than its stage stores.
     """
 
     program: Program
@@ -209,8 +208,8 @@ class _Placer:
     def _larger(self, eqn: JaxprEqn) -> bool:
         """Return True if an equation reads more bytes from one stage than from the hub.
 
-        The hub is the last stage, which computes values from several stages. The equation is placed
-        where it needs the smaller transfer.
+        The hub is the last stage, which computes values from several stages. The equation runs on
+        the stage for which fewer bytes must be sent.
         """
         size = {True: 0, False: 0}
         for a in variables(eqn.invars):
@@ -250,7 +249,7 @@ class _Placer:
         return self.places - 1 if at == HUB else at
 
     def placed(self) -> PlacedUpdate:
-        """Return the update as pieces; each runs on one stage, without communication inside."""
+        """Return the update as groups of equations; one stage runs each without communication."""
         ends = self._ends()
         for v, p in ends:
             self._schedule(v, p)
