@@ -174,7 +174,7 @@ def shard_step(
       pieces: sliced dimension of each array of state that trainers store in pieces.
       open_state: True if, for parameters updated without an optimizer (such as batch statistics),
         each trainer may return its term of a sum instead of the sum.
-      noun: noun for a trainer in errors.
+      noun: word for a trainer in errors, such as "rank".
     """
     source = step.program
     axes = batch_axes(step, batch)
@@ -348,7 +348,7 @@ def results_with_communication(program: Program, results: Sequence[str]) -> list
     only its term of the loss.
 
     Args:
-      program: the step of one part, with the equations that communicate.
+      program: the step of one part, as the engine wrote it, with collectives.
       results: names of the step's results.
     """
     seeds: dict[Var, int] = {}
@@ -418,7 +418,7 @@ def rows_of(program: Program, axes: Mapping[str, int], noun: str) -> int:
     Args:
       program: the step.
       axes: dimension of the rows of each batch array that is divided.
-      noun: noun for a trainer in errors.
+      noun: word for a trainer in errors, such as "rank".
 
     Returns:
       The number of rows; 0 if no array is divided.

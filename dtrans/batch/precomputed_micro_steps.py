@@ -115,7 +115,7 @@ def shard_by_parts(
       fixed: untrained state on which precomputed values may depend.
       parts: number of parts.
       over: mesh axes of the parts.
-      noun: noun for a part in errors.
+      noun: word for a part in errors, such as "micro-batch".
       part: the user's step, traced on a part; None if the update may depend on the batch size.
 
     Returns:

@@ -94,8 +94,8 @@ class TrainerStep:
     Trainers with equal numbers of rows run the same program.
 
     Attributes:
-      program: (params, opt_state, *part of the batch) -> results; marked gradients are partial
-        sums.
+      program: (params, opt_state, *part of the batch) -> results. Gradients, which identity
+        equations mark, are partial sums.
       merges: the merge of each result, and of each parameter that trainers update without an
         optimizer (such as batch statistics): "sum", "same", or the dimension along which the parts
         are concatenated.
@@ -145,7 +145,7 @@ def trainer_step(
       pieces: sliced dimension of each array of state that trainers store in pieces.
       open_state: True if, for parameters updated without an optimizer (such as batch statistics),
         each trainer may return its term of a sum instead of the sum.
-      noun: noun for a trainer in errors.
+      noun: word for a trainer in errors, such as "rank".
       takes_index: True to pass the trainer's index as the last argument, if the program reads it.
       shares: number of rows of each trainer, if they differ; the step is then for one trainer.
       index: index of this trainer.

@@ -2,13 +2,13 @@
 
 Micro-batches of a pipeline, and micro-steps of trainers, cannot communicate. The engine derives
 their step from the step on the full batch. If the loss is one equation that is not differentiated
-yet (captured), the engine rewrites the loss first:
+yet (`dtrans.step.capture`), the engine rewrites the loss first:
 
     loss(params, batch)                     the loss of the user's step
     term(params, part, given, number)       term of a part; the loss is the sum of all terms
 
-So the gradient of the loss is the sum of the terms' gradients. If the loss is not captured, the
-gradients of the step are rewritten as partial sums.
+So the gradient of the loss is the sum of the terms' gradients. Otherwise the gradients of the step
+are rewritten as partial sums.
 
 `given` are precomputed values (`dtrans.batch.precomputed`), which depend on no trained parameter.
 To compute these values, a part would need communication, or the indices of its rows (for a dropout
@@ -56,7 +56,7 @@ class WrittenParts:
       axes: divided dimension of each batch array.
       parts: number of parts.
       over: mesh axes of the parts.
-      noun: noun for a part in errors.
+      noun: word for a part in errors, such as "micro-batch".
       numbered: True to pass each part its index, as a precomputed value with one entry for each
         row.
     """
@@ -191,7 +191,7 @@ def written_parts(
       parts: number of parts.
       fixed: untrained state on which precomputed values may depend.
       over: mesh axes of the parts.
-      noun: noun for a part in errors.
+      noun: word for a part in errors, such as "micro-batch".
       part: the user's step, traced on a part; None if the update may depend on the batch size.
 
     Returns:

@@ -240,9 +240,9 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
 
 
 def divide_if_possible(main: Program, options: Options) -> DividedStep:
-    """Divide a step at its gradients, or leave it undivided if no gradients are found.
+    """Divide a step at its gradients; return it in one piece if no gradients are found.
 
-    The engine can split the batch of an undivided step, too, if no option needs gradients.
+    The engine can also split the batch of a step without known gradients, if no option needs them.
 
     Raises:
       GradientError: the program is not a training step, or an option needs the gradients.

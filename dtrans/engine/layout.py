@@ -105,7 +105,7 @@ class Shards:
     Attributes:
       count: number of shards.
       over: names of the mesh axes that the shards form.
-      noun: noun for a shard in errors.
+      noun: word for a shard in errors, such as "trainer".
       label: `name` parameter of the collectives that the engine writes.
       shares_work: True if sharding saves computation, as over a batch. False if it only saves
         memory: then operands are gathered before a loop whose body would communicate more bytes.
