@@ -57,14 +57,14 @@ class ArrayLike(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowSegment:
-    """Segment: some rows of a server's part of a table, and the same rows of its optimizer state.
+    """Some rows of a server's part of a table, and the same rows of its optimizer state.
 
     Attributes:
       ids: indices of the rows within the server's part, increasing.
-      changed: a number for each id. 1: the row exists, and no step has changed it. n + 1: the row
-        exists, and step n was the last to change it. -(n + 1): the row was evicted before step n.
-        -1 - c * COUNTS, or -(n + 1) - c * COUNTS after an eviction: the row does not exist, and a
-        row filter has counted c updates.
+      changed: history of each row as one integer. 1: the row exists, but no step has changed it. n
+        + 1: the row exists, and step n was the last to change it. -1: the row does not exist. -(n +
+        1): the row was evicted before step n. If a row filter has counted c updates of a row that
+        does not exist, the number is smaller by c * COUNTS.
       rows: the existing rows, as one array for the table and one for each state array.
     """
 
