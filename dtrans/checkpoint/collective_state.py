@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class SavedJob(Protocol):
-    """Interface of a collective job: the attributes and methods that saving and restoring need."""
+    """Members of a collective job that this module uses to save and restore the job's state."""
 
     plan: Any
     mesh: jax.sharding.Mesh | None
