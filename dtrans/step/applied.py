@@ -1,8 +1,9 @@
 """Evaluation of a user's function on a job's state, for `job.apply(fn, state, *args)`.
 
-A job may store parameters in slices, or on the devices of pipeline stages. No device may have
-memory for all of them. So the job assigns each leaf to a *group*, such as the leaves of one stage.
-The function is traced once for each type of its arguments, and its equations are divided into
+The function may compute a norm of all parameters, for example. A job may store parameters in
+slices, or on the devices of pipeline stages, because one device has too little memory for all. So
+the job assigns each leaf (array of the state) to a *group*, such as the leaves of one stage. The
+function is traced once for each combination of argument types. Its equations are divided into
 *parts*, one for each group. An equation belongs to the highest group among its operands. So a part
 reads only leaves of its group and earlier groups, and values of earlier parts. The job fetches the
 leaves of a part when the part runs. It drops a leaf after the last part that reads the leaf.
@@ -76,18 +77,21 @@ def groups_by_bytes(sizes: Mapping[str, int]) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Part:
-    """Equations of a user's function that `job.apply` runs together.
+    """Equations of a user's function that read one group of the state's arrays, and run together.
 
-    They read the arrays of one group, which are fetched just before. Groups keep memory small.
+    `job.apply` fetches the arrays of a group just before these equations run. So one device never
+    needs memory for all arrays.
 
     Attributes:
       run: compiled function (leaves, values of `reads`) -> values of `makes`.
-      anchors: the leaves on whose devices the part runs; empty if the part reads no leaf.
+      anchors: the leaves that stay on their devices, so that the part runs there; empty if the part
+        reads no leaf.
       leaves: all leaves that the part reads.
       reads: arguments of the function, and values of earlier parts.
       makes: values for later parts, and results.
-      last: leaves that no later part reads.
-      dropped: values that no later part reads, and that are no results.
+      last: leaves that no later part reads, and that are dropped after this part.
+      dropped: values that are dropped after this part: they are no results, and no later part reads
+        them.
     """
 
     run: Callable[[Leaves, Sequence[Any]], Sequence[Any]]
@@ -158,11 +162,13 @@ class Applied:
       main: the traced training step of one device.
       fn: the user's function: `fn(state, *args)` for a step of one state, else
         `fn(params, *args)`.
-      unpacked: traceable function that converts the job's leaves to the leaves of one device.
-      unstacked: takes the traced function and the names of its leaves. It returns both with the
-        leaves as the job stores them: rows of one leaf may be several stored arrays.
-      groups: function of the names of stored leaves, in the order in which `fn` reads them. It
-        returns the group of each leaf: an integer, 0 or more.
+      unpacked: traceable function that converts arrays as the job stores them (sliced or packed,
+        say) to the arrays of the one-device state.
+      unstacked: function that replaces inputs of a traced function by the arrays that the job
+        stores. For example, each pipeline stage stores some layers of a stack, so one input becomes
+        several. It takes the traced function and the names of its inputs, and returns both.
+      groups: function that assigns each stored array a group, an integer from 0. It takes the names
+        of the arrays, in the order in which `fn` reads them.
     """
 
     def __init__(
@@ -287,7 +293,7 @@ class Applied:
     def _jitted(
         self, jaxpr: ClosedJaxpr, names: Sequence[str]
     ) -> Callable[[Leaves, Sequence[Any]], Sequence[Any]]:
-        """Compile the equations of a part, after a conversion of stored arrays (`unpacked`)."""
+        """Compile the equations of a part, which first convert stored arrays (`unpacked`)."""
         run = jaxpr_as_fun(jaxpr)
 
         def of_leaves(leaves: Leaves, values: Sequence[Any]) -> list[Any]:
@@ -300,8 +306,9 @@ class Applied:
 def _moved(home: jax.sharding.Sharding | None, arrays: Sequence[Any]) -> list[Any]:
     """Copy arrays to the devices of `home`, unless they are already there.
 
-    The parts of a pipeline run on different devices, and JAX rejects operands on other devices. An
-    array without a fixed device stays where it is, because JAX moves it itself.
+    The parts of a function run on the devices of different pipeline stages, and JAX rejects
+    operands on different devices. An array without a fixed device stays where it is, because JAX
+    moves it itself.
     """
     if home is None:
         return list(arrays)

@@ -45,9 +45,9 @@ class BatchNumbers:
     """Constants of an update that depend on the batch size, and their positions.
 
     Attributes:
-      spots: maps the name of each number to the operands that the number replaces.
-      fixed: outputs of the update that depend on the batch size in another way. No input can
-        replace the batch size there.
+      spots: maps the name of each number to the operands and outputs that the number replaces.
+      fixed: outputs of the update that depend on the batch size otherwise, such as by their shape.
+        An input cannot replace the batch size there.
     """
 
     spots: Mapping[str, tuple[NumberPlace, ...]] = dataclasses.field(default_factory=dict)
@@ -56,8 +56,8 @@ class BatchNumbers:
     def taken_by(self, step: DividedStep) -> DividedStep:
         """Return a divided step with an update that reads these numbers from inputs.
 
-        `DividedStep.numbers` of the result has the values for the batch size of this step. Trainers
-        send these values to the servers.
+        `numbers` of the result has the values for the batch size with which `step` was traced.
+        Trainers send these values to the servers.
 
         Args:
           step: the training step, divided at its gradients; it may be a trace with any batch size.
@@ -92,9 +92,9 @@ class BatchNumbers:
 def numbers_of_size(step: DividedStep, other: DividedStep) -> BatchNumbers:
     """Find the constants in an update that depend on the batch size.
 
-    The function compares the updates of two traces of one step. If only constants differ, it
-    returns their positions. The updates may also differ elsewhere, such as in the body of a branch.
-    The result then has no numbers, and `fixed` lists the outputs that differ.
+    The function compares the updates of two traces of one step. If only constants differ, the
+    result has their positions. If other things differ, such as the body of a branch, the result has
+    no positions, and `fixed` lists the outputs that differ.
 
     Args:
       step: the training step, divided at its gradients.

@@ -41,9 +41,10 @@ class Batch:
     - "same" states that all trainers compute the same value.
 
     By default, results that grow with the batch are concatenated, and parameters are averaged.
-    Floating-point results are reduced as gradients are. The default for other values is "each".
-    Results that depend on gradients read the reduced gradients, but with `local_sgd` the gradients
-    of the trainer. Parameter servers have different merges, see `dtrans.pserver`.
+    Other floating-point results are reduced like gradients (`dtrans.Reduce`). The default for all
+    other values is "each". Results that depend on gradients are computed from reduced gradients;
+    with `local_sgd`, from the trainer's own gradients. Parameter servers have different merges, see
+    `dtrans.pserver`.
 
     Attributes:
       kind: "exact", "local" or "micro".
@@ -118,8 +119,8 @@ class Batch:
           value: the user's option: a `Batch` or its kind.
           kind: the kind that the strategy uses if the user's `Batch` has none, such as "exact".
           micro: True if the strategy has micro-batches, so that `batch="micro"` is allowed.
-          one_program: name of the strategy, if several devices run one program. They cannot have
-            different numbers of rows, so `speeds` is then an error.
+          one_program: name of the strategy, if several devices run one program. These devices
+            cannot have different numbers of rows, so `speeds` is then an error.
 
         Raises:
           ConfigError: the strategy does not support this kind, or `speeds`.

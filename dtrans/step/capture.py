@@ -1,15 +1,16 @@
-"""Second trace of a step, in which the loss function is one equation that is not differentiated.
+"""Second trace of a step, which keeps the loss function as one equation without derivatives.
 
 A pipeline divides the loss function into stages, and differentiates each stage. In an ordinary
 trace of the step, JAX has already differentiated the loss. So the step is traced again in a special
-mode. In this mode `dtrans.value_and_grad` writes one equation, `value_and_grad`, whose body is the
-loss function. We call this a *capture* of the loss.
+mode, called *capture*. In this mode `dtrans.value_and_grad` writes one equation, `value_and_grad`.
+Its body is the loss function.
 
     step      ... -> value_and_grad[loss function] -> loss, aux, gradients -> marks -> optimizer
 
-Stages compute the loss. So the update of a pipeline may read only gradients among the results of
-this equation. There is one exception. The update may read a result that depends on no batch array,
-such as a counter or a split key. Equations before `value_and_grad` then compute this result, too.
+Stages compute the results of this equation, and give only the gradients to the update. So the
+update of a pipeline may read no other result of the equation. There is one exception: a result that
+depends on no batch array, such as a counter or a split key. Copies of its equations before
+`value_and_grad` then compute this result for the update.
 
 A step may have several losses, each with its own parameters. If no loss reads results of another,
 their sum becomes the loss.
@@ -120,7 +121,7 @@ def capture_loss(fun: Callable[[Any], Any], arguments: Any, has_aux: bool) -> tu
 
 
 def captured(program: Program) -> Program:
-    """Trace a step again, so that its loss is one equation that is not differentiated.
+    """Trace a step again, so that its loss function is one equation without derivatives.
 
     Pipelines divide this loss into stages. `program.once` stores the result, so a second call is
     cheap.
@@ -141,7 +142,7 @@ def captured(program: Program) -> Program:
 
 
 def captured_if_marked(program: Program) -> Program | None:
-    """Return `captured(program)`; None if the loss cannot be written as one equation."""
+    """Trace a step as `captured` does; return None if its loss cannot be one equation."""
     try:
         return captured(program)
     except GradientError:
@@ -154,7 +155,7 @@ def _captured(program: Program) -> Program:
 
 
 def _with_loss(traced: Program) -> Program:
-    """Trace a step again so that its loss is one equation, now and for later traces."""
+    """Trace a step again so that its loss is one equation. Traces of the result keep this form."""
     function: Any = dataclasses.replace(traced.specializer, captures=True)  # type: ignore[type-var]
     result: Program = function(list(map(array_type, traced.inputs.values())))
     return result
@@ -164,9 +165,9 @@ def _with_one_loss(program: Program) -> Program:
     """Combine several losses of a step into one equation `value_and_grad`; its loss is their sum.
 
     Each loss function gets separate inputs for the values to differentiate. So each loss has its
-    own gradients, also if two losses read the same parameter. Two kinds of steps are returned
-    unchanged: a loss reads results of another loss, or two losses differentiate the same values.
-    The second kind adds up gradients of parts of the batch, as micro-batches do.
+    own gradients, also if two losses read the same parameter. Steps of two kinds are returned
+    unchanged. In the first kind, a loss reads results of another loss. In the second kind, two
+    losses differentiate the same values, as in a loop over micro-batches that adds up gradients.
     """
     flat = inline_calls(program.jaxpr, keep=("loss", "loss_seed", COLLECT))
     inner = opened(flat)
@@ -246,7 +247,7 @@ def _sum(*losses: Any) -> Any:
 
 
 def _with_counters_first(program: Program) -> Program:
-    """Compute counters and random keys before the loss, if the update reads them.
+    """Copy the equations of counters and random keys before the loss, if the update reads them.
 
     The loss function may return results that depend on no batch array, such as a counter. A
     pipeline's update cannot read results of the loss function. So this function copies the
@@ -301,7 +302,7 @@ def _read_by_update(program: Program, inner: Jaxpr, eqn: JaxprEqn) -> dict[Var, 
     """Return the results of the loss function that the update reads; gradients do not count.
 
     Args:
-      program: a captured step.
+      program: a step, as `captured` returns it.
       inner: the step's jaxpr, with calls inlined.
       eqn: the equation `value_and_grad`.
 
@@ -389,7 +390,7 @@ def loss_of(program: Program) -> JaxprEqn:
 
     Raises:
       GradientError: the step does not have exactly one such equation, or has it in a loop or a
-        branch. `captured` has combined losses that are independent of each other.
+        branch. Several losses are no error if they are independent, since `captured` combines them.
     """
     found = [e for e in equations(program.jaxpr) if e.primitive is value_and_grad_p]
     if not found:
@@ -422,7 +423,7 @@ def operands_of(eqn: JaxprEqn) -> tuple[dict[Var, Atom], dict[Var, Atom]]:
       eqn: the equation `value_and_grad`.
 
     Returns:
-      Two dicts, whose keys are input variables: the operands to differentiate, and all others.
+      Two dicts, from input variables to operands: the operands to differentiate, and all others.
     """
     pairs = list(zip(opened(eqn.params["loss"]).invars, eqn.invars, strict=True))
     count = eqn.params["count"]

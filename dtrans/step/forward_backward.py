@@ -1,4 +1,4 @@
-"""Writer of the trainer half of a step (forward and backward pass), and checks of this half."""
+"""Writer of a step's forward and backward pass into a trainer's program, and checks of the step."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def refuse_across(
     may_report: bool = False,
     remedy: str = "",
 ) -> None:
-    """Raise GradientError if the two halves of a step cannot run in different places.
+    """Raise GradientError if a step's update cannot run in another process than its forward pass.
 
-    The halves are forward with backward, and the update. Some strategies run them in different
-    processes, which exchange gradients. They call this function to reject steps where one half
-    reads further values of the other half.
+    Some strategies run the forward and backward pass in one process, and the update in another. The
+    processes exchange gradients. These strategies call this function to reject a step if one
+    process would need further values of the other.
 
     Args:
       step: the training step, divided at its gradients.
@@ -71,7 +71,8 @@ def ready_order(step: DividedStep) -> list[str]:
     """Return the parameters in the order in which the backward pass computes their gradients.
 
     Strategies reduce gradients in this order, so that communication overlaps with the backward
-    pass. Parameters with an input or a constant as their gradient are last.
+    pass. Parameters are last if no equation computes their gradient, which is an input or a
+    constant.
     """
     positions = producer_positions(step.program.eqns)
     last = len(step.program.eqns)
@@ -90,7 +91,7 @@ Arrange = Callable[
 
 
 class HalfWriter(Protocol):
-    """Interface of writers that change the equations of a trainer half while they are copied.
+    """Interface of writers that change forward and backward equations while they are copied.
 
     `write_trainer_half` calls a writer for each equation. For example, ZeRO's writer adds
     all-gathers of parameters.
@@ -123,8 +124,9 @@ def half_equations(
 ) -> tuple[list[JaxprEqn], list[str], list[Atom]]:
     """Return the equations of the forward and backward pass that a trainer needs.
 
-    These equations compute gradients, values for the update (`DividedStep.handed`), parameters that
-    the trainer half computes (`DividedStep.frozen`), and `results`.
+    These equations compute gradients, further values that the update reads (`DividedStep.handed`),
+    parameters that the forward pass computes, such as batch statistics (`DividedStep.frozen`), and
+    `results`.
 
     Args:
       step: the training step, divided at its gradients.
@@ -155,11 +157,11 @@ def write_trainer_half(
 ) -> dict[str, Atom]:
     """Write the equations of the forward and backward pass into a trainer's program.
 
-    Strategies differ in what happens to a gradient. So this function calls `on_gradient` as soon as
-    a gradient is computed. The callback writes a reduction over trainers, for example.
+    This function calls `on_gradient` as soon as a gradient is computed. Each strategy passes its
+    own callback, which writes a reduction over trainers, for example.
 
     Args:
-      b: builder of the trainer's program, which has the inputs of the trainer half.
+      b: builder of the trainer's program, which already has the inputs of the forward pass.
       step: the training step, divided at its gradients.
       results: names of outputs to compute, as for `half_equations`.
       on_gradient: function (name of a parameter, its gradient), called right after the equation
@@ -170,8 +172,9 @@ def write_trainer_half(
       arrange: function that reorders the equations and their roles (`Arrange`).
 
     Returns:
-      Name -> value, for the results, for the values that the update reads (`DividedStep.handed`),
-      and for the parameters that the trainer half computes (`DividedStep.frozen`).
+      Name -> value, for the results, for further values that the update reads
+      (`DividedStep.handed`), and for parameters that the forward pass computes
+      (`DividedStep.frozen`).
     """
     eqns, roles, wanted = half_equations(step, results)
     computed = producer_positions(eqns)

@@ -5,14 +5,14 @@ A frozen parameter still has an update in the trace of a step:
     optax.set_to_zero, optax.masked, optax.multi_transform     the update adds zeros
     jax.lax.stop_gradient                                      the gradient and the moments are zero
 
-Without this module, servers would store the parameter and trainers would send zeros. This module
-finds the update by constant folding, and drops it. Strategies then treat the parameter like one
-that the step returns unchanged: trainers store it, and servers do not.
+Without this module, servers would store the parameter, and trainers would send zeros. By constant
+folding, this module finds that the update changes nothing, and drops the update. Strategies then
+treat the parameter like one that the step returns unchanged: trainers store it, and servers do not.
 
-The analysis folds a value if all its entries are one number, or if it equals an input plus zeros.
+The analysis knows a value if all its entries are one number, or if it equals an input plus zeros.
 The startup program provides the initial values of optimizer state. If a step maps an array of zeros
-to zeros, the array is zeros after every step, by induction. If a parameter's new value folds to its
-old value, the update is dropped.
+to zeros, the array is zeros after every step, by induction. If a parameter's new value is known to
+equal its old value, the update is dropped.
 
 A parameter with changing moments keeps its update. For example, optax.set_to_zero after Adam
 replaces Adam's update by zeros, but the moments change.
@@ -119,12 +119,12 @@ def frozen_leaves(main: Program, begin: Mapping[str, Any]) -> tuple[dict[str, An
 
     Args:
       main: the traced training step of one device.
-      begin: state arrays that init fills with one number: name -> this number. Moments of zeros are
-        an example.
+      begin: state arrays that init fills with one number, such as moments of zeros: name -> this
+        number.
 
     Returns:
-      A dict: name of an unchanged leaf or state array -> the number in all its entries, or None.
-        And the names of the parameters with a marked gradient of zeros.
+      A pair. First a dict: name of an unchanged parameter or state array -> the number in all its
+        entries, or None. Then the names of the parameters with a marked gradient of zeros.
     """
     jaxpr = inline_calls(main.jaxpr)
     invars = dict(zip(main.in_names, opened(jaxpr).invars, strict=True))
@@ -167,7 +167,7 @@ class _Fact(NamedTuple):
     """Result of the constant folding for one value.
 
     Attributes:
-      value: the number in all entries, or the `Alias` of an equal input; None if unknown.
+      value: the number in all entries, or an `Alias` that names an equal input; None if unknown.
       is_uniform: True if all entries are one number, even if the number is unknown.
     """
 
@@ -254,12 +254,12 @@ def _number(folded: Facts[_Fact], atom: Atom) -> Any:
 def _without_updates(
     main: Program, constants: Mapping[str, Any], zeros: Collection[str]
 ) -> Program:
-    """Write the step again without some updates: these parameters and state are returned unchanged.
+    """Write the step again so that it returns frozen parameters and state arrays unchanged.
 
     Args:
       main: the traced training step of one device.
-      constants: the frozen leaves and state arrays, as from `frozen_leaves`.
-      zeros: parameters whose marked gradients are replaced by zeros.
+      constants: the frozen parameters and state arrays, as from `frozen_leaves`.
+      zeros: parameters with marked gradients that are replaced by zeros.
     """
     jaxpr = inline_calls(main.jaxpr)
     inner = opened(jaxpr)

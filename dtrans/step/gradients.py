@@ -9,23 +9,22 @@ It is the value that
   - is a *derivative*: its equation is under `transpose(...)` in the name stack, or contains
     equations under `transpose(...)` (a scan over micro-batches),
   - is read by an equation that is not a derivative,
-  - reaches the new `params/w` through equations that keep that shape. If no value does (Muon
-    multiplies matrices), the equations on the way may have any shape. Paths through one number,
-    such as the norm of all gradients, then count only if there is no other path. If the new
-    `params/w` depends on no derivative (a frozen leaf), the value reaches another leaf: a global
-    norm reads it.
+  - reaches the new `params/w` through equations that keep that shape. If there is no such path
+    (Muon multiplies matrices), values on the path may have any shape. Paths through a single
+    number, such as the norm of all gradients, then count only if there is no other path. A frozen
+    `params/w` has no path from any derivative. Its gradient is then a value that the new value of
+    another parameter depends on, through a norm of all gradients.
 
 Several values may have these properties, marked or inferred. An example is an unrolled loop over
 micro-batches. If the update reads only their sum, the first value that is linear in all of them is
 the gradient. The additions then belong to the backward pass. Otherwise the module raises an error,
 which lists the values.
 
-A step with a loop over several updates is another error. The module assumes this error under two
-conditions: an output of a loop becomes the new parameter, and no later equation reads the old
-parameter.
+A step with a loop over several updates is another error. The module assumes such a loop if an
+output of a loop becomes the new parameter, and no later equation reads the old parameter.
 
-A loop over micro-batches may also return other values (a count of tokens, the loss). So
-`derivatives` is a set of values, not of equations.
+A loop over micro-batches may return derivatives together with other values, such as the loss. So
+`OpenStep.derivatives` is a set of values, not of equations.
 """
 
 from __future__ import annotations
@@ -130,7 +129,7 @@ class OpenStep(HoldsJaxpr):
 
     @cached_property
     def derived(self) -> list[bool]:
-        """For each equation, True if differentiation created it, or an equation in its body."""
+        """For each equation, True if the backward pass contains it or an equation of its body."""
         return [_is_derivative(e) for e in self.eqns]
 
     @cached_property
@@ -378,7 +377,7 @@ def _is_linear(
     Args:
       eqn: the equation.
       terms: gradients and their sums; at least one is an operand.
-      of_gradients: nonzero for values that depend on any gradient.
+      of_gradients: value -> a number that is nonzero if the value depends on any gradient.
       makers: the equation that computes each value.
     """
     read = {k for k, a in enumerate(eqn.invars) if isinstance(a, Var) and a in terms}
@@ -474,11 +473,11 @@ def _read_elsewhere(
 ) -> dict[str, Var]:
     """Find gradients that only the updates of other parameters read.
 
-    For example, a clip by the global norm reads the gradients of frozen parameters. Their own
-    updates do not read these gradients. Several frozen parameters may have one shape. They get the
-    gradients in the order in which the step first reads them, because a norm reads gradients in the
-    order of the parameters. A wrong order would change only names. If the numbers of parameters and
-    gradients differ, none is found.
+    For example, a clip by the global norm reads the gradients of frozen parameters, but the updates
+    of these parameters do not. The function matches parameters and gradients of one shape by their
+    order, because a norm reads gradients in the order of the parameters. A wrong match would change
+    only names. If a shape has unequal numbers of parameters and gradients, these parameters get no
+    gradient.
 
     Args:
       step: the training step, with its calls inlined.
@@ -510,7 +509,7 @@ def _read_elsewhere(
 
 
 def nested(step: OpenStep, gradients: Collection[Var]) -> str:
-    """Return a text for the equation that lies between an inner derivative and a gradient.
+    """Return a text for an equation that computes perturbed parameters from a first gradient.
 
     Sharpness-aware minimization perturbs the parameters by a first gradient, and takes the final
     gradient there. Such a step has an equation with three properties: it reads a derivative, a
@@ -546,8 +545,8 @@ def _check_inferred(
       step: the training step, with its calls inlined.
       name: the parameter.
       candidate: the inferred gradient.
-      reads_params: for each value, nonzero if it depends on parameters; paths through candidates do
-        not count.
+      reads_params: value -> a number that is nonzero if the value depends on parameters, not only
+        through possible gradients.
     """
     out, eqn = step.outs[name], step.eqns[step.producers[candidate]]
     if "transpose(" not in scope_of(eqn) and not bits_of(reads_params, out):
@@ -663,7 +662,7 @@ def _reached(
 
 
 def counts_rows(step: OpenStep, count: Var, out: Atom) -> bool:
-    """Return True if a state array counts rows of the batch, and no other state depends on it.
+    """Return True if a state array counts rows of the batch, and no other state reads the count.
 
     Trainers must compute such a count, because servers do not know the batch size. A count of rows
     grows by a constant other than 1; a count of steps grows by 1.

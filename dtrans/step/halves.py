@@ -7,10 +7,10 @@ Trainers run the first half on their part of the batch, and reduce or send the g
 half, also called the update, may run on servers, or on slices of parameters. All strategies use
 this division.
 
-`dtrans.step.gradients` finds the gradients. The update should read values of the first half only
-through gradients. If it reads another derivative, the division raises an error, because this
-derivative would not be summed over the batch. If it reads another value, such as the loss, the
-division records a `Need`, and each strategy decides.
+`dtrans.step.gradients` finds the gradients. The update should depend on the first half through
+gradients only. If the update reads another derivative, the division raises an error, because
+strategies would not sum this derivative over the batch. If the update reads another value, such as
+the loss, the division records a `Need`. Each strategy then provides the value or raises an error.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ ONE_GRADIENT = (
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """Name of an input of the update, if the input is the gradient of the parameter `leaf`.
+    """Name of an input of the update that is the gradient of the parameter `leaf`.
 
     Other inputs have strings as names. `str(gradient)` is "params/w@GRAD". It is for display only,
     because another leaf may have this name.
@@ -85,39 +85,41 @@ class DividedStep:
     returns this object; all strategies write their programs from it.
 
     Attributes:
-      program: the full step, with calls inlined and exact roles.
+      program: the full step, with calls inlined and the exact role of each equation (forward,
+        backward or optimize).
       params: names of the leaves of the first argument, in leaf order.
       opt_state: names of the leaves of the second argument.
       batch: names of all other inputs.
-      gradients: maps parameters to the gradients that the update reads.
+      gradients: maps each parameter to its gradient, if the update reads the gradient.
       reported: maps parameters to gradients that only a result or a callback reads: the gradient of
         a frozen leaf in a norm of all gradients, say.
       boundary: for each parameter with a gradient, the variable at which the step is divided: the
         output of the gradient's mark, or the gradient itself if it has no mark.
-      optimized: parameters that the optimize half computes.
-      frozen: parameters that the trainer half computes, or that never change.
+      optimized: parameters that the update computes.
+      frozen: parameters that the forward pass computes (batch statistics), or that never change.
       results: names of all outputs other than state, e.g. `loss`.
       from_gradients: results that depend on gradients, e.g. a gradient norm.
-      observers: equations with effects (`jax.debug.print`).
+      observers: equations with effects, such as `jax.debug.print`.
       nested: text of an equation, if the step perturbs its parameters by their gradient and then
         takes a second gradient (sharpness-aware minimization). The equation lies between the two
         derivatives. Each trainer would compute a different first derivative. Empty for other
         steps, and if gradients are marked.
-      across: `Need` that forces one process to run both halves: the update reads values of forward,
-        or a result reads values of the update. None if two processes can run the halves.
+      across: `Need` that forces one process to run both halves: the update reads values of the
+        forward pass, or a result reads values of the update. None if two processes can run the
+        halves.
       argument_need: `Need` of the update for an argument of the step, such as a learning rate,
         which trainers can send to servers. None if the update reads no argument.
       state_read: optimizer state that forward or backward reads, such as a random key. Maps the
         name of the array to the name of an output that depends on the array.
-      optimize: the optimize half. Inputs: gradients, parameters, state, batch arrays, `handed`,
-        `numbers`. Outputs: optimized parameters, then state.
-      handed: name -> value of forward that is an input of the optimize half. Strategies add such
+      optimize: the update. Inputs: gradients, parameters, state, batch arrays, `handed`, `numbers`.
+        Outputs: optimized parameters, then state.
+      handed: name -> value of the forward pass that is an input of the update. Strategies add such
         inputs if they run the update in another process, or on slices of parameters
         (`dtrans.step.handed_values`).
-      numbers: name -> number that depends on the batch size and is an input of the optimize half
+      numbers: name -> number that depends on the batch size and is an input of the update
         (`dtrans.step.batch_numbers`).
-      undivided: the reason why the step is not divided, for a result of `leave_undivided`. Empty
-        for other steps.
+      undivided: the reason why the step is not divided, if `leave_undivided` returned it. Empty for
+        other steps.
     """
 
     program: Program
@@ -152,14 +154,14 @@ class DividedStep:
         return tuple(n for n in self.optimize.in_names if isinstance(n, str) and n in known)
 
     def reason_not_optimized(self, name: str) -> str:
-        """Return the reason why a parameter is `frozen`, for messages."""
+        """Return the reason why the update does not compute a parameter, for messages."""
         if self.program.outvars[name] is self.program.invars[name]:
             return "it is not updated"
         return "forward updates it, not the optimizer"
 
     @property
     def early(self) -> tuple[int, ...]:
-        """Indices of callbacks (`jax.debug.print`) that the trainer half can call.
+        """Indices of callbacks (`jax.debug.print`) that can run before gradients are reduced.
 
         They read only parameters, or values of the forward and backward pass.
         """
@@ -181,7 +183,8 @@ class DividedStep:
     def observed(self) -> OptimizeHalf:
         """Jaxpr that computes the operands of all callbacks from gradients and the step's inputs.
 
-        Its outputs have the names "0", "1", .... `first_difference` compares two of these jaxprs.
+        Its outputs have the names "0", "1", .... `first_difference` compares two of these jaxprs,
+        to find callbacks that depend on the batch size.
         """
         read: list[Atom] = []
         for x in self.observers:
@@ -207,10 +210,10 @@ class DividedStep:
         return dataclasses.replace(self, observers=tuple(observers))
 
     def differing_outputs(self, other: DividedStep) -> list[str]:
-        """Return the outputs that depend on the batch size in a way other than through gradients.
+        """Return the update's outputs that read the batch size directly, not through gradients.
 
-        An example is an update that divides by the number of rows. Strategies split the batch, so
-        that the number of rows changes.
+        An example is an update that divides by the number of rows. With a split batch, a trainer
+        would use a wrong number of rows.
 
         Args:
           other: the same step, traced with another batch size.
@@ -220,7 +223,7 @@ class DividedStep:
         return [*self.optimize.differing_outputs(other.optimize), *mine.differing_outputs(theirs)]
 
     def first_difference(self, other: DividedStep) -> tuple[str, str] | None:
-        """Describe the first output that depends on the batch size other than through gradients.
+        """Describe the first output that reads the batch size directly, not through gradients.
 
         `dtrans.nccl2` uses the description in an error. Operands of callbacks count as outputs.
 
@@ -242,10 +245,10 @@ class DividedStep:
         return None
 
     def with_reported(self) -> DividedStep:
-        """Return the step with the gradients that only results or callbacks read among `gradients`.
+        """Return the step with `gradients` extended by those that only results or callbacks read.
 
-        Trainers reduce all values in `gradients`. A strategy calls this method if results, such as
-        a gradient norm, must be those of the full batch.
+        Trainers reduce all values in `gradients`. So results that read these gradients, such as a
+        gradient norm, are then those of the full batch.
         """
         return dataclasses.replace(self, gradients={**self.gradients, **self.reported})
 
@@ -289,7 +292,7 @@ class OptimizeHalf(NamedJaxpr):
 
 
 def _rename_outputs(eqn: JaxprEqn, inputs: Collection[Var]) -> JaxprEqn:
-    """Replace outputs of an equation that are also inputs of the half by new variables.
+    """Replace outputs of an equation that are also inputs of the update by new variables.
 
     A loop may compute both a gradient and another value that the update reads. The update then
     contains the loop too, although the gradient is an input of the update. One variable cannot have
@@ -301,7 +304,7 @@ def _rename_outputs(eqn: JaxprEqn, inputs: Collection[Var]) -> JaxprEqn:
 
 
 def _results_half(step: DividedStep, names: Sequence[str]) -> OptimizeHalf:
-    """Return the jaxpr that computes some results from gradients and the step's inputs.
+    """Extract the jaxpr that computes some results from gradients and the step's inputs.
 
     Args:
       step: the divided step.
@@ -368,8 +371,8 @@ def other_size(
 class Need:
     """Value that one half of a step reads, but that only the other half can compute.
 
-    The division records it, because some strategies can provide the value. Other strategies raise
-    the error that this object describes.
+    The halves are the forward and backward pass, and the update. Some strategies can send the value
+    from one half to the other. Other strategies raise the error that this object describes.
 
     Attributes:
       what: clause that states the need, e.g. "loss is computed from opt_state/0/count".
@@ -389,13 +392,13 @@ class Need:
         """Return the error for the user.
 
         Args:
-          why: the strategy's reason, as a clause; used if the object has no reason.
+          why: the strategy's reason, as a clause; used if the attribute `why` is empty.
         """
         return self.error(f"{self.what}, {self.why or why}; {self.advice}")
 
 
 def asks_for(output: str, state: str) -> Need:
-    """Return the `Need` of an output, such as the loss, that reads optimizer state.
+    """Describe, for an error, an output of the forward pass that reads optimizer state.
 
     Args:
       output: name of the output.
@@ -412,7 +415,7 @@ def asks_for(output: str, state: str) -> Need:
 
 
 def reports_update(result: str, state: str) -> Need:
-    """Return the `Need` of a result that reads both gradients and optimizer state.
+    """Describe, for an error, a result that reads both gradients and optimizer state.
 
     An example is the norm of the new parameters.
 
@@ -447,10 +450,10 @@ def divide_step(program: Program) -> DividedStep:
 
 
 def leave_undivided(program: Program, reason: str) -> DividedStep:
-    """Treat a training step as one half: the trainer half computes all outputs, state included.
+    """Return a step as if it had no update: forward equations compute all outputs and all state.
 
     Some strategies can run steps without known gradients. They call this function if `divide_step`
-    fails. All leaves of the state then count as parameters that the trainer half computes.
+    fails.
 
     Args:
       program: trace of a function of (params, opt_state, *batch).
@@ -689,13 +692,13 @@ class _StepDivider:
         return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, positions
 
     def loss_need(self, positions: Sequence[int]) -> Need | None:
-        """Return the `Need` of an optax optimizer that reads the loss, such as a line search.
+        """Describe, for an error, an optax optimizer that reads the loss, such as a line search.
 
         Args:
           positions: indices of the update's equations.
 
         Returns:
-          The `Need`; None if no optimizer reads a result of the step.
+          The description; None if no optimizer reads a result of the step.
         """
         computed: set[Var] = set()
         for i in positions:
@@ -742,7 +745,7 @@ class _StepDivider:
     def check_trainer_half(
         self, gradients: Mapping[str, Var], used: set[str], frozen: Sequence[str]
     ) -> None:
-        """Find values of the update and optimizer state that the trainer half reads.
+        """Find optimizer state, and results of the update, that the forward or backward pass reads.
 
         This method sets `state_read`, and sets `across` if one process must run both halves.
         """
@@ -769,7 +772,7 @@ class _StepDivider:
     def record_state_read(
         self, output: str, leaves: Collection[Var], state: Mapping[Var, str]
     ) -> list[str]:
-        """Record the optimizer state on which an output of the trainer half depends.
+        """Record the optimizer state on which an output other than the new state depends.
 
         Args:
           output: name of the output.
@@ -818,7 +821,7 @@ class _StepDivider:
 def _updated_param_need(
     s: OpenStep, gradients: Mapping[str, Atom], boundary: Iterable[Var]
 ) -> Need | None:
-    """Find a gradient that is taken at an already updated parameter.
+    """Find a gradient that is computed from an already updated parameter.
 
     For example, a step updates a first model. It then differentiates the loss of a second model
     that reads the first one. One update must then run before the second gradient.
@@ -861,7 +864,7 @@ def _reader_of_derivative(
       s: the training step, with its calls inlined.
       outs, names: the outputs.
       gradients: the gradients; paths through them do not count.
-      around: equations of the derivatives that are not gradients.
+      around: equations that compute the derivatives to search for.
 
     Returns:
       The name of the output, and a text that describes the first of these derivatives.

@@ -1,10 +1,10 @@
 """Values of the forward pass that the update reads (the loss, statistics) become its inputs.
 
-After the division of the step, the update contains all equations that it needs, including equations
-of the forward pass. But a server has no rows of the batch, and a rank may have only slices of
-parameters. So neither can compute these values. `hand_over` removes the equations of the forward
-pass from the update. The trainer half computes their values and hands them over
-(`DividedStep.handed`).
+An update may read the loss, for example. After the division of the step, the update contains copies
+of all equations that it needs, including those of the loss. But a server has no rows of the batch,
+and a ZeRO rank may have only slices of parameters. So neither can compute the loss. `hand_over`
+removes these equations from the update. The forward pass computes their values and passes them to
+the update as inputs (`DividedStep.handed`).
 
 `hand_over` also saves time if the update would repeat a loop of the forward pass: XLA merges equal
 equations, but not equal loops.
@@ -28,7 +28,7 @@ from dtrans.step.halves import DividedStep, Gradient, OptimizeHalf
 
 
 def hand_over(step: DividedStep, parts: Collection[str], *, drawn: bool = False) -> DividedStep:
-    """Return a step whose update gets values of the forward pass as inputs.
+    """Change a step so that its update gets values of the forward pass (the loss) as inputs.
 
     Without this change, the update would compute these values again, which needs the batch.
 
@@ -36,8 +36,8 @@ def hand_over(step: DividedStep, parts: Collection[str], *, drawn: bool = False)
       step: the training step, divided at its gradients.
       parts: names of batch arrays that differ between trainers. Values of the forward pass that
         depend on these arrays become inputs.
-      drawn: True to include two further kinds of values: values that trainers communicate, and
-        values that depend on the trainer's index, such as random numbers.
+      drawn: True to also include values that trainers communicate, and values that depend on the
+        trainer's index, such as random numbers.
     """
     half = step.optimize
     values = _forward_values(step, parts, drawn)
@@ -79,8 +79,8 @@ def runs_loops_of_forward(step: DividedStep, parts: Collection[str]) -> bool:
 def _forward_values(step: DividedStep, parts: Collection[str], drawn: bool = False) -> set[Var]:
     """Return the values in the update that depend on the batch, and that forward can compute.
 
-    Forward can compute a value if the value depends on no gradient. It also depends on no optimizer
-    state, except state that the forward pass reads anyway. `hand_over` describes the arguments.
+    The forward pass can compute a value if the value depends neither on gradients, nor on optimizer
+    state that the forward pass does not read anyway. `hand_over` describes the arguments.
     """
     half = step.optimize
     known_to_forward = {*step.params, *step.batch, *step.state_read}
@@ -102,7 +102,7 @@ def _forward_values(step: DividedStep, parts: Collection[str], drawn: bool = Fal
 
 
 def _is_drawn(eqn: JaxprEqn) -> bool:
-    """Return True if an equation communicates, or reads the trainer's index."""
+    """Return True if an equation communicates with other trainers, or reads the trainer's index."""
     return any(map(is_communication, (eqn, *equations_inside(eqn))))
 
 

@@ -51,12 +51,11 @@ def replace_hyperparameters(leaves: Iterable[str], state: Any, values: Mapping[s
 
     Args:
       leaves: names of the step's leaves.
-      state: a pytree of dicts. The key of an array is the name of its leaf, or a tuple that ends in
-        the name.
+      state: a pytree of dicts. The key of each array is its name, or a tuple that ends in its name.
       values: the new values, by name, as for `hyperparameter_leaf`.
 
     Raises:
-      ConfigError: as `hyperparameter_leaf`; or the leaf is not in the state of this process.
+      ConfigError: as `hyperparameter_leaf`; or the array is not in the state of this process.
     """
     leaves = list(leaves)
     wanted = {hyperparameter_leaf(leaves, name): x for name, x in values.items()}

@@ -1,9 +1,8 @@
 """Marks in a training step that show dtrans which values are gradients.
 
-The primitive `mark_p` is an identity on a gradient. Its second operand is the parameter. So
-`dtrans.step.halves` knows the parameter of each gradient without comparing names. Each parameter
-has a separate equation: one mark over the full pytree would make every gradient depend on every
-other gradient.
+A *mark* is an identity equation on a gradient (primitive `mark_p`). Its second operand is the
+parameter, which shows the parameter of each gradient. Each parameter has a separate mark: one
+equation over the full pytree would make every gradient depend on every other gradient.
 
 `dtrans.value_and_grad` writes marks, and `make_train_step` calls `dtrans.value_and_grad`. jit,
 vmap, scan, remat and differentiation of the step keep marks; lowering removes them. alpa also marks
@@ -65,8 +64,8 @@ _loss_p = new_identity("loss", jvp=_loss_jvp, transpose=_loss_transpose)
 def _as_loss(value: Any) -> Any:
     """Return the loss unchanged, but mark the start of its backward pass in the trace.
 
-    Mixed precision scales the backward pass there. A value that is no real scalar gets no mark, and
-    `jax.value_and_grad` raises an error for it.
+    Mixed precision multiplies the first cotangent by the loss scale there. A value that is no real
+    scalar gets no mark, because `jax.value_and_grad` raises an error for it.
     """
     is_loss = (
         isinstance(value, jax.Array)

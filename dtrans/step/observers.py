@@ -1,8 +1,8 @@
 """Host callbacks of a step (`jax.debug.print`, `jax.debug.callback`, `io_callback`) in jobs.
 
-In a job, several trainers run the step, but the user's function must be called once. It must also
-get the values that one device would compute. So dtrans records each callback as an `Observer`. The
-values that a callback reads decide which program of a job can call it:
+In a job, several trainers run the step, but the user's host function must be called only once. The
+function must also get the values that one device would compute. So dtrans records each callback as
+an `Observer`. The values that a callback reads decide which program of a job can call the function:
 
     state       parameters and constants, which trainers store
     forward     values of forward and backward: trainers compute them, and reduce partial sums
@@ -67,14 +67,14 @@ class Observer:
 
     Attributes:
       position: position of the equation in the step.
-      name: primitive of the callback, which may be in a body of the equation: `debug_print`,
-        `debug_callback`, `io_callback`.
+      name: primitive of the callback: `debug_print`, `debug_callback` or `io_callback`. The
+        callback may be in a body of the equation.
       line: user's source line, `model.py:12`; empty if unknown.
       reads: kind of the operands: "state", "forward", "gradients" or "update" (see the module's
         docstring).
       rows: True if an operand depends on the batch other than through gradients.
       in_update: True if the update contains the equation, such as a loop with a callback.
-      calls: False for equations of dtrans that call no function, such as summaries.
+      calls: False for effects that call no function, such as summaries of dtrans.
     """
 
     position: int
@@ -92,7 +92,7 @@ class Observer:
 def observers_of(
     step: OpenStep, gradients: Collection[Var], optimize: Sequence[int], asked: Collection[str]
 ) -> tuple[Observer, ...]:
-    """Find the equations of a step with effects, such as host callbacks, and the values they read.
+    """Find the host callbacks (and other effects) of a step, and the kind of values they read.
 
     Args:
       step: the training step, with its calls inlined.
@@ -268,10 +268,10 @@ def call_once(b: Builder, over: Sequence[str], start: int = 0) -> None:
 def _for_first(eqn: JaxprEqn, over: tuple[str, ...]) -> list[JaxprEqn]:
     """Rewrite an equation so that trainer 0 alone calls its host callbacks.
 
-    The callbacks may be in the bodies of the equation.
+    The callbacks may be in bodies of the equation, such as the body of a loop.
 
     Returns:
-      The equations that replace it.
+      The equations that replace `eqn`.
     """
     if eqn.primitive.name in CALLBACKS:
         # Each callback gets its own equation for the index, so that bodies need no new input.

@@ -108,7 +108,7 @@ def split_step(program: Program) -> Program:
 
 
 def split_spec(spec: TreeSpec, names: Collection[str]) -> tuple[TreeSpec, TreeSpec]:
-    """Split the structure of one state (a `TrainState`) into those of params and opt_state.
+    """Split the structure of one state (a `TrainState`) into structures of params and opt_state.
 
     Both have the form of the full state, with None in place of missing leaves.
 
@@ -232,7 +232,7 @@ def _read_by_forward(step: OpenStep, gradients: Collection[Var], names: Sequence
 
     Args:
       step: the training step, with its calls inlined.
-      gradients: values at which the search ends, because the update follows them.
+      gradients: values at which the search ends, because only the update reads them.
       names: the leaves to check.
     """
     new = variables(values_at(step.outs, step.changed(names)))
@@ -268,7 +268,7 @@ def _parameters(step: OpenStep, gradients: Collection[Var], read: Collection[str
 
 
 def _state_behind(main: Program) -> str:
-    """Return advice for an error if a step has its state after batch arguments; otherwise ""."""
+    """Return advice for an error if the step's state is not its first argument; otherwise ""."""
     outs = set(map(below_root, main.out_names)) - {""}
     for i, spec in enumerate(main.args[2:], 1):
         if len(spec.names) > 1 and outs.issuperset(map(below_root, spec.names)):

@@ -92,7 +92,6 @@ def replicate(device_count: int | None = None, name: str | None = None) -> Itera
     Use `with dtrans.replicate():` in the traced function. Each stage runs on its own devices, and
     several replicas of a stage may divide the batch. Scopes with the same name are one stage.
     Without a name, every entry of the `with` statement starts a new stage, also in a Python loop.
-    Source: `epl.replicate` (epl/strategies/replicate.py).
 
     Source: `epl.replicate` (epl/strategies/replicate.py).
 
@@ -150,14 +149,14 @@ def split(device_count: int | None = None, name: str | None = None) -> Iterator[
 
 @contextmanager
 def local() -> Iterator[None]:
-    """Mark reductions over the batch that each trainer computes over its own rows only.
+    """Mark a part of the model where each trainer reduces over its own rows of the batch only.
 
     With `batch="exact"`, a job computes means over the full batch, which needs communication. Batch
     normalisation in Paddle and in torch's DistributedDataParallel uses each trainer's rows instead.
     Use `with dtrans.local():` in the traced function for this behaviour. A sum, mean or maximum
     over the batch in the scope becomes a reduction over the trainer's rows. Results and state that
-    depend on this reduction are averaged over trainers. Derivatives of the scope's equations belong
-    to the scope, but gradients of parameters are sums over the full batch. On one device the scope
+    depend on this reduction are averaged over trainers. The scope also includes derivatives of its
+    equations, but gradients of parameters remain sums over the full batch. On one device the scope
     has no effect.
 
     Example:

@@ -1,4 +1,4 @@
-"""Startup programs: match the values that `init` returns with the state arguments of the step.
+"""Match the values that `init` (the startup program) returns with the state arguments of the step.
 
 A user passes two traced functions, the step and `init`. Strategies must know which output of init
 is which state array. If init returns a dict, its keys decide (`params`, `opt_state`, or the step's
@@ -64,7 +64,7 @@ def normalize_step(
 
 
 def with_numbers(startup: Program, state: Sequence[TreeSpec]) -> Program:
-    """Treat Python numbers in init's result as constants, if the step treats them as constants.
+    """Remove Python numbers from init's outputs, if the step treats these numbers as constants.
 
     An Equinox module has Python numbers among its leaves, such as the rate of a dropout. Such a
     number is part of the compiled program. A number that the step changes, such as a count of

@@ -4,10 +4,10 @@ A user calls `scalar`, `histogram`, `image`, `audio` or `text` inside the step. 
 a step in micro-batches on several replicas, but TensorBoard gets one value per tag and step.
 
 Each call binds one equation without outputs. The equation has an effect, so that JAX does not
-remove it (`dtrans._jax.new_effectful`). On one device the equation does nothing, and its operand is
-computed only if another equation needs the operand. A pipeline finds the equations in the traced
-loss function (`summaries`), and fetches their operands from every micro-batch of every replica.
-Then the pipeline merges the operands (`merge`) and writes the result (`dtrans.SummaryWriter`).
+remove it. On one device the equation does nothing: XLA computes its operand only if another
+equation needs the operand. A pipeline finds the equations in the traced loss function
+(`summaries`), and fetches their operands from every micro-batch of every replica. Then the pipeline
+merges the operands (`merge`) and writes the result (`dtrans.SummaryWriter`).
 Source: `update_summaries` of EPL, which rewrites the summary operations of all clones to read a
 merged tensor.
 

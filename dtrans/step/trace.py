@@ -1,8 +1,8 @@
 """Tracing of a Python function to a `Program`: equations with named inputs and outputs.
 
-Names of inputs come from the function's parameters and pytree paths, such as `params/w`. A part of
-the result may have the structure and shapes of the argument `params`. It is the new `params`, and
-its leaves get the argument's names. The same holds for `opt_state`. Each equation gets a role
+Names of inputs come from the function's parameters and pytree paths, such as `params/w`. If a part
+of the result has the structure and shapes of the argument `params`, this part is the new `params`.
+Its leaves get the argument's names. The same holds for `opt_state`. Each equation gets a role
 (forward, backward or optimize), which its name stack determines.
 """
 
@@ -51,9 +51,9 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
     `fn` and the pytree paths below them, such as `params/w`. Outputs are named by these rules:
 
     - If `fn` returns a dict, the keys are the names.
-    - If `fn` returns a tuple, its first part that looks like the first argument (`params`) is the
-      new `params`. Both have the same structure and shapes. The part gets the names of the
-      argument. The same holds for the second argument, `opt_state`.
+    - If `fn` returns a tuple, the new `params` is its first part with the structure and shapes of
+      the first argument (`params`). This part gets the names of the argument. The same holds for
+      the second argument, `opt_state`.
     - The first scalar after them is named `loss`, the next value `aux`, and further values by their
       position, `out4`.
 
