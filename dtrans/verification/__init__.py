@@ -1,11 +1,11 @@
-"""Verification that a distributed program computes the same as a one-device program, without
-tolerance.
+"""Exact check that a distributed program computes the same values as a one-device program.
 
-`plan.verify()` and `dtrans.verify` evaluate two programs at random points of a finite field, where
-arithmetic has no rounding errors. If their outputs differ at one point, the programs are different.
-If their outputs are equal at all points, the programs are equal with a probability close to 1. In
-this package, *the field* is this finite field, the *job* is the distributed program, and the *step*
-is the one-device program. A *rule* evaluates one primitive of JAX in the field.
+`plan.verify()` and `dtrans.verify` evaluate two programs for random inputs (points) in a finite
+field, where arithmetic has no rounding errors. So no tolerance is needed. If outputs differ at one
+point, the programs are different. If outputs are equal at all points, the programs are equal with a
+probability close to 1. In this package, *the field* is this finite field, the *job* is the
+distributed program, and the *step* is the one-device program. A *rule* evaluates one primitive of
+JAX in the field.
 
     field             arithmetic modulo the prime 2**61 - 1, on NumPy arrays
     rationals         a float as the simplest rational number that rounds to it
@@ -16,18 +16,18 @@ is the one-device program. A *rule* evaluates one primitive of JAX in the field.
     movement_rules    rules of equations that move, select or convert elements
     order_rules       rules of comparisons, maxima and sorts
     scatter_rules     rules of scatters and of reductions over windows
-    rules             the rules of all primitives on floats; hashes for functions the field lacks
+    rules             table of all rules on floats; hashes for functions the field lacks
     complex_rules     rules of primitives on complex numbers, and of fft
     exact_rules       rules of `dtrans.ops.exact_sum`
     matrix_rules      rules of linear solves, decompositions and ragged products
     rank_collectives  JAX's collectives on the values of all ranks; split of arrays over a mesh
-    evaluate          evaluation of a jaxpr, for all ranks in lock step
+    evaluate          evaluation of a jaxpr in the field, for all ranks at once
     state_placement   position of each number of the one-device state in the state of a job
     value_log         log of all values of an evaluation, with their equations
     step_values       index of the values of a step, and of their partial sums
-    meanings          search for a job's values in the step: copies, pieces, partial sums
+    meanings          finds a job's value in the step: as a copy, a piece or a partial sum
     naming            search for the first wrong value on the way to an output that differs
-    random_points     random points at which both programs are evaluated
+    random_points     random inputs (points) at which both programs are evaluated
     check             comparison of a job's step with the one-device step
     outcome           report of a verification
     by_hand           `dtrans.verify`, for steps that users wrote with `shard_map`

@@ -1,7 +1,7 @@
 """Rules that evaluate sums, products, quotients and contractions of floats in a finite field.
 
-A float is a `Real`: an element of the field, and an approximation in float64. The results are exact
-in the field.
+The field consists of the integers modulo 2**61 - 1. A float is represented by a `Real`: an element
+of the field, and an approximation in float64. The results are exact in the field.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dtrans.verification.rule_values import (
 
 
 def _exactly(fn: Callable[..., Array]) -> Rule:
-    """Return the rule of a primitive that computes `fn`, a function of elements of the field."""
+    """Return a rule that evaluates a primitive by `fn`, which is exact on field elements."""
 
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         return [real(fn(*map(elements_in, operands)), compute_approx(eqn, operands))]
@@ -120,7 +120,7 @@ def _reduce_prod(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 def _convolution(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Convolve arrays of field elements, in limbs (parts) of 16 bits.
 
-    Float64 cannot multiply elements of 61 bits, but it adds the products of such limbs exactly.
+    Float64 cannot multiply elements of 61 bits exactly, but it multiplies and adds limbs exactly.
     """
     x, y = operands
     float64 = np.dtype(np.float64)

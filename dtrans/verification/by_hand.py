@@ -1,9 +1,9 @@
 """`dtrans.verify`: check of a step that a user wrote with `jax.shard_map`.
 
 The user's step and a one-device step take the same global arguments, and must return the same
-global values. `verify` traces both steps, evaluates them at random points of a finite field, and
-compares each output. `relations` describes wrong outputs, and `repairs` finds the collectives at
-fault.
+global values. `verify` traces both steps. It evaluates them for random inputs in a finite field,
+where arithmetic has no rounding errors, and compares each output. `relations` describes wrong
+outputs, and `repairs` finds the collectives at fault.
 """
 
 from __future__ import annotations
@@ -67,12 +67,13 @@ def verify(
     """Check without tolerance that a step with `jax.shard_map` equals a one-device step.
 
     Both functions take the same global arguments and return the same structure. Both are traced,
-    and evaluated in a finite field for all ranks (docs/verify_shard_map.md). Nothing is compiled,
-    and the devices of the mesh need not exist (`jax.sharding.AbstractMesh`).
+    and evaluated for random inputs in a finite field, where arithmetic has no rounding errors
+    (docs/verify_shard_map.md). Nothing is compiled, and the devices of the mesh need not exist
+    (`jax.sharding.AbstractMesh`).
 
     Args:
       distributed_step: the function under test, with its collectives in one or more `shard_map`.
-      step: the function for one device.
+      step: the function for one device, which is taken as correct.
       *args: global arguments: pytrees of arrays, or of `jax.ShapeDtypeStruct`. Arrays of integers
         and random keys are used unchanged. For an array of floats, random numbers near its entries
         are used; for a `jax.ShapeDtypeStruct`, random values.
@@ -197,7 +198,7 @@ def _shard_maps(jaxpr: Any) -> list[Any]:
 def _no_shard_map(title: str, jaxpr: Any) -> str:
     """Return the error text for a distributed step that has no `shard_map`.
 
-    If the program has primitives with shardings for XLA, the text names them.
+    If equations have shardings, from which XLA would write collectives, the text names them.
     """
     marks = [eqn.primitive.name for eqn in equations(jaxpr) if _names_shardings(eqn)]
     by = f" (it is sharded by {' and '.join(dict.fromkeys(marks))})" if marks else ""
@@ -209,7 +210,7 @@ def _no_shard_map(title: str, jaxpr: Any) -> str:
 
 
 def _names_shardings(eqn: Any) -> bool:
-    """Return True if an equation contains shardings for XLA."""
+    """Return True if an equation has shardings, from which XLA would write collectives."""
     if eqn.primitive.name in ("sharding_constraint", "reshard", "mesh_cast"):
         return True
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
@@ -225,12 +226,12 @@ def _name_of(fn: Any) -> str:
 
 @dataclasses.dataclass
 class _HandComparison:
-    """Comparison of two steps at random points.
+    """Comparison of a user's distributed step with a one-device step, for random inputs.
 
     Attributes:
       pair: the steps.
       arrays: the user's arrays, by name; other inputs are random.
-      found: results of the points so far.
+      found: the differences that were found so far.
       faults: descriptions of the collectives at fault.
     """
 
@@ -251,7 +252,7 @@ class _HandComparison:
         self.found.try_ranges(compare, drawn=len(self.arrays) < len(self.pair.inputs))
 
     def _compare(self, rng: np.random.Generator, range_: BatchRange) -> None:
-        """Compare both steps at a random point; if rounding decides a branch there, try another."""
+        """Compare both steps for a random input; if rounding decides a branch, try again."""
         inputs = self.pair.inputs
         for _ in range(TRIES):
             arrays = random_arrays(inputs, rng, range_, self.arrays)
@@ -272,7 +273,7 @@ class _HandComparison:
     def _explain(
         self, point: Mapping[str, Any], outputs: Sequence[Any], wanted: Sequence[Any]
     ) -> None:
-        """Add explanations to the differences at a point: relations, faults, first wrong values."""
+        """Explain differences: collectives at fault, first wrong equation, relation in words."""
         pair, differences = self.pair, self.found.differences
         for name, x, y in zip(pair.outputs, outputs, wanted, strict=True):
             if name in differences:

@@ -1,8 +1,8 @@
 """Comparison of a job's step with the one-device step, at random points of a finite field.
 
-A point is a value for each number of the state and of the batch. The points are near the states of
-one device after 0, 1, 2 and 5 steps. Both steps are evaluated at each point, and every output is
-compared number by number (`state_placement`).
+A point is a value for each number of the state and of the batch. Points are near the states of a
+one-device run after 0, 1, 2 and 5 steps, so that comparisons and branches are realistic. Both steps
+are evaluated at each point, and every output is compared number by number (`state_placement`).
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Comparison:
     """Comparison of a job's traced step with the one-device step that the job must compute.
 
     Attributes:
-      main: the one-device step, for the full batch.
+      main: the one-device step on the full batch, which is taken as correct.
       traced: the step of the job.
       batch_types: type of each batch array, by name.
-      frozen: the number in all entries of each leaf that never changes, by name. A plan may contain
-        this number.
+      frozen: the number in all entries of each array that never changes, by name. A plan may
+        contain this number as a constant.
       startup: the program that returns the one-device state; None if the first state is not
         compared.
       batch_values: the user's batch arrays, by name. Integers and keys are used unchanged; for
@@ -132,7 +132,7 @@ class Comparison:
           seed: seed of the points.
 
         Returns:
-          A report. Rounding causes none of its differences.
+          A report. Its differences are errors of the plan, and not rounding errors.
         """
         report = self._check(title, start, points, seed)
         for traced in self.traced.other_steps:
@@ -143,7 +143,7 @@ class Comparison:
     def _check(
         self, title: str, start: Mapping[str, Any] | None, points: Sequence[int], seed: int
     ) -> Report:
-        """Compare the step `traced` at random points, without the other steps of the job."""
+        """Compare the job's step `traced` at random points, but none of its `other_steps`."""
         begun = time.monotonic()
         found = Findings(unfollowed=dict.fromkeys(self.traced.unfollowed))
         with np.errstate(all="ignore"):
@@ -216,9 +216,9 @@ class Comparison:
         rng: np.random.Generator,
         range_: BatchRange,
     ) -> None:
-        """Run one-device steps, and compare the job's step after each number of steps in `points`.
+        """Train on one device, and compare the job's step after each number of steps in `points`.
 
-        The states of a real training run take the branches and ranges that occur in practice.
+        These states have realistic numbers, so both steps take the branches that occur in training.
         """
         state = dict(start)
         batch = random_arrays(self.batch_types, rng, range_, self.batch_values)
@@ -239,15 +239,14 @@ class Comparison:
         *,
         compared: bool,
     ) -> dict[str, Any] | None:
-        """Return the outputs of the one-device step at a random point near a state, and compare the
-        job's.
+        """Run the one-device step at a random point near a state, and compare the job's step there.
 
-        At a near tie, rounding decides between two values (in a maximum, say), so the finite field
-        cannot. Then other points are tried. If all of `TRIES` points have a near tie, field
-        elements decide the ties at one more point. Equal programs then decide equally, so equal
-        outputs count as compared. Different outputs do not count, since the decisions alone may
-        cause the difference. An example is Adafactor: its first updates all have the norm at which
-        Adafactor clips.
+        At a near tie, two values differ only by rounding, and a maximum or a branch must choose one
+        of them. The finite field has no order, so the method tries another point. If `TRIES` points
+        all have near ties, it lets field elements decide the ties at one more point. Two equal
+        programs then choose equally, so equal outputs count as compared. Different outputs do not
+        count, since a different choice may be the reason. For example, the first updates of
+        Adafactor all have the norm at which Adafactor clips.
 
         Returns:
           The outputs by name; None if none of the points could be evaluated.
@@ -326,7 +325,7 @@ class Comparison:
 
 @dataclasses.dataclass
 class Findings:
-    """Results of a comparison at the points so far; `report` converts them for the user.
+    """Results of a comparison so far; `report` converts them to a `Report` for the user.
 
     Attributes:
       differences: difference of each output that differs, by name.
@@ -384,12 +383,13 @@ class Findings:
     def try_ranges(
         self, compare: Callable[[BatchRange], None], *, drawn: bool, rows: int = 0
     ) -> None:
-        """Call `compare` with one range after the other, until all compared values are finite.
+        """Compare with narrower and narrower ranges of random numbers, until all values are finite.
 
-        Infinities and NaN hide differences. Each range is narrower than the previous range.
+        Infinities and NaN compare as equal, and so hide differences.
 
         Args:
-          compare: function that compares with random batches of a range, and records the result.
+          compare: function that compares both steps with random batches in a given range of
+            numbers, and records the result.
           drawn: True if some batch arrays are random. If False, one range is enough.
           rows: number of rows of the smallest table, an upper bound of row ids; 0 without tables.
         """
@@ -412,8 +412,7 @@ class Findings:
         """Find the cause of each difference, and add it to the difference.
 
         Args:
-          names: names of the job's outputs; the empty string for an output whose cause is not
-            wanted.
+          names: names of the job's outputs; the empty string for an output to ignore.
           step, job: as in `find_causes`.
         """
         differing = [k for k, name in enumerate(names) if name in self.differences]

@@ -4,10 +4,11 @@ Modulo p = 2**61 - 1 no square is -1. So the pairs a + bi form the field GF(p**2
 conjugation is exact. `exp`, `abs` and `log` combine hashes of real numbers. The rules of all other
 functions hash the real part and the imaginary part.
 
-The field lacks most roots of unity, so an fft multiplies each dimension by a keyed random matrix
-instead. The result is linear and treats the rows of a batch separately, like an fft. But the rule
-of an inverse fft does not undo the rule of an fft: two programs that are equal only because an
-inverse fft undoes an fft are reported as different.
+The field lacks most roots of unity, so the rule of an fft multiplies each dimension by a random
+matrix instead. All ffts of one kind and size have the same matrix. The result is linear and treats
+the rows of a batch separately, like an fft. But the rule of an inverse fft does not undo the rule
+of an fft: two programs that are equal only because an inverse fft undoes an fft are reported as
+different.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _squared_length(x: Complex) -> Real:
 
 
 def _hashed(name: str, *xs: Real, approx: Array) -> Real:
-    """Return the hash by which the rule of the real primitive `name` replaces its result."""
+    """Return the hash that represents the result of a real function, such as "exp"."""
     return values.hashed((name, []), *xs, approx=approx)
 
 
@@ -97,7 +98,7 @@ def _length(x: Complex) -> Real:
 def _by_parts(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Apply the rule of real numbers to the real part, and to the imaginary part.
 
-    This is right for sums, and for equations that move elements.
+    This is correct for sums, and for equations that only move numbers.
     """
     rule = REAL[eqn.primitive.name]
     reals = rule(eqn, _parts(operands, "real"))
@@ -183,7 +184,7 @@ def _log(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Return a hash of all operands, as the result of a function that the field lacks.
+    """Replace the result of a function that the field lacks by a hash of its operands.
 
     The operands are hashed twice: for the real part of the output, and for the imaginary part.
     """

@@ -1,9 +1,9 @@
 """Evaluation of a jaxpr in a finite field, for all ranks of a mesh in lock step.
 
 The value of a variable is a tuple with one entry for each rank. If several ranks have the same
-object as their entry, an equation is computed once for these ranks. A program for one device has
-one rank. An inner `World`, with one rank for each device of the mesh, evaluates the body of a
-`shard_map`.
+object as their entry, an equation is computed once for these ranks. `World` is the evaluator. A
+program for one device has one rank. For the body of a `shard_map`, `World` creates an inner
+evaluator, with one rank for each device of the mesh.
 
 Read `field_values` first. The rules of primitives are in `rules` and `rank_collectives`.
 """
@@ -103,8 +103,8 @@ class World:
 
     Args:
       axes: size of each mesh axis, by name; empty for a one-device program.
-      unknown: function that receives a reason for each equation without a rule.
-      log: function that receives each equation with its operands and outputs.
+      unknown: function that is called for each equation that cannot be evaluated, with the reason.
+      log: function that is called for each equation, with its operands and outputs.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class World:
         return [read(a) for a in inner.outvars]
 
     def _live(self, jaxpr: Jaxpr) -> list[JaxprEqn]:
-        """Return the equations whose outputs are read, so that other equations need no rule.
+        """Return the equations that contribute to outputs; other equations then need no rule.
 
         For example, `optax.lbfgs` reads only the dtype of an `empty`. The result is cached, since
         loops evaluate the same body many times.
@@ -178,7 +178,7 @@ class World:
     # -- equations -------------------------------------------------------------------------------
 
     def _equation(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
-        """Evaluate an equation; without a rule, its outputs are `Unknown`."""
+        """Evaluate an equation; if its primitive has no rule, the outputs are `Unknown`."""
         self.evaluated += 1
         name = eqn.primitive.name
         if self.evaluated > MOST_EQUATIONS:
@@ -331,15 +331,15 @@ class World:
         return World(axes, self.unknown, self.log)
 
     def assemble(self, pieces: Ranked, spec: Any) -> Any:
-        """Assemble an array from the ranks' pieces, or return `Replicas` if their copies differ."""
+        """Assemble an array from pieces; return `Replicas` if the copies of one piece differ."""
         return assemble(self.axes, pieces, spec)
 
     def without_mesh(self, count: int) -> World:
-        """Return an evaluator for `count` ranks that do not communicate, without mesh axes."""
+        """Return an evaluator for `count` independent ranks, for a body without collectives."""
         return self._enter(World({"alone": count}, self.unknown, self.log))
 
     def _enter(self, world: World) -> World:
-        """Let another evaluator continue this evaluator's count of equations, and return it."""
+        """Return `world` after it took over this evaluator's count of equations."""
         world.evaluated = self.evaluated
         return world
 
@@ -427,7 +427,7 @@ def run_while(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[R
 
 @functools.cache
 def _select_rows(condition: Any, types: tuple[Any, ...]) -> Any:
-    """Return a jaxpr that selects new values for rows with a true condition, else old ones."""
+    """Return a jaxpr that selects new values in rows with a true condition, else old values."""
 
     def select(running: jax.Array, new: list[jax.Array], old: list[jax.Array]) -> list[jax.Array]:
         found = []
@@ -463,9 +463,9 @@ def run_cond(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ra
 
 
 def run_reduce(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ranked]:
-    """Evaluate a generic `reduce`: combine rows one after the other.
+    """Evaluate a `reduce` with any function of two numbers: combine rows one after the other.
 
-    The body of the equation, which combines two numbers, is evaluated with arrays of numbers.
+    The function is evaluated with arrays in place of numbers.
     """
     half, axes, body = len(operands) // 2, eqn.params["dimensions"], combiner_of(eqn)
     stacks = [_reduced_in_front(x, axes) for x in operands[:half]]

@@ -1,9 +1,9 @@
 """Rules that evaluate exact sums (`dtrans.ops.exact_sum`) in the finite field.
 
-An exact sum gives the same bits in any order of addition. Its partial result (a *part*) is a vector
-of integers, which programs pack, send and split. Under these rules, the vector contains the bits of
-the sum's field element and of its float64 value instead. So equations that move parts need no rule,
-and a part of zeros is an empty sum.
+An exact sum gives the same bits in any order of addition. In a job, its partial sum is a vector of
+integers, which programs pack, send and split. Under these rules, the vector contains the bits of
+the partial sum's field element and float64 value instead. So equations that move such vectors need
+no special rule. A vector of zeros is an empty sum.
 """
 
 from __future__ import annotations

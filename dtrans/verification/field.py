@@ -2,8 +2,8 @@
 
 Two programs that compute the same rational function agree at every point of the field. Two programs
 that compute different functions agree at a random point with a probability of at most degree / p
-(Schwartz, Zippel). An element is a `uint64` below p; all functions take and return arrays of
-elements.
+(Schwartz, Zippel). An element is an integer below p, as `uint64`; all functions take and return
+arrays of elements.
 
 Read next: `rationals` (floats as elements), `field_values` (an element with its value in float64).
 """
@@ -106,7 +106,7 @@ def inverse(x: Array) -> Array:
 
 
 def _inverses(x: Array) -> Array:
-    """Invert a vector without zeros, by recursion on the products of pairs (Montgomery)."""
+    """Invert a vector without zeros with few divisions, by products of pairs (Montgomery)."""
     if x.size <= 16:  # recursion does not pay: an inverse costs as much as a dozen products
         return np.array([pow(int(v), -1, P) for v in x], np.uint64)
     half = x.size // 2
@@ -192,7 +192,7 @@ def _limb_products(left: Sequence[Array], right: Sequence[Array]) -> list[Array]
 
 
 def add_at(size: int, where: Array, x: Array) -> Array:
-    """Return `size` sums: x[k] is added to sum number where[k]."""
+    """Return a vector of `size` sums: x[k] is added to the entry where[k]."""
     assert x.size < 1 << 32, "a sum of limbs would not be exact"
     sums = [np.bincount(where, weights=limb, minlength=size) for limb in limbs(x)]
     return from_limbs(sums)

@@ -35,14 +35,15 @@ NEAR = 1e-9  # a smaller relative difference of two float64 values may be roundi
 class UnfollowedError(Exception):
     """Error for an equation that cannot be evaluated in a finite field.
 
-    The report of `plan.verify()` shows the message."""
+    The report of `plan.verify()` shows the message, and omits outputs that depend on the equation.
+    """
 
 
 class NearTie(Exception):
     """Error for a comparison of two values that differ by no more than rounding.
 
-    The finite field has no order, so float64 values decide comparisons. Here they cannot, and the
-    verification draws another random point.
+    The finite field has no order, so float64 values decide comparisons. If these are too close, the
+    verification draws another random input.
     """
 
 
@@ -53,10 +54,10 @@ _by_elements = contextvars.ContextVar("_by_elements", default=False)
 def ties_by_elements() -> Iterator[None]:
     """Decide near ties by field elements within this context, instead of raising `NearTie`.
 
-    A near tie is a comparison of two floats that differ only by rounding. The order of elements is
-    arbitrary, but the same in two equal programs. Some optimizers have a tie at every point: they
-    compare the root mean square of signs with the bound 1. If two programs differ in this context,
-    this proves nothing, since a tie may be the reason.
+    A near tie is a comparison of two floats that differ only by rounding. Elements have an
+    arbitrary order, but the same order in two equal programs. Some optimizers have a tie for every
+    input: they compare the root mean square of signs with the bound 1. If two programs differ
+    within this context, this proves nothing, since a tie may be the reason.
     """
     token = _by_elements.set(True)
     try:
@@ -69,7 +70,7 @@ def ties_by_elements() -> Iterator[None]:
 class Real:
     """Array of floats: a field element for each entry, and the entry's value in float64.
 
-    Invariant: all entries inf have one fixed element. The same holds for -inf and for NaN.
+    Invariant: all infinite entries have the same element. The same holds for -inf and for NaN.
 
     Attributes:
       elements: field element of each entry, uint64.
@@ -111,10 +112,10 @@ class Complex:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unknown:
-    """Value that was not computed, since it depends on an equation without a rule.
+    """Placeholder for a value that depends on an equation that cannot be evaluated.
 
     Attributes:
-      why: name of the primitive without a rule, with the user's line.
+      why: name of this equation's primitive, with the user's line.
     """
 
     why: str
@@ -122,7 +123,7 @@ class Unknown:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replicas(Unknown):
-    """Copies of one value on all ranks, which should be equal, but differ.
+    """Copies of an output on all ranks, which should be equal but differ.
 
     Attributes:
       copies: the copy of each rank.
@@ -155,7 +156,7 @@ def _not_finite(approx: Array) -> Array:
 
 
 def lifted(x: Any, dtype: Any) -> Any:
-    """Convert an array to the form that rules take.
+    """Convert an array to the form in which an evaluation represents its values.
 
     Floats become `Real`, and complex numbers become `Complex`. Other arrays are unchanged.
     """
@@ -237,7 +238,7 @@ def same(x: Any, y: Any) -> bool:
 
 
 def ordered(x: Real, y: Real) -> tuple[Array, Array]:
-    """Return two masks of entries: x == y, and x < y.
+    """Compare two arrays of floats; return two masks: entries with x == y, and with x < y.
 
     Raises:
       NearTie: two elements differ, but their float64 values are nearly equal. Within
@@ -268,7 +269,9 @@ def choose(condition: Array, x: Real, y: Real) -> Real:
 
 
 def hashed(name: object, *xs: Any, approx: Any) -> Real:
-    """Replace a function that the finite field lacks by a keyed hash of its arguments.
+    """Represent the result of a function that the field lacks, such as exp, by a hash.
+
+    Equal arguments give equal hashes, so equal programs still have equal values.
 
     Args:
       name: name of the function.

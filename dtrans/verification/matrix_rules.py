@@ -1,8 +1,9 @@
 """Rules of linear algebra: exact solutions of systems, and hashes for decompositions.
 
-A solution is linear in the right-hand side, and plans rely on this: they may solve a system for
-partial sums. So solves are exact. Decompositions are not linear, and their outputs are hashes of
-the matrix. Each matrix of a stack is hashed separately, because a plan may split the stack.
+The solution of a linear system is linear in the right-hand side, and plans rely on this: they may
+solve the system for partial sums. So the rules of solves are exact. Decompositions are not linear,
+and their rules return hashes of the matrix. Each matrix of a stack is hashed separately, because a
+plan may split the stack.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _hash_matrices(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _hashed_entries(name: object, sums: Sequence[Array], approx: Array, stack: int) -> Real:
-    """Return an output of a matrix function: each element is a hash.
+    """Return an output of a matrix function, such as a decomposition, with hashes as entries.
 
     The output is a stack of matrices. Matrix i of the output is computed from the digests of the
     operands' matrices i. Within a matrix, each entry also depends on its position.

@@ -1,6 +1,7 @@
 """Search for the relation (*meaning*) of a job's value to the values of the one-device step.
 
-If a verification fails, these relations lead to the first wrong value.
+If a verification fails, `naming` uses these relations to find the first wrong value of the job. The
+kinds of relations:
 
     exact     a constant, a copy of a step value, or pieces of a step value on ranks or in rows
     partial   partial sums: the ranks' values add up to a step value, or a value is the sum over
@@ -49,7 +50,7 @@ InOrder = Callable[[Sequence[float], int], bool]
 
 
 class Kind(enum.Enum):
-    """Kind of a meaning; see the module's docstring."""
+    """Kind of a relation between a job's value and a step value: exact, partial sum, or none."""
 
     EXACT = "exact"
     PARTIAL = "partial"
@@ -65,7 +66,7 @@ class Meaning:
     Attributes:
       kind: kind of the relation.
       text: noun phrase that describes the relation.
-      of: index of the one-device value; None for a constant, or if there is no relation.
+      of: the one-device value; None for a constant, or if there is no relation.
       factor: the job's value divided by the one-device value.
       is_copy: True if the job's value is a copy of the full one-device value.
     """
@@ -114,10 +115,10 @@ class Meanings:
         return self._found[key]
 
     def factors_of(self, value: Sequence[Any]) -> list[tuple[StepValue, Fraction]]:
-        """Return each value of the one-device step that is a multiple of the job's value.
+        """Return each one-device value that differs from a job's value by a rational factor only.
 
         Returns:
-          Pairs (step value, factor). The job's value is the product. Simple factors come first.
+          Pairs (step value, factor), with simple factors first. The job's value is their product.
         """
         first = next((e for e in _elements_of_ranks(value) if is_random(e).any()), None)
         if first is None:
@@ -145,7 +146,7 @@ class Meanings:
         return self._of_ranks(ranks, axes)
 
     def _of_one(self, x: Array, *, alone: bool) -> Meaning:
-        """Return the relation of an array to a step value, if the array is equal on all ranks.
+        """Return the relation of an array, which is equal on all ranks, to a step value.
 
         Args:
           x: elements of the array.
@@ -188,7 +189,7 @@ class Meanings:
     def _of_rows(self, x: Array) -> Meaning | None:
         """Return the relation of an array to a step value that is a sum over rows of the batch.
 
-        The array must be a part of the sum, over consecutive rows; else return None.
+        Return None if the array is not the sum over some consecutive rows.
         """
         for factor in self._factors(x):
             for match in self._values.matches(_divided(x, factor), partial=True):
@@ -199,7 +200,7 @@ class Meanings:
         return None
 
     def _of_stack(self, x: Array) -> Meaning | None:
-        """Return the relation of an array to a step value if its rows are partial sums of it.
+        """Return the relation to a step value of an array that has partial sums of it as rows.
 
         An example is an array with one row for each trainer. Return None in other cases.
         """
@@ -267,8 +268,8 @@ class Meanings:
     def _factors(self, x: Array) -> list[Fraction]:
         """Return the numbers by which an array may differ from a value of the one-device step.
 
-        The first factor is 1. Other factors pass a quick test: the first or last random entry of
-        the array, divided by the factor, occurs in the one-device step.
+        The first factor is 1. Other factors are candidates that pass a quick test: one entry of the
+        array, divided by the factor, occurs in the one-device step.
         """
         flat = x.ravel()
         places = np.flatnonzero(is_random(flat))

@@ -1,6 +1,7 @@
 """Rules that evaluate equations that move, select or convert floats, in a finite field.
 
-A float is a `Real`: an element of the field, and an approximation in float64.
+A float is represented by a `Real`: an element of the field (an integer modulo 2**61 - 1), and an
+approximation in float64.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ZERO = Real(np.zeros(1, np.uint64), np.zeros(1))
 
 
 def _structure(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Evaluate an equation that treats all numbers alike, such as a transpose.
+    """Evaluate an equation that only moves or repeats numbers, such as a transpose.
 
     The rule in `numpy_rules` is applied twice: to field elements, and to float64 values.
     """
@@ -42,7 +43,7 @@ def _parts(operands: Sequence[Any], name: str) -> list[Any]:
 
 
 def _by_index(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Evaluate an equation that only moves entries: apply it to indices, then look up."""
+    """Evaluate an equation that only moves entries: move their indices, then look them up."""
     x, *rest = operands
     if eqn.primitive.name == "gather":
         p = eqn.params
@@ -55,7 +56,7 @@ def _by_index(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def append_number(x: Real, last: Real) -> Real:
-    """Return a flat array with one more number at its end, for entries without a source."""
+    """Return a flat array with one more number at its end, such as a fill value."""
     elements = np.append(x.elements.ravel(), last.elements)
     return Real(elements, np.append(x.approx.ravel(), last.approx))
 
@@ -63,7 +64,8 @@ def append_number(x: Real, last: Real) -> Real:
 def move_rows(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Evaluate `move_rows` (`dtrans.ops.moved_rows`), which sends table rows to other ranks by id.
 
-    Its function `fn` is applied to indices of entries. Index 0 stands for the number zero.
+    The equation's function `fn` is applied to indices of entries. Index 0 stands for the number
+    zero.
 
     Raises:
       UnfollowedError: a row id does not exist, or the rows are integers.

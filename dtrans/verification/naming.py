@@ -1,21 +1,21 @@
 """Search for the cause of a wrong output: the first wrong value on the way to it.
 
-The step and the job are evaluated at one point, with logs. A value of the job has a *meaning*
-(`meanings`) if it is a copy, piece or partial sum of a step value. From a wrong output the search
-walks back through values without a meaning. The search ends at equations whose operands all have a
-meaning. The first of these equations, in the order of the job, is the cause.
+The step and the job are evaluated for one random input, and all values are logged. A value of the
+job is *known* if it is a copy, piece or partial sum of a step value (`meanings`). From a wrong
+output, the search follows unknown values backwards. It ends at equations with known operands and
+unknown outputs. The first of these equations, in the order of the job, is the cause.
 
     causes = find_causes((step_jaxpr, step_inputs), (job_jaxpr, job_arguments), [0, 3])
     causes[0]   # a `Cause`, or None if the programs are too large for logs
 
-Some right values have no meaning: a sum over the first micro-batches of all ranks, for example, is
-not a sum of consecutive rows. A value without a meaning *recovers* if the job computes a value with
-a meaning from it. The search prefers equations whose values do not recover.
+Some correct values are unknown: a sum over the first micro-batches of all ranks, for example, is
+not a sum of consecutive rows. An unknown value *recovers* if the job computes a known value from
+it, and is then probably correct. The search prefers equations with values that do not recover.
 
-A multiple of a step value, such as the sum of three means, is right if the job divides it later. If
-the search ends at an equation that reads a multiple, the cause is the equation whose factor created
-the multiple. If there is no such equation, a reduction lacks its division: the cause is then the
-first copy that is a multiple.
+A multiple of a step value, such as the sum of three means, is correct if the job divides it later.
+If the search ends at an equation that reads a multiple, the cause is the equation that created the
+multiple. If there is no such equation, a reduction lacks its division. The cause is then the first
+full copy that is a multiple.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ADDS = ("add", "add_any", "sub", "max", "min", "select_n")
 def find_causes(
     step: tuple[Any, Mapping[str, Any]], job: tuple[Any, Sequence[Any]], outputs: Sequence[int]
 ) -> dict[int, Cause | None]:
-    """Find the cause of each wrong output of a job.
+    """Find the cause (first wrong equation) of each wrong output of a job.
 
     Args:
       step: the jaxpr of one device, and the values of its inputs by name, in order.
@@ -75,10 +75,10 @@ def find_causes(
 
 
 class _Walk:
-    """Search from wrong outputs of a job back to the computation that is at fault.
+    """Search from wrong outputs of a job back to the computation at fault.
 
     The log of a job has an entry for each computation: an equation with its operands and outputs.
-    All methods identify a computation by its index in the log.
+    Methods identify a computation by its index in the log, the argument `number`.
 
     Args:
       log: log of the job.
@@ -111,10 +111,10 @@ class _Walk:
     # -- the region of values without a meaning --------------------------------------------------
 
     def _region(self, last: int) -> set[int]:
-        """Return the last wrong computation, and all earlier computations that made it wrong.
+        """Return a wrong computation, and all earlier wrong computations that led to it.
 
-        Here, an output is wrong if it is no copy, piece or partial sum of any value of the
-        one-device step.
+        Here, a computation is wrong if an output is no copy, piece or partial sum of any value of
+        the one-device step.
         """
         found = {last}
         waiting = self._sources(last)
@@ -126,10 +126,10 @@ class _Walk:
         return found
 
     def _recovers(self, number: int) -> bool:
-        """Return True if the job computes a right value from the outputs of a computation.
+        """Return True if a later value that depends on a computation is known.
 
-        Then this computation was not at fault. A value is right if it is a copy, piece or partial
-        sum of a value of the one-device step.
+        Then this computation was probably not at fault. A value is known if it is a copy, piece or
+        partial sum of a value of the one-device step.
         """
         waiting, seen = [number], set()
         while waiting:
@@ -150,7 +150,7 @@ class _Walk:
         """Return the computation at fault, given the first one with a wrong output.
 
         All operands of computation `number` are related to values of the one-device step. But an
-        operand may be a multiple of such a value, although the computation needs the value itself.
+        operand may be a multiple of a step value, although the computation needs the value itself.
         Then the computation that created the multiple is at fault. Otherwise `number` itself is at
         fault.
         """
@@ -262,7 +262,7 @@ class _Walk:
     # -- computations ----------------------------------------------------------------------------
 
     def _sources(self, number: int) -> list[int]:
-        """Return the computations whose outputs a computation reads."""
+        """Return the computations that computed the operands of a computation."""
         found: set[int] = set()
         for operand in self._log.computations[number].operands:
             found.update(self._log.sources(operand))
@@ -281,10 +281,10 @@ class _Walk:
     def _term_of(self, number: int) -> Meaning | None:
         """Return the relation of an output that is one row of a stack of partial sums, else None.
 
-        `Meanings` finds partial sums over consecutive rows of the batch. It does not find other
-        partial sums, such as the sum of one trainer, but it finds the stack of all trainers' sums.
-        On a mesh, return None: all ranks have the same row, and no reduction can add the other
-        rows.
+        `Meanings` finds only partial sums over consecutive rows of the batch. One trainer's sum may
+        be over other rows. But `Meanings` finds the stack of all trainers' sums, and this method
+        finds a row of this stack. On a mesh, return None: all ranks have the same row, and no
+        reduction can add the other rows.
         """
         computation = self._log.computations[number]
         if computation.name not in (*MOVES, "scan", "shard_map") or computation.axes:
@@ -302,7 +302,7 @@ class _Walk:
         return dataclasses.replace(stack, text=f"a term of {stack.text}")
 
     def _relations_of(self, number: int) -> list[Meaning]:
-        """Return those relations of a computation's outputs that name a value of the step."""
+        """Return the relations of a computation's outputs, without outputs that have none."""
         return [m for m in self._meanings_of(number) if m.of is not None]
 
     def _has_meaning(self, number: int) -> bool:

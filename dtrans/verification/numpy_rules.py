@@ -1,10 +1,10 @@
 """Rules that evaluate JAX's primitives with NumPy; nothing is compiled.
 
 `dtrans.verification` represents a float by an element of a finite field and by a float64 value
-(`dtrans.verification.field_values`). The rules of this module compute the float64 values, integers
-and booleans. A rule in `ELEMENTWISE` is a function of the operands that returns the output. A rule
-in `OTHERS` is a function of (parameters, operands, type of the first output) that returns a list of
-outputs.
+(`dtrans.verification.field_values`). The rules of this module compute float64 values, integers and
+booleans. Each entry of the table `ELEMENTWISE` is a function of the operands that returns the
+output. Each entry of the table `OTHERS` is a function of (parameters, operands, type of the first
+output) that returns a list of outputs.
 """
 
 from __future__ import annotations

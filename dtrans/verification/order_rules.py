@@ -44,8 +44,8 @@ def _compare(decide: Callable[[Array, Array, Array], Array]) -> Rule:
 def _total_order(name: str) -> Rule:
     """Return the rule of a comparison that also orders NaN, such as `lt_to`.
 
-    Operands with NaN are not supported. For all other operands, the rule is that of the ordinary
-    comparison `name`.
+    Operands with NaN are not supported. Without NaN, the rule is that of the ordinary comparison
+    `name`.
     """
 
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -166,7 +166,7 @@ def _top_k(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 def _best(eqn: JaxprEqn, x: Real, axis: int, count: int, sign: int) -> list[Any]:
     """Return the `count` largest or smallest numbers along an axis, and their indices.
 
-    The sign is 1 for the largest numbers, and -1 for the smallest.
+    `sign` is 1 for the largest numbers, and -1 for the smallest.
     """
     order = np.argsort(-sign * x.approx, axis, kind="stable")
     sorted_x = take_places(x, order, axis)
@@ -178,7 +178,7 @@ def _best(eqn: JaxprEqn, x: Real, axis: int, count: int, sign: int) -> list[Any]
 
 
 def _approx_top_k(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Return the largest or smallest numbers exactly; on CPUs, XLA does the same."""
+    """Evaluate an approximate top-k exactly, as XLA does on CPUs."""
     (x,), axis = operands, eqn.params["reduction_dimension"]
     sign = 1 if eqn.params["is_max_k"] else -1
     return _best(eqn, x, axis, eqn.outvars[0].aval.shape[axis], sign)
@@ -191,7 +191,7 @@ def _absolute(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _to_integer(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Apply a function whose results are integers: floor, ceil, round, sign."""
+    """Apply a function that returns integers: floor, ceil, round or sign."""
     (x,) = operands
     if eqn.primitive.name != "sign":
         x = settle_integers(x)

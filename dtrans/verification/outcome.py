@@ -1,4 +1,4 @@
-"""Report of a verification: compared outputs, differences, and equations without a rule."""
+"""Report of a verification: compared outputs, differences, and equations that it skipped."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """First wrong computation on the way to an output that differs.
+    """First wrong equation among those that lead to an output that differs.
 
-    Its operands are right: constants, or copies, pieces or partial sums of values of the one-device
-    step. Its result is a multiple of a step value, or has no known relation to one.
+    Its operands are correct: constants, or copies, pieces or partial sums of values of the
+    one-device step. Its result is a multiple of a step value, or has no known relation to any step
+    value.
 
     Attributes:
       primitive: primitive of the equation; "" if the output is an unchanged argument.
@@ -51,8 +52,8 @@ class Difference:
     Attributes:
       output: name of the output, `params/w1`.
       entries: number of entries that differ, and number of all entries.
-      detail: text that compares the output with the right value: scaled, rows of another rank, and
-        so on; "" if unknown.
+      detail: text that relates the output to the correct value, such as "it is the step's value
+        times 4"; "" if unknown.
       cause: first wrong equation; None if the program is too large for a search.
     """
 
@@ -75,14 +76,14 @@ class Report:
 
     Attributes:
       title: name of the plan, or of the distributed step.
-      differences: outputs that differ; empty if the plan computes the step.
+      differences: outputs that differ from the one-device step; empty if none was found.
       compared: names of the outputs that were compared.
-      unfollowed: equations without a rule, with their lines. Outputs that depend on them are not
-        compared.
+      unfollowed: equations that cannot be evaluated in a finite field, with their source lines.
+        Outputs that depend on them are not compared.
       skipped: names of the outputs that were not compared.
-      points: number of random points.
+      points: number of random inputs for which outputs were compared.
       seconds: duration of the verification.
-      faults: wrong collectives that explain the differences, with the user's lines and remedies.
+      faults: collectives that cause the differences, with their source lines and remedies.
     """
 
     title: str

@@ -1,7 +1,7 @@
-"""Random points of the finite field, at which a comparison evaluates both steps.
+"""Random inputs (points) for which a verification evaluates and compares two steps.
 
-The elements of floats are uniformly random. Their float64 values are near the values of a real run,
-so that comparisons and branches take the paths that occur in training.
+A float input has a uniformly random element of the finite field. Its float64 value is near the
+value of a real run, so that comparisons and branches are decided as in training.
 """
 
 from __future__ import annotations

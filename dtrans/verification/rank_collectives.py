@@ -1,8 +1,8 @@
 """JAX's collectives on the values of all ranks, in NumPy.
 
 Ranks are the devices of a mesh in row-major order. A collective over some axes connects the ranks
-of a group, whose coordinates on all other axes are equal. A rule takes the values of the ranks of
-one group, in order, and returns one output for each rank.
+of a group: ranks with equal coordinates on all other axes. The rule of a collective takes the
+values of the ranks of one group, in order, and returns one output for each rank.
 
 `shard` splits an array over the ranks, as a `PartitionSpec` states. `assemble` joins the pieces of
 the ranks. If the spec replicates the array over some ranks, `shard` gives these ranks the same

@@ -1,4 +1,4 @@
-"""Texts that compare a wrong value with the right value: scaled, not updated, rows of another rank.
+"""Texts that describe an error in a value: scaled, not updated, rows of another rank.
 
 `relation` compares two arrays, and returns the first text that is true. `repairs` finds the
 collective at fault.

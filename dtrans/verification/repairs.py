@@ -1,7 +1,7 @@
-"""Search for the collective at fault, by repairs: changes of one collective that correct outputs.
+"""Search for the wrong collective in a program, by trial changes (*repairs*) of one collective.
 
 The search evaluates the program again with one change: a mean instead of a sum, a sum over other
-axes, or a reduction of copies that differ. If wrong outputs are then right, the change shows the
+axes, or a reduction of copies that differ. If this corrects wrong outputs, the change shows the
 fault and the remedy. A source line such as `psum(grads)` writes one collective for each leaf. So a
 change applies to all collectives that one line writes over the same axes.
 """
@@ -79,7 +79,7 @@ class CollectiveGroup:
 
 
 class ObservedWorld(World):
-    """Evaluator that records collectives, and outputs whose copies differ.
+    """Evaluator that records the program's collectives, and outputs that differ between ranks.
 
     Args:
       axes, unknown: as in `World`.

@@ -1,7 +1,7 @@
-"""Helpers for the rules that evaluate primitives in a finite field: they read operands.
+"""Helpers by which rules (evaluations of one primitive in a finite field) read operands.
 
 A *rule* is a function of an equation and its operands that returns the list of outputs. A float is
-a `Real`: an element of the field, and an approximation in float64.
+represented by a `Real`: an element of the field, and an approximation in float64.
 """
 
 from __future__ import annotations

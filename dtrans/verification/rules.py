@@ -1,4 +1,4 @@
-"""Rules that evaluate all primitives in a finite field.
+"""Table of the rules that evaluate JAX's primitives in a finite field.
 
     arithmetic_rules   sums, products, quotients, contractions: exact in the field
     movement_rules     equations that only move, select or convert elements
@@ -57,8 +57,8 @@ AT_ONE: Mapping[str, int] = {
 def _hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Replace a function that the field lacks, such as `sqrt`, by a hash of its operands.
 
-    At 0 and 1 the exact value is used if it is rational. So the norm of zeros is zero, and
-    optimizers that test for zero take the right branch.
+    For the operands 0 and 1, the exact result is used if it is rational. So the norm of zeros is
+    zero, and optimizers that test for zero take the right branch.
     """
     name, approx = eqn.primitive.name, np.asarray(compute_approx(eqn, operands))
     params = dict(eqn.params)
@@ -116,7 +116,7 @@ REAL: Mapping[str, Rule] = {
 
 
 def plain(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Evaluate an equation whose operands are integers, booleans or keys."""
+    """Evaluate an equation on integers, booleans or random keys."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval if eqn.outvars else None
     if name in PLACES:
         return operands

@@ -20,7 +20,7 @@ from dtrans.verification.rule_values import Rule, approx_of, elements_in
 
 
 def _scatter_places(eqn: JaxprEqn, x: Any, indices: Any, updates: Any) -> Array:
-    """Return, for each entry of a scatter's updates, the flat index that it updates, or -1."""
+    """Return the flat index that each entry of a scatter's updates changes; -1 for no index."""
     d = eqn.params["dimension_numbers"]
     window = iter(values_at(updates.shape, d.update_window_dims))
     without_window = (*d.inserted_window_dims, *getattr(d, "operand_batching_dims", ()))

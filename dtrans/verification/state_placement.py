@@ -8,7 +8,9 @@ comparison of the two states needs the position of each number.
                           leaves
     place_leaves(...)     the job's state for given leaves
 
-To find the positions, the job converts a one-device state in which each number is its position.
+To find the positions, a one-device state with positions as its numbers is converted to the job's
+state.
+
 Read next: `check`, which compares states.
 """
 
@@ -35,7 +37,7 @@ DIGITS = 14  # number base of positions: every dtype of JAX except bool represen
 
 @dataclasses.dataclass(frozen=True)
 class TracedStep:
-    """Step of a job, as one jaxpr.
+    """Step of a job, traced to one jaxpr, which a verification compares with the one-device step.
 
     Attributes:
       jaxpr: function of the state's arrays and the batch's arrays. It returns the new state's
@@ -44,16 +46,18 @@ class TracedStep:
       state_of: function that converts a one-device state (leaves by name) to the state's arrays.
       init: function of init's arguments that returns the arrays of the first state; None if the
         first state is not compared.
-      replay: one-device program of several steps that the job must compute; its batch may contain
-        the batches of these steps. None if the job must compute one step.
+      replay: one-device program that the job must compute in place of one ordinary step, such as
+        several local steps in a row. Its batch may contain the batches of these steps. None if the
+        job must compute one step.
       steps_per_replay: number of steps in a replay; 1 if there is no replay.
-      rows: number of rows of the smallest table, an upper bound of row ids; 0 without tables.
+      rows: number of rows of the smallest embedding table, an upper bound of row ids; 0 without
+        tables.
       other_steps: steps of the same plan in other processes, which must also equal the one-device
         step.
       equal_parts: for some batch arrays, a pair: the dimension of the rows, and a number of parts.
         The comparison then uses batches in which all parts are equal, so that a mean over one part
         equals the mean over the full batch.
-      unfollowed: reasons why a job may compute something different from the jaxpr.
+      unfollowed: operations of the job that the jaxpr leaves out, such as compression, as text.
     """
 
     jaxpr: ClosedJaxpr
@@ -92,9 +96,9 @@ def find_placement(
 ) -> StatePlacement:
     """Find, for each number in a job's state, its position in the concatenation of all leaves.
 
-    The job converts leaves whose entries are positions. This is done digit by digit, because every
-    dtype represents a digit exactly. Each digit d is converted twice, as d and as 15 - d. Numbers
-    that are equal in both results belong to no leaf.
+    The function converts leaves with positions as entries to a job's state. This is done digit by
+    digit, because every dtype represents a digit exactly. Each digit d is converted twice, as d and
+    as 15 - d. Numbers that are equal in both results belong to no leaf.
 
     Args:
       leaves: type of each leaf, by name.
@@ -107,7 +111,7 @@ def find_placement(
     offset = 0 if base == 2 else 1
 
     def state(power: int, inverted: bool) -> list[Any]:
-        """Return the job's state for leaves whose entries are one digit of their positions."""
+        """Return the job's state for leaves with one digit of each position as entries."""
         coded, start = {}, 0
         for (name, t), size in zip(leaves.items(), sizes, strict=True):
             digits = np.arange(start, start + size) // power % base

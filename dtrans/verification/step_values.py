@@ -1,9 +1,9 @@
-"""Index of all values of a one-device step, to find the one that an array is a part of.
+"""Index of all values of a one-device step, which finds the value that contains an array.
 
 A failed verification uses this index to relate the values of the job to values of the step. The
-values depend on a random point of a finite field. So a single element identifies the value in which
-it occurs, and its position in this value. Small integers and other constants are not random: they
-occur in many values, and are ignored.
+step was evaluated for random inputs in a finite field. So a single element identifies the value in
+which it occurs, and its position in this value. Small integers and other constants are not random:
+they occur in many values, and are ignored.
 
     StepValue   value of the step, or a partial sum of a value over some rows
     Match       slice of a step value, in row-major order, that equals an array
@@ -169,8 +169,8 @@ class StepValues:
     def value_with_rows(self, x: Array) -> StepValue | None:
         """Return the value of the step that has all rows of an array, in any order; else None.
 
-        Rows of constants are unused slots, which are not compared. A row that equals the last row
-        and repeats one number may also be an unused slot: a second search ignores these rows.
+        Rows of constants are unused entries of a buffer, and are not compared. A row that equals
+        the last row and repeats one number may also be unused: a second search ignores such rows.
         """
         rows = x.reshape(len(x), -1)
         is_slot = (rows == rows[-1]).all(1) & (rows == rows[:, :1]).all(1)
@@ -196,8 +196,9 @@ class StepValues:
     def _candidates(self, x: Array) -> Iterator[StepValue]:
         """Yield the values of the step that may contain an array.
 
-        They contain the first random element of the array. Values of the array's size come first.
-        If no value contains this element, it may be padding, and the next random element is tried.
+        These values contain the first random element of the array. Values of the array's size come
+        first. If no value contains this element, it may be padding, and the next random element is
+        tried.
         """
         flat = x.ravel()
         for k in np.flatnonzero(is_random(flat))[:MOST_SUM_TERMS]:
@@ -264,10 +265,10 @@ class StepValues:
             self._add(title, x.elements, (first, end), number, ends=end == terms.bounds[-1])
 
     def _propagated(self, computation: Computation) -> Terms | None:
-        """Return the terms of an output, computed from the terms of its operands.
+        """Compute the partial sums of an output from the partial sums of its operands.
 
         If an operand is a sum over rows of the batch, and the equation is linear in it, the output
-        is also such a sum. Otherwise return None.
+        is also a sum over these rows. Otherwise return None.
         """
         operands = [x for (x,) in computation.operands]
         carriers = [k for k, x in enumerate(operands) if id(x) in self._terms]
@@ -287,7 +288,7 @@ class StepValues:
 
 
 def _is_linear(computation: Computation, carriers: Sequence[int]) -> bool:
-    """Return True if an output is linear in the operands `carriers`, with other operands fixed."""
+    """Return True if an output is linear in some operands together, with other operands fixed."""
     if not carriers:
         return False
     if computation.name in _BILINEAR:

@@ -1,11 +1,12 @@
 """Reduction of gradients to slices: first over the ranks of a group, then over groups.
 
-    gradient of              reduction
-    a sliced parameter       reduce_scatter of the padded gradient in a group; all_reduce over
-    groups
-    layers in a loop         the loop scatters each layer's gradient; all_reduce over groups
-    a full parameter         all_reduce over all ranks
-    a replicated gradient    none: every rank computes the same gradient, and takes its slice
+The reduction depends on the parameter:
+
+    a sliced parameter    reduce_scatter of the padded gradient in a group, then all_reduce over
+                          groups
+    layers in a loop      the loop scatters each layer's gradient, then all_reduce over groups
+    a full parameter      all_reduce over all ranks
+    an equal gradient     none: all ranks compute the same gradient, and each takes its slice
 
 Gradients are packed into buckets. In stage 2, a bucket is reduced as soon as its last gradient is
 computed.
