@@ -79,8 +79,8 @@ def runs_loops_of_forward(step: DividedStep, parts: Collection[str]) -> bool:
 def _forward_values(step: DividedStep, parts: Collection[str], drawn: bool = False) -> set[Var]:
     """Return the values in the update that depend on the batch, and that forward can compute.
 
-    The forward pass can compute a value if the value depends neither on gradients, nor on optimizer
-    state that the forward pass does not read anyway. `hand_over` describes the arguments.
+    Such a value depends on no gradient. It depends on no optimizer state either, except state that
+    the forward pass reads anyway. `hand_over` describes the arguments.
     """
     half = step.optimize
     known_to_forward = {*step.params, *step.batch, *step.state_read}

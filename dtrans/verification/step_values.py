@@ -267,8 +267,8 @@ class StepValues:
     def _propagated(self, computation: Computation) -> Terms | None:
         """Compute the partial sums of an output from the partial sums of its operands.
 
-        If an operand is a sum over rows of the batch, and the equation is linear in it, the output
-        is also a sum over these rows. Otherwise return None.
+        An output is a sum over rows of the batch if an operand is such a sum, and the equation is
+        linear in this operand. Otherwise return None.
         """
         operands = [x for (x,) in computation.operands]
         carriers = [k for k, x in enumerate(operands) if id(x) in self._terms]

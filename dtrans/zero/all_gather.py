@@ -4,18 +4,18 @@
     w = all_gather x
     y = dot_general h w         the first equation that reads the gathered w
 
-A gathered parameter needs memory, so a rank keeps it only for a *window*: the equations from a
-first to a last reader (`dtrans.zero.live_ranges`). The forward and the backward pass each have a
-window of a parameter. So the rank gathers the parameter twice. Without `after`, XLA would merge two
-gathers of one slice, or start all gathers at once. With `prefetch=k`, a rank gathers a parameter k
-windows before it is needed.
+A gathered parameter needs memory, so a rank keeps it only for a *live range*: the equations from
+its first reader to its last (`dtrans.zero.live_ranges`). A parameter has one live range in the
+forward pass and another in the backward pass, so the rank gathers it twice. Without `after`, XLA
+would merge the two gathers, or start all gathers at once. With `prefetch=k`, a rank gathers a
+parameter k live ranges before it is needed.
 
-`dtrans.zero.slice_analysis` finds the values that can be computed as slices. A loop over layers
-takes slices of the stacked layers, gathers one layer in each iteration, and returns slices. A
-penalty such as sum(w ** 2) is computed on slices, and then summed over ranks. A loop that computes
-gradients of layers also scatters these gradients (`dtrans.zero.scatter_flow`). So no rank stores
-the stack of gathered layers, or the stack of full gradients. With a prefetch, the loop gathers the
-first parameter of the next layer while it computes the current layer (`dtrans.zero.prefetch`).
+Some values need no gather, because ranks can compute them on slices (`dtrans.zero.slice_analysis`).
+A penalty such as sum(w ** 2) is computed on slices, and then summed over ranks. A loop over layers
+takes slices of the stacked layers, and gathers one layer in each iteration. A backward loop also
+reduce-scatters the gradients of each layer (`dtrans.zero.scatter_flow`). So no rank stores all
+gathered layers, or all full gradients. With a prefetch, the loop gathers the first parameter of the
+next layer while it computes the current layer (`dtrans.zero.prefetch`).
 
 Source: stage 3 of ZeRO (arXiv 1910.02054). In Paddle, `_shard_parameter` of
 auto_parallel_sharding.py broadcasts a full variable to each operator that reads it.
@@ -57,12 +57,12 @@ class Gatherer(SliceWriter):
 
     The writer copies equations, and puts the all-gather of a parameter before the first equation
     that reads the full parameter. Call `begin` once, then `emit` with each equation in order, then
-    `result` for each output. A *window* is the range of equations for which a parameter stays
-    gathered.
+    `result` for each output. The *live range* of a parameter is the range of equations for which
+    the parameter stays gathered.
 
     Attributes:
       slice_results: the results to return as slices.
-      uses: the windows of all parameters.
+      uses: the live ranges of all parameters.
     """
 
     slice_results: Collection[Var]
@@ -101,8 +101,8 @@ class Gatherer(SliceWriter):
     def emit(self, eqn: JaxprEqn) -> None:
         """Write the all-gathers that the next equation needs, then the equation itself.
 
-        An equation that runs on slices is not written now. `slice_of` writes it when its result is
-        first read.
+        An equation that runs on slices is not written yet: `slice_of` writes it when another
+        equation reads its result.
 
         Args:
           eqn: the next equation of the step; its calls are not inlined yet.
@@ -120,7 +120,7 @@ class Gatherer(SliceWriter):
     def _write(self, i: int, eqn: JaxprEqn) -> None:
         """Write an equation that is not run on slices, after the gathers of its operands.
 
-        It may also be a loop with a body that reads slices.
+        For a loop or branch with a body that reads slices, the body is rewritten, too.
         """
         self._gather_for(i, eqn)
         if i in self.entered:
@@ -162,10 +162,10 @@ class Gatherer(SliceWriter):
         return self._derived[key]
 
     def _write_full(self, atom: Var) -> Atom:
-        """Return the full value of a sliced parameter, or of a cheap function of parameters.
+        """Return a gathered parameter, or the result of a cheap function of gathered parameters.
 
-        The parameter has been gathered before. A function of parameters, such as a cast, is
-        computed again from the gathered parameters. So it needs no memory in between.
+        The result of a cheap function, such as a cast, is not stored: its equations are written
+        again for each reader.
         """
         if atom not in self.uses.derived:
             return self._gathered_leaves[id(self.uses.window(atom, self._at))]
@@ -182,7 +182,8 @@ class Gatherer(SliceWriter):
     def _gather_for(self, i: int, eqn: JaxprEqn | None) -> None:
         """Write the all-gathers that must come before equation `i`.
 
-        They gather parameters that `i` is the first to read, and parameters to prefetch.
+        The gathered parameters are those that equation `i` is the first to read, and those to
+        prefetch.
 
         Args:
           i: the index of the equation.
@@ -223,10 +224,7 @@ class Gatherer(SliceWriter):
         return self._last
 
     def _can_be_waited_for(self, v: Var) -> bool:
-        """Return True if a gather can wait for `v`.
-
-        Then `v` is a float array that the program computes in full.
-        """
+        """Return True if `v` is a full float array, so that a gather can wait for it."""
         exists = v not in self.env and v not in self.rows and not self.b.is_constant(v)
         return exists and bool(v.aval.size) and bool(jnp.issubdtype(v.aval.dtype, jnp.floating))
 
@@ -234,7 +232,7 @@ class Gatherer(SliceWriter):
         """Write all-gathers of several parameters: one for each type and sliced dimension.
 
         Args:
-          windows: for each parameter, the equations for which it stays gathered (its window).
+          windows: for each parameter, the equations for which it stays gathered (its live range).
           anchor: the value that the gathers wait for; None for no delay.
         """
         b = self.b
@@ -335,9 +333,10 @@ class Gatherer(SliceWriter):
         return self.b.build(outs), prefetch
 
     def _prefetch_first(self, layers: Sequence[Var]) -> Prefetch | None:
-        """Make the first layer that a loop's body gathers an input of the body.
+        """Replace the first gather of a layer in a loop's body by an input, the gathered layer.
 
-        The loop then gathers this layer one iteration earlier, while it computes.
+        The loop then gathers this layer one iteration earlier, while it computes the previous
+        layer.
 
         Args:
           layers: the body's inputs that are one layer of a stack.
@@ -372,15 +371,16 @@ def _segment(
 ) -> list[LiveRange]:
     """Return the next parameters to gather together, in one all-gather of limited size.
 
-    A window is the range of equations for which a parameter stays gathered. All returned windows
-    are in the same pass, forward or backward. The result is empty if the slice of the first
-    parameter is not computed yet.
+    The live range of a parameter is the range of equations for which it stays gathered. All
+    returned live ranges are in the same pass, forward or backward. The result is empty if the slice
+    of the first parameter cannot be computed yet.
 
     Args:
-      windows: the windows of parameters that are not gathered yet.
+      windows: the live ranges of parameters that are not gathered yet.
       largest: the limit in bytes for the sum of the parameters. A larger parameter is gathered
         alone.
-      is_available: returns True if the slice of a window's parameter can be computed.
+      is_available: function that returns True if the slice of a live range's parameter can be
+        computed.
     """
     total = 0
     found: list[LiveRange] = []

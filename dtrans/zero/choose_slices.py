@@ -1,8 +1,8 @@
-"""Choice of the parameters to divide into one slice for each rank, and of the divided dimension.
+"""Choice of the parameters to divide into one slice for each rank, and of the dimension to divide.
 
 All slices of a parameter have the same size. If the number of ranks does not divide the dimension,
-the last slices end with *padding*. Padding is zero in the first state. Gathers drop padding, and
-norms omit it.
+the last slices end with *padding*, which is zero in the first state. Gathers drop the padding, and
+norms ignore it.
 
 A parameter is sliced along its first dimension. If that dimension is shorter than the number of
 ranks, as in the kernel of a convolution, the longest dimension is sliced. Loops may read a stack of
@@ -62,7 +62,7 @@ class Slices:
       leaves: the sliced parameters, by name.
       state: the sliced arrays of the optimizer's state, by name.
       unsliced: the reason for each parameter that is not sliced, such as "it has no dimensions".
-      replicated: parameters whose gradients are equal on all ranks without communication.
+      replicated: parameters with a gradient that all ranks compute equally without communication.
       divided: for parameters that another mesh axis divides, the divided dimension. This dimension
         is not sliced.
     """
@@ -102,10 +102,11 @@ def choose_slices(
       least: the minimum number of elements of a leaf that is sliced.
       in_layers: True to also try later dimensions, for stacked parameters that loops read layer by
         layer.
-      sliced_in_use: True if the forward pass also reads slices (stage 3).
+      sliced_in_use: True if ranks also store slices during the forward pass (stage 3).
       differing: inputs of the update that differ from rank to rank.
       planned: an earlier choice for another batch size. The same dimensions are sliced again.
-      divided: see `Slices`. With `planned`, its value is used.
+      divided: for parameters that another mesh axis divides, the divided dimension. With `planned`,
+        `planned.divided` is used instead.
     """
     if planned is not None:
         divided = planned.divided
@@ -170,7 +171,7 @@ class _SliceRules:
         that has the parameter's rows.
 
     Attributes:
-      replicated: leaves whose gradients are equal on all ranks without communication.
+      replicated: parameters with a gradient that all ranks compute equally without communication.
     """
 
     def __init__(
@@ -241,7 +242,7 @@ def _find_state_homes(analysis: RowAnalysis) -> dict[str, tuple[str, RowAxis | N
 def _choose_state_row(
     shape: tuple[int, ...], leaf: tuple[int, ...], axis: int, degree: int, least: int
 ) -> RowAxis | None:
-    """Choose the dimension to slice in an optimizer state array, if the update mixes its rows.
+    """Choose the dimension to slice in an array of optimizer state that the update mixes by rows.
 
     If the array's shape ends with the parameter's shape, the array is sliced like the parameter.
     Another array, such as a preconditioner, is sliced if it has at least `least` elements and a
@@ -324,7 +325,7 @@ def slice_state_again(
       step: the step, divided at its gradients.
       size: the size of the axis.
       earlier: the slices of each earlier axis, by name.
-      least: the minimum number of elements of a parameter whose state is sliced.
+      least: the minimum number of elements of a parameter; the state of smaller ones is not sliced.
     """
 
     def is_taken(name: str, dim: int) -> bool:
@@ -347,9 +348,9 @@ def slice_state_again(
 def _find_replicated_gradients(step: DividedStep) -> set[str]:
     """Return the parameters for which all ranks compute the same gradient.
 
-    The gradient depends neither on the batch nor on the rank's index, and needs no reduction. An
-    example is a penalty on a parameter.
-    Gradients of a captured loss are never equal: each micro-batch computes a part of the loss.
+    Such a gradient depends neither on the batch nor on the rank's index, and needs no reduction. An
+    example is a penalty on a parameter. A pipeline has no such gradients, because each micro-batch
+    computes a part of each gradient.
     """
     eqns = step.program.inner.eqns
     parts = outputs_of(e for e in eqns if e.primitive is value_and_grad_p)
@@ -363,8 +364,9 @@ def _choose_layer_axes(
     """Choose the dimension to slice in each parameter so that its largest all-gather is smallest.
 
     A loop over layers gathers one layer in each iteration, if a later dimension of the stacked
-    parameter is sliced. If its first dimension is sliced, the rank must gather all layers. Each
-    attempt slices a later dimension of all parameters, and analyzes the step once.
+    parameter is sliced. If its first dimension is sliced, the rank must gather all layers. So the
+    function tries one later dimension after the other for all parameters, and analyzes the step for
+    each attempt.
 
     Args:
       step: the step, divided at its gradients.

@@ -1,8 +1,9 @@
 """Values of the forward pass that an update reads: the loss, statistics, counts of rows.
 
-A rank's update reads slices of parameters, and the rank's part of the batch. If the update computed
-`x @ w` from slices, the sum over ranks would mix different rows of the batch. So the forward pass
-computes the values that the update reads, from full parameters (`dtrans.step.handed_values`).
+An update may read `x @ w`, for example. A rank's update has only slices of parameters, and the
+rank's part of the batch. If the update computed `x @ w` from these, a sum over ranks would mix
+different rows of the batch. So the forward pass computes such values from full parameters, and
+passes them to the update (`dtrans.step.handed_values`).
 
 If an equation of the update combines a parameter's rows with the batch, the parameter is not sliced
 (`leaves_that_meet_the_batch`).
@@ -32,8 +33,8 @@ def with_forward_values(step: DividedStep, options: ShardingOptions) -> DividedS
 
     An example is an update that reads the loss.
 
-    If each rank updates complete parameters, the forward pass also computes values that need a
-    collective. If the update computed them, only one rank would reach the collective.
+    If each rank updates complete parameters, inputs also include values that need a collective. If
+    the update computed such a value, only one rank would reach the collective.
     """
     if options.trainers == 1:
         return step
@@ -74,14 +75,14 @@ def leaves_that_meet_the_batch(
 ) -> dict[str, str]:
     """Find parameters that an update combines with each rank's own rows of the batch.
 
-    They cannot be sliced: each rank would combine a different slice with different rows.
+    Such parameters cannot be sliced: each rank would combine a different slice with different rows.
 
     Args:
-      analysis: the row analysis of the update.
+      analysis: the analysis that found the values that the update computes row by row.
       differing: the inputs of the update that differ from rank to rank.
 
     Returns:
-      The reason by leaf, as in "its update mixes it with each rank's rows of the batch (...)".
+      A dict: parameter -> reason, such as "its update mixes it with each rank's rows of the batch".
     """
     eqns = analysis.half.eqns
     local = local_values(eqns, values_at(analysis.inputs, differing), completed=_completed())

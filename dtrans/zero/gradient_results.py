@@ -1,7 +1,7 @@
 """Results that a step computes from sliced gradients, such as a norm or a count of infinities.
 
-Each rank has only slices of gradients. So the equations of these results are treated like an update
-that changes no parameter. The engine rewrites them for slices (`dtrans.zero.update`).
+Each rank has only slices of gradients. So the equations of these results are rewritten for slices
+like those of an update (`dtrans.zero.update`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class GradientResults:
     def _name_inputs(
         self, step: DividedStep, b: Builder, eqns: Sequence[JaxprEqn], wanted: Sequence[Atom]
     ) -> dict[Var, Name]:
-        """Return a name for each input of `half`; also record the other values in `others`."""
+        """Return a name for each input of `half`; also set the attribute `others`."""
         names: dict[Var, Name] = {v: Gradient(n) for n, v in step.boundary.items()}
         names |= {v: n for n, v in step.program.invars.items() if n in step.params}
         computed = set(outputs_of(eqns))

@@ -134,7 +134,7 @@ def _find_residuals(
 
 
 def _join(chains: Sequence[Sequence[JaxprEqn]], last: JaxprEqn) -> tuple[JaxprEqn, ...]:
-    """Merge lists of equations without duplicates, and append `last`."""
+    """Concatenate lists of equations without duplicates, and append `last`."""
     found = {id(e): e for chain in chains for e in chain}
     return (*found.values(), last)
 

@@ -1,14 +1,14 @@
-r"""Windows: the equations during which a rank keeps a gathered parameter in memory.
+r"""Live ranges: the equations during which a rank keeps a gathered parameter in memory.
 
-A parameter has one *window* in the forward pass and one in the backward pass. A window begins at
-the first equation that reads the parameter, and ends at the last. If many other parameters are
-gathered between two reads, the parameter gets two windows. So an embedding that is tied to the last
-layer is gathered twice in the forward pass.
+A parameter has one *live range* in the forward pass and one in the backward pass. A live range
+begins at the first equation that reads the parameter, and ends at the last. If many other
+parameters are gathered between two reads, the live range is divided in two. So an embedding that is
+tied to the last layer is gathered twice in the forward pass.
 
 A value is *derived* if it is cheap to compute and depends only on parameters: a cast, a transpose,
-a bias broadcast over the batch. Each window recomputes its derived values, so that they are not
-stored for the backward pass. If all equations of a window read the parameter in one smaller type,
-the slice is cast before the gather.
+a bias broadcast over the batch. Each live range recomputes its derived values, so that they are not
+stored for the backward pass. If all equations of a live range read the parameter in one smaller
+type, the slice is cast before the gather.
 
     w ---- convert to bf16 ---- dot_general         uses: dot_general, of w as bf16
       \--- transpose ---------- dot_general               dot_general, of w as f32
@@ -32,13 +32,13 @@ MAX_GATHERS_BETWEEN = 8
 
 @dataclasses.dataclass(eq=False)
 class LiveRange:
-    """Window: the range of equations for which a parameter stays gathered.
+    """Range of equations for which a parameter stays gathered in memory.
 
     Attributes:
-      leaf: the leaf's variable.
+      leaf: the variable of the parameter.
       role: the pass, "forward" or "backward".
-      first, last: the indices of the first and the last equation that read the leaf.
-      dtypes: the types in which equations read the leaf.
+      first, last: the indices of the first and the last equation that read the parameter.
+      dtypes: the types in which equations read the parameter.
     """
 
     leaf: Var
@@ -62,22 +62,24 @@ class LiveRange:
 
 
 class LiveRanges:
-    """Windows of all parameters, computed from a list of equations.
+    """Live ranges of all parameters, computed from a list of equations.
 
-    A window is the range of equations for which a parameter stays gathered.
+    A live range is the range of equations for which a parameter stays gathered in memory.
 
     Args:
       eqns: the equations, in order.
-      roots: maps each sliced value to the leaves, or parts of leaves, from which it is computed.
+      roots: maps each sliced value to the parameters, or layers of parameters, from which it is
+        computed.
       reads: maps the index of an equation to the sliced values that it reads in full.
       roles: the role of each equation, such as "forward".
       ends: values that are read after the equations, as pairs (index of the equation that computes
         the value, value).
-      once: True if each leaf has one window, from the first equation that reads it to the last.
+      once: True if each parameter has one live range, from the first equation that reads it to the
+        last.
 
     Attributes:
-      derived: the equation of each value that is computed only from leaves.
-      windows: all windows, sorted by their first equation.
+      derived: the equation of each value that is computed only from parameters.
+      windows: all live ranges, sorted by their first equation.
     """
 
     def __init__(
@@ -137,8 +139,8 @@ class LiveRanges:
     def _use(self, atom: Atom, i: int, role: str) -> None:
         """Record that an equation reads a value, so that its parameters must be gathered there.
 
-        The window of a parameter (the equations for which it stays gathered) is extended, or a new
-        one begins.
+        The live range of a parameter (the equations for which it stays gathered) is extended, or a
+        new live range begins.
 
         Args:
           atom: the value, a parameter or computed from parameters only.

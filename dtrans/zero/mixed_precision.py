@@ -1,10 +1,11 @@
-"""Mixed precision: matrix products in 16 bits; all other equations keep their types.
+"""Mixed precision: matrix products are computed in 16 bits, everything else as before.
 
     dot_general f32 x f32      becomes    convert, dot_general in 16 bits, convert back
 
-If only products read a weight, ranks convert their slices of the weight before the all-gather. It
-then sends half as many bytes. For this, a cast is written as early as possible: before a transpose,
-and before a loop over layers. Sums, norms, softmax, the loss and the update keep 32 bits.
+If only products read a weight, ranks convert their slices of the weight before the all-gather,
+which then sends half as many bytes. For this, the conversion is written as early as possible:
+before a transpose, and before a loop over layers. Sums, norms, softmax, the loss and the update
+keep 32 bits.
 
 bfloat16 has the range of float32. float16 has a smaller range, in which small gradients become
 zero. So with float16 the loss is scaled: the first cotangent of the backward pass
@@ -69,7 +70,7 @@ SKIPPED = "loss_scale/skipped_steps"
 
 
 def scale_types(scaling: LossScaling | None) -> dict[str, Any]:
-    """Return the initial state of a dynamic loss scale, by name: scale, counts of steps.
+    """Return the types of a dynamic loss scale's state, by name: the scale, and counts of steps.
 
     The result is empty for a fixed scale, or without a scale.
     """
@@ -160,8 +161,8 @@ def low_precision(
       amp: "bf16" or "fp16".
       scaling: the scaling of the loss. With a dynamic scale, the new step takes the state of the
         scale (`scale_spec`) as its third argument.
-      unscales: True if the new step divides its gradients by a fixed scale. By default, the caller
-        divides them after their reduction.
+      unscales: True if the new step divides its gradients by a fixed scale. By default it does not,
+        and the caller divides them after their reduction.
 
     Raises:
       GradientError: the start of the backward pass is unknown, since the step does not use
@@ -272,9 +273,9 @@ def low_products(
 
 
 def low_gradients(step: DividedStep, dtype: Any) -> set[str]:
-    """Return the parameters with gradients that can be reduced in 16 bits without rounding.
+    """Return the parameters with gradients that 16 bits represent without further rounding.
 
-    The step casts these gradients from `dtype` to 32 bits, so a cast back is exact.
+    The step computes these gradients in `dtype` and casts them to 32 bits, so a cast back is exact.
     """
 
     def rule(eqn: JaxprEqn, ins: Sequence[bool]) -> list[bool] | None:
@@ -355,8 +356,8 @@ class _LowWriter:
     def low(self, atom: Atom) -> Atom:
         """Return a value cast to 16 bits; an earlier cast of the same value is reused.
 
-        If a value is a transpose of another value, the other value is cast. So a cast of a
-        parameter can move before the all-gather.
+        For a transpose, the operand of the transpose is cast. So a cast of a parameter can move
+        before the all-gather.
         """
         if atom.aval.dtype == self.dtype:
             return atom
@@ -409,7 +410,7 @@ def _lower_body(
       body: the body.
       dtype: the type of products.
       params: for each input of the body, True if it is a parameter.
-      hoist: for each input of the body, True if its cast may move out of the body.
+      hoist: for each input of the body, True if a cast of this input may move out of the body.
 
     Returns:
       The new body; and for each input, True if it now has 16 bits.
@@ -480,7 +481,7 @@ def _is_wide(atom: Atom) -> bool:
 
 
 def _names_algorithm(eqn: JaxprEqn) -> bool:
-    """Return True if the user chose an algorithm for a product, which fixes its types."""
+    """Return True if the user chose an algorithm for a product, which must then keep its types."""
     precision = eqn.params.get("precision")
     for name in precision if isinstance(precision, tuple) else (precision,):
         if name is not None and not isinstance(name, jax.lax.Precision):

@@ -72,10 +72,10 @@ class Precision:
     """Types in which a step computes: matrix products may have 16 bits.
 
     Attributes:
-      dtype: "bf16" or "fp16", the type of matrix products (`dtrans.zero.mixed_precision`). None
-        changes no type. If only products read a parameter, the parameter is gathered, and its
-        gradient reduced, in this type. The update keeps its types. With a `dtype`, ranks store
-        slices of parameters between steps in every stage. In stages 1 and 2, each step (or
+      dtype: "bf16" or "fp16", the type of matrix products (`dtrans.zero.mixed_precision`). With
+        None, no type changes. If only products read a parameter, the parameter is gathered, and its
+        gradient reduced, in this type. The update keeps its types. With a `dtype`, ranks store only
+        slices of parameters between steps, also in stages 1 and 2. In these stages, each step (or
         micro-step) gathers each parameter once.
       loss_scaling: a `LossScaling`, or a number for a fixed scale. The default for "fp16" is a
         dynamic scale: it starts at 2^15 and doubles after 2,000 finite steps. If a gradient of
@@ -198,7 +198,7 @@ class Slicing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingOptions(Options):
-    """All options of a call of `dtrans.sharding`; its docstring describes each of them."""
+    """All options of a call of `dtrans.sharding`, which describes each of them."""
 
     stage: int
     degree: int
@@ -254,10 +254,7 @@ class ShardingOptions(Options):
 
     @property
     def _scatters_micro_steps(self) -> bool:
-        """True if ranks reduce-scatter gradients after each micro-step.
-
-        The ranks then accumulate slices.
-        """
+        """True if ranks reduce-scatter gradients after each micro-step, and add up slices."""
         return self.num_micro_batch > 1 and self.stage > 1
 
     def _check_micro_steps(self) -> None:

@@ -30,7 +30,7 @@ class ShardingPlan(CollectivePlan):
 
     Attributes:
       slices: the parameters that are divided into slices, and the reason why each other one is not.
-      gathers: the values that the update gathers, with reasons.
+      gathers: the values that the update must gather because slices do not suffice, with reasons.
       owned: the owner of each parameter, if each rank updates complete parameters. None if
         parameters are sliced.
     """

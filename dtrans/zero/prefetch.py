@@ -4,9 +4,9 @@
                                             scan: gather the next layer, compute
                                             compute the last layer
 
-So the all-gather overlaps with computation. The scan carries the gathered layer. The last layer is
-computed after the scan, because no layer is left to gather. So a prefetch gathers no additional
-bytes. Each iteration indexes the stacked operands. A scan over a stack shifted by one layer would
+So the all-gather overlaps with computation. The scan carries the gathered layer from one iteration
+to the next. The last layer is computed after the scan, so that no layer is gathered twice. The
+rewritten body indexes the stacked operands itself: a scan over a stack shifted by one layer would
 need a copy of the stack.
 """
 
@@ -47,7 +47,7 @@ def prefetch_layers(
       eqn: the loop over layers, a `scan`.
       body: one iteration. Its inputs are constants, carried values, slices of the stacks, and the
         gathered layer. Its outputs are carried values, and slices of the stacked outputs.
-      gather: returns the full layer from a rank's slice of the layer.
+      gather: function that returns the full layer from a rank's slice of the layer.
       stack: the position of the layers among the stacked operands.
       types: the types of the loop's operands: constants, carried values, stacks.
       outvars: the variables of the loop's outputs.

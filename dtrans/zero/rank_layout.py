@@ -1,4 +1,4 @@
-"""Decisions before a rank's program is written: sliced arrays, and reductions of gradients."""
+"""Choice of the arrays that ranks slice, and of the reduction of each gradient."""
 
 from __future__ import annotations
 
@@ -35,22 +35,23 @@ from dtrans.zero.update import slice_half
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RankLayout:
-    """Decisions about the program of a rank: sliced arrays, and reductions of gradients.
+    """Record of the arrays that ranks slice, and of the reduction of each gradient.
 
-    `write_rank` writes the program from this object. The object is valid for every batch size,
+    `write_rank` writes a rank's program from this record. The record is valid for every batch size,
     unless the update contains the batch size.
 
     Attributes:
       options: the options of `dtrans.sharding`.
       merges: maps each result to the rule that merges the results of ranks, such as "mean".
       slices: the sliced parameters and optimizer state.
-      half: the update that a rank runs.
-      gathers: the values that the update gathers, with reasons.
+      half: the update, rewritten for a rank's slices.
+      gathers: the values that the update must gather because slices do not suffice, with reasons.
       owned: the owner of each parameter, if each rank updates complete parameters. None if
         parameters are sliced.
       groups: maps each parameter to its stage in a pipeline. Each collective contains parameters of
         only one stage.
-      sums: inputs that contain slices of gradients, which a pipeline has already summed.
+      sums: inputs that contain slices of gradients, which the stages of a pipeline have already
+        summed.
     """
 
     options: ShardingOptions
@@ -169,10 +170,7 @@ class RankLayout:
         return found
 
     def spec_of(self, step: DividedStep) -> Callable[[str], ScatterSpec]:
-        """Return a function that describes how the gradient of a parameter is reduced.
-
-        The argument of the function is the name of a parameter.
-        """
+        """Return a function from the name of a parameter to the reduction of its gradient."""
         layers = set(self.layer_gradients(step).values())
         compress: dict[str, str] = {}
         dtype = self.options.precision.dtype
@@ -192,9 +190,9 @@ class RankLayout:
     def replicated(self) -> Collection[str]:
         """Parameters with the same gradient on all ranks, which needs no reduction.
 
-        The result is empty if each rank weights or clips its gradients. It is also empty if
-        gradients of micro-batches are summed: then only one rank adds a gradient that does not
-        depend on the batch.
+        There are no such parameters if each rank weights or clips its gradients. There are also
+        none if gradients of micro-batches are summed: then only one rank adds a gradient that does
+        not depend on the batch.
         """
         adds_terms = self.options.num_micro_batch > 1 and self.options.reduce.op == "sum"
         return () if self._weights_or_clips or adds_terms else self.slices.replicated

@@ -57,7 +57,7 @@ def write_rank(
 
     Args:
       step: the step, divided at its gradients.
-      layout: the decisions about slices and reductions.
+      layout: the arrays that ranks slice, and the reduction of each gradient.
       gradients: a function that writes equations for the gradients. By default, the forward and
         backward pass of `step` computes them. A pipeline passes a function, because its stages
         compute the gradients.
@@ -211,7 +211,7 @@ class RankWriter:
           results: the outputs to compute.
           on_gradient: called with each parameter and its gradient. Stages 2 and 3 call it as soon
             as the gradient is computed, stage 1 after the backward pass.
-          local: the rank's inputs by name.
+          local: the inputs of the rank's program, by name.
 
         Returns:
           The outputs by name.
@@ -228,10 +228,10 @@ class RankWriter:
         return found
 
     def _arrange(self, step: DividedStep) -> Arrange:
-        """Return a function that optimizes forward and backward equations before they are written.
+        """Return a function that optimizes forward and backward equations before `write` adds them.
 
-        The function fuses transposes. In stage 3, it also rewrites loops so that they recompute
-        residuals that depend only on parameters.
+        The function removes transposes of products. In stage 3, it also rewrites loops so that they
+        recompute residuals that depend only on parameters, instead of storing them.
         """
         options, jaxpr, vars_of = self.options, step.program.jaxpr, step.program.invars
         rows: dict[Var, RowAxis] = {}

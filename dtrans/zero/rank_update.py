@@ -1,6 +1,7 @@
-"""Writer of the rest of a rank's program: unscaling, update, gathers, results of gradients.
+"""Writer of the equations of a rank's program that follow the reductions of gradients.
 
-These equations follow the reductions of gradients.
+These equations divide gradients by the loss scale, update slices, gather parameters, and compute
+results such as a gradient norm.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class RankUpdate:
     Args:
       b: the builder to write with.
       step: the step, divided at its gradients.
-      layout: the decisions about slices and reductions.
-      local: the rank's inputs, and the forward values that the update reads, by name.
+      layout: the arrays that ranks slice, and the reduction of each gradient.
+      local: the inputs of the rank's program, and values of the forward pass that the update reads,
+        by name.
       scale: the scale of the loss; None if the loss is not scaled.
     """
 
@@ -138,7 +140,7 @@ class RankUpdate:
     def gradient_results(self, means: Mapping[str, Atom]) -> dict[str, Atom]:
         """Write the results that the step computes from gradients, such as a gradient norm.
 
-        The equations use slices, and gather an array only if they must.
+        The equations run on slices, and gather an array only if an equation needs the full array.
 
         Args:
           means: the reduced gradients by parameter.

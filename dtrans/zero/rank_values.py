@@ -1,7 +1,7 @@
-"""Analysis of values that differ from rank to rank, also inside of loops and branches.
+"""Search for values that differ from rank to rank, also inside loops and branches.
 
 A value is *local* if it depends on the batch or on the index of the rank. All other values are
-equal on every rank, and need no communication.
+equal on every rank, so they need no reduction.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def local_values(
     Args:
       eqns: the equations, in order.
       seeds: inputs that differ from rank to rank.
-      completed: collectives whose results are equal on every rank, such as an all-reduce. Any other
-        equation has results that differ if an operand differs.
+      completed: collectives with equal results on every rank, such as an all-reduce. Results of any
+        other equation differ if an operand differs.
     """
     return _local(forward(_differing(completed), eqns, dict.fromkeys(seeds, True)))
 

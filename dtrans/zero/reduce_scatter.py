@@ -51,14 +51,14 @@ def scatter_specs(
     replicated: Collection[str] = (),
     groups: Mapping[str, int] | None = None,
 ) -> Callable[[str], ScatterSpec]:
-    """Return a function that describes how the gradient of a parameter is reduced.
+    """Return a function from the name of a parameter to the reduction of its gradient.
 
     Args:
       slices: the sliced parameters, by name.
-      layers: the parameters whose gradients are scattered in loops.
+      layers: the parameters with gradients that loops scatter layer by layer.
       compress: maps a parameter to the type in which its gradient is reduced, such as "bf16". Other
         gradients keep their type.
-      replicated: parameters whose gradients are equal on all ranks.
+      replicated: parameters with gradients that are equal on all ranks.
       groups: maps a parameter to the stage of a pipeline that computes its gradient.
     """
     groups = groups or {}
@@ -83,7 +83,7 @@ class Scatterer(Reducer):
 
     Args:
       slices: the sliced leaves, by name.
-      spec_of: returns how the gradient of a leaf is reduced.
+      spec_of: function from the name of a parameter to the reduction of its gradient.
       b, values, options, example_count, suffix, scale: see `Reducer`.
     """
 

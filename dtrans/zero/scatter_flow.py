@@ -1,10 +1,10 @@
-"""Analysis of gradients that a loop can reduce-scatter itself, one layer in each iteration.
+"""Search for gradients that a loop can reduce-scatter itself, one layer in each iteration.
 
 The update needs only slices of a gradient. If a loop over layers computes the gradient, each
 iteration can scatter the gradient of its layer. So no rank stores the full gradient of all layers.
-If the gradient is a sum of terms, slices of the terms suffice. The search follows the terms from
-the last equation to the first. It passes through equations that are linear and compute each row
-from one row:
+A gradient may be a sum of several terms, or a cast of a loop's output. So the search follows a
+gradient backwards to the loops, through equations that are linear and compute each row from one
+row:
 
     g = add_any a b          slices of g are computed from slices of a and of b
     a = pad a'               (layers 0 to 8)
@@ -68,8 +68,8 @@ class ScatterFlow:
     def ends_of(self, v: Var, makers: Mapping[Var, tuple[int, JaxprEqn]]) -> tuple[int, bool]:
         """Find the values that must be reduce-scattered so that ranks get slices of `v`.
 
-        The result shows if slices of `v` save memory: they do if these values are smaller, or in
-        loops.
+        The caller uses the result to decide if slices of `v` save memory: they do if these values
+        are smaller than `v`, or in loops.
 
         Args:
           v: the value.
@@ -127,7 +127,7 @@ def scatter_flow(
       eqns: the equations, in order.
       wanted: the gradients that must be slices, with the sliced dimension of each.
       local: values that differ from rank to rank.
-      ends: values that are read after the equations.
+      ends: values that are read after the equations, and so are needed in full.
       inputs: inputs that may also become slices.
     """
     search = _Search(eqns, wanted, local, ends, inputs)
@@ -162,7 +162,7 @@ class _Search:
     def visit(self, i: int) -> None:
         """Record that equation `i` runs on slices, if slices of its outputs are wanted.
 
-        The slices of its operands are then wanted, too.
+        Slices of the equation's operands are then wanted, too.
         """
         eqn, flow = self.eqns[i], self.flow
         rows = {k: flow.rows[v] for k, v in enumerate(eqn.outvars) if v in flow.rows}
@@ -178,11 +178,11 @@ class _Search:
                     self._want(a, row)
 
     def _want(self, a: Atom, row: RowAxis | None) -> None:
-        """Record that slices of a value are wanted, if no other equation reads the value.
+        """Record that a value is wanted as slices, unless another equation reads the value.
 
         Args:
           a: an operand.
-          row: its sliced dimension; None if the equation reads the operand in full.
+          row: the dimension to slice; None if the equation reads the operand in full.
         """
         if row is None or not isinstance(a, Var):
             return
@@ -228,10 +228,10 @@ def _prune(
     local: Collection[Var],
     inputs: Collection[Var],
 ) -> None:
-    """Let equations run on full values again where slices save no memory.
+    """Take back the decision for slices where they save no memory.
 
-    To compute slices, an equation scatters its operands instead of its output. So slices save
-    memory only if loops scatter the operands, or if the operands are smaller than the output.
+    To compute slices, a rank scatters the operands of an equation instead of its output. So slices
+    save memory only if loops scatter the operands, or if the operands are smaller than the output.
     """
     # value -> size of the largest array that is scattered for its slices; 0 for outputs of loops
     size: dict[Var, int] = dict.fromkeys(inputs, 0)
@@ -289,7 +289,8 @@ def _saves_memory(
       body: the body.
       k: the index of the output.
       wires: maps inputs and outputs of the body to operands and outputs of its equation.
-      carried: the body's input with the previous value of output `k`, if it is carried; else None.
+      carried: the body's input with the previous value of output `k`, if the loop carries the
+        output; else None.
     """
     out = body.outvars[k]
     if not isinstance(out, Var) or out in body.invars:

@@ -1,9 +1,9 @@
-"""Analysis that finds the values that a rank can compute from its slices of parameters.
+"""Search for the values that a rank can compute from its slices of parameters.
 
-A parameter is sliced along one dimension (`RowAxis`). An equation runs on slices if it computes
-each row from one row of a parameter: a cast of a stack, some layers of a stack, a layer at an
-index. So a loop can take slices of a stack. A layer is gathered only for an equation that mixes its
-rows:
+A parameter is sliced along one dimension (`RowAxis`); its *rows* are the entries along this
+dimension. An equation can run on slices if it computes each row from one row of a parameter: a cast
+of a stack of layers, some layers of a stack, a layer at an index. So a loop can take slices of a
+stack, and gather one layer at a time, for an equation that mixes the rows of the layer:
 
     w: (16, D, D), sliced along its second dimension
     stack = convert w          computed as slices; the loop scans over them
@@ -14,8 +14,8 @@ rows:
 A *local* value depends on the batch or on the rank, and so differs from rank to rank
 (`dtrans.zero.rank_values`). Local values are not computed as slices.
 
-`dtrans.engine.rules` decides how an equation runs on slices. `dtrans.zero.slice_writer` writes the
-equations.
+`dtrans.engine.rules` decides how an equation runs on slices, and `dtrans.zero.slice_writer` writes
+the equations.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class GatherOptions:
       degree: the number of ranks.
       dtypes: maps a parameter to the type in which its gradient is reduced. Other gradients keep
         their type.
-      prefetch: the number of parameters that are gathered before equations need them.
+      prefetch: the number of parameters that are gathered ahead of the equations that need them.
       prefetch_in_loops: the same number for the bodies of loops.
       segment: the limit in bytes up to which consecutive gathers are combined.
       once: True if a parameter is gathered once, for both forward and backward.
@@ -119,7 +119,7 @@ class SlicedBodies:
 
 
 class SliceAnalysis(SplitWriter):
-    """Analysis that finds the values that a rank can compute from its slices of parameters.
+    """Search for the values that a rank can compute from its slices of parameters.
 
     Subclasses also write the equations.
 
@@ -129,14 +129,15 @@ class SliceAnalysis(SplitWriter):
       eqns: the equations in order, with inlined calls.
       roles: the role of each equation, such as "forward".
       inputs: the inputs that are slices, and the gradients that must become slices.
-      how: the options of gathers.
+      how: the options of gathers and scatters.
       ends: values that are read after the equations.
 
     Attributes:
       rows: the values that can be computed as slices, with the layout of each: the leaf and the
         sliced dimension.
-      roots: for each of these values, the leaves or parts of leaves to gather for the full value.
-      full: the roots that are gathered, because an equation reads them in full.
+      roots: for each of these values, the parameters or layers to gather if the full value is
+        needed.
+      full: the parameters and layers that are gathered, because an equation reads them in full.
       reads: maps the index of an equation to the sliced values that it reads in full.
       ways: maps the index of an equation to the strategy by which it runs on slices.
       entered: maps the index of a loop, branch or remat to its bodies that take or return slices.
@@ -182,7 +183,7 @@ class SliceAnalysis(SplitWriter):
     def roots_of(self, atoms: Iterable[Atom]) -> frozenset[Var]:
         """Return the values that a rank must gather to compute the full values of `atoms`.
 
-        They are parameters, or parts of parameters, such as one layer of a stack.
+        These are parameters, or parts of parameters, such as one layer of a stack.
         """
         return frozenset().union(*(self.roots.get(a, ()) for a in atoms if isinstance(a, Var)))
 
@@ -230,7 +231,7 @@ class SliceAnalysis(SplitWriter):
         return self.rows.get(atom) if isinstance(atom, Var) else None
 
     def _engine_layout(self, atom: Atom, row: RowAxis) -> RowAxis:
-        """Convert a sliced dimension to the form that `dtrans.engine` uses.
+        """Convert a sliced dimension to the form that the rules of `dtrans.engine` take.
 
         Args:
           atom: the value.
@@ -346,8 +347,8 @@ class SliceAnalysis(SplitWriter):
     def _passable(self, eqn: JaxprEqn, wires: Wiring) -> dict[int, RowAxis]:
         """Return the operands of a loop or branch that its bodies may read as slices.
 
-        The result maps the index of an operand to its sliced dimension in the bodies. It is empty
-        for a branch that may differ between ranks: an all-gather in it would hang.
+        The result maps the index of an operand to its sliced dimension in the bodies. If ranks may
+        take different branches, the result is empty: an all-gather in one branch would hang.
         """
         found: dict[int, RowAxis] = {}
         picks = eqn.invars[0]
@@ -425,14 +426,14 @@ class SliceAnalysis(SplitWriter):
 def is_cheap(eqn: JaxprEqn) -> bool:
     """Return True if an equation is elementwise, or only rearranges elements.
 
-    A rank gathers the operands of such an equation, and computes its result again where it is
-    needed. So the result needs no gather, and no memory in between.
+    A rank gathers the operands of such an equation, and computes the result again for each reader.
+    So the result is neither gathered nor stored.
     """
     return facts_of(eqn).elementwise or is_rearrangement(eqn)
 
 
 def _gathers(eqn: JaxprEqn, wires: Wiring, k: int, body: SliceAnalysis) -> bool:
-    """Return True if one gather of an operand before a loop is better than gathers in its body.
+    """Return True if an operand should be gathered before a loop, not in each iteration.
 
     This holds if the body would gather the operand, and the operand is the same in each iteration.
     A branch that only returns the operand gathers nothing.

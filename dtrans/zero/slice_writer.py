@@ -24,7 +24,7 @@ from dtrans.zero.slice_analysis import GatherOptions, SliceAnalysis, SliceInputs
 
 
 class _EqualValues(CountedValues):
-    """Writer that takes slices of values which are equal on all ranks, without communication."""
+    """Writer for values that are equal on all ranks: each rank takes its slice by itself."""
 
     def _is_counted(self, var: Atom, axis: int) -> bool:
         return True
@@ -36,8 +36,8 @@ class SliceWriter(SliceAnalysis):
     Attributes:
       env: maps a value of the step to the variable that replaces it: this rank's slice of a
         gradient, or the result of a reduction.
-      last_scattered: the latest scattered gradient, until a gather waits for this gradient; then
-        None.
+      last_scattered: the latest scattered gradient, for which the next gather waits; None after
+        this gather.
     """
 
     def __init__(

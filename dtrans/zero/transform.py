@@ -95,7 +95,8 @@ def sharding(
     """Plan data-parallel training in which trainers divide the state among them (ZeRO).
 
     Each trainer, called a rank, stores slices of the optimizer state; in stage 3, also of
-    parameters. The numbers are those of ordinary data parallelism, but each rank needs less memory.
+    parameters. The results equal those of ordinary data parallelism, but each rank needs less
+    memory.
 
     Args:
       main: `dtrans.trace(step, params, opt_state, *batch)`, for any batch shape.
@@ -123,8 +124,8 @@ def sharding(
 
     Raises:
       ConfigError: an option is out of range, or names an array that the step does not have.
-      GradientError: an option needs gradients that cannot be found (see `dtrans.step.halves`), or
-        the step has collectives already.
+      GradientError: an option needs gradients that dtrans cannot find in the step
+        (`dtrans.step.gradients`), or the step has collectives already.
       TraceError: the outputs of `startup` do not match the arguments of `main`.
 
     Source: `apply_pass("sharding", ...)`, and `sharding_configs` of DistributedStrategy, in Paddle.
@@ -266,13 +267,13 @@ def _plan_undivided(
     options: ShardingOptions,
     replan: Callable[[ShardingOptions], ShardingPlan],
 ) -> ShardingPlan:
-    """Plan sharding of a step without known gradients, so that only its state is sliced.
+    """Plan sharding of a step in which no gradients were found.
 
     Args:
-      plain: the step, from `leave_undivided`.
+      plain: the step, as `leave_undivided` returns it.
       startup: as in `dtrans.sharding`.
       options: the options of `dtrans.sharding`.
-      replan: plans the same step with other options.
+      replan: function that plans the same step with other options.
     """
     slices = slice_undivided(plain, options)
     step, trainer_options, shared = share_step(
@@ -305,7 +306,7 @@ def _write_uneven(
     The job stores its state in the planned slices, so the new program must use the same slices.
 
     Args:
-      shared: the step for each number of rows.
+      shared: the step, which can be traced for each number of rows.
       options: the options of `dtrans.sharding`.
       planned: the layout of the plan.
       types: types of the step's inputs, with the new batch.

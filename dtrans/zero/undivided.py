@@ -1,9 +1,9 @@
-"""Sharding of a step without known gradients, such as DP-SGD or a zeroth-order method.
+"""Sharding of a step in which no gradients were found, such as DP-SGD or zeroth-order methods.
 
 Ranks divide the batch, and store slices of the state: optimizer state in each stage, parameters in
-stage 3. The engine rewrites all equations of the step for one rank (`dtrans.batch.trainer_step`).
-Where an equation needs a full array, the rank gathers the array. So results are those of one device
-for any step. Stages 1 and 2 are the same, because no gradient is known.
+stage 3. `dtrans.batch.trainer_step` rewrites all equations of the step for one rank. If an equation
+needs a full array, the rank gathers the array. So results are those of one device for any step.
+Without gradients, stages 1 and 2 are the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def slice_undivided(step: DividedStep, options: ShardingOptions) -> Slices:
     The gradients of the step are unknown, so its update cannot be analyzed.
 
     Args:
-      step: the step, from `leave_undivided`.
+      step: the step, as `leave_undivided` returns it.
       options: the options of `dtrans.sharding`.
     """
     program, degree = step.program, options.degree
@@ -58,7 +58,7 @@ def slice_undivided(step: DividedStep, options: ShardingOptions) -> Slices:
 
 
 def _reason_by_update(program: Program, name: str) -> str:
-    """Return the reason why an array of the state is never sliced; "" if its shape decides."""
+    """Return the reason why an array of any shape is not sliced; "" if the shape decides."""
     if program.outvars[name] is program.invars[name]:
         return "it is not updated"
     if jnp.issubdtype(program.inputs[name].dtype, jax.dtypes.extended):

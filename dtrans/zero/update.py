@@ -1,9 +1,9 @@
 """Rewrite of an optimizer's update so that each rank computes only its slices.
 
-All ranks run the rewritten program, which the engine writes (`dtrans.engine`). Sliced parameters,
-their gradients and their state are inputs with a sharded dimension. If an equation mixes rows (a
-product of matrices, a sort), the engine gathers the operands. A reduction over rows becomes an
-all-reduce. Independent all-reduces are merged into one equation.
+All ranks run the rewritten program, which `dtrans.engine` writes. Sliced parameters, their
+gradients and their state are inputs with a sharded dimension. If an equation mixes rows (a product
+of matrices, a sort), its operands are gathered. A reduction over rows becomes an all-reduce.
+Independent all-reduces are merged into one equation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dtrans.step.halves import Name, OptimizeHalf
 def slice_half(
     half: OptimizeHalf, slices: Mapping[Name, Sliced], degree: int, axis_name: str
 ) -> tuple[OptimizeHalf, tuple[Gathered, ...]]:
-    """Rewrite the update of one device so that each rank computes only its slices.
+    """Rewrite an optimizer's update so that each rank computes only its slices of the new state.
 
     Args:
       half: the update of one device: new parameters and state from gradients.
@@ -31,7 +31,7 @@ def slice_half(
       axis_name: the named axis of the ranks.
 
     Returns:
-      The update of a rank, and the values that it gathers.
+      The update of a rank, and the values that this update gathers.
     """
     shards = Shards(degree, (axis_name,), "rank", label="optimizer", shares_work=False)
     flat = eliminate_dead(inline_calls(half.jaxpr))

@@ -11,7 +11,8 @@ only one rank. So the last ranks may own no parameter. In stage 2, `use_order` d
 each bucket contains gradients of all ranks, and the backward pass computes the gradients of rank 0
 last.
 
-If the optimizer combines several parameters (`RowAnalysis.groups`), one rank owns all of them.
+If the optimizer computes one new parameter from several old ones (`RowAnalysis.groups`), one rank
+owns all of them.
 
 Source: `partition_parameters` of passes/auto_parallel_sharding.py (Paddle).
 """
@@ -70,11 +71,11 @@ def assign_leaves(
 ) -> dict[str, int]:
     """Choose the rank that owns each parameter of a step.
 
-    Parameters that the optimizer combines get one owner.
+    Parameters get the same owner if the optimizer combines them.
 
     Args:
       step: the training step, divided at its gradients.
-      analysis: the row analysis of the update.
+      analysis: the analysis that found the values that the update computes row by row.
       ranks: the number of ranks.
       rule: "greedy_even" or "use_order".
 

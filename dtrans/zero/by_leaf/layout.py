@@ -51,14 +51,15 @@ from dtrans.zero.reduce_scatter import Scatterer, ScatterSpec
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LeafOwners:
-    """Rank that owns each parameter, and the layout of vectors that pack each rank's arrays (bins).
+    """Owner (rank) of each parameter, and layout of the vectors that pack each owner's arrays.
 
     Attributes:
       owner: the rank that owns each parameter, in the order of the assignment.
       loads: for each rank, the number of elements of the parameters that it owns.
-      grads, state: the positions of gradients, and of the optimizer's state, in bins.
+      grads, state: the positions of gradients, and of the optimizer's state, in these vectors
+        (bins).
       slices: the reasons why parameters are not sliced, and the row analysis of the update.
-      half: the update that each rank runs.
+      half: the update, written so that each rank updates the parameters that it owns.
       args: the arguments of the step, with packed state.
       out: the outputs of the step: parameters, packed state, and results.
     """
@@ -233,9 +234,10 @@ class LeafOwners:
 class _BinScatterer(Scatterer):
     """Writer that packs gradients into one vector per owner (a bin), and reduces them in parts.
 
-    A part contains elements `start` to `stop` of every rank's bin. As soon as all gradients of a
-    part are computed, the part is packed and scattered. Within a bin, gradients have the order in
-    which the backward pass computes them. The results, `means`, are the bins of this rank.
+    Bins are divided into parts: a part contains elements `start` to `stop` of every rank's bin. As
+    soon as all gradients of a part are computed, the part is packed and scattered. Within a bin,
+    gradients have the order in which the backward pass computes them. The results, `means`, are the
+    bins of this rank.
     """
 
     def __init__(
@@ -329,8 +331,8 @@ def _spec_of(parts: Mapping[str, BinPart]) -> Callable[[str], ScatterSpec]:
 def _half_of_owners(step: DividedStep) -> tuple[list[str], OptimizeHalf]:
     """Return the parameters that need an owner, and the update with these parameters as inputs.
 
-    A parameter that is not updated needs an owner if the update, or a gradient norm, reads its
-    gradient.
+    These are all parameters that the update computes. Another parameter needs an owner if the
+    update, or a gradient norm, reads its gradient.
     """
     half = step.optimize
     leaves: list[str] = []

@@ -7,8 +7,8 @@ Zeros pad the vectors to the length of the longest:
     rank 0    w1 w1 w1 w1 b1 b1
     rank 1    w2 w2 w2 b2  0  0
 
-The concatenation of these rows is called the bin of all ranks. It is the input of `reduce_scatter`,
-and the output of `all_gather`.
+The concatenation of these rows is the input of a `reduce_scatter`, and the output of an
+`all_gather`.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Bins:
         A part is at least as long as the largest array of its dtype.
 
         Args:
-          limit: the size of a part in bytes, counting all ranks.
+          limit: the size of a part in bytes, summed over all ranks.
         """
         found = []
         for name, t in self.types.items():
@@ -258,7 +258,7 @@ class Bins:
 
 
 def unused_root(name: str, names: Collection[str]) -> str:
-    """Return `name`; append underscores if one of `names` already starts with it."""
+    """Return `name`, with underscores at its end if one of `names` already starts with `name`."""
     while any(is_under(n, [name]) for n in names):
         name += "_"
     return name

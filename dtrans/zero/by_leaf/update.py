@@ -53,7 +53,8 @@ class OwnerWriter:
     Arrays are packed into bins: one vector per owner and dtype. `half` returns the update.
 
     Args:
-      analysis: the row analysis of one device's update.
+      analysis: the analysis of one device's update, which found the values that are computed row by
+        row.
       owner: the rank that owns each parameter. A parameter that is not updated may be absent.
       options: the options of `dtrans.sharding`.
       root: the prefix of the names of packed state, such as "opt_state/bins".
@@ -119,7 +120,7 @@ class OwnerWriter:
         self.state = Bins.from_types(state_types, self.rank_of, self.ranks, root)
 
     def _is_unit(self, block: OptimizeBlock) -> bool:
-        """Return True for a program that updates parameters; other programs read none of them."""
+        """Return True for a program that updates parameters; other programs read no parameter."""
         return block.role != LR_SCHED and block.name in self.units
 
     def _output_name(self, name: str) -> str:
@@ -137,7 +138,7 @@ class OwnerWriter:
                 self.reduced.setdefault(c.level, []).append(c)
 
     def _carried_bins(self, level: int) -> Bins:
-        """Choose the positions of values that one `switch` packs and a later one reads.
+        """Choose the positions of values that one `switch` packs and a later `switch` reads.
 
         Args:
           level: the number of all-reduces before the first `switch`.
@@ -225,9 +226,9 @@ class OwnerWriter:
         return [f"new {n}" for n in (*self.params.types, *self.state.types)]
 
     def _sums(self, level: int) -> dict[tuple[str, Any], list[CrossServerValue]]:
-        """Return the values that are all-reduced after a level, by (operation, dtype).
+        """Return the values to all-reduce after the `switch` of a level, by (operation, dtype).
 
-        Each entry becomes one all-reduce.
+        The values of each entry are concatenated, and need one all-reduce.
         """
         found: dict[tuple[str, Any], list[CrossServerValue]] = {}
         for c in self.reduced.get(level, ()):
@@ -257,7 +258,7 @@ class OwnerWriter:
     # -- branches --------------------------------------------------------------------------------
 
     def _switch(self, level: int, names: Sequence[str]) -> Callable[..., Any]:
-        """Return a function of (rank's index, *values) that computes the rank's part.
+        """Return a function of (rank's index, *values) that computes the rank's part of a level.
 
         Args:
           level: the number of all-reduces before this part of the update.
@@ -401,9 +402,10 @@ def _split(shapes: Sequence[tuple[int, ...]], x: Any) -> list[Any]:
 
 
 def _place_leaves(analysis: RowAnalysis, owner: Mapping[str, int], ranks: int) -> Placement:
-    """Describe owners as if each rank were a parameter server that stores its parameters.
+    """Describe each rank as a parameter server that stores the rank's parameters.
 
-    The functions of `dtrans.slicing` then write the update of each rank.
+    The functions that write updates of servers (`dtrans.slicing`) can then write the update of each
+    rank.
     """
     endpoints = [f"rank {k}" for k in range(ranks)]
     blocks = {}
