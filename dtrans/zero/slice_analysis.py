@@ -3,7 +3,7 @@
 A parameter is sliced along one dimension (`RowAxis`); its *rows* are the entries along this
 dimension. An equation can run on slices if it computes each row from one row of a parameter: a cast
 of a stack of layers, some layers of a stack, a layer at an index. So a loop can take slices of a
-stack, and gather one layer at a time, for an equation that mixes the rows of the layer:
+stack. It gathers one layer at a time, and only for an equation that mixes the rows of the layer:
 
     w: (16, D, D), sliced along its second dimension
     stack = convert w          computed as slices; the loop scans over them
