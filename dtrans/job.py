@@ -45,7 +45,7 @@ class SeekableBatches(Protocol):
     """
 
     def seek(self, step: int) -> None:
-        """Let the iteration continue with the batch of step number `step`."""
+        """Continue with the batch of step number `step`."""
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
         """Return an iterator over the batches, from the current position on."""

@@ -182,12 +182,12 @@ def while_counts(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 class Wiring(NamedTuple):
-    """Connections between an equation and its bodies; all values are indices.
+    """Indices that relate an equation's operands and outputs to inputs and outputs of its bodies.
 
     Attributes:
-      ins: for each body, the equation's operand that each input of the body reads.
-      outs: for each body, the equation's output that each output of the body defines; None for the
-        condition of a `while`.
+      ins: for each body, a list: the equation's operand that is passed to each input of the body.
+      outs: for each body, a list: the equation's output that each output of the body becomes. None
+        for the condition of a `while`.
       carried: for each carried value of a loop: operand with the initial value -> output with the
         final value.
       slices: operands that a scan reads slice by slice.
@@ -202,7 +202,7 @@ class Wiring(NamedTuple):
 
 
 def wiring(eqn: JaxprEqn) -> Wiring:
-    """Return the connections between an equation and its bodies."""
+    """Return the indices that relate an equation to its bodies, as a `Wiring`."""
     name, ins, outs = eqn.primitive.name, range(len(eqn.invars)), range(len(eqn.outvars))
     if name == SCAN:
         consts, carried = scan_counts(eqn)

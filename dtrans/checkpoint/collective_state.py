@@ -11,8 +11,8 @@ as many bytes.
 If the plan assigns full leaves to ranks, state is packed into bins
 (`dtrans.zero.by_leaf.packing`). Each rank then saves the arrays in its bins.
 
-With a model axis (`mesh=`), the devices of a trainer or rank have pieces of an array. The trainer
-or rank saves the array, or its rows, without this division.
+With a model axis (`mesh=`), the devices of a trainer or rank divide an array. The trainer or rank
+joins these pieces before it saves the array, or its rows.
 """
 
 from __future__ import annotations

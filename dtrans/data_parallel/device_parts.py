@@ -2,8 +2,8 @@
 
 A strategy first plans trainers with one device. If the user's mesh has a model axis, the devices of
 a trainer divide parameters. `DeviceParts.on_model_axis` then rewrites the program for one device
-(`dtrans.tensor_parallel.model_axis`). If the mesh has a sequence axis, they divide sequences, and
-`on_sequence_axis` rewrites the program (`dtrans.data_parallel.sequence_axis`).
+(`dtrans.tensor_parallel.model_axis`). If the mesh has a sequence axis, the devices divide
+sequences, and `on_sequence_axis` rewrites the program (`dtrans.data_parallel.sequence_axis`).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class DeviceParts:
 
 
 def _bucket_of_device(bucket: Bucket, types: Mapping[str, Any], state: ModelState) -> Bucket:
-    """Return a bucket with the number of bytes that one device sends to its reduction."""
+    """Return a copy of a bucket in which `nbytes` counts the gradients of one device only."""
     full = piece = 0
     for leaf in bucket.leaves:
         t, sliced = types[leaf], state.sliced.get(leaf)

@@ -126,7 +126,7 @@ class Reduce:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """All options of a call of `dtrans.nccl2`; its docstring describes each of them."""
+    """Options of data parallelism: arguments of `dtrans.nccl2`, and values derived from them."""
 
     trainers: int
     axis_name: str

@@ -345,9 +345,10 @@ class CollectivePlan(Plan):
 
 
 def _full_arrays(plan: CollectivePlan) -> Iterator[str]:
-    """Yield a note for each batch array that only `dtrans.split` layers read.
+    """Yield a note for each batch array that every trainer gets in full for `dtrans.split` layers.
 
-    If trainers also divide these layers, every trainer gets all rows of the array.
+    This happens if trainers divide the parameters of these layers, and only these layers read the
+    array.
     """
     if not plan.options.colocated or plan.shared is None:
         return

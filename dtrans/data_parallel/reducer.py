@@ -475,10 +475,9 @@ def _weighted_share(x: jax.Array, example_count: jax.Array, total: jax.Array) ->
 
 @functools.cache
 def _clip_scaled_to_norm(norm: float, by: str) -> Callable[..., Sequence[jax.Array]]:
-    """Return a function (scale, *gradients) that clips gradients of a scaled loss.
+    """Return a function (scale, *gradients) that clips gradients multiplied by a loss scale.
 
-    Such gradients are too large by the factor `scale`, so the norm is computed from gradients /
-    scale.
+    The norm is computed from gradients / scale.
     """
 
     def fn(scale: jax.Array, *grads: jax.Array) -> Sequence[jax.Array]:

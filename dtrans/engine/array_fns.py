@@ -65,7 +65,7 @@ def row_of_shard(table: Array, index: Array) -> Array:
 
 
 def on_first(x: Array, start: Array) -> Array:
-    """Return x on the first shard, and zeros on others: terms with the sum x over shards."""
+    """Return x on the shard with `start` 0, and zeros on others; x is the sum over shards."""
     return jnp.where(start == 0, x, jnp.zeros_like(x))
 
 

@@ -194,7 +194,8 @@ def rows_outside(flat: ClosedJaxpr, rows: Mapping[int, int], shards: Shards) -> 
 def _output(computed: ShardLayout, axis: int | None, a: Atom, shards: Shards) -> ShardLayout:
     """Return the layout of an output.
 
-    The output is sharded along `axis`, replicated (None), or has its computed layout (-1).
+    `axis` is the wanted sharded dimension, None for a replicated output, or -1 to keep the layout
+    in which the output was computed.
     """
     if axis == -1:
         axis = computed.axis if isinstance(computed, RowAxis) else None

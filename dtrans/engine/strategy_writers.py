@@ -87,7 +87,7 @@ def _write_move(w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom])
 
 
 def _in_slots(w: ShardValues, piece: Atom, move: Move, atoms: Sequence[Atom]) -> Atom:
-    """Return a piece whose entries are at their new positions.
+    """Write the equations that move the entries of a piece; return the new piece.
 
     Args:
       w: writer of the program.

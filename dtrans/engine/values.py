@@ -3,7 +3,7 @@
 A value is stored in the layout in which it was computed. For an equation that reads another layout,
 the value is converted, and the converted value is stored as well:
 
-    replicated -> sharded   a slice; of a counter or fill, the shard computes its piece directly
+    replicated -> sharded   a slice; a counter's or constant's piece is computed directly
     sharded -> replicated   all_gather, which is listed in `gathers`
     sharded -> sharded      all_to_all, if the dimension changes
     partial -> replicated   all_reduce

@@ -623,7 +623,7 @@ def _written(
 
 
 def _with_an_operand(jaxpr: ClosedJaxpr, operand: Atom) -> ClosedJaxpr:
-    """Return a body with an additional first input, which no equation reads."""
+    """Return a copy of a body with a new, unused first input, with the type of `operand`."""
     return closed_with(jaxpr, invars=[Var(operand.aval), *opened(jaxpr).invars])
 
 
