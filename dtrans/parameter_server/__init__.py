@@ -6,7 +6,7 @@ plan               the plan: one program for each role
 plan_notes         remarks in a printed plan
 dispatch           Paddle's slice rule and dispatchers
 placement          the server of each block
-overview           the arrays on each server, and the rows of the step's arrays that they contain
+overview           the arrays on each server, and their rows in the arrays of the step
 server_balance     bytes on each server, for a plan and for other dispatchers
 step_traffic       the values that roles send in a step, and their costs
 trainer_program    the programs of trainers
@@ -16,8 +16,8 @@ compression        the types in which gradients and parameters are sent
 exchange_rounds    exchange of values between trainers, through servers
 geo_sgd            `mode=Geo(...)`: servers add up the changes of trainers
 dc_asgd            gradients compensated for their delay
-averaged_leaves    leaves that trainers compute and servers average
+averaged_leaves    leaves without gradients, such as batch statistics, that servers average
 gradient_merging   rule that merges the gradients of several steps into one update
 state              state of a job in one process
-tables             leaves whose rows trainers look up
+tables             embedding tables: trainers look up single rows
 """

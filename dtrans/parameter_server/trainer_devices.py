@@ -1,4 +1,4 @@
-"""Devices of one trainer, which divide the trainer's rows and its split layers.
+"""Several devices for one trainer: they divide its rows of the batch, and its large layers.
 
 A trainer's program is written for one device. `TrainerDevices.divide` rewrites it for one of
 several devices, one mesh axis after the other:
