@@ -142,7 +142,7 @@ def captured(program: Program) -> Program:
 
 
 def captured_if_marked(program: Program) -> Program | None:
-    """Trace a step as `captured` does; return None if its loss cannot be one equation."""
+    """Trace a step with its loss function as one equation; return None if this is impossible."""
     try:
         return captured(program)
     except GradientError:

@@ -202,8 +202,8 @@ class Gradients:
     """Gradients that were found in a step: one value for each parameter that has a gradient.
 
     Attributes:
-      of: the gradient of each parameter: the output of a mark, a derivative if there is no mark, or
-        the sum of several of these.
+      of: the gradient of each parameter: a gradient that `dtrans.value_and_grad` marked, another
+        derivative if there are no marks, or the sum of several of these.
       marked: True if the user marked the gradients (`dtrans.value_and_grad`).
       terms: the gradients, with the terms of each sum in place of the sum.
       sums: indices of the equations that compute the sums.
@@ -216,7 +216,7 @@ class Gradients:
 
 
 def gradients_of(step: OpenStep) -> Gradients:
-    """Find the gradients of a step: the marked ones, or inferred ones if there are no marks.
+    """Find a step's gradients: those that `dtrans.value_and_grad` marked, or else inferred ones.
 
     Raises:
       GradientError: several values may be the gradient of a leaf.
@@ -294,7 +294,7 @@ OTHER_GRADIENTS = (
 
 
 def _read_marks(step: OpenStep, leaf: str, leaf_marks: Sequence[Var]) -> list[Var]:
-    """Return the marked gradients of a parameter that its new value reads.
+    """Return those marked gradients of a parameter that the new parameter depends on.
 
     A step may differentiate several losses with respect to one parameter, and use only some of the
     gradients. If the new value reads no gradient, return those that any output reads. If no output
@@ -563,7 +563,7 @@ def candidates_for(
 ) -> set[Var]:
     """Return the values that may be the gradient of a parameter.
 
-    Such a value has the parameter's shape, and the parameter's new value depends on it.
+    Such a value has the parameter's shape, and the new parameter depends on it.
 
     Args:
       step: the training step, with its calls inlined.

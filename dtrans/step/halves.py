@@ -788,7 +788,7 @@ class _StepDivider:
         return read
 
     def unmarked(self, gradient: Var) -> Atom:
-        """Return the operand of a gradient's mark (`dtrans.step.marks`).
+        """Return a gradient before its mark, the identity equation of `dtrans.value_and_grad`.
 
         A gradient without a mark is returned unchanged.
         """

@@ -196,7 +196,7 @@ def check_observers(program: Program, observers: Iterable[Observer]) -> None:
 
     Raises:
       GradientError: a callback is ordered, is an `io_callback` with results, or is in a loop that
-        both halves of the step run.
+        both the update and the forward pass run.
     """
     refuse_twice(x for x in observers if x.reads in EARLY)
     for eqn in equations(program.jaxpr):
@@ -215,9 +215,9 @@ def check_observers(program: Program, observers: Iterable[Observer]) -> None:
 
 
 def refuse_twice(observers: Iterable[Observer]) -> None:
-    """Raise GradientError if both halves of a step would run a callback, in a loop or a branch.
+    """Raise GradientError if the update and the forward pass would both run a callback.
 
-    If the update and the forward pass need different outputs of one loop, both contain the loop.
+    If they need different outputs of one loop with a callback, both contain the loop.
 
     Args:
       observers: the callbacks of the forward and backward pass.

@@ -423,7 +423,7 @@ class Findings:
             self.differences[names[k]] = dataclasses.replace(difference, cause=cause)
 
     def report(self, title: str, seconds: float) -> Report:
-        """Return the report."""
+        """Return the results as a report for the user."""
         compared = tuple(n for n in self.compared if n not in self.skipped)
         return Report(
             title,

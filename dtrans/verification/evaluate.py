@@ -1,4 +1,4 @@
-"""Evaluation of a jaxpr in a finite field, for all ranks of a mesh in lock step.
+"""Evaluation of a jaxpr in a finite field, for all ranks of a mesh at once.
 
 The value of a variable is a tuple with one entry for each rank. If several ranks have the same
 object as their entry, an equation is computed once for these ranks. `World` is the evaluator. A
@@ -307,9 +307,7 @@ class World:
     # -- inner worlds ----------------------------------------------------------------------------
 
     def _shard_map(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
-        """Evaluate a `shard_map`: split its operands over the ranks of its mesh, and run its body
-        there.
-        """
+        """Evaluate a `shard_map`: split operands over the mesh, and run the body for all ranks."""
         if self.count != 1:
             raise UnfollowedError("the equation is a shard_map in the body of another shard_map")
         sharded = shard_map_of(eqn)

@@ -173,9 +173,9 @@ def lifted(x: Any, dtype: Any) -> Any:
 
 
 def exact(x: Array, dtype: Any) -> Any:
-    """Convert an array as `lifted` does, but with the exact binary value of each float.
+    """Convert an array to field values, with the exact binary value of each float.
 
-    `lifted` uses the simplest rational number that rounds to the float.
+    The function `lifted` uses the simplest rational number that rounds to the float instead.
     """
     if not is_float(dtype):
         return x

@@ -101,8 +101,7 @@ class Meanings:
         self._alive: list[Any] = []
 
     def of(self, value: Sequence[Any], axes: Mapping[str, int]) -> Meaning:
-        """Return the relation of a job's value to a value of the one-device step, e.g. "a copy of
-        tanh".
+        """Return the relation of a job's value to the one-device step, such as "a copy of tanh".
 
         Args:
           value: the value on each rank.
@@ -163,8 +162,9 @@ class Meanings:
         return found or NOTHING
 
     def _of_moved_rows(self, x: Array) -> Meaning | None:
-        """Return the relation of an array to a step value that has the same rows in any order, or
-        None.
+        """Return the relation of an array to a step value with the same rows in any order.
+
+        Return None if there is no such step value.
         """
         if not x.ndim or not len(x):
             return None

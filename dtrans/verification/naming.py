@@ -126,7 +126,7 @@ class _Walk:
         return found
 
     def _recovers(self, number: int) -> bool:
-        """Return True if a later value that depends on a computation is known.
+        """Return True if a later value that is computed from this computation is known.
 
         Then this computation was probably not at fault. A value is known if it is a copy, piece or
         partial sum of a value of the one-device step.

@@ -1,4 +1,4 @@
-"""Report of a verification: compared outputs, differences, and equations that it skipped."""
+"""Report of a verification: outputs that were compared, and outputs that differ."""
 
 from __future__ import annotations
 

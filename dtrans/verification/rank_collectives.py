@@ -94,7 +94,7 @@ def _smaller(x: Any, y: Any) -> Any:
 
 
 def mapped(fn: Callable[..., Any], *xs: Any) -> Any:
-    """Apply a NumPy function that only moves entries to values of one kind.
+    """Apply a NumPy function, which only moves entries, to values of the same kind.
 
     For floats, apply the function to the field elements, and then to the float64 values. For random
     keys, apply the function to the words of the keys.

@@ -186,7 +186,7 @@ def _multiple(x: Any, factor: Fraction) -> Any:
 
 
 def _candidates(groups: Sequence[CollectiveGroup], copies: Sequence[Replicas]) -> Iterator[Repair]:
-    """Yield the changes to try; repairs of common faults come first."""
+    """Yield the changes to try; changes that correct common faults come first."""
     yield from _reductions(copies)
     for group in groups:
         if group.name in SUMS:

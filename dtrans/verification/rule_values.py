@@ -91,10 +91,10 @@ def apply_along_axis(fn: Callable[[Array, int], Array], x: Array, eqn: JaxprEqn)
 
 
 def for_each_operand(reduce: Rule) -> Rule:
-    """Return the rule of a reduction over dimensions that may have several operands.
+    """Return the rule of a reduction over dimensions, for equations with several operands.
 
-    `vmap` turns a collective over its axis, such as `psum`, into such a reduction. Each operand is
-    reduced separately.
+    `jax.vmap` turns a collective over its axis, such as `psum`, into such an equation. Each operand
+    is reduced separately.
     """
 
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:

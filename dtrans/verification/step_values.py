@@ -339,7 +339,7 @@ def _summed_along(eqn: JaxprEqn) -> dict[int, int]:
 
 
 def _term_bounds(size: int) -> list[int]:
-    """Return the rows at which the terms of a sum over `size` rows begin, and `size`."""
+    """Divide `size` rows into ranges; return the first row of each range, then `size`."""
     if size <= MOST_SUM_TERMS:
         return list(range(size + 1))
     width = -(-size // MOST_SUM_TERMS)

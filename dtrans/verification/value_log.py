@@ -64,7 +64,7 @@ def elements_of_value(x: Any) -> Array | None:
 
 
 class ValueLog:
-    """Log of an evaluation.
+    """Log of the equations that an evaluation computes, with the values of operands and outputs.
 
     Attributes:
       computations: the computations, in order.

@@ -242,7 +242,7 @@ def _find_state_homes(analysis: RowAnalysis) -> dict[str, tuple[str, RowAxis | N
 def _choose_state_row(
     shape: tuple[int, ...], leaf: tuple[int, ...], axis: int, degree: int, least: int
 ) -> RowAxis | None:
-    """Choose the dimension to slice in an array of optimizer state that the update mixes by rows.
+    """Choose the dimension to slice in an array of optimizer state, if the update mixes its rows.
 
     If the array's shape ends with the parameter's shape, the array is sliced like the parameter.
     Another array, such as a preconditioner, is sliced if it has at least `least` elements and a

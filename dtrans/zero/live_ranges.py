@@ -113,7 +113,7 @@ class LiveRanges:
             self._use(a, len(eqns), roles[-1] if roles else "")
 
     def window(self, leaf: Var, at: int) -> LiveRange:
-        """Return the equations for which a parameter stays gathered, around one of its readers.
+        """Return the live range of a parameter (when it stays gathered) that contains a reader.
 
         Args:
           leaf: the variable of the parameter.

@@ -70,7 +70,7 @@ SKIPPED = "loss_scale/skipped_steps"
 
 
 def scale_types(scaling: LossScaling | None) -> dict[str, Any]:
-    """Return the types of a dynamic loss scale's state, by name: the scale, and counts of steps.
+    """Return the first state of a dynamic loss scale, by name: the scale, and counts of steps.
 
     The result is empty for a fixed scale, or without a scale.
     """

@@ -5,7 +5,7 @@
     gradients             reduced by `Scatterer` (stage 1: after the backward pass)
     update                written by `RankUpdate`: computes new slices of parameters and state
     parameters            gathered, if ranks store full parameters between steps
-    results               merged as in nccl2 mode; a gradient norm is computed from slices
+    results               merged as in `dtrans.nccl2`; a gradient norm is computed from slices
 
 `dtrans.zero.rank_layout` decides which values are slices.
 """

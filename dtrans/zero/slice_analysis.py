@@ -246,7 +246,7 @@ class SliceAnalysis(SplitWriter):
     # -- equations ---------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Decide for each equation which operands it reads as slices, and which in full."""
+        """Decide for each equation if it reads each of its operands as slices or in full."""
         scattered = self.scattering.operands(self.eqns)
         for i, eqn in enumerate(self.eqns):
             if i not in self.scattering.loops and not any(map(self._row, eqn.invars)):

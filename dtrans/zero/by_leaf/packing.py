@@ -184,10 +184,10 @@ class Bins:
         return {n: self.pack_part(p, values) for n, p in self._full_parts()}
 
     def pack_part(self, part: BinPart, values: Mapping[str, Any]) -> Any:
-        """Pack some positions of all ranks' vectors, one rank after the other.
+        """Pack the same range of all ranks' vectors, one rank after the other.
 
         Args:
-          part: the positions.
+          part: the range.
           values: the arrays by name.
         """
         rows = []
@@ -199,10 +199,10 @@ class Bins:
         return [(n, BinPart(n, 0, t.size)) for n, t in self.types.items()]
 
     def _rows(self, part: BinPart, rank: int, values: Mapping[str, Any]) -> list[Any]:
-        """Return some positions of one rank's vector, as a list of vectors to concatenate.
+        """Return a range of one rank's packed vector, as a list of vectors to concatenate.
 
         Args:
-          part: the positions.
+          part: the range.
           rank: the rank.
           values: the arrays by name.
         """
