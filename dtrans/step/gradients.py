@@ -616,7 +616,7 @@ def _ends_of_paths(
     producers: Mapping[Var, int],
     stop: Collection[Var],
 ) -> list[Var]:
-    """Follow values of one shape backwards from `out`, and return where the paths end.
+    """Follow values of one shape backwards from `out`, and return the ends of these paths.
 
     A path ends at a value in `stop`, or at an input.
     """

@@ -30,7 +30,7 @@ from dtrans.verification.rule_values import (
 
 
 def _exactly(fn: Callable[..., Array]) -> Rule:
-    """Return a rule that evaluates a primitive by `fn`, which is exact on field elements."""
+    """Return a rule that evaluates a primitive by `fn`, which is exact on finite-field elements."""
 
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         return [real(fn(*map(elements_in, operands)), compute_approx(eqn, operands))]
@@ -118,7 +118,7 @@ def _reduce_prod(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _convolution(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Convolve arrays of field elements, in limbs (parts) of 16 bits.
+    """Convolve arrays of finite-field elements, in limbs (parts) of 16 bits.
 
     Float64 cannot multiply elements of 61 bits exactly, but it multiplies and adds limbs exactly.
     """

@@ -77,8 +77,8 @@ def verify(
       *args: global arguments: pytrees of arrays, or of `jax.ShapeDtypeStruct`. Arrays of integers
         and random keys are used unchanged. For an array of floats, random numbers near its entries
         are used; for a `jax.ShapeDtypeStruct`, random values.
-      points: number of points.
-      seed: seed of the points.
+      points: number of random inputs to compare.
+      seed: seed of the random inputs.
 
     Returns:
       A report without differences. If an output was not compared, `report.complete` is False.
@@ -241,7 +241,7 @@ class _HandComparison:
     faults: tuple[str, ...] = ()
 
     def check(self, points: int, seed: int) -> None:
-        """Compare both steps at random points, until an output differs."""
+        """Compare both steps for random inputs, until an output differs."""
 
         def compare(range_: BatchRange) -> None:
             rng = np.random.default_rng(seed)

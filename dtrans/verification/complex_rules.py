@@ -184,7 +184,7 @@ def _log(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Replace the result of a function that the field lacks by a hash of its operands.
+    """Replace the result of a function that the finite field lacks by a hash of its operands.
 
     The operands are hashed twice: for the real part of the output, and for the imaginary part.
     """
@@ -242,7 +242,7 @@ def _random_matrices(name: str, rows: int, columns: int) -> tuple[Array, Array]:
 
 
 def _mapped(x: Array, matrix: Array, axis: int) -> Array:
-    """Multiply an array of field elements by a matrix along one dimension."""
+    """Multiply an array of finite-field elements by a matrix along one dimension."""
     moved = np.moveaxis(x, axis, -1)
     product = field.matrix_product(moved.reshape(-1, moved.shape[-1]), matrix)
     return np.moveaxis(product.reshape(*moved.shape[:-1], -1), -1, axis)

@@ -125,7 +125,7 @@ class World:
     def run(
         self, jaxpr: Any, args: Sequence[Ranked], consts: Sequence[Any] | None = None
     ) -> list[Ranked]:
-        """Evaluate a jaxpr.
+        """Evaluate a jaxpr in the finite field, for all ranks.
 
         Args:
           jaxpr: the jaxpr.
@@ -136,7 +136,7 @@ class World:
           The value of each output, for all ranks.
 
         Raises:
-          NearTie: rounding decides a comparison at this point.
+          NearTie: rounding decides a comparison, so that another random input is needed.
         """
         inner = opened(jaxpr)
         arrays = constants(jaxpr) if consts is None else consts

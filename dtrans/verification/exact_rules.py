@@ -21,7 +21,7 @@ from dtrans.verification.field_values import Real, real
 
 
 def _encode(elements: Array, approx: Array, dtype: Any) -> Array:
-    """Encode sums, given as field elements and float64 values, as one vector of integers."""
+    """Encode sums, given as finite-field elements and float64 values, as one vector of integers."""
     rows = np.stack([elements, np.ascontiguousarray(approx, np.float64).view(np.uint64)], 1)
     words = rows.view(np.dtype(dtype))
     parts = np.zeros((len(rows), digit_format(dtype).size), dtype)
@@ -30,7 +30,7 @@ def _encode(elements: Array, approx: Array, dtype: Any) -> Array:
 
 
 def _decode(parts: Array) -> tuple[Array, Array]:
-    """Return the field elements and float64 values of sums that `_encode` encoded."""
+    """Return the finite-field elements and float64 values of sums that `_encode` encoded."""
     rows = parts.reshape(-1, digit_format(parts.dtype).size)
     words = np.ascontiguousarray(rows[:, : 16 // parts.dtype.itemsize]).view(np.uint64)
     return words[:, 0], np.ascontiguousarray(words[:, 1]).view(np.float64)

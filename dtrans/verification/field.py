@@ -99,7 +99,7 @@ def power(x: Array, n: int) -> Array:
 
 
 def inverse(x: Array) -> Array:
-    """Return 1 / x, and 0 for x = 0, because the field has no infinity."""
+    """Return 1 / x, and 0 for x = 0, because the finite field has no infinity."""
     flat = x.ravel()
     found = _inverses(np.where(flat == 0, np.uint64(1), flat))
     return np.where(flat == 0, np.uint64(0), found).reshape(x.shape)
@@ -159,7 +159,7 @@ def from_limbs(sums: Sequence[Array], bits: int = LIMB) -> Array:
 
 
 def matrix_product(x: Array, y: Array) -> Array:
-    """Return x @ y for stacks of matrices of field elements.
+    """Return x @ y for stacks of matrices of finite-field elements.
 
     Elements have 61 bits, so float64 cannot multiply them exactly. Each element is divided into
     parts of few bits (limbs). Matrix products of limbs are exact in float64, and are combined
@@ -178,7 +178,7 @@ def matrix_product(x: Array, y: Array) -> Array:
 def _limb_products(left: Sequence[Array], right: Sequence[Array]) -> list[Array]:
     """Return the products of limbs in a matrix product, added up by power of 2**LIMB (Karatsuba).
 
-    A limb is a part of a field element with few bits.
+    A limb is a part of a finite-field element with few bits.
     """
     a, b, c = (x @ y for x, y in zip(left, right, strict=True))
     (a0, a1, a2), (b0, b1, b2) = left, right

@@ -52,7 +52,7 @@ _by_elements = contextvars.ContextVar("_by_elements", default=False)
 
 @contextlib.contextmanager
 def ties_by_elements() -> Iterator[None]:
-    """Decide near ties by field elements within this context, instead of raising `NearTie`.
+    """Decide near ties by finite-field elements within this context, instead of raising `NearTie`.
 
     A near tie is a comparison of two floats that differ only by rounding. Elements have an
     arbitrary order, but the same order in two equal programs. Some optimizers have a tie for every
@@ -68,7 +68,7 @@ def ties_by_elements() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Real:
-    """Array of floats: a field element for each entry, and the entry's value in float64.
+    """Array of floats: a finite-field element for each entry, and the entry's value in float64.
 
     Invariant: all infinite entries have the same element. The same holds for -inf and for NaN.
 
@@ -138,7 +138,7 @@ def real(elements: Array, approx: Any) -> Real:
     """Return a `Real`. Where `approx` is inf, -inf or NaN, the element becomes a fixed number.
 
     Args:
-      elements: field element of each entry; unchanged where `approx` is finite.
+      elements: finite-field element of each entry; unchanged where `approx` is finite.
       approx: float64 value of each entry.
     """
     approx = np.asarray(approx, np.float64)
@@ -269,7 +269,7 @@ def choose(condition: Array, x: Real, y: Real) -> Real:
 
 
 def hashed(name: object, *xs: Any, approx: Any) -> Real:
-    """Represent the result of a function that the field lacks, such as exp, by a hash.
+    """Represent the result of a function that the finite field lacks, such as exp, by a hash.
 
     Equal arguments give equal hashes, so equal programs still have equal values.
 

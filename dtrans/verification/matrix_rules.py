@@ -29,7 +29,7 @@ def _parts_of(x: Any) -> list[Array]:
 
 
 def _digest(x: Array) -> Array:
-    """Return a field element for each matrix of a stack: a hash of all its entries."""
+    """Return a finite-field element for each matrix of a stack: a hash of all its entries."""
     place = np.arange(int(np.prod(x.shape[-2:])), dtype=np.uint64)
     weights = field.hashed("place in a matrix", place).reshape(x.shape[-2:])
     return field.total(field.hashed("entry", field.multiply(x, weights)), (-2, -1))

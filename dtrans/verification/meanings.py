@@ -200,7 +200,7 @@ class Meanings:
         return None
 
     def _of_stack(self, x: Array) -> Meaning | None:
-        """Return the relation to a step value of an array that has partial sums of it as rows.
+        """Return the relation of an array to a step value, if each row is a partial sum of it.
 
         An example is an array with one row for each trainer. Return None in other cases.
         """
@@ -397,7 +397,7 @@ def _is_constant(x: Array) -> bool:
 
 
 def _is_rational(element: int) -> bool:
-    """Return True if a field element is a quotient of small integers.
+    """Return True if a finite-field element is a quotient of small integers.
 
     A random element passes this test with a probability of 1 in 4 million.
     """

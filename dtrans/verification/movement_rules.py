@@ -26,7 +26,7 @@ ZERO = Real(np.zeros(1, np.uint64), np.zeros(1))
 def _structure(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Evaluate an equation that only moves or repeats numbers, such as a transpose.
 
-    The rule in `numpy_rules` is applied twice: to field elements, and to float64 values.
+    The rule in `numpy_rules` is applied twice: to finite-field elements, and to float64 values.
     """
     rule, out = OTHERS[eqn.primitive.name], eqn.outvars[0].aval
     elements = rule(eqn.params, _parts(operands, "elements"), out)

@@ -26,7 +26,7 @@ def random_point(
 ) -> dict[str, Any]:
     """Return a value for each input of a step, at which two programs are compared.
 
-    Floats get random field elements, and float64 values near a real run. Other arrays are
+    Floats get random finite-field elements, and float64 values near a real run. Other arrays are
     unchanged.
 
     Args:

@@ -64,7 +64,7 @@ def rational_of(value: float, dtype: str) -> Fraction:
 
 @functools.lru_cache(1 << 16)
 def element_of(value: float, dtype: str) -> int:
-    """Return the field element of the simplest fraction that rounds to a float.
+    """Return the finite-field element of the simplest fraction that rounds to a float.
 
     Each of inf, -inf and NaN has a constant element.
     """
@@ -93,7 +93,7 @@ def exact_elements(x: Array) -> Array:
 
 
 def elements_of(x: Any, dtype: Any) -> Array:
-    """Return the field elements of an array of integers, booleans, or floats of a dtype."""
+    """Return the finite-field elements of an array of integers, booleans, or floats of a dtype."""
     x = np.asarray(x)
     if x.dtype.kind in "biu":
         if x.dtype == np.uint64:

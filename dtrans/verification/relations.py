@@ -57,7 +57,7 @@ def relation(x: Any, y: Any, before: Any, axes: Mapping[str, int]) -> str:
 
 
 def _relation_of_changes(x: Real, y: Real, before: Real, axes: Mapping[str, int]) -> str:
-    """Return a text that compares the change of an input with the right change."""
+    """Return a text that compares the wrong change of a parameter with the right change."""
     if same(x, before):
         return "it is not updated"
     change, right = _minus(x, before), _minus(y, before)
@@ -196,7 +196,7 @@ def _block_counts(axes: Mapping[str, int], length: int) -> list[int]:
 
 
 def _partly_right(x: Real, y: Real, axes: Mapping[str, int]) -> str:
-    """Return a text that lists the blocks that differ, if some blocks are right; else ""."""
+    """Return a text that lists the wrong blocks of rows, if other blocks are right; else ""."""
     wrong = x.elements != y.elements
     for dimension, length in enumerate(x.shape):
         rows = np.moveaxis(wrong, dimension, 0).reshape(length, -1).any(1)

@@ -55,7 +55,7 @@ AT_ONE: Mapping[str, int] = {
 
 
 def _hash(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Replace a function that the field lacks, such as `sqrt`, by a hash of its operands.
+    """Replace a function that the finite field lacks, such as `sqrt`, by a hash of its operands.
 
     For the operands 0 and 1, the exact result is used if it is rational. So the norm of zeros is
     zero, and optimizers that test for zero take the right branch.

@@ -159,7 +159,7 @@ def _leaf(digits: Array, t: Any) -> Any:
 
 
 def _flat_values(leaves: Mapping[str, Any]) -> tuple[Array, Array, Array]:
-    """Concatenate all leaves three times: field elements, float64 values, and integers.
+    """Concatenate all leaves three times: finite-field elements, float64 values, and integers.
 
     Each array has a place for every number of every leaf. Where a leaf has another type, the array
     has zeros.

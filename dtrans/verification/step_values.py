@@ -48,7 +48,8 @@ class StepValue:
 
     Attributes:
       title: name of an input; or the primitive that computes the value, and the user's line.
-      elements: elements of the value. A dimension along which all entries are equal has size 1.
+      elements: finite-field elements of the value. A dimension along which all entries are equal
+        has size 1.
       number: index of the value in the order of the step; a partial sum has the index of its value.
       rows: for a partial sum, the range of summed rows (first, last + 1); else None.
       ends: True for a partial sum that includes the last row.
@@ -187,7 +188,7 @@ class StepValues:
         return None
 
     def contains(self, elements: Array) -> Array:
-        """Return a mask of the field elements that occur in any value of the step."""
+        """Return a mask of the finite-field elements that occur in any value of the step."""
         places = np.searchsorted(self._elements, elements, "left")
         there = places < self._elements.size
         found: Array = there & (self._elements[np.where(there, places, 0)] == elements)

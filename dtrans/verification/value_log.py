@@ -52,7 +52,7 @@ class Computation:
 
 
 def elements_of_value(x: Any) -> Array | None:
-    """Return the field elements of floats; None for other arrays.
+    """Return the finite-field elements of floats; None for other arrays.
 
     The elements of complex numbers have a last dimension of size 2, for both parts.
     """

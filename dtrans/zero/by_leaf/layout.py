@@ -58,7 +58,7 @@ class LeafOwners:
       loads: for each rank, the number of elements of the parameters that it owns.
       grads, state: the positions of gradients, and of the optimizer's state, in these vectors
         (bins).
-      slices: the reasons why parameters are not sliced, and the row analysis of the update.
+      slices: the reasons why parameters are not sliced, and the analysis of the update.
       half: the update, written so that each rank updates the parameters that it owns.
       args: the arguments of the step, with packed state.
       out: the outputs of the step: parameters, packed state, and results.

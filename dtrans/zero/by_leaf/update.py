@@ -120,7 +120,10 @@ class OwnerWriter:
         self.state = Bins.from_types(state_types, self.rank_of, self.ranks, root)
 
     def _is_unit(self, block: OptimizeBlock) -> bool:
-        """Return True for a program that updates parameters; other programs read no parameter."""
+        """Return True if a block (small program of the update) updates parameters.
+
+        Other blocks read no parameter.
+        """
         return block.role != LR_SCHED and block.name in self.units
 
     def _output_name(self, name: str) -> str:
