@@ -8,10 +8,10 @@
 
 A round runs one job under `dtrans launch --restarts`. At a random moment, one process (a role or
 the launcher) gets SIGKILL, or SIGSTOP and later SIGCONT. The moment is before the first step in
-half of the rounds, and a random step in the others. The script starts a killed launcher again
-with the same command. A job with parameter servers writes cuts, snapshots of its state
-(`docs/cuts.md`), and the launcher restarts only the killed process. At the end, the parameters and
-the optimizer state of the last checkpoint must have the bits of an undisturbed job.
+half of the rounds, and a random step in the others. The script starts a killed launcher again with
+the same command. A job with parameter servers writes snapshots of its state
+(`docs/snapshots.md`), and the launcher restarts only the killed process. At the end, the parameters
+and the optimizer state of the last checkpoint must have the bits of an undisturbed job.
 
 With `--every`, the script prints the goodput of one job: the number of steps, times the seconds of
 a step in an undisturbed job, divided by the seconds of the job. The undisturbed job runs before and
@@ -49,7 +49,7 @@ import typer
 import dtrans
 
 
-EVERY = 20  # steps between two checkpoints, or cuts
+EVERY = 20  # steps between two checkpoints, or snapshots
 LIMIT = 300.0  # seconds that a job may take
 MEASURED = 20.0  # seconds in which the steps of an undisturbed job are counted
 REPORT = 300.0  # seconds between two lines about the goodput until then
@@ -62,8 +62,8 @@ class Kind:
     """Options of a job.
 
     Attributes:
-      mode: `pserver` (parameter servers with cuts), `restart` (parameter servers whose job starts
-        again from a checkpoint), or `nccl2` (the same with collectives).
+      mode: `pserver` (parameter servers with snapshots), `restart` (parameter servers whose job
+        starts again from a checkpoint), or `nccl2` (the same with collectives).
       blocks: number of transformer blocks in the model.
       spares: number of spares of the launcher.
       replicas: number of replicas of each server.
@@ -134,7 +134,9 @@ def work(kind: Kind, steps: int) -> None:
             return
         state = job.init(jax.random.key(0))
         if role.is_pserver:
-            job.serve(state, checkpoints="ckpt", cuts=dtrans.Cuts(EVERY, replicas=kind.replicas))
+            job.serve(
+                state, checkpoints="ckpt", snapshots=dtrans.Snapshots(EVERY, replicas=kind.replicas)
+            )
             return
         shards, is_first = lambda step: job.shard_batch(*batch(step)), True
         for _, value in job.steps(state, shards, stop=steps):
@@ -189,7 +191,7 @@ class Job:
             options += ["--mode", "nccl2"]
         else:
             options += ["--pservers", "2", "--spares", str(kind.spares)]
-            options += ["--cuts", "cuts"] * (mode == "pserver")
+            options += ["--snapshots", "snapshots"] * (mode == "pserver")
         script = [__file__, "--work", mode, "--steps", str(steps), "--blocks", str(kind.blocks)]
         script += ["--replicas", str(kind.replicas)]
         self._command = [sys.executable, "-m", "dtrans", "launch", *options, *script]
@@ -266,9 +268,9 @@ class Job:
 
     @property
     def has_ended_well(self) -> bool:
-        """True if a job with cuts has ended, whatever happened to its launcher afterwards."""
-        cuts = self.folder / "cuts"
-        return cuts.exists() and not (cuts / "epoch.json").exists() and self.step > 0
+        """True if a job with snapshots has ended, whatever happened to its launcher afterwards."""
+        snapshots = self.folder / "snapshots"
+        return snapshots.exists() and not (snapshots / "generation.json").exists() and self.step > 0
 
     def wait(self) -> int:
         """Wait for the launcher; return its exit code."""

@@ -537,7 +537,8 @@ def grid(results: Results) -> str:
     for mode, tried in results.tried.items():
         cells = [f"**{x:g}**" if x == results.chosen[mode] else f"{x:g}" for x in tried]
         lines.append(
-            f"| {mode} | {', '.join(f'{c}: {_number(v)}' for c, v in zip(cells, tried.values(), strict=True))} |"
+            f"| {mode} | "
+            f"{', '.join(f'{c}: {_number(v)}' for c, v in zip(cells, tried.values(), strict=True))} |"
         )
     return "\n".join(lines)
 
@@ -656,8 +657,8 @@ def findings(results: Results) -> str:
     )
     say(
         better(TWELVE, CONSTANT) == better(TWELVE, ADAPTIVE) == every,
-        f"**Twelve trainers in turn.** Asynchronous training ends at {at(TWELVE, ASYNC)}, DC-ASGD at "
-        f"{at(TWELVE, CONSTANT)} (constant)",
+        f"**Twelve trainers in turn.** Asynchronous training ends at {at(TWELVE, ASYNC)}, DC-ASGD "
+        f"at {at(TWELVE, CONSTANT)} (constant)",
         f"and {at(TWELVE, ADAPTIVE)} (adaptive). For every seed, the loss is lower than "
         "without compensation.",
     )

@@ -10,8 +10,8 @@ Each row has a mode, and a process that gets SIGKILL before step 26. Columns:
     with checkpoints    `dtrans launch --restarts 1`, and a checkpoint every 10 steps: seconds until
                         all trainers take steps again, and the largest number of steps that a
                         trainer repeats
-    with cuts           the same with a cut, a snapshot of the servers' state, every 10 steps
-    with a spare        the same with a cut every 10 steps, and with `--spares 1`
+    with snapshots           the same with a snapshot of the servers' state every 10 steps
+    with a spare        the same with a snapshot every 10 steps, and with `--spares 1`
     bits                "equal" if the last checkpoints have the bits of an undisturbed job of
                         the same kind
 
@@ -44,7 +44,7 @@ import dtrans
 from dtrans.endpoints import ReservedEndpoints
 from dtrans.errors import CheckpointWarning
 from dtrans.run.distributed.role import Role, roles_of, trainer_roles
-from dtrans.run.net.epoch_folder import EpochFolder
+from dtrans.run.net.generation_folder import GenerationFolder
 
 
 STEPS, FAILURE, EVERY = (
@@ -69,7 +69,7 @@ NOTICES = re.compile(
 )
 BEGIN, END = "<!-- kill matrix -->", "<!-- end of the kill matrix -->"
 HEAD = (
-    "| mode | lost | others notice | others end | with checkpoints | with cuts | with a spare "
+    "| mode | lost | others notice | others end | with checkpoints | with snapshots | with a spare "
     "| bits |\n| --- | --- | --- | --- | --- | --- | --- | --- |"
 )
 
@@ -109,7 +109,7 @@ def work(mode: str, kind: str) -> None:
 
     Args:
       mode: the mode.
-      kind: "cuts" to write cuts; else the job writes checkpoints.
+      kind: "snapshots" to write snapshots; else the job writes checkpoints.
     """
     cluster = None if mode in SERVERS else dtrans.connect(deadline=30)
     main, startup = traced()
@@ -127,7 +127,7 @@ def work(mode: str, kind: str) -> None:
         way = dtrans.Async() if mode == "async" else dtrans.Sync()
         servers, trainers = role.pservers, role.trainers
         plan = dtrans.pserver(main, startup, pservers=servers, trainers=trainers, mode=way)
-    path = None if kind == "cuts" else dtrans.checkpoint.latest("ckpt")
+    path = None if kind == "snapshots" else dtrans.checkpoint.latest("ckpt")
     with plan.on_cluster() as job:
         state = job.init(jax.random.key(0))
         first = 0 if path is None else int(path.name)
@@ -137,10 +137,10 @@ def work(mode: str, kind: str) -> None:
             train_collectively(job, state, first)
         elif role.is_trainer:
             train_with_servers(job, state, first, kind)
-        elif kind == "cuts":
+        elif kind == "snapshots":
             replicas = int(mode == "sync, replicas")
-            cuts = dtrans.Cuts(EVERY, replicas=replicas)
-            job.serve(state, checkpoints="ckpt", cuts=cuts, on_failure="drop")
+            snapshots = dtrans.Snapshots(EVERY, replicas=replicas)
+            job.serve(state, checkpoints="ckpt", snapshots=snapshots, on_failure="drop")
         else:
             job.serve(state, checkpoints="ckpt")
 
@@ -158,9 +158,9 @@ def train_with_servers(job, state, first: int, kind: str) -> None:
     shards = lambda step: job.shard_batch(*batch(step))
     for _, value in job.steps(state, shards, start=first, stop=STEPS):
         jax.block_until_ready(value)
-        step = job.step_count + (first if kind != "cuts" else 0)
+        step = job.step_count + (first if kind != "snapshots" else 0)
         print(f"step {step}", flush=True)
-        if step % EVERY == 0 and (kind != "cuts" or step == STEPS):
+        if step % EVERY == 0 and (kind != "snapshots" or step == STEPS):
             job.save(str(step))
 
 
@@ -181,7 +181,7 @@ class Job:
 
     Args:
       mode: the mode.
-      kind: "alone" without a launcher, else "checkpoints", "cuts" or "spare".
+      kind: "alone" without a launcher, else "checkpoints", "snapshots" or "spare".
       folder: the folder.
     """
 
@@ -190,14 +190,19 @@ class Job:
         self.ended: dict[str, float] = {}  # role -> time of its end
         self.processes: dict[str, subprocess.Popen[str]] = {}
         self._changed = threading.Condition()
-        script = [__file__, "--work", mode, "cuts" if kind in ("cuts", "spare") else "checkpoints"]
+        script = [
+            __file__,
+            "--work",
+            mode,
+            "snapshots" if kind in ("snapshots", "spare") else "checkpoints",
+        ]
         if kind == "alone":
             for role in roles(mode):
                 self._start(role.name, [sys.executable, *script], role.environment())
             return
         options = ["--pservers", "2"] if mode in SERVERS else ["--mode", "nccl2"]
-        if kind in ("cuts", "spare"):
-            options += ["--cuts", "cuts", "--spares", str(int(kind == "spare"))]
+        if kind in ("snapshots", "spare"):
+            options += ["--snapshots", "snapshots", "--spares", str(int(kind == "spare"))]
         launch = ["-m", "dtrans", "launch", "--restarts", "1", "--trainers", "2", *options]
         self._start("launcher", [sys.executable, *launch, *script], {})
 
@@ -256,20 +261,21 @@ class Job:
                 return line.at
         return None
 
-    def kill(self, victim: str, *, with_spare: bool = False, cuts: bool = False) -> float:
+    def kill(self, victim: str, *, with_spare: bool = False, snapshots: bool = False) -> float:
         """Kill a process while both trainers wait, then end the wait; return the time.
 
         Args:
           victim: the process.
           with_spare: True to wait for a spare first.
-          cuts: True to wait for the newest cut first, because steps are faster than its write.
+          snapshots: True to wait for the newest snapshot first, because steps are faster than its
+            write.
         """
         waits = lambda: all(self.last(f"trainer {k}", "waits") for k in range(2))
         self.wait("trainers that wait", waits)
         if with_spare:
             self.wait("a spare", lambda: self.last("spare", "spare"))
-        if cuts:
-            self._wait_for_cut()
+        if snapshots:
+            self._wait_for_snapshot()
         pid = self.last(victim, r"pid (\d+)")
         assert pid is not None
         begin = time.monotonic()
@@ -277,11 +283,11 @@ class Job:
         (self.folder / "go").touch()
         return begin
 
-    def _wait_for_cut(self) -> None:
-        folder, limit = EpochFolder(self.folder / "cuts"), time.monotonic() + LIMIT
-        while folder.newest_cut(["pserver 0", "pserver 1"]) != FAILURE // EVERY * EVERY:
+    def _wait_for_snapshot(self) -> None:
+        folder, limit = GenerationFolder(self.folder / "snapshots"), time.monotonic() + LIMIT
+        while folder.newest_snapshot(["pserver 0", "pserver 1"]) != FAILURE // EVERY * EVERY:
             if time.monotonic() > limit:
-                raise RuntimeError("waited in vain for the newest cut")
+                raise RuntimeError("waited in vain for the newest snapshot")
             time.sleep(0.01)
 
     def state(self) -> list[bytes]:
@@ -346,8 +352,8 @@ def react(mode: str, victim: str) -> tuple[str, str]:
 def restart(mode: str, victim: str, kind: str, expected: list[bytes]) -> tuple[str, bool]:
     """Return the cost of a failure under a launcher, and True if the bits are as expected."""
     with job_of(mode, kind) as job:
-        has_cuts = mode in SYNC and kind != "checkpoints"
-        begin = job.kill(victim, with_spare=kind == "spare", cuts=has_cuts)
+        has_snapshots = mode in SYNC and kind != "checkpoints"
+        begin = job.kill(victim, with_spare=kind == "spare", snapshots=has_snapshots)
         step = re.compile(r"^step \d+$")
         again = re.compile("starts again|start again|takes its place")
 
@@ -379,15 +385,15 @@ def undisturbed(mode: str, kind: str) -> list[bytes]:
 def rows() -> Iterator[str]:
     """Yield the rows of the table."""
     for mode, victims in VICTIMS.items():
-        kinds = ("checkpoints", "cuts") if mode in SERVERS else ("checkpoints",)
+        kinds = ("checkpoints", "snapshots") if mode in SERVERS else ("checkpoints",)
         expected = {kind: undisturbed(mode, kind) for kind in kinds}
         for victim in victims:
             cells, equal = list(react(mode, victim)), []
-            for kind in ("checkpoints", "cuts", "spare"):
+            for kind in ("checkpoints", "snapshots", "spare"):
                 if kind != "checkpoints" and mode not in SERVERS:
                     cells.append("-")
                     continue
-                bits = expected["cuts" if kind == "spare" else kind]
+                bits = expected["snapshots" if kind == "spare" else kind]
                 cost, is_equal = restart(mode, victim, kind, bits)
                 cells.append(cost)
                 equal.append(is_equal)

@@ -5,9 +5,9 @@
                 the same axes
 
 Both steps donate their state, get a batch that is already on the devices, and train in turn in one
-process. Their losses must agree, and dtrans must send at most 1.1 times the bytes of the collectives
-in JAX's compiled program. The table has the ratio of the times, the median of interleaved pairs, and
-the ratio of the bytes.
+process. Their losses must agree, and dtrans must send at most 1.1 times the bytes of the
+collectives in JAX's compiled program. The table has the ratio of the times, the median of
+interleaved pairs, and the ratio of the bytes.
 
 All virtual CPU devices use the same cores, and have no network between them. A ratio of times
 compares only the work of two steps.

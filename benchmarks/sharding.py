@@ -4,7 +4,8 @@
 
     ours        `dtrans.sharding(main, startup, stage=1|2|3, degree=N).on_mesh()`
     annotated   `jax.jit` of the one-device step with `NamedSharding`: the optimizer state is sharded (stage
-                1), also gradients (stage 2), also parameters (stage 3). Activations are sharded along the batch
+                1), also gradients (stage 2), also parameters (stage 3). Activations are sharded
+                along the batch
 
 Both steps replicate leaves of fewer than `LEAST` elements, and shard other leaves along the same
 dimension. Both steps donate their state, and get a batch that is already on the devices. They train

@@ -19,7 +19,6 @@ from dtrans.ir.program import Program
 from dtrans.ops import CommunicatorConfig
 from dtrans.paddle.config import DistributeTranspilerConfig
 from dtrans.paddle.transpiler import DistributeTranspiler, GeoSgdTranspiler
-from dtrans.parameter_server.cut_options import Cuts
 from dtrans.parameter_server.dispatch import (
     HashName,
     PSDispatcher,
@@ -38,6 +37,7 @@ from dtrans.parameter_server.options import (
 )
 from dtrans.parameter_server.overview import VarDistributed, VarsDistributed
 from dtrans.parameter_server.plan import PServerPlan
+from dtrans.parameter_server.snapshot_options import Snapshots
 from dtrans.parameter_server.tables.options import Rows
 from dtrans.parameter_server.topk import TopK
 from dtrans.parameter_server.transform import pserver
@@ -77,7 +77,6 @@ __all__ = [
     "Cluster",
     "CollectivePlan",
     "CommunicatorConfig",
-    "Cuts",
     "DelayCompensation",
     "DistributeTranspiler",
     "DistributeTranspilerConfig",
@@ -106,6 +105,7 @@ __all__ = [
     "ShardingPlan",
     "SizeBalanced",
     "Slicing",
+    "Snapshots",
     "StageMemory",
     "Stages",
     "SummaryWriter",

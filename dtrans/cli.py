@@ -101,10 +101,10 @@ def launch_command(
         str,
         typer.Option(
             help="`restart` starts a failed trainer again, as often as --restarts allows. `abort` "
-            "ends the job. `drop` continues without the trainer (synchronous jobs with cuts, "
-            "asynchronous jobs without cuts, and nccl2). `replace` does the same in synchronous "
-            "jobs with cuts. It also starts the trainer again, as often as --restarts allows, and "
-            "the trainer joins the job when it is ready."
+            "ends the job. `drop` continues without the trainer (synchronous jobs with snapshots, "
+            "asynchronous jobs without snapshots, and nccl2). `replace` does the same in "
+            "synchronous jobs with snapshots. It also starts the trainer again, as often as "
+            "--restarts allows, and the trainer joins the job when it is ready."
         ),
     ] = "restart",
     quorum: Annotated[
@@ -120,25 +120,25 @@ def launch_command(
         typer.Option(
             min=0,
             help="Largest number of restarts. The launcher restarts roles after a signal, or the "
-            "failure of a host, has ended a role. In a job with cuts, only the role that a signal "
-            "ended starts again, and the job continues from the newest cut. Otherwise all roles "
-            "start again, and SCRIPT continues from its newest checkpoint.",
+            "failure of a host, has ended a role. In a job with snapshots, only the role that a "
+            "signal ended starts again, and the job continues from the newest snapshot. Otherwise "
+            "all roles start again, and SCRIPT continues from its newest checkpoint.",
         ),
     ] = 0,
-    cuts: Annotated[
+    snapshots: Annotated[
         Path | None,
         typer.Option(
-            help="With --restarts: folder for cuts, which are snapshots of the state of parameter "
+            help="With --restarts: folder for snapshots of the state of parameter "
             "servers. With --hosts, all hosts must share the folder. If the launcher is killed, "
-            "`--resume DIR` continues the job from the newest cut.",
+            "`--resume DIR` continues the job from the newest snapshot.",
             metavar="DIR",
-            show_default="a temporary folder; with --hosts no cuts",
+            show_default="a temporary folder; with --hosts no snapshots",
         ),
     ] = None,
     resume: Annotated[
         Path | None,
         typer.Option(
-            help="Continue a job whose launcher has ended, from the newest cut in the folder DIR. "
+            help="Continue a job after its launcher has ended, from the newest snapshot in DIR. "
             "SCRIPT and all options are those of the earlier launch, except the options that you "
             "write here.",
             metavar="DIR",
@@ -148,7 +148,8 @@ def launch_command(
         int,
         typer.Option(
             min=0,
-            help="With --restarts, in a job with cuts on this host: number of processes that run "
+            help="With --restarts, in a job with snapshots on this host: number of processes that "
+            "run "
             "SCRIPT up to `Role.from_env`, and wait there to take the place of a lost role.",
         ),
     ] = 0,
@@ -282,8 +283,8 @@ def launch_command(
         "log_dir": log_dir,
         "restarts": restarts,
     }
-    if cuts is not None or spares or quorum > 1:
-        options["restarts"] = RestartOptions(restarts, cuts, spares, _record(context), quorum)
+    if snapshots is not None or spares or quorum > 1:
+        options["restarts"] = RestartOptions(restarts, snapshots, spares, _record(context), quorum)
     check_one_of("--on", on, (None, "ray"))
     if on is None:
         _refuse_options(context, RAY, "--on ray")
@@ -324,7 +325,7 @@ def _record(context: typer.Context) -> LaunchRecord:
 
 
 def _resume(context: typer.Context, folder: Path) -> None:
-    """Continue the job of a folder with cuts (snapshots); options set now replace earlier ones.
+    """Continue the job of a folder with snapshots; options set now replace earlier ones.
 
     Raises:
       ConfigError: the folder has no job, or the job has another script.
@@ -333,7 +334,7 @@ def _resume(context: typer.Context, folder: Path) -> None:
 
     record = LaunchRecord.read(folder)
     values, earlier = context.params, record.options
-    for option in ("cuts", "emit"):
+    for option in ("snapshots", "emit"):
         if _is_set(context, option):
             raise ConfigError(f"--{option} cannot be combined with --resume; remove it")
     before = [earlier["script"], *earlier.get("arguments", ())]
@@ -342,7 +343,7 @@ def _resume(context: typer.Context, folder: Path) -> None:
         raise ConfigError(
             f"--resume {folder}: the job of this folder runs `{shlex.join(before)}`, but this "
             f"command line has `{shlex.join(now)}`; leave SCRIPT and its arguments out, or write "
-            f"--cuts {folder} instead of --resume"
+            f"--snapshots {folder} instead of --resume"
         )
     for name, value in earlier.items():
         if not _is_set(context, name):
@@ -352,7 +353,7 @@ def _resume(context: typer.Context, folder: Path) -> None:
     for name in ("log_dir", "hosts"):
         if _is_set(context, name) and (name == "log_dir" or Path(values[name]).is_file()):
             values[name] = os.path.abspath(values[name])
-    values |= {"cuts": Path(os.path.abspath(folder)), "resume": None}
+    values |= {"snapshots": Path(os.path.abspath(folder)), "resume": None}
     with contextlib.chdir(record.directory):
         launch_command(context, **values)
 

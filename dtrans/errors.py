@@ -87,10 +87,10 @@ class DamagedError(StateError):
     """Error: a checkpoint lacks files, mixes files of several saves, or fails a checksum."""
 
 
-class DamagedCutError(DamagedError):
-    """Error: a role cannot read its state, because the cut (a snapshot of the job) is damaged.
+class DamagedSnapshotError(DamagedError):
+    """Error: a role cannot read its state, because the snapshot of the job is damaged.
 
-    `dtrans launch --restarts` then starts all roles again, from the newest older cut.
+    `dtrans launch --restarts` then starts all roles again, from the newest older snapshot.
     """
 
 
@@ -122,8 +122,8 @@ class PeerError(DtransError, RuntimeError):
 class LostPeerError(PeerError):
     """Error: the connection to another role has ended, or the process of this role has ended.
 
-    In a job that writes cuts, which are snapshots (`job.serve(state, cuts=10)`), the launcher
-    starts the other role again.
+    In a job that writes snapshots (`job.serve(state, snapshots=10)`), the
+    launcher starts the other role again.
 
     Attributes:
       role: the other role: "trainer 1", or "pserver " and its endpoint.
@@ -148,8 +148,8 @@ class CheckpointError(PeerError):
 class Rewound(DtransError):
     """Signal: the job goes back, because a process has failed or a trainer joins again.
 
-    In a synchronous job, all roles went back to a cut, which is a snapshot of the job's state. In
-    an asynchronous job, the trainer has received the newest parameters.
+    In a synchronous job, all roles went back to a snapshot of the job's state.
+    In an asynchronous job, the trainer has received the newest parameters.
 
     `job.steps` handles the signal, and repeats the steps after `step`. If you call `job.step` in a
     loop, catch the signal and continue from its `state`.
@@ -157,17 +157,17 @@ class Rewound(DtransError):
     Attributes:
       step: the number of steps after which the trainer continues.
       state: the trainer's state after these steps.
-      epoch: number of the job's epoch. The failure of a process begins an epoch, and so does a
-        trainer that joins the job again. The job starts with epoch 0.
+      generation: number of the job's generation. The failure of a process begins a generation, and
+        so does a trainer that joins the job again. The job starts with generation 0.
     """
 
-    def __init__(self, step: int, state: Any, epoch: int) -> None:
+    def __init__(self, step: int, state: Any, generation: int) -> None:
         super().__init__(
             f"a process was lost, or a trainer joined again, and the job continues after step "
             f"{step}; use job.steps(state, batch_of_step, stop=steps), which repeats the steps, or "
             "catch dtrans.errors.Rewound and continue from its state"
         )
-        self.step, self.state, self.epoch = step, state, epoch
+        self.step, self.state, self.generation = step, state, generation
 
 
 @contextlib.contextmanager

@@ -514,7 +514,7 @@ FAULTS = (
         "protocol/server/trainer_registry.py",
         "< self._incarnations.get(k, 0):",
         "< 0:",
-        ("protocol/test_epochs.py",),
+        ("protocol/test_generations.py",),
         "test_a_process_that_was_replaced_is_refused",
     ),
     Fault(  # a trainer that reconnects late never receives `goodbye`
@@ -524,12 +524,12 @@ FAULTS = (
         ("protocol/test_trainer_registry.py",),
         "test_a_trainer_that_returns_late_receives_the_goodbye_again",
     ),
-    Fault(  # the launcher goes back to a cut of steps that it has undone
+    Fault(  # the launcher goes back to a snapshot of steps that it has undone
         "run/net/role_marks.py",
-        "        if mark.epoch < epoch:",
+        "        if mark.generation < generation:",
         "        if False:",
         ("protocol/test_exhaustive.py",),
-        "test_a_cut_of_undone_steps_does_not_count",
+        "test_a_snapshot_of_undone_steps_does_not_count",
     ),
     Fault(  # parts are added in the order of their arrival
         "protocol/server/trainer_rounds.py",
@@ -557,7 +557,7 @@ FAULTS = (
         "run/parameter_server/tables/stored_rows.py",
         "self._directory.put(ids, changed)",
         "self._directory.put(ids, split_counts(changed)[1])",
-        ("run/parameter_server/test_row_filters.py", "run/parameter_server/test_cuts.py"),
+        ("run/parameter_server/test_row_filters.py", "run/parameter_server/test_snapshots.py"),
         "run/parameter_server/test_row_filters.py::"
         "test_a_copy_of_a_server_has_its_counts[1-from_snapshot]",
     ),
@@ -604,7 +604,7 @@ FAULTS = (
         TABLES,
         "run/parameter_server/test_table_zoo.py::test_dense_is_one_device[A-adagrad-bucket]",
     ),
-    Fault(  # after a return to a cut, a batch that was loaded before is read
+    Fault(  # after a return to a snapshot, a batch that was loaded before is read
         "run/base/feeder.py",
         "            self.close()\n            self._go_to(step, lambda: self._source.seek(step))",
         "            self.position = step",
@@ -626,11 +626,11 @@ FAULTS = (
         "run/distributed/test_resume.py::test_a_launcher_waits_for_the_roles_of_a_killed_one",
     ),
     Fault(  # a trainer joins a job that another trainer has left
-        "run/distributed/restarts/job_epochs.py",
+        "run/distributed/restarts/job_generations.py",
         "can_go_back = self.have_all_entered and {*self._expected} <= {*running}",
         "can_go_back = {*self._expected} <= {*running}",
-        ("run/distributed/test_job_epochs.py",),
-        "run/distributed/test_job_epochs.py::test_a_trainer_joins_no_job_that_another_role_has_left",
+        ("run/distributed/test_job_generations.py",),
+        "run/distributed/test_job_generations.py::test_a_trainer_joins_no_job_that_another_role_has_left",
     ),
     Fault(  # a replayed trainer that joins keeps its old parameters
         "run/role_jobs/log_replay.py",

@@ -156,7 +156,7 @@ def save_serving(
     Raises:
       As `save`.
     """
-    # A cut of one server may lack optimizer state: with GEO-SGD, trainers write this state.
+    # A snapshot of one server may lack optimizer state: with GEO-SGD, trainers write this state.
     if not alone:
         check_plan(plan)
     layout = _layout(plan, servers_only=servers_only)
@@ -384,10 +384,10 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
     return _restore_server(Checkpoint.at(path).of(plan.main), plan, endpoint)
 
 
-def restore_cut(
+def restore_snapshot(
     path: Folder, plan: PServerPlan, endpoint: str, job: str, step: int, *, alone: bool = False
 ) -> dict[str, Any]:
-    """Return the state of a server from a cut, a snapshot that `save_serving` wrote.
+    """Return the state of a server from a snapshot, a snapshot that `save_serving` wrote.
 
     After a process of the job has failed, servers call this function to continue from a snapshot.
 
@@ -402,7 +402,7 @@ def restore_cut(
       StateError: the system cannot read the snapshot, or the plan has another step function.
     """
     saved = Checkpoint.at(path)
-    saved.check_cut(job, step)
+    saved.check_snapshot(job, step)
     if not alone:
         saved.of(plan.main)
     return _restore_server(saved, plan, endpoint)

@@ -103,7 +103,7 @@ class Checkpoint:
       tables: slices that were saved by rows: (saver, slice name) -> (the files of the table block,
         the slice's index among the arrays in these files).
       may_differ: True if copies of an array may come from different steps.
-      origin: a pair: the job's identifier, or "" if the job writes no cuts (snapshots); and the
+      origin: a pair: the job's identifier, or "" if the job writes no snapshots; and the
         step.
     """
 
@@ -168,13 +168,13 @@ class Checkpoint:
         by_name, origin = group_by_origin(rows), (first.get("job", ""), first["step"])
         return cls(path, first["pieces"], first["types"], by_name, tables, may_differ, origin)
 
-    def check_cut(self, job: str, step: int) -> None:
-        """Raise DamagedError unless this is a cut (snapshot) of job `job` after step `step`."""
+    def check_snapshot(self, job: str, step: int) -> None:
+        """Raise DamagedError unless this is a snapshot of job `job` after step `step`."""
         old_job, old_step = self.origin
         if old_job != job:
-            raise DamagedError(f"the cut at {self.path} belongs to another job")
+            raise DamagedError(f"the snapshot at {self.path} belongs to another job")
         if old_step != step:
-            raise DamagedError(f"the cut at {self.path} was written after step {old_step}")
+            raise DamagedError(f"the snapshot at {self.path} was written after step {old_step}")
 
     def of(self, main: Program, remedy: str = "") -> Checkpoint:
         """Check that the checkpoint belongs to the step `main`; return the checkpoint.

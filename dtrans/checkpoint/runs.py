@@ -64,7 +64,7 @@ class Mark:
       tag: the user's name of the save.
       shared: True if other processes of the run know one of the identifiers. If False, a piece of
         another process may belong to this run or to an earlier one, so no piece is replaced.
-      job: identifier of a job that writes cuts (snapshots); empty for other jobs. When a failed
+      job: identifier of a job that writes snapshots; empty for other jobs. When a failed
         trainer is dropped, the job gets another run, and repeats steps. It then replaces the pieces
         of these steps.
     """

@@ -62,7 +62,7 @@ def check_hosts(
     *,
     script: str,
     ports: int,
-    cuts: str | os.PathLike[str] | None = None,
+    snapshots: str | os.PathLike[str] | None = None,
     limit: float = LIMIT,
 ) -> list[FoundHost]:
     """Check that all hosts can run roles of a job, and return their addresses and free ports.
@@ -76,17 +76,17 @@ def check_hosts(
       python: the interpreter on hosts whose entry names none.
       script: the path of the script, which every host must have; empty if there is none.
       ports: the number of free ports that each host chooses.
-      cuts: the folder of cuts (snapshots of servers), which all hosts must share; None without
-        cuts.
+      snapshots: the folder of snapshots of servers, which all hosts must share; None
+        without snapshots.
       limit: seconds until a host must answer.
 
     Raises:
       LaunchError: a host cannot be reached, or cannot run roles; the message has the reason for
         each such host.
-      ConfigError: this process cannot write to the folder of the cuts.
+      ConfigError: this process cannot write to the folder of the snapshots.
     """
     asked: list[_Question] = []
-    with _probe_in(cuts) as probe:
+    with _probe_in(snapshots) as probe:
         try:
             for host in hosts:
                 asked.append(_Question(host, rsh, host.python or python, script, ports, probe))
@@ -110,25 +110,25 @@ def check_hosts(
 
 
 @contextlib.contextmanager
-def _probe_in(cuts: str | os.PathLike[str] | None) -> Iterator[str]:
+def _probe_in(snapshots: str | os.PathLike[str] | None) -> Iterator[str]:
     """Create a temporary file in a folder, so that hosts can check that they see the same folder.
 
-    The block asks the hosts for the file. If `cuts` is None, the yielded path is empty.
+    The block asks the hosts for the file. If `snapshots` is None, the yielded path is empty.
 
     Args:
-      cuts: the folder of the job's cuts (snapshots), or None.
+      snapshots: the folder of the job's snapshots, or None.
     """
-    if cuts is None:
+    if snapshots is None:
         yield ""
         return
-    folder = os.path.abspath(cuts)
+    folder = os.path.abspath(snapshots)
     try:
         os.makedirs(folder, exist_ok=True)
         file, path = tempfile.mkstemp(prefix=".probe-", dir=folder)
     except OSError as e:
         raise ConfigError(
-            f"cuts={folder!r} cannot be written: {e.strerror}; change its permissions, or name "
-            "another folder"
+            f"snapshots={folder!r} cannot be written: {e.strerror}; change its permissions, or "
+            "name another folder"
         ) from e
     os.close(file)
     try:
@@ -265,8 +265,9 @@ class _Question:
             )
         if found["probe"]:
             return (
-                f"host {name} {found['probe']} the folder cuts={self._shared!r} of this host; "
-                "mount one shared folder (NFS, say) at this path on all hosts, or leave cuts out"
+                f"host {name} {found['probe']} the folder snapshots={self._shared!r} of this host; "
+                "mount one shared folder (NFS, say) at this path on all hosts, or leave snapshots "
+                "out"
             )
         if "unbound" in found and found["address"]:
             return (

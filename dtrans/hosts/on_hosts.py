@@ -121,7 +121,7 @@ class SeveralHosts(Site):
         pservers: int,
         *,
         endpoints: Sequence[str] = (),
-        cuts: str | os.PathLike[str] | None = None,
+        snapshots: str | os.PathLike[str] | None = None,
     ) -> tuple[Role, ...]:
         """Assign each role of the job to a host, and return the roles with their endpoints.
 
@@ -130,13 +130,13 @@ class SeveralHosts(Site):
           trainers, pservers: numbers of roles.
           endpoints: endpoints of the servers, if the job continues an earlier job; by default free
             ports of the hosts.
-          cuts: the folder of the cuts (snapshots), which all hosts must share, or None.
+          snapshots: the folder of the snapshots, which all hosts must share, or None.
         """
         table = role_table(mode, trainers, pservers if mode == "pserver" else None)
         slots = _slots(len(table), self._hosts)
         names = [host.name for host in self._hosts]
         named = place(table, zip(names, slots, strict=True))
-        found = self._check(collections.Counter(named), cuts)
+        found = self._check(collections.Counter(named), snapshots)
         for name, host in found.items():
             self._ports[name] = iter(host.ports)
 
@@ -153,13 +153,13 @@ class SeveralHosts(Site):
         return roles
 
     def _check(
-        self, counts: Mapping[str, int], cuts: str | os.PathLike[str] | None
+        self, counts: Mapping[str, int], snapshots: str | os.PathLike[str] | None
     ) -> dict[str, FoundHost]:
         """Check the hosts on which roles are placed, and return their addresses and free ports.
 
         Args:
           counts: the number of roles on each host.
-          cuts: the folder of the cuts (snapshots), which these hosts must share, or None.
+          snapshots: the folder of the snapshots, which these hosts must share, or None.
         """
         idle = ", ".join(host.name for host in self._hosts if host.name not in counts)
         if idle:
@@ -167,7 +167,7 @@ class SeveralHosts(Site):
         used = [host for host in self._hosts if host.name in counts]
         needed = max(counts.values()) + 1  # one more port, for `dtrans status`
         answers = check_hosts(
-            used, self._rsh, self._python, script=self._script, ports=needed, cuts=cuts
+            used, self._rsh, self._python, script=self._script, ports=needed, snapshots=snapshots
         )
         for answer in answers:
             count = counts[answer.host.name]

@@ -108,15 +108,16 @@ class ScriptActor(RoleProcess):
         """Send a signal to the process and to its child processes."""
         self._events.put(signum)
 
-    def tell_ended(self, role: str, how: str, epoch: int) -> None:
+    def tell_ended(self, role: str, how: str, generation: int) -> None:
         """Inform the role's process that another role of the job has ended.
 
         Args:
           role: name of the other role, such as "trainer 1".
           how: the way in which it ended, such as "exit code 1".
-          epoch: number of the job's current epoch (the time between two failures of the job).
+          generation: number of the job's current generation (the time between two failures of the
+            job).
         """
-        self._events.put((role, how, epoch))
+        self._events.put((role, how, generation))
 
     def run(
         self, command: Sequence[str], environment: Mapping[str, str], directory: str, python: str
@@ -266,12 +267,12 @@ class RayChild(Child):
         else:
             self._actor.signal.remote(signum)
 
-    def tell_ended(self, role: str, how: str, epoch: int) -> None:
+    def tell_ended(self, role: str, how: str, generation: int) -> None:
         """Inform this role that another role of the job has ended, so that it does not wait for it.
 
         The arguments are those of `ScriptActor.tell_ended`.
         """
-        self._actor.tell_ended.remote(role, how, epoch)
+        self._actor.tell_ended.remote(role, how, generation)
 
     def reap(self) -> None:
         """Wait until the last line of the role has been emitted."""
@@ -301,11 +302,11 @@ class OnRay(Site):
         pservers: int,
         *,
         endpoints: Sequence[str] = (),
-        cuts: str | os.PathLike[str] | None = None,
+        snapshots: str | os.PathLike[str] | None = None,
     ) -> tuple[Role, ...]:
         """Start an actor for every role of the job; return the roles, with endpoints.
 
-        Jobs on Ray have no restarts, so `endpoints` is empty, and `cuts` is None.
+        Jobs on Ray have no restarts, so `endpoints` is empty, and `snapshots` is None.
         """
         servers = 0 if mode == "nccl2" else pservers
         placement = dataclasses.replace(self._placement, trainers=trainers, pservers=servers)

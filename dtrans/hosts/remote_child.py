@@ -132,15 +132,16 @@ class RemoteChild(Child):
         else:
             self._send_message({"signal": int(signum)})
 
-    def tell_ended(self, role: str, how: str, epoch: int) -> None:
+    def tell_ended(self, role: str, how: str, generation: int) -> None:
         """Inform this role that another role of the job has ended, so that it does not wait for it.
 
         Args:
           role: name of the other role, such as "trainer 1".
           how: the way in which it ended, such as "exit code 1".
-          epoch: number of the job's current epoch (the time between two failures of the job).
+          generation: number of the job's current generation (the time between two failures of the
+            job).
         """
-        self._send_message({"ended": [role, how, epoch]})
+        self._send_message({"ended": [role, how, generation]})
 
     def reap(self) -> None:
         """Reap the process that was the connection to an ended role."""

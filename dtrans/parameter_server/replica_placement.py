@@ -30,8 +30,8 @@ def backups_of(endpoints: Sequence[str]) -> dict[str, str]:
     """
     if len(endpoints) < 2:
         raise ConfigError(
-            "cuts: replicas=1 stores a copy of each server's state on another server, but the plan "
-            "has one server; write several pservers, or leave replicas out"
+            "snapshots: replicas=1 stores a copy of each server's state on another server, but the "
+            "plan has one server; write several pservers, or leave replicas out"
         )
     found: dict[str, str] = {}
     counts = collections.Counter[str]()

@@ -99,8 +99,10 @@ class ServerStatus:
       saving: maps the name of each pending checkpoint to the seconds since its write started.
       checkpoint: fields of the last checkpoint's `CheckpointStatus`; empty before the first one.
       tables: fields of the `TableStatus` of each block of a table.
-      epoch: number of the epoch (`dtrans.protocol.epochs`); None in a job without cuts (snapshots).
-      cut: step of the newest cut that the server has written; None before the first cut.
+      generation: number of the generation (`dtrans.protocol.generations`); None in a job without
+        snapshots.
+      snapshot: step of the newest snapshot that the server has written; None before the first
+        snapshot.
     """
 
     endpoint: str
@@ -120,8 +122,8 @@ class ServerStatus:
     saving: dict[str, float]
     checkpoint: dict[str, Any]
     tables: list[dict[str, Any]]
-    epoch: int | None
-    cut: int | None
+    generation: int | None
+    snapshot: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +247,7 @@ class ObservedTrainers(Protocol):
       count: number of trainers of the job.
       started: time at which the process began to wait for trainers.
       dropped: ids of the lost trainers without which the job continues.
-      left_before: ids of the trainers that left the job before this epoch.
+      left_before: ids of the trainers that left the job before this generation.
     """
 
     count: int
@@ -294,8 +296,9 @@ class StatusReporter:
       barred: counter of refused connections.
       received: number of bytes of received messages.
       saving: maps the name of each pending checkpoint to the time at which its write started.
-      epoch: number of the epoch; None in a job without cuts (snapshots).
-      cut: function that returns the step of the newest written cut, or None before the first cut.
+      generation: number of the generation; None in a job without snapshots.
+      snapshot: function that returns the step of the newest written snapshot, or None before the
+        first snapshot.
     """
 
     def __init__(self, kind: Observed, trainers: ObservedTrainers, refusals: Refusals) -> None:
@@ -303,8 +306,8 @@ class StatusReporter:
         self.barred = refusals
         self.received = 0
         self.saving: dict[str, float] = {}
-        self.epoch: int | None = None
-        self.cut: Callable[[], int | None] = lambda: None
+        self.generation: int | None = None
+        self.snapshot: Callable[[], int | None] = lambda: None
         self._checkpoint: CheckpointStatus | None = None  # last checkpoint
         self._saved_at = 0.0  # time at which the last checkpoint's write ended
         self._samples: collections.deque[Sample] = collections.deque()
@@ -457,8 +460,8 @@ class StatusReporter:
             saving=saving,
             checkpoint=self._last_saved(sample.time),
             tables=tables,
-            epoch=self.epoch,
-            cut=self.cut(),
+            generation=self.generation,
+            snapshot=self.snapshot(),
             **self._sizes(sample, first),
         )
 

@@ -6,9 +6,9 @@ ones are in brackets):
 
     trainer to server                                  server to trainer
     hello          trainer, trainers, session, order   welcome   step, local
-                   [, sync_mode, plan, nonce,                    [, proof, heard, epoch,
-                   heard, connection,                            cut, every, count]
-                   back, local, epoch,                 rewind    epoch
+                   [, sync_mode, plan, nonce,                    [, proof, heard, generation,
+                   heard, connection,                            snapshot, every, count]
+                   back, local, generation,                 rewind    generation
                    incarnation]
     send           step, pieces + frames[, steps,      blocks    step, pieces + frames
                    level]
@@ -40,7 +40,7 @@ ones are in brackets):
     server to server                                   and back
     peer           endpoint, order, layout             welcome, waiting, refuse
                    [, on_trainer_exit, plan, nonce,
-                   back, epoch]
+                   back, generation]
     partials       step, level, pieces + frames        refuse
     replica        step, is_state, pieces + frames     replicated count; refuse
                    [, rows]
@@ -69,15 +69,15 @@ Messages between a trainer and a server, between two servers, and of pipelines a
 and `heard`. With these fields a new connection resumes a broken one
 (`dtrans.protocol.numbered_messages`). Messages in `UNCOUNTED` have no number.
 
-Epochs (`dtrans.protocol.epochs`): `epoch` in a greeting is the smallest epoch that its sender takes
-part in. A server stores a greeting of a later epoch until it is in that epoch. It answers a trainer
-of an earlier epoch with `rewind`. `incarnation` is the number of the epoch in which the trainer's
-process was started. A server refuses a process that the launcher has replaced. When a server begins
-an epoch, it also sends `rewind` to the trainers of the previous epoch. In a `welcome`, `epoch` is
-the server's epoch, and `cut` the step of the cut (snapshot) with which it begins, if there is one.
-`every` is the number of steps between two cuts. An asynchronous server adds `count`, the number of
-the trainer's steps that it has received. A `recv` with `blocks` contains the largest `count` of all
-servers.
+Generations (`dtrans.protocol.generations`): `generation` in a greeting is the smallest generation
+that its sender takes part in. A server stores a greeting of a later generation until it is in that
+generation. It answers a trainer of an earlier generation with `rewind`. `incarnation` is the number
+of the generation in which the trainer's process was started. A server refuses a process that the
+launcher has replaced. When a server begins a generation, it also sends `rewind` to the trainers of
+the previous generation. In a `welcome`, `generation` is the server's generation, and `snapshot` the
+step of the snapshot with which it begins, if there is one. `every` is the number of steps between
+two snapshots. An asynchronous server adds `count`, the number of the trainer's steps that it has
+received. A `recv` with `blocks` contains the largest `count` of all servers.
 
 End of a job: a trainer sends `complete`, receives `goodbye`, and answers with its own `goodbye`. A
 server ends when it has received this answer. It also ends if the trainer's connection broke and the
@@ -184,7 +184,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "replica_evict": {"step": int, "table": str, "unused_for": int},
     "replicated": {"count": int},
     "welcome": {"step": int, "local": str},
-    "rewind": {"epoch": int},
+    "rewind": {"generation": int},
     "blocks": {"step": int, "pieces": list},
     "exchanged": {"step": int, "round": int, "values": list, "pieces": list},
     "rows": {"step": int, "pieces": list},
@@ -221,7 +221,7 @@ FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
 OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "hello": {
         **{"sync_mode": bool, "plan": dict, "nonce": str},
-        **{"back": bool, "local": bool, "connection": int, "epoch": int},
+        **{"back": bool, "local": bool, "connection": int, "generation": int},
         **{"incarnation": int},
     },
     "send": {"steps": int, "blocks": list, "count": int, "level": int},
@@ -239,8 +239,8 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "evicted": {"request": int},
     "status": {"request": int},
     "status_report": {"request": int},
-    "peer": {"on_trainer_exit": str, "plan": dict, "nonce": str, "back": bool, "epoch": int},
-    "welcome": {"proof": str, "epoch": int, "cut": int, "every": int, "count": int},
+    "peer": {"on_trainer_exit": str, "plan": dict, "nonce": str, "back": bool, "generation": int},
+    "welcome": {"proof": str, "generation": int, "snapshot": int, "every": int, "count": int},
     "refuse": {"last": bool, "late": bool, "proof": str},
     "replica": {"rows": dict},
     "meet": {"nonce": str},

@@ -31,8 +31,8 @@ from dtrans.ops import (
     split_ids_p,
     trainer_index_p,
 )
-from dtrans.protocol.epochs import Epochs, ReplacedError
-from dtrans.protocol.trainer.geo_steps import GeoCut
+from dtrans.protocol.generations import Generations, ReplacedError
+from dtrans.protocol.trainer.geo_steps import GeoSnapshot
 from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.trainer_steps import TrainerSteps
 from dtrans.run.base.batch import on_one_device
@@ -191,7 +191,7 @@ class Executor:
         self._check_complete()
         if pieces is None:
             self._fabric.prepare(program)
-            self._pieces[program] = pieces = cut_for_role(program, mesh)
+            self._pieces[program] = pieces = snapshot_for_role(program, mesh)
         run = pieces.run(flat, self._compute)
         outs: Any = None
         while True:
@@ -314,18 +314,20 @@ class Executor:
         """Wait until servers have received all gradients that a background thread queues."""
         self._fabric.flush()
 
-    def connect(self, epochs: Epochs | None, epoch: int) -> None:
+    def connect(self, generations: Generations | None, generation: int) -> None:
         """Close all connections. The next program connects again; compiled programs are kept.
 
         A trainer calls this method at the start, and after the failure of another process.
 
         Args:
-          epochs: the job's epochs, its parts between failures (`dtrans.protocol.epochs`). None if
-            the launcher does not restart processes.
-          epoch: smallest number that the epoch to connect to can have.
+          generations: the job's generations, its parts between failures
+            (`dtrans.protocol.generations`). None if the launcher does not restart processes.
+          generation: smallest number that the generation to connect to can have.
         """
         self._fabric.abandon()
-        self._fabric = self._new_fabric(self._new_connections(epochs=epochs, epoch=epoch))
+        self._fabric = self._new_fabric(
+            self._new_connections(generations=generations, generation=generation)
+        )
         for program in self._pieces:
             self._fabric.prepare(program)
         self._interrupted = None
@@ -335,14 +337,14 @@ class Executor:
         """This trainer's connections to its servers."""
         return self._fabric.connections
 
-    def begin_with(self, cut: GeoCut, push_every: int) -> None:
-        """Let GEO-SGD begin with a cut (snapshot), in a process that replaces a lost trainer.
+    def begin_with(self, snapshot: GeoSnapshot, push_every: int) -> None:
+        """Let GEO-SGD begin with a snapshot, in a process that replaces a lost trainer.
 
         Args:
-          cut: the snapshot.
+          snapshot: the snapshot.
           push_every: number of steps between two pushes of changes.
         """
-        self._fabric.begin_with(cut, push_every)
+        self._fabric.begin_with(snapshot, push_every)
 
     @property
     def geo(self) -> GeoTrainer | None:
@@ -362,7 +364,7 @@ class Executor:
         Args:
           error: the exception that ended this trainer; None if it has finished.
         """
-        is_lost = isinstance(error, LostPeerError) and self.connections.is_in_epoch
+        is_lost = isinstance(error, LostPeerError) and self.connections.is_in_generation
         if is_lost or isinstance(error, ReplacedError):
             # An error would end the job. Send none, because the launcher starts this role again.
             self._fabric.abandon()
@@ -376,7 +378,7 @@ class Executor:
         self.close(None if is_exit else error)
 
 
-def cut_for_role(program: Program, mesh: DeviceMesh | None = None) -> Segments:
+def snapshot_for_role(program: Program, mesh: DeviceMesh | None = None) -> Segments:
     """Divide a trainer's or server's program into compiled pieces, with messages between them.
 
     Args:

@@ -59,10 +59,10 @@ def replay_local_steps(plan: CollectivePlan, full_step: Program) -> Program:
     trainers, steps = plan.trainers, plan.options.local_sgd or 1
     state_names = all_names(full_step.args[:2])
     batch_names = all_names(full_step.args[2:])
-    cut = [n for n in batch_names if not is_under(n, plan.unsplit_inputs)]
+    snapshot = [n for n in batch_names if not is_under(n, plan.unsplit_inputs)]
     part_types = []
     for n, t in full_step.inputs.items():
-        part_types.append(_part_type(t, trainers * steps, n in cut))
+        part_types.append(_part_type(t, trainers * steps, n in snapshot))
     part = full_step.specialize_flat(part_types)
     step = jaxpr_as_fun(part.jaxpr)
     ways = {n: plan.merges.get(n, "same") for n in full_step.out_names}
@@ -73,7 +73,7 @@ def replay_local_steps(plan: CollectivePlan, full_step: Program) -> Program:
         state = subset(inputs, state_names)
         outputs: list[Values] = []
         for turn in range(steps):
-            parts = {n: _part(inputs[n], trainer, turn, trainers, steps) for n in cut}
+            parts = {n: _part(inputs[n], trainer, turn, trainers, steps) for n in snapshot}
             operands = {**inputs, **state, **parts}
             found = step(*values_at(operands, part.in_names))
             outputs.append(dict(zip(part.out_names, found, strict=True)))
@@ -114,10 +114,10 @@ def _replace_jaxpr(step: Program, jaxpr: Any, **options: Any) -> Program:
     return step.with_jaxpr(new, labels={}, **options)
 
 
-def _part_type(t: Any, parts: int, is_cut: bool) -> jax.ShapeDtypeStruct:
-    """Return shape and dtype of one part of a batch array; the array's own type unless `is_cut`."""
+def _part_type(t: Any, parts: int, is_split: bool) -> jax.ShapeDtypeStruct:
+    """Return the type of one part of a batch array, or of the array unless `is_split`."""
     shape = t.shape
-    if is_cut and t.ndim:
+    if is_split and t.ndim:
         shape = (t.shape[0] // parts, *t.shape[1:])
     return jax.ShapeDtypeStruct(shape, t.dtype)
 

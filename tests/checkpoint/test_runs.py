@@ -158,7 +158,7 @@ def test_a_job_replaces_pieces_of_steps_that_it_has_undone(tmp_path: Path) -> No
     with pytest.warns(CheckpointWarning, match="10 is skipped: "):
         assert checkpoint.latest(tmp_path) is None
     save(path, plan, 1, 2, after)
-    save(path, plan, 1, 3, Mark(("job-2", "c"), 10, job="job"))  # repeated in a later epoch
+    save(path, plan, 1, 3, Mark(("job-2", "c"), 10, job="job"))  # repeated in a later generation
     assert values(path, plan) == [2]
     with pytest.raises(ConfigError, match="exists already"):
         save(path, plan, 0, 4, Mark(("another", "d"), 10, job="another"))

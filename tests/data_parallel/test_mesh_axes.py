@@ -510,8 +510,8 @@ def test_layers_between_split_layers_compute_the_rows_of_a_trainer():
         if e.primitive.name == "dot_general" and e.outvars[0].aval.shape == (WIDTH, WIDTH):
             of_body.append(e)
     assert [e.invars[0].aval.shape for e in of_body] == [(ROWS, TOKENS, WIDTH)]
-    # behind the embedding a reduce-scatter; before the head an all-gather; and the same in backward,
-    # where the gradient of the table is smaller than its cotangents
+    # behind the embedding a reduce-scatter; before the head an all-gather; and the same in
+    # backward, where the gradient of the table is smaller than its cotangents
     activation, table = trainers * ROWS * TOKENS * WIDTH * 8, 12 * WIDTH * 8
     assert plan.traffic()["reduce_scatter", "data"] == 2 * activation + table
     assert plan.traffic()["all_gather", "data"] == activation

@@ -338,8 +338,8 @@ def test_optimizers_divided_over_both_axes(tx):
 def test_a_device_stores_a_slice_of_state_for_each_pair_of_axes(stage):
     """After the update, kernels are gathered over "sequence": in stage 3, only a trainer's slices.
 
-    In stages 1 and 2, the gather over "data" moves pieces, and the one over "sequence" full kernels.
-    Arrays of one dimension are divided over "data" only.
+    In stages 1 and 2, the gather over "data" moves pieces, and the one over "sequence" full
+    kernels. Arrays of one dimension are divided over "data" only.
     """
     of = transformer(layers=1)
     plan, without = over_both(of, stage=stage), sharded(of, MESH, stage=stage)

@@ -52,7 +52,8 @@ def pipeline(command: Any) -> Any:
         (["--optimizer", "adm"], "there is no optimizer 'adm'; did you mean adam?"),
         (
             ["--batch-size", "63"],
-            "a batch of 63 images cannot be divided among 2 trainers; pass a multiple of --trainers",
+            "a batch of 63 images cannot be divided among 2 trainers; pass a multiple of "
+            "--trainers",
         ),
         (
             ["--batch-size", "2000"],

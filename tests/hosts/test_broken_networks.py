@@ -1,4 +1,4 @@
-"""Jobs with cuts whose network between hosts breaks continue, with the bits of an undisturbed
+"""Jobs with snapshots whose network between hosts breaks continue, with the bits of an undisturbed
 job."""
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ plan = dtrans.pserver(
 with plan.on_cluster(patience=patience, deadline=deadline) as job:
     state = job.init(jax.random.key(0))
     if role.is_pserver:
-        job.serve(state, checkpoints="ckpt", cuts=10, on_failure="drop")
+        job.serve(state, checkpoints="ckpt", snapshots=10, on_failure="drop")
     else:
         for state, _ in job.steps(state, waiting_batch, ahead=1, stop=steps):
             pass
@@ -148,7 +148,7 @@ def broken(
     job: Job, hosts: Namespaces, patience: int, deadline: int = 180
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a job, and yield when its trainers wait. After the block, the job continues."""
-    options = ["--trainers", "2", "--pservers", "2", "--restarts", "5", "--cuts", "cuts"]
+    options = ["--trainers", "2", "--pservers", "2", "--restarts", "5", "--snapshots", "snapshots"]
     where = ["--hosts", ",".join(hosts.names), "--rsh", hosts.rsh]
     launcher = job.start(*where, *options, *job.arguments(patience, deadline))
     try:
@@ -191,7 +191,7 @@ def test_a_partition_shorter_than_the_patience(
     assert job.restarts == [] and hosts.processes() == []
 
 
-def cut(hosts: Namespaces) -> tuple[int, ...]:
+def snapshot(hosts: Namespaces) -> tuple[int, ...]:
     hosts.cut(TRAINER)
     return (TRAINER,)
 
@@ -212,7 +212,7 @@ def part(hosts: Namespaces) -> tuple[int, ...]:
     return SERVERS
 
 
-@pytest.mark.parametrize("fault", [cut, deafen_trainer, deafen_server, part])
+@pytest.mark.parametrize("fault", [snapshot, deafen_trainer, deafen_server, part])
 def test_a_network_that_breaks_for_longer_than_the_patience(
     fault: Callable[[Namespaces], tuple[int, ...]],
     hosts: Namespaces,
@@ -248,7 +248,7 @@ def test_a_job_whose_network_stays_broken_is_resumed(
     assert re.search(r"^dtrans: .* and the other roles were ended", job.text, re.M), job.text
     assert "DeadlineError" in job.text and hosts.processes() == []
     hosts.mend(TRAINER)
-    resumed = job.start("--resume", "cuts")
+    resumed = job.start("--resume", "snapshots")
     assert_equal(job, resumed, undisturbed)
     assert re.search(r"the job of .* continues at step [23]0$", job.text, re.M)
 

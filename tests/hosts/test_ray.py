@@ -222,7 +222,7 @@ def test_batches_of_a_function_and_its_failure(cluster, tmp_path):
 def test_batches_of_a_dataset(cluster, tmp_path):
     """The rows of the dataset are one global batch, so any division of them has the same results.
 
-    Each step is an epoch.
+    Each step is a generation.
     """
     rows = ray.data.from_items([{"x": x, "y": y} for x, y in zip(X[0], Y[0], strict=True)])
     with PLANS["sharding"]().on_ray(rows, rows=4, checkpoints=tmp_path, deadline=PATIENCE) as job:

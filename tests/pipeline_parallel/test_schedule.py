@@ -422,7 +422,8 @@ def test_a_measured_play_can_be_asked():
         ),
         (
             dict(backward=[2, 2, 0.5, 2]),
-            "weight=1 of model stage 2 is more than backward=0.5, but the time of the weight gradients is a",
+            "weight=1 of model stage 2 is more than backward=0.5, but the time of the weight "
+            "gradients is a",
         ),
     ],
 )

@@ -1,17 +1,17 @@
-"""All runs of small simulated jobs with cuts, in which a process may die at any moment."""
+"""All runs of small simulated jobs with snapshots, in which a process may die at any moment."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
-from planted_in_cuts import PLANTED_IN_BREAKS, PLANTED_IN_CUTS
+from planted_in_snapshots import PLANTED_IN_BREAKS, PLANTED_IN_SNAPSHOTS
 from typer.testing import CliRunner
 
 from tools.simulate.__main__ import app
 from tools.simulate.choices import Choice, ChosenJob, without_times
 from tools.simulate.explore import Explorer, small_case
-from tools.simulate.launcher import CUT
+from tools.simulate.launcher import SNAPSHOT
 
 
 ROLES = ("trainer 0", "trainer 1", "pserver 127.0.0.1:1")
@@ -76,8 +76,8 @@ def test_all_runs_of_two_servers_in_which_one_role_dies_hold() -> None:
 
 # Faults that show in a job of two trainers, one server and two steps if a process dies
 SHOWN = (
-    "greetings of later epochs are dropped",
-    "a cut has the state of the next step",
+    "greetings of later generations are dropped",
+    "a snapshot has the state of the next step",
     "a trainer replays with another batch",
     "a server goes back and keeps received gradients",
     "a trainer ignores that servers go back",
@@ -91,7 +91,7 @@ CASES = (*SHOWN, *(pytest.param(x, marks=pytest.mark.soak) for x in SHOWN_LATE))
 def test_a_planted_fault_is_found_without_a_seed(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    PLANTED_IN_CUTS[what](monkeypatch)
+    PLANTED_IN_SNAPSHOTS[what](monkeypatch)
     found = Explorer(small_case()).run()
     assert found.faults
     assert any(x.startswith("kill of ") for x in found.events)
@@ -120,20 +120,22 @@ def test_a_run_is_a_function_of_its_events() -> None:
     assert states[0] == states[1]
 
 
-def test_a_cut_of_undone_steps_does_not_count() -> None:
-    """The server reports the cut after the launcher has dropped a trainer at an earlier cut."""
+def test_a_snapshot_of_undone_steps_does_not_count() -> None:
+    """The server reports the snapshot after the launcher has dropped a trainer at an earlier snapshot."""
     with without_times():
         job = ChosenJob(small_case(quorum=1))
-        writes = "pserver 127.0.0.1:1", 0, CUT
+        writes = "pserver 127.0.0.1:1", 0, SNAPSHOT
         job.do(Choice("event", writes))
-        while writes not in job.clock.channels:  # until the server begins to write the next cut
+        while (
+            writes not in job.clock.channels
+        ):  # until the server begins to write the next snapshot
             job.do(Choice("event", min(job.clock.channels, key=str)))
         for name in ("trainer 1", "pserver 127.0.0.1:1"):
             job.do(Choice("kill", name))
             job.do(Choice("event", ("launcher", 0, ("_on_end", (name, 0)))))
             if writes in job.clock.channels:
                 job.do(Choice("event", writes))
-    assert [record.cut for record in job.launcher.records] == [None, 0, 0]
+    assert [record.snapshot for record in job.launcher.records] == [None, 0, 0]
 
 
 def test_an_effect_outside_of_its_footprint_ends_the_search(
@@ -155,7 +157,7 @@ def test_the_command_prints_the_number_of_states() -> None:
 def test_the_command_prints_the_events_that_lead_to_a_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    PLANTED_IN_CUTS["greetings of later epochs are dropped"](monkeypatch)
+    PLANTED_IN_SNAPSHOTS["greetings of later generations are dropped"](monkeypatch)
     done = CliRunner().invoke(app, ["--exhaustive"])
     assert done.exit_code == 1
     assert "\n  kill of trainer 0\n" in done.output

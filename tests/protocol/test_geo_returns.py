@@ -1,4 +1,4 @@
-"""GEO-SGD after the failure of a process: repeated pushes, and trainers that begin with a cut."""
+"""GEO-SGD after the failure of a process: repeated pushes, and trainers that begin with a snapshot."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from dtrans.protocol.server_blocks import RowGradient
-from dtrans.protocol.tables.cached_rows import CachedCut
+from dtrans.protocol.tables.cached_rows import CachedSnapshot
 from dtrans.protocol.tables.table_rows import runs_of
-from dtrans.protocol.trainer.geo_steps import GeoCut, GeoReturn, GeoSteps
+from dtrans.protocol.trainer.geo_steps import GeoReturn, GeoSnapshot, GeoSteps
 from tools.simulate.updates import InNumpy
 
 
@@ -20,43 +20,43 @@ def array(x: float) -> np.ndarray:
     return np.full(2, x, np.float32)
 
 
-def geo_cut(step: int, pushed: int, pending: int = 0) -> GeoCut:
-    """Return a cut with changes of 8, and deltas of 4 if a push is pending."""
+def geo_snapshot(step: int, pushed: int, pending: int = 0) -> GeoSnapshot:
+    """Return a snapshot with changes of 8, and deltas of 4 if a push is pending."""
     deltas = {"w": array(4)} if pending else {}
-    return GeoCut(step, pushed, pending, {"w": array(8)}, deltas, {})
+    return GeoSnapshot(step, pushed, pending, {"w": array(8)}, deltas, {})
 
 
 @pytest.mark.parametrize(
-    ("cut", "received", "step", "counts", "parts"),
+    ("snapshot", "received", "step", "counts", "parts"),
     [
         pytest.param(
-            geo_cut(25, 20), {"a": 20, "b": 20}, 25, {"a": 20, "b": 20}, [(8, 0), (8, 0)],
-            id="nothing was pushed since the cut",
+            geo_snapshot(25, 20), {"a": 20, "b": 20}, 25, {"a": 20, "b": 20}, [(8, 0), (8, 0)],
+            id="nothing was pushed since the snapshot",
         ),
         pytest.param(
-            geo_cut(25, 20, 10), {"a": 10, "b": 20}, 25, {"a": 10, "b": 20}, [(8, 4), (8, 0)],
+            geo_snapshot(25, 20, 10), {"a": 10, "b": 20}, 25, {"a": 10, "b": 20}, [(8, 4), (8, 0)],
             id="one server lacks the pending push",
         ),
         pytest.param(
-            geo_cut(25, 20, 10), {"a": 0, "b": 0}, 25, {"a": 10, "b": 10}, [(8, 4), (8, 4)],
+            geo_snapshot(25, 20, 10), {"a": 0, "b": 0}, 25, {"a": 10, "b": 10}, [(8, 4), (8, 4)],
             id="all servers went back",
         ),
         pytest.param(
-            geo_cut(25, 20, 10), {"a": 30, "b": 30}, 30, {"a": 30, "b": 30}, [(4, 0), (4, 0)],
-            id="a push followed the cut",
+            geo_snapshot(25, 20, 10), {"a": 30, "b": 30}, 30, {"a": 30, "b": 30}, [(4, 0), (4, 0)],
+            id="a push followed the snapshot",
         ),
         pytest.param(
-            geo_cut(25, 20), {"a": 40, "b": 30}, 40, {"a": 40, "b": 30}, [(2, 0), (2, 2)],
+            geo_snapshot(25, 20), {"a": 40, "b": 30}, 40, {"a": 40, "b": 30}, [(2, 0), (2, 2)],
             id="one server lacks the last of two pushes",
         ),
         pytest.param(
-            geo_cut(25, 20), {"a": 40, "b": 7}, 40, {"a": 40, "b": 7}, [(2, 0), (4, 4)],
+            geo_snapshot(25, 20), {"a": 40, "b": 7}, 40, {"a": 40, "b": 7}, [(2, 0), (4, 4)],
             id="one server went back",
         ),
     ],
 )  # fmt: skip
 def test_a_trainer_continues_after_the_steps_of_servers(
-    cut: GeoCut,
+    snapshot: GeoSnapshot,
     received: dict[str, int],
     step: int,
     counts: dict[str, int],
@@ -66,11 +66,11 @@ def test_a_trainer_continues_after_the_steps_of_servers(
 
     The trainer pushes every ten steps.
     """
-    begin = GeoReturn(cut, received, trainers=2, push_every=10)
+    begin = GeoReturn(snapshot, received, trainers=2, push_every=10)
     assert (begin.step, begin.counts) == (step, counts)
     for endpoint, expected in zip(received, parts, strict=True):
-        delta = cut.deltas.get("w", array(0))
-        change, repeated = begin.split(endpoint, cut.changes["w"], delta)
+        delta = snapshot.deltas.get("w", array(0))
+        change, repeated = begin.split(endpoint, snapshot.changes["w"], delta)
         assert (change[0], repeated[0]) == expected
         # a server counts the repeated push as well
         assert begin.counts[endpoint] + begin.repeated * bool(repeated.any()) == begin.count
@@ -79,11 +79,11 @@ def test_a_trainer_continues_after_the_steps_of_servers(
 BLOCKS = ("a", "b"), runs_of([3, 2])  # rows 0 to 2 are on server a, rows 3 and 4 on server b
 
 
-def rows_cut(pending: RowGradient | None = None) -> CachedCut:
-    """Return a cut with changes of 8 in rows 0, 1, 3 and 4. The next push sends rows 1 and 3."""
+def rows_snapshot(pending: RowGradient | None = None) -> CachedSnapshot:
+    """Return a snapshot with changes of 8 in rows 0, 1, 3 and 4. The next push sends rows 1 and 3."""
     touched = np.array([False, True, True, False])
     ids, changes = np.array([0, 1, 3, 4], np.int32), np.full((4, 1), 8, np.float32)
-    return CachedCut(ids, touched, changes, [], pending)
+    return CachedSnapshot(ids, touched, changes, [], pending)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def rows_cut(pending: RowGradient | None = None) -> CachedCut:
     [
         pytest.param(
             {"a": 20, "b": 20}, {30: [1]}, [8, 8, 8, 8], [1, 3], {},
-            id="no server has received a push after the cut",
+            id="no server has received a push after the snapshot",
         ),
         pytest.param(
             {"a": 30, "b": 30}, {20: [0], 30: [1]}, [8, 4, 8, 8], [3], {},
@@ -115,8 +115,10 @@ def test_a_trainer_continues_with_the_changes_of_rows_that_pushes_left(
     repeated: dict[int, float],
 ) -> None:
     ids_of_pushes = {n: {"t": np.array(ids, np.int32)} for n, ids in pushes.items()}
-    cut = dataclasses.replace(geo_cut(25, 20), tables={"t": rows_cut()}, pushes=ids_of_pushes)
-    rows, deltas = GeoReturn(cut, received, trainers=2, push_every=10).split_rows("t", *BLOCKS)
+    snapshot = dataclasses.replace(
+        geo_snapshot(25, 20), tables={"t": rows_snapshot()}, pushes=ids_of_pushes
+    )
+    rows, deltas = GeoReturn(snapshot, received, trainers=2, push_every=10).split_rows("t", *BLOCKS)
     assert rows.changes[:, 0].tolist() == changes
     assert rows.ids[rows.is_touched].tolist() == touched
     assert dict(zip(deltas.ids.tolist(), deltas.rows[:, 0].tolist(), strict=True)) == repeated
@@ -124,10 +126,10 @@ def test_a_trainer_continues_with_the_changes_of_rows_that_pushes_left(
 
 def test_a_trainer_repeats_the_pending_deltas_of_rows_on_the_servers_that_lack_them() -> None:
     pending = RowGradient(np.array([1, 3], np.int32), np.full((2, 1), 4, np.float32))
-    cut = dataclasses.replace(geo_cut(25, 20, 10), tables={"t": rows_cut(pending)})
-    begin = GeoReturn(cut, {"a": 20, "b": 10}, trainers=2, push_every=10)
+    snapshot = dataclasses.replace(geo_snapshot(25, 20, 10), tables={"t": rows_snapshot(pending)})
+    begin = GeoReturn(snapshot, {"a": 20, "b": 10}, trainers=2, push_every=10)
     rows, deltas = begin.split_rows("t", *BLOCKS)
-    assert rows is cut.tables["t"]
+    assert rows is snapshot.tables["t"]
     assert (deltas.ids.tolist(), deltas.rows.tolist()) == ([3], [[4]])
 
 

@@ -92,7 +92,7 @@ class Observed:
         return read_report(wire.parse([wire.header(op, **fields)]))
 
 
-def test_a_trainer_that_left_in_an_earlier_epoch_has_left() -> None:
+def test_a_trainer_that_left_in_an_earlier_generation_has_left() -> None:
     job = Observed()
     job.machine.trainers.left_before = frozenset({1})
     server, trainers = job.status()
@@ -333,8 +333,8 @@ def test_a_report_is_small() -> None:
     assert len(msgpack.packb([row] * 1000)) < wire.MAX_MESSAGE / 50
 
 
-def test_a_checkpoint_that_is_written_across_epochs_is_answered() -> None:
-    """The servers go back to a cut during the write.
+def test_a_checkpoint_that_is_written_across_generations_is_answered() -> None:
+    """The servers go back to a snapshot during the write.
 
     The repeated step requests the same name again.
     """

@@ -14,10 +14,10 @@ from dtrans.errors import WireError
 from dtrans.protocol import wire
 from dtrans.protocol.server.replication import StoredReplicas
 from tools.simulate.case import Case
-from tools.simulate.updates import SimulatedUpdate, cut_of, gradient_name, primary_of, served
+from tools.simulate.updates import SimulatedUpdate, gradient_name, primary_of, served, snapshot_of
 
 
-CASE = Case(seed=0, mode="sync", steps=(9, 9), servers=((3,), (2,)), cuts=20, at_loss=True)
+CASE = Case(seed=0, mode="sync", steps=(9, 9), servers=((3,), (2,)), snapshots=20, at_loss=True)
 PRIMARY = CASE.endpoints[0]
 BLOCK = f"{PRIMARY}/w0"
 
@@ -32,7 +32,7 @@ def backup(updates: list[SimulatedUpdate] | None = None, case: Case = CASE) -> S
 
     def new_replica(endpoint: str, state: Mapping[str, np.ndarray], step: int) -> SimulatedUpdate:
         update = SimulatedUpdate(served(case, endpoint), lambda: None, keeps_old=True, merges=True)
-        update.go_back(cut_of({n: x.copy() for n, x in state.items()}))
+        update.go_back(snapshot_of({n: x.copy() for n, x in state.items()}))
         if updates is not None:
             updates.append(update)
         return update

@@ -16,10 +16,10 @@ import layers
 import numpy as np
 import pytest
 from paths import ROOT
-from planted_in_cuts import (
+from planted_in_snapshots import (
     PLANTED_AT_LOSS,
-    PLANTED_IN_CUTS,
     PLANTED_IN_REPLICAS,
+    PLANTED_IN_SNAPSHOTS,
     PLANTED_WITH_FULL_DISKS,
     answer_evictions_early,
 )
@@ -56,8 +56,8 @@ from tools.simulate.case import Case, Event, Guest, Request
 from tools.simulate.draw import (
     drawn,
     drawn_at_loss,
-    drawn_with_cuts,
     drawn_with_replicas,
+    drawn_with_snapshots,
 )
 from tools.simulate.updates import InNumpy
 from tools.simulate.verdict import Verdict, reduced, simulated, smaller, verdicts
@@ -66,7 +66,7 @@ from tools.simulate.verdict import Verdict, reduced, simulated, smaller, verdict
 # number of schedules at night, by kind
 BY_NIGHT = {
     drawn: 200_000,
-    drawn_with_cuts: 100_000,
+    drawn_with_snapshots: 100_000,
     drawn_at_loss: 60_000,
     drawn_with_replicas: 60_000,
 }
@@ -120,7 +120,7 @@ def test_cases_are_of_all_kinds() -> None:
         "pause",
         "stop",
         "crash",
-        "cut",
+        "snapshot",
         "hold",
         "outage",
         "twice",
@@ -159,21 +159,21 @@ def test_cases_are_of_all_kinds() -> None:
     assert 0.3 < sum(how == "well" for how in ends) / len(ends) < 0.9
 
 
-def test_cases_with_cuts_are_of_all_kinds() -> None:
-    assert any(drawn(seed).cuts for seed in range(40))
-    found = list(verdicts(range(300), drawn_with_cuts))
+def test_cases_with_snapshots_are_of_all_kinds() -> None:
+    assert any(drawn(seed).snapshots for seed in range(40))
+    found = list(verdicts(range(300), drawn_with_snapshots))
     cases = [v.case for v in found]
     assert {c.mode for c in cases} == {
         *("sync", "exchange", "async", "communicator", "half_async", "geo"),
     }
     assert {x.kind for c in cases for x in c.requests} == {"evict", "save"}
     assert {c.trainers for c in cases} == {len(c.servers) for c in cases} == {1, 2, 3}
-    assert {c.cuts for c in cases} == {1, 2, 3, 4}
+    assert {c.snapshots for c in cases} == {1, 2, 3, 4}
     assert {c.rounds for c in cases} == {0, 1, 2}
     assert {c.moves for c in cases} == {c.has_means for c in cases} == {False, True}
     assert {len(set(c.steps)) > 1 for c in cases} == {False, True}  # uneven steps
     assert {0 in c.steps for c in cases} == {False, True}
-    kinds = {"crash", "stop", "pause", "cut", "full"}
+    kinds = {"crash", "stop", "pause", "snapshot", "full"}
     assert {e.kind for c in cases for e in c.events} == kinds
     killed = [[e for e in c.events if e.kind == "crash"] for c in cases]
     assert {e.who.split()[0] for of in killed for e in of} == {"trainer", "pserver"}
@@ -183,7 +183,7 @@ def test_cases_with_cuts_are_of_all_kinds() -> None:
     assert any(0.1 < abs(a.time - b.time) < 1.0 for a, b in pairs)
     events = [(e, c) for c in cases for e in c.events]
     assert any(e.kind == "stop" and e.seconds > c.patience for e, c in events)
-    assert any(e.kind == "cut" and e.seconds > RETRY for e, c in events)
+    assert any(e.kind == "snapshot" and e.seconds > RETRY for e, c in events)
     assert any(len(c.events) > 4 for c in cases)  # many short breaks
     ways = {way for v in found for way in v.restarts}
     assert {"in place", "all", "none", "join"} <= ways <= {*ways, "left"}
@@ -197,15 +197,15 @@ PLAIN = Case(seed=0, mode="sync", steps=(2, 2), servers=((3,), (4, 1)))
 @pytest.mark.parametrize("mode", ["async", "communicator", "half_async", "geo"])
 def test_an_asynchronous_trainer_that_has_left_need_not_come_back(mode: str) -> None:
     """Trainer 0 leaves after 3 steps. Trainer 1 is killed at moments before and after that."""
-    base = dataclasses.replace(PLAIN, mode=mode, steps=(3, 6), cuts=2)
+    base = dataclasses.replace(PLAIN, mode=mode, steps=(3, 6), snapshots=2)
     ways: set[tuple[str, ...]] = set()
     for i in range(100):
         kill = Event("crash", 0.4 + 0.015 * i, "trainer 1")
         found = simulated(dataclasses.replace(base, seed=i % 7, events=(kill,)))
         assert not found.faults, str(found)
         ways.add(found.restarts)
-    # "left": it leaves after the launcher has granted an epoch, and before it enters this epoch.
-    # "all": trainer 1 is killed after it has left one of the servers, which ends.
+    # "left": it leaves after the launcher has granted a generation, and before it enters this
+    # generation. "all": trainer 1 is killed after it has left one of the servers, which ends.
     assert (
         {("in place",), ("in place", "left")}
         <= ways
@@ -245,8 +245,8 @@ def test_a_connection_that_breaks_with_nothing_on_its_way_goes_on(mode: str) -> 
     """
     ends = set()
     for i in range(40):
-        cut = Event("cut", 0.02 * i, "trainer 0 pserver 127.0.0.1:1", 0.5)
-        found = simulated(dataclasses.replace(PLAIN, mode=mode, events=(cut,)))
+        snapshot = Event("snapshot", 0.02 * i, "trainer 0 pserver 127.0.0.1:1", 0.5)
+        found = simulated(dataclasses.replace(PLAIN, mode=mode, events=(snapshot,)))
         assert not found.faults, str(found)
         well = all(how == "well" for how in found.ends.values())
         ends.add(well)
@@ -260,7 +260,7 @@ def broken_at_the_end(mode: str) -> Iterator[Verdict]:
     for line, at in simulated(case).left_at.items():
         for i in range(1, 30):
             yield simulated(
-                dataclasses.replace(case, events=(Event("cut", at + 0.0004 * i, line, 0.5),))
+                dataclasses.replace(case, events=(Event("snapshot", at + 0.0004 * i, line, 0.5),))
             )
 
 
@@ -274,8 +274,11 @@ def test_a_connection_that_breaks_at_the_end_of_a_job_is_made_again(mode: str) -
 def test_a_server_does_not_wait_for_the_welcome_of_a_server_that_has_ended() -> None:
     """The welcome was lost with the connection, and all trainers have left."""
     first, second = "pserver 127.0.0.1:1", "pserver 127.0.0.1:2"
-    pause, cut = Event("pause", 0.0, second, 2.6), Event("cut", 0.5, f"{first} {second}", 20.0)
-    case = Case(0, "exchange", (0,), ((3,), (2,)), patience=3.5, events=(pause, cut))
+    pause, snapshot = (
+        Event("pause", 0.0, second, 2.6),
+        Event("snapshot", 0.5, f"{first} {second}", 20.0),
+    )
+    case = Case(0, "exchange", (0,), ((3,), (2,)), patience=3.5, events=(pause, snapshot))
     found = simulated(case)
     assert {*found.ends.values()} == {"well"}, str(found)
     assert found.seconds < 2.6 + 2 * RETRY
@@ -292,7 +295,7 @@ def test_a_server_that_waits_for_no_answer_to_its_goodbye_is_found(
 
 def test_a_verdict_is_told() -> None:
     case = dataclasses.replace(
-        PLAIN, events=(Event("cut", 0.05, "trainer 0 pserver 127.0.0.1:1", 0.5),)
+        PLAIN, events=(Event("snapshot", 0.05, "trainer 0 pserver 127.0.0.1:1", 0.5),)
     )
     told = str(simulated(case))
     assert (
@@ -766,23 +769,23 @@ def test_a_planted_fault_is_found(what: str, monkeypatch: pytest.MonkeyPatch) ->
     assert len(least.case.events) <= len(found.case.events)
 
 
-# -- planted faults in jobs with cuts --------------------------------------------------------------
+# -- planted faults in jobs with snapshots ---------------------------------------------------------
 
 
 # found late, by seed 3422
-_LATE_IN_CUTS = "an asynchronous trainer that has left is excused from a lost server's steps"
+_LATE_IN_SNAPSHOTS = "an asynchronous trainer that has left is excused from a lost server's steps"
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "what",
-    [pytest.param(x, marks=_SOAK if x == _LATE_IN_CUTS else ()) for x in PLANTED_IN_CUTS],
+    [pytest.param(x, marks=_SOAK if x == _LATE_IN_SNAPSHOTS else ()) for x in PLANTED_IN_SNAPSHOTS],
 )
-def test_a_planted_fault_in_jobs_with_cuts_is_found(
+def test_a_planted_fault_in_jobs_with_snapshots_is_found(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    PLANTED_IN_CUTS[what](monkeypatch)
-    found = next((v for v in verdicts(range(10_000), drawn_with_cuts) if v.faults), None)
+    PLANTED_IN_SNAPSHOTS[what](monkeypatch)
+    found = next((v for v in verdicts(range(10_000), drawn_with_snapshots) if v.faults), None)
     assert found is not None
     least = smaller(found)
     assert least.faults
@@ -791,7 +794,7 @@ def test_a_planted_fault_in_jobs_with_cuts_is_found(
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", PLANTED_AT_LOSS)
-def test_a_planted_fault_in_cuts_at_losses_is_found(
+def test_a_planted_fault_in_snapshots_at_losses_is_found(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     PLANTED_AT_LOSS[what](monkeypatch)
@@ -818,7 +821,7 @@ _WITH_FULL_DISKS = [
         marks=_SOAK if (what, draw) == _LATE else (),
     )
     for what in PLANTED_WITH_FULL_DISKS
-    for draw in (drawn_with_cuts, drawn_at_loss, drawn_with_replicas)
+    for draw in (drawn_with_snapshots, drawn_at_loss, drawn_with_replicas)
 ]
 
 
@@ -841,7 +844,7 @@ def test_the_answer_to_an_eviction_waits_for_the_backup(monkeypatch: pytest.Monk
         steps=(6, 6),
         servers=((3,), (2,)),
         table=4,
-        cuts=20,
+        snapshots=20,
         at_loss=True,
         replicas=1,
         pace=0.05,

@@ -332,7 +332,7 @@ def test_a_greeting_without_an_answer_is_repeated_in_time_or_fails(answer: str) 
         wait.turn(), wait.turn()
 
 
-@pytest.mark.parametrize("how", ["goodbye", "broken", "too late", "a new epoch"])
+@pytest.mark.parametrize("how", ["goodbye", "broken", "too late", "a new generation"])
 def test_who_says_why_it_ends_waits_for_one_of_four(how: str) -> None:
     server, link = linked()
     words = LastWords(server, link, "no reason")
@@ -342,8 +342,8 @@ def test_who_says_why_it_ends_waits_for_one_of_four(how: str) -> None:
     assert not words.done
     if how == "too late":
         server.time = 6.0
-    elif how == "a new epoch":
-        server.comes("message", "rewind", epoch=1)
+    elif how == "a new generation":
+        server.comes("message", "rewind", generation=1)
         assert words.turn()
     else:
         server.comes("message", "goodbye") if how == "goodbye" else server.comes("broken")

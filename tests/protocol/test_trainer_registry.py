@@ -254,7 +254,7 @@ def test_who_waits_says_so_every_ten_seconds(caplog: pytest.LogCaptureFixture) -
     ]
 
 
-def test_a_trainer_of_the_previous_epoch_may_be_busy() -> None:
+def test_a_trainer_of_the_previous_generation_may_be_busy() -> None:
     served = Job(2).update.served
     trainers = TrainerRegistry(served, deadline=10.0, busy=[1])
     trainers.begin(0.0)

@@ -1,7 +1,8 @@
 """Test the row analysis of optimize halves.
 
 Covers: layouts of values; which leaves may be sliced, and the reasons why others may not; values
-that servers exchange. `test_server_update` and `test_any_update` test the results of sliced updates.
+that servers exchange. `test_server_update` and `test_any_update` test the results of sliced
+updates.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def report():
 """
 
 
-# Role of a job with cuts. The script imports dtrans's reports of roles, but not JAX.
-EPOCHS = f"""
+# Role of a job with snapshots. The script imports dtrans's reports of roles, but not JAX.
+GENERATIONS = f"""
 import os, signal, sys, threading, types
 package = types.ModuleType("dtrans")  # its own __init__ imports JAX
 package.__path__ = [{str(ROOT / "dtrans")!r}]
@@ -45,7 +45,7 @@ index = os.environ.get("DTRANS_TRAINER_ID") or str(
     servers.index(os.environ["DTRANS_CURRENT_ENDPOINT"]))
 name = kind.lower() + " " + index
 count = int(os.environ["DTRANS_TRAINERS"]) + len(servers)
-epochs = RoleFolder.from_environment(name)
+generations = RoleFolder.from_environment(name)
 
 def wait(condition):
     while not condition():
@@ -55,40 +55,40 @@ def forever():
     threading.Event().wait()
 
 def enter(number=0):
-    wait(lambda: epochs.current().number >= number)
-    epoch = epochs.current()
+    wait(lambda: generations.current().number >= number)
+    generation = generations.current()
     # a role that sees the report may end the attempt at once, so the line precedes the report
-    words = "enters", epoch.number, epoch.cut, os.getpid(), os.environ["DTRANS_RESTARTS"]
+    words = "enters", generation.number, generation.snapshot, os.getpid(), os.environ["DTRANS_RESTARTS"]
     sys.stdout.write(" ".join(map(str, words)) + "\\n")  # one write, so no line is incomplete
-    epochs.enter(epoch)
-    return epoch.number
+    generations.enter(generation)
+    return generation.number
 
 def all_in(number):
-    marks = epochs.marks().values()
-    return len([x for x in marks if x.epoch >= number]) == count
+    marks = generations.marks().values()
+    return len([x for x in marks if x.generation >= number]) == count
 
-def cut(*steps):
-    # write cuts on a server; return when all servers have the last cut
+def snapshot(*steps):
+    # write snapshots on a server; return when all servers have the last snapshot
     if kind.lower() == "pserver":
         for step in steps:
-            epochs.note_cut(epochs.current().number, step)
-    wait(lambda: epochs.newest_cut([f"pserver {{k}}" for k in range(len(servers))]) == steps[-1])
+            generations.note_snapshot(generations.current().number, step)
+    wait(lambda: generations.newest_snapshot([f"pserver {{k}}" for k in range(len(servers))]) == steps[-1])
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 def lose(role):
-    # this role is killed when all roles take part in the first epoch
+    # this role is killed when all roles take part in the first generation
     if name == role:
         wait(lambda: all_in(0))
         die()
 
 def finish(number):
-    # wait until all roles have entered the epoch, and end this role
+    # wait until all roles have entered the generation, and end this role
     wait(lambda: all_in(number))
     ended = ended_roles(number)  # none that started again is among them
-    assert all(epochs.marks()[role].left for role in ended), ended
-    epochs.leave()
+    assert all(generations.marks()[role].left for role in ended), ended
+    generations.leave()
 
 """
 

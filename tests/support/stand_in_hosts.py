@@ -40,7 +40,7 @@ def find_without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the checks of hosts, which import JAX on each host."""
 
     def check_hosts(
-        hosts: Any, rsh: str, python: str, *, script: str, ports: int, cuts: Any
+        hosts: Any, rsh: str, python: str, *, script: str, ports: int, snapshots: Any
     ) -> list[FoundHost]:
         free = remote_agent._free_ports("127.0.0.1", ports * len(hosts))
         parts = [tuple(free[i * ports : (i + 1) * ports]) for i in range(len(hosts))]

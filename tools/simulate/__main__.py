@@ -25,7 +25,8 @@ def simulate(
         int, typer.Option(min=1, help="Number of schedules; a single one is printed in full.")
     ] = 1,
     exhaustive: Annotated[
-        bool, typer.Option("--exhaustive", help="Check all runs of a small job with cuts instead.")
+        bool,
+        typer.Option("--exhaustive", help="Check all runs of a small job with snapshots instead."),
     ] = False,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the small job.")] = 2,
     servers: Annotated[int, typer.Option(min=1, help="Servers of the small job.")] = 1,

@@ -22,12 +22,12 @@ class Answered:
       request: the answered request.
       result: result of the method of `TrainerSteps`. For a save, it is the error, or an empty text.
         For an export, it is the rows of each block.
-      epoch: number of the trainer's epoch; 0 in a job without cuts.
+      generation: number of the trainer's generation; 0 in a job without snapshots.
     """
 
     request: Request
     result: Any
-    epoch: int = 0
+    generation: int = 0
 
 
 class BetweenSteps:
@@ -37,18 +37,18 @@ class BetweenSteps:
       case: the simulated case.
       k: id of the trainer.
       messages: the trainer's steps, which send the requests.
-      answers: answers received in earlier epochs.
+      answers: answers received in earlier generations.
 
     Attributes:
       answers: answers received so far.
-      epoch: number of the trainer's epoch; 0 in a job without cuts.
+      generation: number of the trainer's generation; 0 in a job without snapshots.
     """
 
     def __init__(
         self, case: Case, k: int, messages: TrainerSteps, answers: Sequence[Answered] = ()
     ) -> None:
         self.answers: list[Answered] = [*answers]
-        self.epoch = 0
+        self.generation = 0
         self._case, self._steps = case, messages
         self._requests = [x for x in case.requests if k in x.trainers]
         self._saving: Request | None = None
@@ -62,7 +62,7 @@ class BetweenSteps:
         for request in self._due(steps, "between"):
             if request.kind != "save":
                 result = yield from self._ask_of_tables(request)
-                self.answers.append(Answered(request, result, self.epoch))
+                self.answers.append(Answered(request, result, self.generation))
                 continue
             yield from self._save(request)
             if not request.waits:
@@ -91,7 +91,7 @@ class BetweenSteps:
             yield self._steps.saved()
         except CheckpointError as e:  # the job continues
             error = str(e)
-        self.answers.append(Answered(request, error, self.epoch))
+        self.answers.append(Answered(request, error, self.generation))
 
     def _due(self, steps: int, moment: str) -> Iterator[Request]:
         return (x for x in self._requests if (x.step, x.moment) == (steps, moment))

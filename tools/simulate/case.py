@@ -19,7 +19,7 @@ COMMUNICATING = (
     "half_async",
     "geo",
 )
-ALONE = ("async", *COMMUNICATING)  # the modes whose servers write separate cuts
+ALONE = ("async", *COMMUNICATING)  # the modes whose servers write separate snapshots
 LOOKING_UP = ("sync", "async", *COMMUNICATING)  # the modes in which servers may have tables
 
 
@@ -34,13 +34,13 @@ class Event:
         "crash": a role is killed;
         "host": all servers of a host are killed;
         "return": a killed server is started again, as a new process;
-        "cut": a connection breaks, and is restored after some seconds;
+        "snapshot": a connection breaks, and is restored after some seconds;
         "hold": messages in one direction of a connection stop for some seconds;
         "outage": messages in both directions stop for some seconds;
         "late": a connection cannot be established for some seconds;
         "twice": a message of a connection arrives twice;
         "garble": a message of a connection arrives malformed;
-        "full": in a job with cuts, the disk of a role is full for some seconds.
+        "full": in a job with snapshots, the disk of a role is full for some seconds.
       time: virtual time of the event.
       who: name of the role, or of the connection: "client server".
       seconds: duration of the event; for "twice" and "garble", the number of the message.
@@ -172,14 +172,14 @@ class Case:
       guests: processes that connect to the job without being a part of it.
       is_followed: True if the processes of roles that end without an error start a second job on
         the same endpoints.
-      cuts: number of steps between two cuts, which are snapshots of the servers' state; 0 for a job
-        that ends when a role fails. A job with cuts has a launcher.
-      has_means: in a job with cuts, True if each trainer computes a running mean of its gradients,
-        which no server stores.
-      at_loss: in a job with cuts, True if servers also write a cut when a role fails.
+      snapshots: number of steps between two snapshots of the servers' state; 0
+        for a job that ends when a role fails. A job with snapshots has a launcher.
+      has_means: in a job with snapshots, True if each trainer computes a running mean of its
+        gradients, which no server stores.
+      at_loss: in a job with snapshots, True if servers also write a snapshot when a role fails.
       has_results: True if the first server merges results of trainers after each update.
-      quorum: smallest number of trainers with which a job with cuts continues after a trainer has
-        failed; 0 if a failed trainer starts again.
+      quorum: smallest number of trainers with which a job with snapshots continues after a trainer
+        has failed; 0 if a failed trainer starts again.
       replaces: with `quorum`, True if a dropped trainer joins the job again later.
       replicas: with `at_loss`, number of copies of each server's state on other servers, 0 or 1.
       hosts: number of hosts of the servers; 0 if all roles are on one host.
@@ -208,7 +208,7 @@ class Case:
     requests: tuple[Request, ...] = ()
     guests: tuple[Guest, ...] = ()
     is_followed: bool = False
-    cuts: int = 0
+    snapshots: int = 0
     has_means: bool = False
     at_loss: bool = False
     has_results: bool = False
@@ -268,15 +268,15 @@ class Case:
         kinds = {e.kind for e in self.events}
         survived = {"pause", "stop", "hold", "outage", "late", "twice"}
         if not self.moves and self.delay <= 0.01:
-            survived.add("cut")
+            survived.add("snapshot")
         if not kinds <= survived:
             return False
         limits = [self.deadline / 2]
         if kinds - {"pause", "twice"}:
             limits.append(self.patience / 2)
         # on a connection that breaks, stopped messages also delay the reconnection
-        broken = {e.who for e in self.events if e.kind == "cut"}
-        delays = ("cut", "hold", "outage")
+        broken = {e.who for e in self.events if e.kind == "snapshot"}
+        delays = ("snapshot", "hold", "outage")
         breaks = sum(e.seconds for e in self.events if e.kind in delays and e.who in broken)
         spans = sum(e.seconds for e in self.events if e.kind != "twice")
         return breaks < RETRY / 2 and spans < min(limits)
@@ -324,10 +324,10 @@ class Case:
             text += f"\n  {event.time:.3f} s  {_describe(event)}"
         for line in (*self.guests, *self.requests):
             text += f"\n  {line}"
-        if self.cuts:
-            text += f"\n  cuts every {self.cuts} steps"
+        if self.snapshots:
+            text += f"\n  snapshots every {self.snapshots} steps"
             text += ", with a running mean of each trainer" * self.has_means
-            text += ", and cuts at failures" * self.at_loss
+            text += ", and snapshots at failures" * self.at_loss
             text += ", with merged results" * self.has_results
             text += f", lost trainers are dropped, quorum {self.quorum}" * bool(self.quorum)
             text += ", and join again" * self.replaces
@@ -342,7 +342,7 @@ def _describe(e: Event) -> str:
         "stop": f"{e.who} is stopped for {e.seconds:.3g} s",
         "crash": f"{e.who} is killed",
         "host": f"the host {e.who} is lost",
-        "cut": f"the connection {e.who} breaks, and is restored after {e.seconds:.3g} s",
+        "snapshot": f"the connection {e.who} breaks, and is restored after {e.seconds:.3g} s",
         "hold": f"the connection {e.who} delivers nothing to the {('server', 'client')[e.way]} for "
         f"{e.seconds:.3g} s",
         "outage": f"the connection {e.who} delivers nothing for {e.seconds:.3g} s",

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from dtrans.protocol.transport import RETRY, Event
 from dtrans.protocol.wire import parse
 from tools.simulate.clock import Clock, Slot
-from tools.simulate.launcher import CUT
+from tools.simulate.launcher import SNAPSHOT
 from tools.simulate.process import TIMER, Process
 from tools.simulate.trainer_role import SimulatedTrainer
 
@@ -128,7 +128,7 @@ class ChoiceClock(Clock):
             return self._is_stale(*slot.channel)
         if not process.over:
             return False
-        return slot.channel != CUT or process.killed or not self._is_current(process)
+        return slot.channel != SNAPSHOT or process.killed or not self._is_current(process)
 
 
 def channel_of(slot: Slot) -> Channel:

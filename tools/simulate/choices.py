@@ -1,4 +1,4 @@
-"""Job with cuts whose next event is chosen by a driver, and the parts of its state.
+"""Job with snapshots whose next event is chosen by a driver, and the parts of its state.
 
 The simulated processes, their connections and the launcher are the same as in `tools.simulate.job`.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from dtrans.protocol import token, wait_reminder
-from dtrans.protocol.epochs import Epoch
+from dtrans.protocol.generations import Generation
 from dtrans.protocol.server import server_loop
 from dtrans.protocol.transport import RETRY, Event
 from dtrans.protocol.wire import parse
@@ -29,21 +29,21 @@ from tools.simulate.choice_clock import (
 )
 from tools.simulate.clock import Slot
 from tools.simulate.job import new_role
-from tools.simulate.judge_cuts import faults_of_cuts, faults_so_far
+from tools.simulate.judge_snapshots import faults_of_snapshots, faults_so_far
 from tools.simulate.launcher import SimulatedLauncher
 from tools.simulate.network import Network, SimulatedLink
 from tools.simulate.process import Process
 from tools.simulate.server_role import SimulatedServer
 from tools.simulate.state_digest import digest_of
 from tools.simulate.trainer_role import SimulatedTrainer
-from tools.simulate.updates import SimulatedCut
+from tools.simulate.updates import SimulatedSnapshot
 
 
 # Key of a part of the state: its kind, and the name of a role, connection or channel
 Part = tuple[str, Any]
 Parts = dict[Part, Any]
 
-EPOCH: Part = ("epoch", "")
+GENERATION: Part = ("generation", "")
 NEWEST: Part = ("newest", "")  # number of updates of the newest server
 LISTENERS: Part = ("listeners", "")
 GREETINGS = frozenset({"hello", "peer"})
@@ -79,64 +79,64 @@ class WatchedLauncher(SimulatedLauncher):
         super().__init__(*terms)
         self.read, self.written = set[Part](), set[Part]()
 
-    def current(self) -> Epoch:
+    def current(self) -> Generation:
         """Extend `SimulatedLauncher.current`."""
-        self.read.add(EPOCH)
+        self.read.add(GENERATION)
         return super().current()
 
-    def enter(self, name: str, epoch: int) -> None:
+    def enter(self, name: str, generation: int) -> None:
         """Extend `SimulatedLauncher.enter`."""
-        cuts = "cuts", name.removeprefix("pserver ")
-        self.read.add(cuts)
-        self.written |= {("entered", name), cuts}
-        super().enter(name, epoch)
+        snapshots = "snapshots", name.removeprefix("pserver ")
+        self.read.add(snapshots)
+        self.written |= {("entered", name), snapshots}
+        super().enter(name, generation)
 
     def leave(self, name: str) -> None:
         """Extend `SimulatedLauncher.leave`."""
-        self.read |= {EPOCH, ("entered", name)}
+        self.read |= {GENERATION, ("entered", name)}
         self.written.add(("left", name))
         super().leave(name)
 
-    def note_step(self, epoch: int, step: int) -> None:
+    def note_step(self, generation: int, step: int) -> None:
         """Extend `SimulatedLauncher.note_step`."""
-        self.read |= {EPOCH, NEWEST}
-        super().note_step(epoch, step)
+        self.read |= {GENERATION, NEWEST}
+        super().note_step(generation, step)
 
-    def cut(self, endpoint: str, step: int) -> SimulatedCut:
-        """Extend `SimulatedLauncher.cut`."""
-        self.read.add(("cuts", endpoint))
-        return super().cut(endpoint, step)
+    def snapshot(self, endpoint: str, step: int) -> SimulatedSnapshot:
+        """Extend `SimulatedLauncher.snapshot`."""
+        self.read.add(("snapshots", endpoint))
+        return super().snapshot(endpoint, step)
 
     def is_stale(self, action: str, *terms: Any) -> bool:
         """Return True if a pending action can have no effect any more."""
         if action == "_end_reported":
-            return bool(terms[1] < self.epoch.number)
+            return bool(terms[1] < self.generation.number)
         if action == "_on_end":
             return self._is_replaced(terms[0])
         return action == "_look_at_left" and terms[0] not in self._left
 
     def parts(self) -> Parts:
         """Return the parts of the launcher's state. Parts with None are absent."""
-        epoch = *dataclasses.astuple(self.epoch), self._is_in_place
-        found: Parts = {EPOCH: epoch, NEWEST: self._newest}
+        generation = *dataclasses.astuple(self.generation), self._is_in_place
+        found: Parts = {GENERATION: generation, NEWEST: self._newest}
         for name in self.roles:
             found["entered", name] = self._entered.get(name)
             found["left", name] = name in self._left or None
             found["starts", name] = name in self._starting or None
             found["incarnation", name] = self.incarnation(name)
-        for endpoint, cuts in self._cuts.items():
-            pieces = tuple((n, digest_of(cuts[n], 0.0)) for n in sorted(cuts))
-            found["cuts", endpoint] = self._cut_epochs[endpoint], pieces
+        for endpoint, snapshots in self._snapshots.items():
+            pieces = tuple((n, digest_of(snapshots[n], 0.0)) for n in sorted(snapshots))
+            found["snapshots", endpoint] = self._snapshot_generations[endpoint], pieces
         return {part: x for part, x in found.items() if x is not None}
 
 
 class ChosenJob:
-    """Job with cuts whose next event is chosen.
+    """Job with snapshots whose next event is chosen.
 
     Use it inside `without_times`.
 
     Args:
-      case: the simulated case, with cuts and without events.
+      case: the simulated case, with snapshots and without events.
 
     Attributes:
       clock: the clock.
@@ -157,7 +157,7 @@ class ChosenJob:
 
     def _new_role(self, name: str) -> Any:
         clock = LocalClock(self.clock)
-        _ACTING[0] = str((name, self.launcher.epoch.number))
+        _ACTING[0] = str((name, self.launcher.generation.number))
         return new_role(self.case, name, clock, self._random, self._network, self.launcher)
 
     # -- events ----------------------------------------------------------------------------------
@@ -173,8 +173,9 @@ class ChosenJob:
     def _is_ignored(self, link: SimulatedLink) -> bool:
         """Return True if all events of a connection at its server have no effect.
 
-        The client has closed the connection, and the server has gone to a later epoch. The client
-        has not greeted the server in this epoch, so the server drops the connection's messages.
+        The client has closed the connection, and the server has gone to a later generation. The
+        client has not greeted the server in this generation, so the server drops the connection's
+        messages.
         """
         if not link.up or not link.is_closed or link.is_silent:
             return False
@@ -247,7 +248,7 @@ class ChosenJob:
 
     def faults(self) -> tuple[str, ...]:
         """Return the promises that the complete run has violated."""
-        return tuple(faults_of_cuts(self.case, self.launcher))
+        return tuple(faults_of_snapshots(self.case, self.launcher))
 
 
 def addresses_of(server: SimulatedServer) -> frozenset[bytes]:
@@ -388,11 +389,11 @@ def without_times() -> Iterator[None]:
     A server checks deadlines at every event, so that the number of checks does not depend on time.
     Log lines are never due.
     """
-    usual = server_loop.TICK, server_loop.EPOCH_TICK, wait_reminder.SAY, token.new_token
-    server_loop.TICK = server_loop.EPOCH_TICK = 1e-6
+    usual = server_loop.TICK, server_loop.GENERATION_TICK, wait_reminder.SAY, token.new_token
+    server_loop.TICK = server_loop.GENERATION_TICK = 1e-6
     wait_reminder.SAY = math.inf
     token.new_token = lambda: f"token of {_ACTING[0]}"
     try:
         yield
     finally:
-        server_loop.TICK, server_loop.EPOCH_TICK, wait_reminder.SAY, token.new_token = usual
+        server_loop.TICK, server_loop.GENERATION_TICK, wait_reminder.SAY, token.new_token = usual

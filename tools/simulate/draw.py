@@ -69,7 +69,7 @@ def drawn(seed: int) -> Case:
         case = dataclasses.replace(case, ahead=ahead, staleness=stale, moves_rows=moves)
     case = _with_guests(r, dataclasses.replace(case, requests=_requests(r, case)))
     case = _with_later_processes(r, _with_garbled_message(r, case))
-    return _with_table_blocks(_with_cuts(r, _with_short_breaks(r, case)))
+    return _with_table_blocks(_with_snapshots(r, _with_short_breaks(r, case)))
 
 
 def _with_table_blocks(case: Case) -> Case:
@@ -78,28 +78,28 @@ def _with_table_blocks(case: Case) -> Case:
     return dataclasses.replace(case, table_blocks=r.choice([1, 2]) if case.table else 1)
 
 
-def _with_cuts(r: Random, case: Case) -> Case:
-    """Turn some synchronous cases into jobs with cuts, whose roles fail and start again."""
-    has_breaks = any(event.kind == "cut" for event in case.events)
+def _with_snapshots(r: Random, case: Case) -> Case:
+    """Turn some synchronous cases into jobs with snapshots, whose roles fail and start again."""
+    has_breaks = any(event.kind == "snapshot" for event in case.events)
     if not case.sync_mode or r.random() < 0.6 or has_breaks:
         return case
-    return _job_with_cuts(r, case)
+    return _job_with_snapshots(r, case)
 
 
-def drawn_with_cuts(seed: int) -> Case:
-    """Return the random case of a seed: a job with cuts.
+def drawn_with_snapshots(seed: int) -> Case:
+    """Return the random case of a seed: a job with snapshots.
 
     Example:
-      >>> from tools.simulate.draw import drawn_with_cuts
-      >>> drawn_with_cuts(7) == drawn_with_cuts(7), drawn_with_cuts(7).cuts > 0
+      >>> from tools.simulate.draw import drawn_with_snapshots
+      >>> drawn_with_snapshots(7) == drawn_with_snapshots(7), drawn_with_snapshots(7).snapshots > 0
       (True, True)
     """
-    return _with_disks("cuts", _draw_with_cuts(seed))
+    return _with_disks("snapshots", _draw_with_snapshots(seed))
 
 
-def _draw_with_cuts(seed: int) -> Case:
-    """Return the case of `drawn_with_cuts`, without full disks and checkpoints."""
-    r = Random(f"cuts {seed}")
+def _draw_with_snapshots(seed: int) -> Case:
+    """Return the case of `drawn_with_snapshots`, without full disks and checkpoints."""
+    r = Random(f"snapshots {seed}")
     mode = r.choice(["sync", "sync", "sync", "sync", "exchange", "exchange", *ALONE])
     servers = tuple(_draw_sizes(r) for _ in range(r.randint(1, 3)))
     case = Case(
@@ -111,7 +111,7 @@ def _draw_with_cuts(seed: int) -> Case:
         delay=10 ** r.uniform(-4, -1.5),
         message_bytes=r.choice([8, 16, wire.MESSAGE_BYTES]),
         patience=r.choice([3.5, 30.0]),
-        # with fast steps, servers wait for the writes of cuts
+        # with fast steps, servers wait for the writes of snapshots
         pace=(0.1, 0.1, 0.1, 0.005)[seed % 4],
     )
     if case.mode == "sync":
@@ -125,12 +125,12 @@ def _draw_with_cuts(seed: int) -> Case:
     if case.table and case.sync_mode:
         ahead, moves = r.choice([0, 1, 2]), r.random() < 0.3
         case = dataclasses.replace(case, ahead=ahead, moves_rows=moves)
-    case = _with_short_breaks(r, _with_second_death(r, _job_with_cuts(r, case)))
+    case = _with_short_breaks(r, _with_second_death(r, _job_with_snapshots(r, case)))
     # use another generator, so that all other parts of a seed's case stay the same
     if case.mode == "geo":
         table = Random(f"table of geo {seed}").choice([0, 1, 4])
         case = dataclasses.replace(case, table=table)
-    # a trainer that leaves before other trainers writes no later cuts
+    # a trainer that leaves before other trainers writes no later snapshots
     has_means = seed % 3 == 2 and len(set(case.steps)) == 1 and case.sync_mode
     case = dataclasses.replace(case, has_means=has_means)
     # draw this last, so that all other parts of a seed's case stay the same
@@ -147,7 +147,7 @@ def _draw_with_cuts(seed: int) -> Case:
 
 
 def drawn_at_loss(seed: int) -> Case:
-    """Return the random case of a seed: a synchronous job that also writes cuts when a role fails.
+    """Return the random case of a seed: a synchronous job that also writes snapshots at failures.
 
     Example:
       >>> from tools.simulate.draw import drawn_at_loss
@@ -159,8 +159,8 @@ def drawn_at_loss(seed: int) -> Case:
 
 def _draw_at_loss(seed: int) -> Case:
     """Return the case of `drawn_at_loss`, without full disks and checkpoints."""
-    r, case = Random(f"at loss {seed}"), _draw_with_cuts(seed)
-    breaks = any(event.kind == "cut" for event in case.events)
+    r, case = Random(f"at loss {seed}"), _draw_with_snapshots(seed)
+    breaks = any(event.kind == "snapshot" for event in case.events)
     mode = r.choice(["sync", "exchange"]) if len(case.servers) > 1 else "sync"
     case = dataclasses.replace(case, mode=mode, table=0, ahead=0, moves_rows=False)
     if mode == "sync" and r.random() < 0.6:
@@ -175,7 +175,7 @@ def _draw_at_loss(seed: int) -> Case:
         has_means=False,
         # A trainer that waits for a server does not notice the end of another local connection.
         moves=case.moves and not breaks,
-        cuts=r.choice([1, 3, 20]),
+        snapshots=r.choice([1, 3, 20]),
         at_loss=True,
         has_results=len(set(case.steps)) == 1 and r.random() < 0.5,
     )
@@ -215,7 +215,7 @@ def _with_disks(kind: str, case: Case) -> Case:
     Args:
       kind: name of the kind of cases. It selects the random numbers, so that all other parts of a
         seed's case do not depend on them.
-      case: a job with cuts.
+      case: a job with snapshots.
     """
     r = Random(f"disks {kind} {case.seed}")
     events, requests = [*case.events], [*case.requests]
@@ -228,13 +228,13 @@ def _with_disks(kind: str, case: Case) -> Case:
             events.append(Event("full", time, r.choice(roles), seconds))
     if r.random() < 0.4:
         for _ in range(r.choice([1, 1, 2])):
-            requests.append(_save_with_cuts(r, case))
+            requests.append(_save_with_snapshots(r, case))
     requests.sort(key=lambda x: (x.step, x.kind != "evict"))
     case = dataclasses.replace(case, events=tuple(events), requests=tuple(requests))
     return _with_table_blocks(case)
 
 
-def _save_with_cuts(r: Random, case: Case) -> Request:
+def _save_with_snapshots(r: Random, case: Case) -> Request:
     """Return a random checkpoint. Trainers with a communicator request it after their last step."""
     step = r.randint(0, max(case.steps))
     reach = [k for k, n in enumerate(case.steps) if n >= step]
@@ -254,7 +254,7 @@ def _save_with_cuts(r: Random, case: Case) -> Request:
 
 
 def _with_second_death(r: Random, case: Case) -> Case:
-    """Add, with some probability, a death soon after an event, while roles go back to a cut."""
+    """Add, at random, a death soon after an event, while roles go back to a snapshot."""
     if not case.events or r.random() < 0.6:
         return case
     roles = [f"trainer {k}" for k in range(case.trainers)]
@@ -264,8 +264,8 @@ def _with_second_death(r: Random, case: Case) -> Case:
     return dataclasses.replace(case, events=(*case.events, death))
 
 
-def _job_with_cuts(r: Random, case: Case) -> Case:
-    """Turn a synchronous case into a job with cuts."""
+def _job_with_snapshots(r: Random, case: Case) -> Case:
+    """Turn a synchronous case into a job with snapshots."""
     steps = (r.randint(1, 12),) * case.trainers
     if r.random() < 0.15:
         steps = tuple(r.randint(0, 12) for _ in range(case.trainers))
@@ -279,10 +279,10 @@ def _job_with_cuts(r: Random, case: Case) -> Case:
         requests=(),
         guests=(),
         is_followed=False,
-        cuts=r.randint(1, 4),
+        snapshots=r.randint(1, 4),
     )
     case = dataclasses.replace(case, requests=_eviction(r, case))
-    events = tuple(_event_of_cuts(r, case) for _ in range(r.choice([0, 1, 1, 2, 2, 3, 4])))
+    events = tuple(_event_of_snapshots(r, case) for _ in range(r.choice([0, 1, 1, 2, 2, 3, 4])))
     return dataclasses.replace(case, events=events)
 
 
@@ -291,19 +291,19 @@ def _eviction(r: Random, case: Case) -> tuple[Request, ...]:
     last = min(case.steps)
     if not case.tables or not last or not case.sync_mode or r.random() < 0.3:
         return ()
-    # choose a step with a cut more often
-    step = r.choice([r.randint(1, last), min(last, case.cuts * r.randint(1, 4))])
+    # choose a step with a snapshot more often
+    step = r.choice([r.randint(1, last), min(last, case.snapshots * r.randint(1, 4))])
     trainers = tuple(range(case.trainers))
     return (Request("evict", step, trainers, unused_for=r.randint(1, 2)),)
 
 
-def _event_of_cuts(r: Random, case: Case) -> Event:
-    """Return a random event of a job with cuts. Deaths are the most frequent."""
+def _event_of_snapshots(r: Random, case: Case) -> Event:
+    """Return a random event of a job with snapshots. Deaths are the most frequent."""
     servers = [f"pserver {ep}" for ep in case.endpoints]
     roles = [f"trainer {k}" for k in range(case.trainers)] + servers
-    kind = r.choice(["crash", "crash", "crash", "stop", "pause", "cut"])
+    kind = r.choice(["crash", "crash", "crash", "stop", "pause", "snapshot"])
     time, seconds = r.random() * (1.0 + 1.5 * _span(case)), 10 ** r.uniform(-2, 1.3)
-    if kind == "cut":
+    if kind == "snapshot":
         return Event(kind, time, r.choice(_lines(case)), seconds)
     return Event(kind, time, r.choice(roles), 0.0 if kind == "crash" else seconds)
 
@@ -316,7 +316,7 @@ def _with_short_breaks(r: Random, case: Case) -> Case:
     breaks = []
     for _ in range(count):
         time, seconds = r.random() * _span(case), 10 ** r.uniform(-3, -0.7)
-        breaks.append(Event("cut", time, r.choice(lines), seconds))
+        breaks.append(Event("snapshot", time, r.choice(lines), seconds))
     return dataclasses.replace(case, events=tuple(breaks))
 
 
@@ -425,7 +425,7 @@ def _event(r: Random, case: Case) -> Event:
     trainers = [f"trainer {k}" for k in range(case.trainers)]
     servers = [f"pserver {ep}" for ep in case.endpoints]
     roles, lines = trainers + servers, _lines(case)
-    kind = r.choice(["pause", "stop", "crash", "cut", "hold", "twice"])
+    kind = r.choice(["pause", "stop", "crash", "snapshot", "hold", "twice"])
     time = r.random() * _span(case)
     if kind in ("pause", "stop", "crash"):
         return Event(

@@ -1,4 +1,4 @@
-"""Exhaustive search of the runs of a small job with cuts.
+"""Exhaustive search of the runs of a small job with snapshots.
 
 A state has parts: one for each process, connection, channel of events, and for the launcher. The
 search visits each state once, and lets each possible next event happen in it:
@@ -15,13 +15,13 @@ is compared with the real states before and after it, so a wrong assumption ends
 
 Three rules merge equal states. Entries of a dict have no order (`tools.simulate.state_digest`).
 Actions of the launcher without effect are dropped, such as the report of a failure in an earlier
-epoch. Messages that a server ignores are dropped: messages of a closed connection on which the
-client has not greeted the server in the server's epoch.
+generation. Messages that a server ignores are dropped: messages of a closed connection on which the
+client has not greeted the server in the server's generation.
 
 Processes cannot be copied. So to reach a state, the events that lead to it are repeated.
 
-The search checks the promises of `judge_cuts`. It also finds states from which the job cannot end,
-and runs with more restarts than failures.
+The search checks the promises of `judge_snapshots`. It also finds states from which the job cannot
+end, and runs with more restarts than failures.
 
 Limits: deadlines never pass. The time between two checks of a server has no lower limit, but a lost
 connection counts as ended at any moment. A process that is started begins at once, and a client
@@ -40,7 +40,7 @@ from typing import Any
 
 from tools.simulate.case import Case
 from tools.simulate.choices import (
-    EPOCH,
+    GENERATION,
     GREETINGS,
     KILLED,
     LISTENERS,
@@ -52,7 +52,7 @@ from tools.simulate.choices import (
     RoleState,
     without_times,
 )
-from tools.simulate.launcher import CUT
+from tools.simulate.launcher import SNAPSHOT
 
 
 FAULTS: Part = ("faults", "")  # the part of the state with the faults that are left
@@ -64,14 +64,14 @@ MOST = 2_000_000
 def small_case(
     *, steps: int = 2, servers: int = 1, quorum: int = 0, replaces: bool = False
 ) -> Case:
-    """Return a job of two trainers with a cut after each step, in which no deadline passes."""
+    """Return a job of two trainers with a snapshot after each step, in which no deadline passes."""
     sizes = ((2,),) * servers
     return Case(
         seed=0,
         mode="sync",
         steps=(steps, steps),
         servers=sizes,
-        cuts=1,
+        snapshots=1,
         deadline=1e9,
         quorum=quorum,
         replaces=replaces,
@@ -120,8 +120,8 @@ class Effect:
     Attributes:
       parts: new value of each changed part; None if the part is removed.
       channels: changes of channels (`ChosenJob.changes`).
-      may_end: True if a process starts or ends, or a connection or an epoch changes. Other events
-        and connections may then have no effect any more.
+      may_end: True if a process starts or ends, or a connection or a generation changes. Other
+        events and connections may then have no effect any more.
     """
 
     parts: dict[Part, Hashable]
@@ -146,7 +146,7 @@ class Explorer:
     """Search of all runs of a case.
 
     Args:
-      case: the case, with cuts and without events.
+      case: the case, with snapshots and without events.
       deaths: number of deaths of processes.
       breaks: number of breaks of connections.
       roles: names of the roles that may die; by default, all roles.
@@ -342,9 +342,9 @@ def _choices(parts: Parts) -> Iterator[Choice]:
 
 
 def _is_blocked(parts: Parts, channel: Any) -> bool:
-    """Return True while a server waits for the end of a write, before it writes the next cut."""
-    writes = parts.get(("channel", (channel[0], channel[1], CUT)), ())
-    return channel[2] != CUT and len(writes) > 1
+    """Return True while a server waits for the end of a write before its next snapshot."""
+    writes = parts.get(("channel", (channel[0], channel[1], SNAPSHOT)), ())
+    return channel[2] != SNAPSHOT and len(writes) > 1
 
 
 def _event(parts: Parts, choice: Choice) -> Any:
@@ -358,7 +358,7 @@ def _actor(parts: Parts, choice: Choice) -> tuple[str, int] | None:
     if choice.kind != "event":
         return choice.of, parts["role", choice.of].number
     name, number, channel = choice.of
-    return None if name == "launcher" or channel == CUT else (name, number)
+    return None if name == "launcher" or channel == SNAPSHOT else (name, number)
 
 
 def _footprint(parts: Parts, choice: Choice) -> Hashable:
@@ -422,16 +422,16 @@ def _used(parts: Parts, choice: Choice, changed: dict[Part, Any]) -> set[Part]:
     if choice.kind == "break":
         return set()
     _, _, channel = choice.of
-    if channel == CUT:
-        cuts = {part for part in parts if part[0] == "cuts"}
-        return {("role", choice.of[0]), ("incarnation", choice.of[0]), EPOCH, *cuts}
+    if channel == SNAPSHOT:
+        snapshots = {part for part in parts if part[0] == "snapshots"}
+        return {("role", choice.of[0]), ("incarnation", choice.of[0]), GENERATION, *snapshots}
     action, *terms = channel
     if action == "_start":
-        return {("role", terms[0]), EPOCH, LISTENERS}
+        return {("role", terms[0]), GENERATION, LISTENERS}
     if action == "_end_reported" and not changed:
-        return {("role", terms[0]), ("left", terms[0]), ("role", terms[2]), EPOCH}
+        return {("role", terms[0]), ("left", terms[0]), ("role", terms[2]), GENERATION}
     if action == "_look_at_left" and not changed:
-        return {("left", terms[0]), ("entered", terms[0]), EPOCH}
+        return {("left", terms[0]), ("entered", terms[0]), GENERATION}
     return {ALL}
 
 
@@ -505,9 +505,9 @@ def _with_effect(parts: Parts, choice: Choice, effect: Effect) -> Parts:
 
 
 def _may_end(before: Parts, changed: dict[Part, Any]) -> bool:
-    """Return True if an event ends or replaces a process, a connection or an epoch."""
+    """Return True if an event ends or replaces a process, a connection or a generation."""
     for part, value in changed.items():
-        if part == EPOCH or part[0] in ("link", "left", "starts"):
+        if part == GENERATION or part[0] in ("link", "left", "starts"):
             return True
         if part[0] == "role":
             old = before.get(part)
@@ -542,13 +542,13 @@ def _is_lost(parts: Parts, channel: Any) -> bool:
     role = parts["role", name]
     if role.number != number:
         return True
-    return role.phase == "over" and (what != CUT or role.digest == KILLED)
+    return role.phase == "over" and (what != SNAPSHOT or role.digest == KILLED)
 
 
 def _is_stale(parts: Parts, action: str, *terms: Any) -> bool:
     """Return the result of `WatchedLauncher.is_stale`."""
     if action == "_end_reported":
-        return bool(terms[1] < parts[EPOCH][0])
+        return bool(terms[1] < parts[GENERATION][0])
     if action == "_on_end":
         name, number = terms[0]
         return parts["role", name].number != number or ("starts", name) in parts

@@ -1,8 +1,8 @@
 """Simulated trainer of GEO-SGD.
 
-In a job with cuts, the trainer writes its changes, its optimizer's state and its rows, as
-`dtrans.run.role_jobs.geo_cuts` does. The optimizer's state is the number of its steps. A change of
-a row depends on the row's value, so the trainer records these changes.
+In a job with snapshots, the trainer writes its changes, its optimizer's state and its rows, as
+`dtrans.run.role_jobs.geo_snapshots` does. The optimizer's state is the number of its steps. A
+change of a row depends on the row's value, so the trainer records these changes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from dtrans.protocol.epochs import is_cut_due_alone
+from dtrans.protocol.generations import is_snapshot_due_alone
 from dtrans.protocol.server_blocks import RowGradient
 from dtrans.protocol.tables.cached_rows import CachedRows
-from dtrans.protocol.trainer.geo_steps import GeoCut, GeoReturn, GeoSteps, Values
+from dtrans.protocol.trainer.geo_steps import GeoReturn, GeoSnapshot, GeoSteps, Values
 from dtrans.protocol.trainer.traffic import Leaf
 from dtrans.protocol.trainer.traffic_loop import TrafficLoop
 from tools.simulate.trainer_role import CommunicatingTrainer, Script, as_gradient, table_of
@@ -50,13 +50,13 @@ class Return:
 
     Attributes:
       step: number of steps before the first step of this process.
-      cut: the trainer's cut, or None.
+      snapshot: the trainer's snapshot, or None.
       received: number of the trainer's steps that each server has received, by endpoint.
       changes: changes that the trainer has added to the servers' parameters, by name of the block.
     """
 
     step: int
-    cut: GeoCut | None
+    snapshot: GeoSnapshot | None
     received: Mapping[str, int]
     changes: Blocks
 
@@ -91,8 +91,8 @@ class GeoSgdTrainer(CommunicatingTrainer):
         self._refreshed: RowGradient | None = None
         self._had = 0  # number of stored rows at the last push
         self._put = 0  # number of pushes
-        self._cut: GeoCut | None = None
-        self._newest_cut = 0  # step of the newest cut
+        self._snapshot: GeoSnapshot | None = None
+        self._newest_snapshot = 0  # step of the newest snapshot
 
     @property
     def _received(self) -> dict[str, int]:
@@ -103,11 +103,11 @@ class GeoSgdTrainer(CommunicatingTrainer):
             return self.geo.counts(self._received)
         if self._launcher is None:
             return {}
-        self._cut = self._launcher.geo_cut(self.name)
-        return {} if self._cut is None else self._return_to(self._cut).counts
+        self._snapshot = self._launcher.geo_snapshot(self.name)
+        return {} if self._snapshot is None else self._return_to(self._snapshot).counts
 
-    def _return_to(self, cut: GeoCut) -> GeoReturn:
-        return GeoReturn(cut, self._received, self.case.trainers, self.case.every)
+    def _return_to(self, snapshot: GeoSnapshot) -> GeoReturn:
+        return GeoReturn(snapshot, self._received, self.case.trainers, self.case.every)
 
     def _steps_beside(self, loop: TrafficLoop, leaves: Mapping[str, Leaf]) -> Script:
         case, self._all = self.case, leaves
@@ -184,27 +184,27 @@ class GeoSgdTrainer(CommunicatingTrainer):
 
     def _unpushed_rows(self) -> dict[str, np.ndarray]:
         """Return the changes of rows that were not pushed, by block."""
-        cut = self._stored.cut(None)
-        return self._rows_by_block(RowGradient(cut.ids, cut.changes))
+        snapshot = self._stored.snapshot(None)
+        return self._rows_by_block(RowGradient(snapshot.ids, snapshot.changes))
 
-    # -- cuts ------------------------------------------------------------------------------------
+    # -- snapshots ---------------------------------------------------------------------------------
 
     def _begin(self, geo: GeoSteps, count: int) -> None:
-        """Begin with the trainer's cut, as `GeoCuts` and `GeoTrainer.resume` do."""
+        """Begin with the trainer's snapshot, as `GeoSnapshots` and `GeoTrainer.resume` do."""
         if self._launcher is not None:
             self._launcher.forget_geo_pushes(self.name, count)
-        if self._cut is None and not count:
+        if self._snapshot is None and not count:
             return
         zeros = {n: np.zeros(size, np.float32) for n, size in self.case.blocks.items()}
         self.step_count = count
         full = zeros | {n: np.zeros(size, np.float32) for n, size in self.case.tables.items()}
-        if self._cut is not None:
-            cut, begin = self._cut, self._return_to(self._cut)
-            self._newest_cut, self.step_count = cut.step, begin.step
+        if self._snapshot is not None:
+            snapshot, begin = self._snapshot, self._return_to(self._snapshot)
+            self._newest_snapshot, self.step_count = snapshot.step, begin.step
             changes, deltas = {}, {}
-            for n, delta in (zeros | dict(cut.deltas)).items():
+            for n, delta in (zeros | dict(snapshot.deltas)).items():
                 endpoint = n.split("/")[0]
-                changes[n], deltas[n] = begin.split(endpoint, cut.changes[n], delta)
+                changes[n], deltas[n] = begin.split(endpoint, snapshot.changes[n], delta)
                 full[n] = changes[n] + deltas[n]
             if self.case.tables:
                 table = table_of(self.case)
@@ -215,7 +215,7 @@ class GeoSgdTrainer(CommunicatingTrainer):
                 full |= {n: x + pushed[n] for n, x in self._unpushed_rows().items()}
             parts = self._by_leaf(changes), self._by_leaf(deltas)
             geo.resume(*parts, begin, self._received)
-        self.returned = Return(self.step_count, self._cut, self._received, full)
+        self.returned = Return(self.step_count, self._snapshot, self._received, full)
 
     def _by_leaf(self, blocks: Blocks) -> list[np.ndarray]:
         found = []
@@ -224,19 +224,21 @@ class GeoSgdTrainer(CommunicatingTrainer):
         return found
 
     def _write_if_due(self, geo: GeoSteps) -> float:
-        """Write a cut if it is due; return the seconds of the write."""
+        """Write a snapshot if it is due; return the seconds of the write."""
         launcher, every = self._launcher, self._links[self.case.endpoints[0]].line.every
-        if launcher is None or not is_cut_due_alone(self.step_count, self._newest_cut, every):
+        if launcher is None or not is_snapshot_due_alone(
+            self.step_count, self._newest_snapshot, every
+        ):
             return 0.0
-        self._newest_cut = self.step_count
+        self._newest_snapshot = self.step_count
         deltas, pending = geo.pending
         pushed = self._by_block(deltas) if pending else {}
         changes = self._by_block(geo.unpushed(geo.local))
         tables = {}
         if self.case.tables:
-            tables["t"] = self._stored.cut(self._deltas_of_rows if pending else None)
-        cut = GeoCut(self.step_count, geo.count, pending, changes, pushed, {}, tables)
-        return launcher.write_geo_cut(self, self.name, cut) - self.now
+            tables["t"] = self._stored.snapshot(self._deltas_of_rows if pending else None)
+        snapshot = GeoSnapshot(self.step_count, geo.count, pending, changes, pushed, {}, tables)
+        return launcher.write_geo_snapshot(self, self.name, snapshot) - self.now
 
     def _by_block(self, values: Values) -> dict[str, np.ndarray]:
         found: dict[str, np.ndarray] = {}

@@ -42,7 +42,7 @@ class SimulatedJob:
         delay = drawn_delay(self.random, case.delay, SLOWEST)
         self.network = Network(self.clock, delay, case.patience)
         self.launcher: SimulatedLauncher | None = None
-        if case.cuts:
+        if case.snapshots:
             self.launcher = SimulatedLauncher(case, self.clock, self.random, self._new_role)
         self.servers = {ep: self._server(ep) for ep in case.endpoints}
         self.trainers = [self._trainer(k) for k in range(case.trainers)]
@@ -64,7 +64,7 @@ class SimulatedJob:
         return _kind_of_trainer(self.case)(self.case, k, *terms, origin)
 
     def _new_role(self, name: str) -> SimulatedServer | SimulatedTrainer:
-        """Return a new process for a role of a job with cuts."""
+        """Return a new process for a role of a job with snapshots."""
         assert self.launcher is not None
         terms = self.clock, self.random, self.network, self.launcher
         return new_role(self.case, name, *terms)
@@ -118,7 +118,7 @@ class SimulatedJob:
         self.clock.run(10 * max(self.case.deadline, 30.0) + 400.0, self._is_over)
 
     def _run_launcher(self, launcher: SimulatedLauncher) -> None:
-        """Run a job with cuts, whose events affect the current process of a role."""
+        """Run a job with snapshots, whose events affect the current process of a role."""
         launcher.begin()
         for event in self.case.events:
             if event.kind == "full":
@@ -189,7 +189,7 @@ class SimulatedJob:
         for connection in self.network.connections:
             if connection.name != event.who:
                 continue
-            if event.kind == "cut":
+            if event.kind == "snapshot":
                 connection.break_off(event.seconds)
                 continue
             for way in (event.way,) if event.kind == "hold" else (0, 1):
@@ -204,7 +204,7 @@ def new_role(
     network: Network,
     launcher: SimulatedLauncher,
 ) -> SimulatedServer | SimulatedTrainer:
-    """Return a new process for a role of a job with cuts."""
+    """Return a new process for a role of a job with snapshots."""
     kind, _, which = name.partition(" ")
     terms = clock, random, network
     if kind == "pserver":

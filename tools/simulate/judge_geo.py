@@ -1,12 +1,13 @@
-"""Checks of a job of GEO-SGD with cuts (`dtrans.protocol.trainer.geo_steps`).
+"""Checks of a job of GEO-SGD with snapshots (`dtrans.protocol.trainer.geo_steps`).
 
 - A server applies the changes of each step of a trainer at most once, whichever roles fail.
 - A server that has not failed has applied all pushes of the job.
 - A server that has not failed has the sum of each trainer's changes, except changes that were lost
   with a failed trainer, or not pushed.
-- A trainer that starts again loses only changes after its cut (snapshot) that servers have not
+- A trainer that starts again loses only changes after its snapshot that servers have not
   received.
-- The step after which this trainer continues is at most one interval of cuts after its cut.
+- The step after which this trainer continues is at most one interval of snapshots after its
+snapshot.
 - Rows of a table that a trainer stores have values that its server had at one moment.
 """
 
@@ -56,11 +57,16 @@ class _Checked:
     def next_step(self, end: int) -> int:
         """Return the first step of the push after the push that ends at step `end`.
 
-        A trainer that starts again without a cut does not repeat a push that some servers lack.
+        A trainer that starts again without a snapshot does not repeat a push that some servers
+        lack.
         """
         for process in self.processes:
             begin = process.returned
-            if begin is not None and begin.cut is None and begin.received[self.endpoint] == end:
+            if (
+                begin is not None
+                and begin.snapshot is None
+                and begin.received[self.endpoint] == end
+            ):
                 return begin.step
         return end
 
@@ -91,8 +97,8 @@ class _Checked:
         return sent
 
 
-def faults_of_geo_cuts(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
-    """Yield the promises that a job of GEO-SGD with cuts violated."""
+def faults_of_geo_snapshots(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
+    """Yield the promises that a job of GEO-SGD with snapshots violated."""
     trainers: dict[int, list[GeoSgdTrainer]] = {k: [] for k in range(case.trainers)}
     for process in launcher.processes:
         if isinstance(process, GeoSgdTrainer) and process.geo is not None:
@@ -104,7 +110,7 @@ def faults_of_geo_cuts(case: Case, launcher: SimulatedLauncher) -> Iterator[str]
         servers = _processes_of(launcher, endpoint)
         for server in servers:
             if server.loaded is not None and server.loaded.server is server.blocks:
-                yield f"{server.name} was not lost, but went back to its own cut"
+                yield f"{server.name} was not lost, but went back to its own snapshot"
                 return
         blocks = [n for n in (*case.blocks, *case.tables) if n.startswith(f"{endpoint}/")]
         pushes, by_trainer = _index(trainers, blocks), dict[int, list[Push]]()
@@ -170,26 +176,26 @@ def _processes_of(launcher: SimulatedLauncher, endpoint: str) -> list[SimulatedS
 def _applied(
     servers: Sequence[SimulatedServer], server: SimulatedServer, block: str
 ) -> list[bytes]:
-    """Return the changes of a block by a process, plus the changes in the cut at its start."""
+    """Return the changes of a block by a process, plus the changes in the snapshot at its start."""
     assert server.blocks is not None
     log = [x for name, x in server.blocks.log if name == block]
-    cut = server.loaded
-    if cut is None:
+    snapshot = server.loaded
+    if snapshot is None:
         return log
-    writer = next(x for x in servers if x.blocks is cut.server)
+    writer = next(x for x in servers if x.blocks is snapshot.server)
     before = _applied(servers, writer, block)
     assert writer.blocks is not None
-    since = [name for name, _ in writer.blocks.log].count(block) - cut.begun
+    since = [name for name, _ in writer.blocks.log].count(block) - snapshot.begun
     return before[: len(before) - since] + log
 
 
 def _faults_of_lag(case: Case, process: GeoSgdTrainer) -> Iterator[str]:
     if process.returned is None:
         return
-    cut, step = process.returned.cut, process.returned.step
-    before = 0 if cut is None else cut.step
-    if step - before > case.cuts:
-        yield f"{process.name} continued after step {step}, with the cut of step {before}"
+    snapshot, step = process.returned.snapshot, process.returned.step
+    before = 0 if snapshot is None else snapshot.step
+    if step - before > case.snapshots:
+        yield f"{process.name} continued after step {step}, with the snapshot of step {before}"
 
 
 def _faults_of_order(checked: _Checked) -> Iterator[str]:
@@ -261,11 +267,11 @@ def _rest_before(checked: _Checked, i: int, count: int) -> np.ndarray:
 
 
 def _expected_loss(checked: _Checked, returned: Return, since: int) -> np.ndarray:
-    """Return the changes, made after the cut, that were in no push before the failure."""
+    """Return the changes, made after the snapshot, that were in no push before the failure."""
     count = returned.received[checked.endpoint]
-    cut_step = 0 if returned.cut is None else returned.cut.step
+    snapshot_step = 0 if returned.snapshot is None else returned.snapshot.step
     total = checked.zeros()
-    for step in range(max(cut_step, since), returned.step):
+    for step in range(max(snapshot_step, since), returned.step):
         sent = checked.times_sent(step, count)
         total += checked.change(step) * (1 - 1 / checked.case.trainers) ** sent
     return total

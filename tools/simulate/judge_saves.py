@@ -1,9 +1,9 @@
-"""Checks of the checkpoints that trainers request in a job with cuts.
+"""Checks of the checkpoints that trainers request in a job with snapshots.
 
 - If a trainer receives the answer that a checkpoint is saved, each server has written it, at the
   request's number of steps.
 - A synchronous server has written the state of one device after this step. This device uses the
-  trainers of the last epoch that computed the step. The state may precede an eviction.
+  trainers of the last generation that computed the step. The state may precede an eviction.
 - A trainer receives an error only if the write of a server fails, or the server's disk is full.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from dtrans.run.net.epoch_log import members_of_steps
+from dtrans.run.net.generation_log import members_of_steps
 from tools.simulate.between_steps import Answered
 from tools.simulate.case import Case
 from tools.simulate.launcher import SimulatedLauncher
@@ -28,8 +28,8 @@ from tools.simulate.trainer_role import SimulatedTrainer
 Written = tuple[int, Mapping[str, bytes]]
 
 
-def faults_of_saves_with_cuts(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
-    """Yield the promises about checkpoints that a job with cuts violated."""
+def faults_of_saves_with_snapshots(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
+    """Yield the promises about checkpoints that a job with snapshots violated."""
     if all(x.kind != "save" for x in case.requests):
         return
     written = collections.defaultdict[tuple[str, str], list[Written]](list)
@@ -50,8 +50,8 @@ def faults_of_saves_with_cuts(case: Case, launcher: SimulatedLauncher) -> Iterat
                     if not _is_saved(case, launcher, answer, of_server):
                         yield (
                             f"{process.name} received the answer that {name} is saved after "
-                            f"{answer.request.step} steps in epoch {answer.epoch}, but pserver "
-                            f"{endpoint} has not written this state"
+                            f"{answer.request.step} steps in generation {answer.generation}, but "
+                            f"pserver {endpoint} has not written this state"
                         )
 
 
@@ -71,7 +71,7 @@ def _is_saved(
     states = [state for steps, state in written if steps == step]
     if not case.sync_mode:  # servers have no common step
         return bool(states)
-    records = launcher.records[: answer.epoch + 1]
+    records = launcher.records[: answer.generation + 1]
     members = members_of_steps(records, 0, max(case.steps))
     device = on_one_device(case, members)
     values = device.values[step], device.before[step][0]

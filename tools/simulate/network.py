@@ -194,7 +194,7 @@ class SimulatedLink:
         self._listener: SimulatedListener
         self._doubled = network.doubled.get(self.name, -1)
         self._closed = False
-        self._epoch = 0  # incremented when the connection is established and when it breaks
+        self._generation = 0  # incremented when the connection is established and when it breaks
         self._last = [0.0, 0.0]  # arrival of the last message to the server, and to the client
         self._pending: list[Sequence[Any]] = []
         self._sent = 0
@@ -245,11 +245,11 @@ class SimulatedLink:
             self.client.deliver(Event("barred", self, reason="it does not have the job's token"))
             return
         self.up, self._listener = True, listener
-        self._epoch += 1
+        self._generation += 1
         self._last = [clock.now, clock.now]
         listener.connections[self.address] = self
         self.is_silent = True
-        if self._epoch == 1:  # ZeroMQ does not announce a reconnection to the listener
+        if self._generation == 1:  # ZeroMQ does not announce a reconnection to the listener
             self._arrive(0, Event("connected", listener, address=self.address), clock.now)
         self._arrive(1, Event("connected", self), clock.now)
         pending, self._pending = self._pending, []
@@ -306,7 +306,7 @@ class SimulatedLink:
     def vanish(self) -> None:
         """End a connection that the client has closed; drop all its messages, and add no event."""
         self.up = False
-        self._epoch += 1
+        self._generation += 1
         del self._listener.connections[self.address]
         for way in (0, 1):
             self.network.clock.forget((self.address, way))
@@ -319,7 +319,7 @@ class SimulatedLink:
           lost, broken: slots of the events at the server and at the client.
         """
         self.up = False
-        self._epoch += 1
+        self._generation += 1
         clock, listener = self.network.clock, self._listener
         del listener.connections[self.address]
         for way in (0, 1):
@@ -354,10 +354,10 @@ class SimulatedLink:
     def _end(self, way: int) -> None:
         if not self.up:
             return
-        epoch = self._epoch
+        generation = self._generation
 
         def end() -> None:
-            if self._epoch == epoch:
+            if self._generation == generation:
                 self._break(0.0)
 
         time = max(self._last[way], self.network.clock.now)
@@ -371,10 +371,10 @@ class SimulatedLink:
             self._last[way],
             start + network.delay() + sum(map(_size, event.frames)) / network.bandwidth,
         )
-        epoch, to = self._epoch, self.client if way else self._listener.process
+        generation, to = self._generation, self.client if way else self._listener.process
 
         def deliver() -> None:
-            if self._epoch == epoch and not (way and self._closed):
+            if self._generation == generation and not (way and self._closed):
                 self.is_silent &= bool(way)
                 to.deliver(event)
 

@@ -23,8 +23,8 @@ class Process:
 
     Attributes:
       name: name of the process.
-      number: in a job with cuts, number of the epoch in which the process was started. It
-        identifies the process of a role, because a launcher replaces it in a later epoch.
+      number: in a job with snapshots, number of the generation in which the process was started. It
+        identifies the process of a role, because a launcher replaces it in a later generation.
       clock: virtual clock.
       error: exception that ended the process; None if there was none.
       ended: time at which it ended, with or without an error; None if it runs or was killed.

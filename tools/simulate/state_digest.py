@@ -39,7 +39,7 @@ from dtrans.protocol.wire import Message
 from tools.simulate.between_steps import BetweenSteps
 from tools.simulate.case import Case
 from tools.simulate.clock import Clock
-from tools.simulate.launcher import SimulatedEpochs, SimulatedLauncher
+from tools.simulate.launcher import SimulatedGenerations, SimulatedLauncher
 from tools.simulate.network import Network, SimulatedLink, SimulatedListener, SimulatedTransport
 from tools.simulate.process import Process
 from tools.simulate.storage import SimulatedStorage
@@ -49,7 +49,7 @@ from tools.simulate.updates import SimulatedTables
 
 # Objects without a state, and objects whose state never affects a message
 STATELESS = (
-    *(BufferPool, Case, Clock, Network, Origin, Random, ServerBlocks, SimulatedEpochs),
+    *(BufferPool, Case, Clock, Network, Origin, Random, ServerBlocks, SimulatedGenerations),
     *(SimulatedLauncher, SimulatedStorage, SimulatedTables, SimulatedTransport, BetweenSteps),
     *(Refusals, StatusReporter, WaitReminder),
 )
@@ -59,12 +59,12 @@ UNUSED: dict[type, frozenset[str]] = {
     Process: frozenset({"spent", "killed_at", "_took", "ended", "_free", "_wakes"}),
     SimulatedTrainer: frozenset(
         {
-            *("pulled", "pushed", "reduced", "looked_up", "begun_epochs", "newest_received"),
+            *("pulled", "pushed", "reduced", "looked_up", "begun_generations", "newest_received"),
             *("left_at", "greeted_at", "welcomed_at"),
         }
     ),
     Serving: frozenset({"_now"}),
-    ServerLoop: frozenset({"_next_look", "_next_epoch_look"}),
+    ServerLoop: frozenset({"_next_look", "_next_generation_look"}),
     StepWaits: frozenset({"_since"}),
     Trainer: frozenset({"heard_at", "received", "sent"}),
     TrainerTurns: frozenset({"_grads"}),

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from dtrans.errors import DtransError, LostPeerError
-from dtrans.protocol.epochs import NewEpoch
+from dtrans.protocol.generations import NewGeneration
 from dtrans.protocol.server.trainer_rounds import RESULTS
 from dtrans.protocol.server_blocks import RowGradient
 from dtrans.protocol.tables.table_rows import block_parts, runs_of, wanted_of
 from dtrans.protocol.trainer.announced_lookups import LookedUp
-from dtrans.protocol.trainer.epoch_member import EpochMember
+from dtrans.protocol.trainer.generation_member import GenerationMember
 from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.server_link import LastWords, OperationWait, ServerLink
 from dtrans.protocol.trainer.traffic import Leaf, Traffic
@@ -29,7 +29,7 @@ from dtrans.protocol.trainer.trainer_steps import TrainerSteps, leave
 from tools.simulate.between_steps import BetweenSteps
 from tools.simulate.case import Case
 from tools.simulate.clock import Clock
-from tools.simulate.launcher import SimulatedEpochs, SimulatedLauncher
+from tools.simulate.launcher import SimulatedGenerations, SimulatedLauncher
 from tools.simulate.network import Network, SimulatedTransport
 from tools.simulate.process import Process
 from tools.simulate.trainer_mean import TrainerMean
@@ -74,12 +74,12 @@ class SimulatedTrainer(Process):
         request. The first ones are the initial parameters.
       pushed: gradients, or pushes of GEO-SGD, of each block in the order of the steps, by name of
         the block. Gradients that were not sent yet are included.
-      firsts: for each epoch of a job with cuts, the number of this process's steps, and the number
-        of the trainer's steps in the servers' state.
-      newest_received: in a job with cuts, the newest step of the current epoch whose parameters the
-        trainer has received; 0 before all servers have welcomed it.
-      begun_epochs: for each of these epochs, its number, and the number of elements of `pulled` and
-        of `looked_up` before it.
+      firsts: for each generation of a job with snapshots, the number of this process's steps, and
+        the number of the trainer's steps in the servers' state.
+      newest_received: in a job with snapshots, the newest step of the current generation whose
+        parameters the trainer has received; 0 before all servers have welcomed it.
+      begun_generations: for each of these generations, its number, and the number of elements of
+        `pulled` and of `looked_up` before it.
       reduced: step, number and result of each round.
       looked_up: step, row ids and received rows of each lookup.
       left_at: time at which the trainer sent `complete` on a connection, by the connection's name.
@@ -101,11 +101,11 @@ class SimulatedTrainer(Process):
     ) -> None:
         super().__init__(f"{origin.prefix}trainer {k}", clock)
         self._launcher = launcher
-        self._epochs = None if launcher is None else SimulatedEpochs(launcher, self.name)
-        self._member = EpochMember(self._epochs)
+        self._generations = None if launcher is None else SimulatedGenerations(launcher, self.name)
+        self._member = GenerationMember(self._generations)
         self.case, self.k, self.random = case, k, random
         self._origin = origin
-        self.number = 0 if launcher is None else launcher.epoch.number
+        self.number = 0 if launcher is None else launcher.generation.number
         self.mean: TrainerMean | None = None
         if launcher is not None and case.has_means:
             self.mean = TrainerMean(self, k, launcher)
@@ -115,7 +115,7 @@ class SimulatedTrainer(Process):
         self.pulled: list[tuple[int, dict[str, np.ndarray]]] = []
         self.pushed: dict[str, list[np.ndarray]] = {}
         self.firsts: list[tuple[int, int]] = []
-        self.begun_epochs: list[tuple[int, int, int]] = []
+        self.begun_generations: list[tuple[int, int, int]] = []
         self.reduced: list[tuple[int, int, np.ndarray]] = []
         self.looked_up: list[tuple[int, np.ndarray, np.ndarray]] = []
         self.left_at: dict[str, float] = {}
@@ -127,23 +127,23 @@ class SimulatedTrainer(Process):
         # error to be raised inside the script
         self._failed: BaseException | None = None
 
-    def _open(self, epoch: int) -> None:
-        """Create the state of new connections to the servers, from an epoch on."""
+    def _open(self, generation: int) -> None:
+        """Create the state of new connections to the servers, from a generation on."""
         self._links: dict[str, ServerLink] = {}
         self.newest_received = 0
-        self._least_epoch = epoch
-        # as in a real job, each process has a new session in each epoch
-        self._session = f"session {epoch} of {self.name} ({self.number})"
+        self._least_generation = generation
+        # as in a real job, each process has a new session in each generation
+        self._session = f"session {generation} of {self.name} ({self.number})"
         self._steps = TrainerSteps(lambda ep: self._links[ep].line)
         self._steps.sync_mode = self.case.sync_mode
         self.between = BetweenSteps(self.case, self.k, self._steps, self.between.answers)
 
-    def _reconnect(self, epoch: int) -> None:
-        """Leave the connections of an old epoch, as `ServerConnections.abandon` does."""
+    def _reconnect(self, generation: int) -> None:
+        """Leave the connections of an old generation, as `ServerConnections.abandon` does."""
         for link in self._links.values():
             link.close()
-        self._member = EpochMember(self._epochs)
-        self._open(epoch)
+        self._member = GenerationMember(self._generations)
+        self._open(generation)
 
     def start(self) -> None:
         """Start the script."""
@@ -154,7 +154,7 @@ class SimulatedTrainer(Process):
 
     def _run(self) -> Script:
         try:
-            yield from self._train_in_epochs()
+            yield from self._train_in_generations()
         except Exception as e:  # a real executor catches all exceptions, too
             self.error = e
         if self.error is None:
@@ -167,7 +167,7 @@ class SimulatedTrainer(Process):
                 self.left_at[f"{self.name} pserver {ep}"] = self.clock.now
             try:
                 yield leave(link.line) if reason is None else self._last_words(link, reason)
-            except NewEpoch as e:
+            except NewGeneration as e:
                 # see `ServerConnections._say_goodbye`
                 if self.case.sync_mode or e.__cause__ is not None:
                     self.error = self.error or LostPeerError("lost a server while it left")
@@ -179,11 +179,11 @@ class SimulatedTrainer(Process):
                 self.error = self.error or e
             link.close()
 
-    def _train_in_epochs(self) -> Script:
+    def _train_in_generations(self) -> Script:
         while True:
             try:
                 yield from self._train()
-            except NewEpoch as e:
+            except NewGeneration as e:
                 self._reconnect(e.number)
             else:
                 return
@@ -193,12 +193,12 @@ class SimulatedTrainer(Process):
 
     def _train(self) -> Script:
         yield from self._greet()
-        if self._member.epoch is not None:
+        if self._member.generation is not None:
             counts = len(self.pulled), len(self.looked_up)
-            self.begun_epochs.append((self._member.epoch.number, *counts))
+            self.begun_generations.append((self._member.generation.number, *counts))
         first = self._first_step()
         if self.mean is not None:
-            self.mean.begin(self._member.epoch, first)
+            self.mean.begin(self._member.generation, first)
         yield from self._pull(first, barrier=False)
         if self._asks_before(first):
             yield from self.between.ask(first)
@@ -220,12 +220,12 @@ class SimulatedTrainer(Process):
         yield from self.between.end_save()
 
     def _asks_before(self, first: int) -> bool:
-        """Return True if requests precede the first step. A cut contains earlier evictions."""
+        """Return True if requests precede the first step. A snapshot contains earlier evictions."""
         return not first
 
     def _first_step(self) -> int:
-        """Return the number of this trainer's steps before the epoch."""
-        if self._epochs is None:
+        """Return the number of this trainer's steps before the generation."""
+        if self._generations is None:
             return 0
         first = max(link.line.count for link in self._links.values())
         before = self.pulled[-1][0] if self.pulled else first
@@ -288,15 +288,15 @@ class SimulatedTrainer(Process):
                 plan={"init": self._origin.plan},
                 secret=self._origin.token,
                 deadline=self.case.deadline,
-                epoch=self._least_epoch,
+                generation=self._least_generation,
                 incarnation=self._member.incarnation,
             )
             yield link.greet()
-            self._member.enter(link.line.epoch)
+            self._member.enter(link.line.generation)
             self.welcomed_at[ep] = self.clock.now
         self.greeted_at = self.clock.now
-        if self._member.epoch is not None:
-            self.between.epoch = self._member.epoch.number
+        if self._member.generation is not None:
+            self.between.generation = self._member.generation.number
 
     def _exchange(self, step: int) -> Script:
         for number in range(self.case.rounds):
@@ -350,7 +350,7 @@ class SimulatedTrainer(Process):
         except LostPeerError as e:
             self._failed = self._member.lost(e)
             self._failed.__cause__ = e
-        except (DtransError, NewEpoch) as e:
+        except (DtransError, NewGeneration) as e:
             self._failed = e
         return True
 
@@ -456,7 +456,7 @@ class CommunicatingTrainer(SimulatedTrainer):
                 pass
         except LostPeerError as e:
             self._loop, self._failed = None, self._member.lost(e)
-        except (DtransError, NewEpoch) as e:
+        except (DtransError, NewGeneration) as e:
             self._loop, self._failed = None, e
         else:
             self.wake_at(loop.wakes)

@@ -379,7 +379,7 @@ class SimulatedTables:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SimulatedCut:
+class SimulatedSnapshot:
     """Copy of a server's state.
 
     Attributes:
@@ -387,7 +387,7 @@ class SimulatedCut:
       tables: `SimulatedTables.record`.
       counts: for an asynchronous server, the number of steps of each trainer, by id.
       server: for an asynchronous server, the object that has computed the state.
-      begun: `server.begun` at the cut.
+      begun: `server.begun` at the snapshot.
     """
 
     state: Mapping[str, np.ndarray]
@@ -397,15 +397,15 @@ class SimulatedCut:
     begun: int = 0
 
 
-def cut_of(arrays: Mapping[str, np.ndarray]) -> SimulatedCut:
-    """Return a cut from a state with the arrays of `SimulatedTables.arrays`."""
+def snapshot_of(arrays: Mapping[str, np.ndarray]) -> SimulatedSnapshot:
+    """Return a snapshot from a state with the arrays of `SimulatedTables.arrays`."""
     state, tables = {}, {}
     for n, x in arrays.items():
         if n.endswith(RECORD):
             tables[n.removesuffix(RECORD)] = x[:-2], int(x[-2]), int(x[-1])
         else:
             state[n] = x
-    return SimulatedCut(state, tables)
+    return SimulatedSnapshot(state, tables)
 
 
 class SimulatedUpdate:
@@ -447,14 +447,14 @@ class SimulatedUpdate:
         self._new: list[tuple[str, slice, np.ndarray]] = []
         self.tables = SimulatedTables(blocks.endpoint, _rows(blocks), lambda: self.state)
 
-    def cut(self) -> SimulatedCut:
+    def snapshot(self) -> SimulatedSnapshot:
         """Return a copy of the state."""
-        return SimulatedCut({n: x.copy() for n, x in self.state.items()}, self.tables.record())
+        return SimulatedSnapshot({n: x.copy() for n, x in self.state.items()}, self.tables.record())
 
-    def go_back(self, cut: SimulatedCut) -> None:
-        """Replace the state by the state of a cut."""
-        self.state = dict(cut.state)
-        self.tables.restore(cut.tables)
+    def go_back(self, snapshot: SimulatedSnapshot) -> None:
+        """Replace the state by the state of a snapshot."""
+        self.state = dict(snapshot.state)
+        self.tables.restore(snapshot.tables)
 
     def newest(self) -> dict[str, Any]:
         """Implement `StepUpdate.newest`."""
@@ -596,15 +596,15 @@ class SimulatedBlocks:
         """Number of steps that trainers have begun."""
         return len(self.begun_at)
 
-    def cut(self, counts: Mapping[int, int]) -> SimulatedCut:
+    def snapshot(self, counts: Mapping[int, int]) -> SimulatedSnapshot:
         """Return a copy of the state, with the number of steps of each trainer in it."""
         state = {n: x.copy() for n, x in self.state.items()}
-        return SimulatedCut(state, self.tables.record(), counts, self, self.begun)
+        return SimulatedSnapshot(state, self.tables.record(), counts, self, self.begun)
 
-    def go_back(self, cut: SimulatedCut) -> None:
-        """Replace the state by the state of a cut."""
-        self.state.update(cut.state)
-        self.tables.restore(cut.tables)
+    def go_back(self, snapshot: SimulatedSnapshot) -> None:
+        """Replace the state by the state of a snapshot."""
+        self.state.update(snapshot.state)
+        self.tables.restore(snapshot.tables)
 
     def _note_eviction(self, name: str, ids: np.ndarray) -> None:
         self.log.append((name, b""))

@@ -12,8 +12,8 @@ from tools.simulate.case import Case, Event
 from tools.simulate.draw import drawn
 from tools.simulate.job import SimulatedJob
 from tools.simulate.judge import faults, faults_of_role
-from tools.simulate.judge_cuts import faults_of_cuts
 from tools.simulate.judge_events import faults_of_garbled, faults_of_returns
+from tools.simulate.judge_snapshots import faults_of_snapshots
 from tools.simulate.process import Process
 from tools.simulate.server_role import SimulatedServer
 
@@ -28,7 +28,7 @@ class Verdict:
       ends: description of each process's end, by name.
       seconds: virtual time at which the last role ended.
       left_at: time at which a trainer sent `complete` on a connection, by the connection's name.
-      restarts: in a job with cuts, `SimulatedLauncher.restarts`.
+      restarts: in a job with snapshots, `SimulatedLauncher.restarts`.
     """
 
     case: Case
@@ -74,8 +74,11 @@ def _simulated(case: Case) -> Verdict:
     ends = {x.name: _end(x) for x in job.processes if x.begun or x.killed}
     if job.launcher is not None:
         ends = {f"{x.name} ({i})": _end(x) for i, x in enumerate(job.launcher.processes)}
-        of_cuts, restarts = tuple(faults_of_cuts(case, job.launcher)), job.launcher.restarts
-        return Verdict(case, of_cuts, ends, job.clock.now, {}, (*restarts,))
+        of_snapshots, restarts = (
+            tuple(faults_of_snapshots(case, job.launcher)),
+            job.launcher.restarts,
+        )
+        return Verdict(case, of_snapshots, ends, job.clock.now, {}, (*restarts,))
     left_at = {name: at for t in job.trainers for name, at in t.left_at.items()}
     found = [
         *faults(case, _judged_servers(job), job.trainers, job.guests),
@@ -176,7 +179,7 @@ def reduced(case: Case) -> Iterator[Case]:
         ("ahead", 0),
         ("staleness", 0),
         ("moves_rows", False),
-        ("cuts", min(case.cuts, 1)),
+        ("snapshots", min(case.snapshots, 1)),
         ("has_means", False),
         ("has_results", False),
         ("replicas", 0),

@@ -9,7 +9,7 @@ sync_server        a synchronous server
 trainer_turns      gradients of the current step, and answers to trainers after the update
 joint_update       the update of a step, and its waits for other servers
 step_waits         deadlines of a synchronous server's trainers within a step
-newest_states      states of a synchronous server for cuts at the failure of a process
+newest_states      states of a synchronous server for snapshots at the failure of a process
 between_steps      evictions of table rows between two steps of a synchronous server
 trainer_rounds     exchanges between trainers in the middle of a step
 async_server       an asynchronous server

@@ -25,8 +25,8 @@ it has sent to each trainer. It stores the values of table rows until it has use
 
 If a trainer fails or is lost, the other trainers continue. The server drops the incomplete
 gradients of the failed trainer. The server ends when every trainer has left. If all trainers have
-failed, it ends with an error. In a job with cuts (snapshots), the server instead reports a lost
-trainer to the launcher, which starts the trainer again (`dtrans.protocol.epochs`).
+failed, it ends with an error. In a job with snapshots, the server instead reports a
+lost trainer to the launcher, which starts the trainer again (`dtrans.protocol.generations`).
 
 Source of the behaviour: `RunAsyncLoop` in
 paddle/fluid/operators/distributed_ops/listen_and_serv_op.cc.
@@ -61,14 +61,14 @@ class AsyncServer:
       state: initial arrays by name; updated in place.
       trainers: the server's trainers.
       say: function that sends a message.
-      counts: number of each trainer's steps before this epoch, by id.
-      has_cuts: True in a job with cuts (snapshots).
+      counts: number of each trainer's steps before this generation, by id.
+      has_snapshots: True in a job with snapshots.
 
     Attributes:
       between_steps: called when the number of all trainers' steps has grown, with this number.
       endpoint: endpoint of the server.
       peers: the other servers; always empty.
-      counts: numbers of the trainers' steps, in all epochs.
+      counts: numbers of the trainers' steps, in all generations.
       tables: the server's blocks of tables; None if it has none.
     """
 
@@ -85,7 +85,7 @@ class AsyncServer:
         say: Say,
         *,
         counts: Mapping[int, int] = {},
-        has_cuts: bool = False,
+        has_snapshots: bool = False,
     ) -> None:
         self.between_steps: Callable[[int], object] | None = None
         self.endpoint = served.endpoint
@@ -99,10 +99,10 @@ class AsyncServer:
         self._steps = AsyncSteps(served, self._requests)
         self._changed = UnseenChanges(served.tables, trainers.count)
         self._failed: set[int] = set()
-        self._has_cuts = has_cuts
+        self._has_snapshots = has_snapshots
         # After a failure, trainers of GEO-SGD repeat a push on the servers that have not received
         # the complete push. So these servers must not have applied a part of the push.
-        self._applies_at_once = has_cuts and served.adds_changes
+        self._applies_at_once = has_snapshots and served.adds_changes
         self.counts = StepCounts(served.endpoint, counts)
         self.tables: StoredTables | None = None
 
@@ -308,12 +308,12 @@ class AsyncServer:
         """Mark lost trainers as failed, and check the deadline for the trainers' first connection.
 
         Raises:
-          LostPeerError: in a job with cuts (snapshots), a trainer is lost.
+          LostPeerError: in a job with snapshots, a trainer is lost.
           PeerError: all trainers have failed.
           DeadlineError: a trainer did not connect in time.
         """
         for k, why in self._trainers.lost(now).items():
-            if self._has_cuts:
+            if self._has_snapshots:
                 raise LostPeerError(why, f"trainer {k}")
             self._leave(k, why)
         self._trainers.absent(now)

@@ -98,7 +98,7 @@ class JointUpdate:
         return self.peers.known[self._backup].replicated >= self.step + self._evictions
 
     def replicate_state(self) -> None:
-        """Send the state at the beginning of an epoch (part between failures) to the backup."""
+        """Send the state at the beginning of a generation (part between failures) to the backup."""
         if self._backup is not None:
             blocks, rows = self._update.state_blocks()
             fields = {"rows": rows} if rows else {}

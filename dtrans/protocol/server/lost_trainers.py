@@ -19,7 +19,7 @@ class LostTrainers:
       endpoint: the server's endpoint, for error texts.
       known: state of each trainer that has greeted the server, by trainer id. A trainer whose
         process ended before its first greeting is added.
-      expected: ids of the trainers that take part in this epoch.
+      expected: ids of the trainers that take part in this generation.
       retry: seconds for which the server waits for a reconnection.
     """
 

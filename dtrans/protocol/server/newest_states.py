@@ -1,7 +1,7 @@
 """Newest states of a synchronous server, which the server writes when another process fails.
 
-Each state is the server's piece of a snapshot (cut) of the job after a step. Servers complete a
-step at different times: when a process fails, two servers may differ by one step. So each server
+Each state is the server's piece of a snapshot of the job after a step. Servers complete
+a step at different times: when a process fails, two servers may differ by one step. So each server
 writes the states after its two newest steps. The job continues from the newest step whose states
 all servers have written.
 

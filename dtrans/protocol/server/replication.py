@@ -4,7 +4,7 @@ one.
     primary    a server whose state another server copies
     backup     the server that stores the copy
 
-    primary to backup    replica       once in an epoch: the state at its beginning
+    primary to backup    replica       once in a generation: the state at its beginning
                          replica...    in every step: the inputs of the update, which are the merged
                                        gradients, and partial results of other servers
                          replica_evict between steps: an eviction of table rows

@@ -107,7 +107,7 @@ class SaveRequests:
                 )
 
     def take_over(self, before: SaveRequests) -> None:
-        """Take over checkpoints from the previous epoch (part of the job).
+        """Take over checkpoints from the previous generation (part of the job).
 
         The writes of these checkpoints may not have ended.
 

@@ -3,7 +3,7 @@
     events of the listener     messages and connections of trainers, other servers and observers
     events of a link           the connection to another server (`peer_line`)
     every second               a check of the deadlines of trainers and servers
-    every tenth of a second    in a job with cuts, a check for a new epoch
+    every tenth of a second    in a job with snapshots, a check for a new generation
 
 Each call of `step` waits for events and handles them. A real server calls `step` in a loop, and
 the simulator calls it at each event.
@@ -17,7 +17,7 @@ from typing import Any
 
 from dtrans.errors import LostPeerError
 from dtrans.protocol import wire
-from dtrans.protocol.epochs import Epochs, NewEpoch
+from dtrans.protocol.generations import Generations, NewGeneration
 from dtrans.protocol.job_status import OBSERVER
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.server.peer_line import PeerLine
@@ -37,7 +37,7 @@ from dtrans.protocol.transport import (
 
 
 TICK = 1.0  # seconds between two checks of deadlines
-EPOCH_TICK = 0.1  # seconds between two checks for a new epoch
+GENERATION_TICK = 0.1  # seconds between two checks for a new generation
 BURST = 1000  # maximum number of polls for each trainer between two checks of deadlines
 
 
@@ -51,11 +51,11 @@ class ServerLoop:
       ended_saves: returns the checkpoint writes that have ended since its last call. For each of
         them, it returns the checkpoint's name, and an error text that is empty after a success.
       ended_roles: returns the roles of the job whose processes have ended, with their exit status.
-        Its argument is the number of an epoch; ends in earlier epochs are left out.
-      epochs: epochs of the job; None in a job without cuts (snapshots).
+        Its argument is the number of a generation; ends in earlier generations are left out.
+      generations: generations of the job; None in a job without snapshots.
       write_newest: function that starts to write the states after the newest steps, and the
-        replicas of lost servers. The loop calls it when the epoch is ending, with the names of the
-        lost servers. It is called again if more servers are lost before the next epoch.
+        replicas of lost servers. The loop calls it when the generation is ending, with the names of
+        the lost servers. It is called again if more servers are lost before the next generation.
 
     Attributes:
       barred: counter of the connections that the listener has refused.
@@ -69,13 +69,13 @@ class ServerLoop:
         secret: str = "",
         retry: float = RETRY,
         ended_saves: Callable[[], Iterable[tuple[str, str]]] = tuple,
-        ended_roles: Callable[[int], Mapping[str, str]] = lambda epoch: {},
-        epochs: Epochs | None = None,
+        ended_roles: Callable[[int], Mapping[str, str]] = lambda generation: {},
+        generations: Generations | None = None,
         write_newest: Callable[[tuple[str, ...]], object] = lambda lost: None,
     ) -> None:
-        self._next_look = self._next_epoch_look = math.inf
-        self._epochs, self._write_newest = epochs, write_newest
-        self._lost_at: float | None = None  # time of the first failure in this epoch
+        self._next_look = self._next_generation_look = math.inf
+        self._generations, self._write_newest = generations, write_newest
+        self._lost_at: float | None = None  # time of the first failure in this generation
         self.barred = Refusals(log)
         self._transport, self._trainers = transport, trainers
         self._secret, self._retry = secret, retry
@@ -96,7 +96,7 @@ class ServerLoop:
         Args:
           serving: state machine of the server; it sends messages by `say`.
           listener: listener of the server.
-          early: greetings of this epoch that arrived in the previous epoch, by address.
+          early: greetings of this generation that arrived in the previous generation, by address.
 
         Raises:
           ConfigError: another server is on another host, and neither a token nor keys protect the
@@ -116,27 +116,28 @@ class ServerLoop:
             self._by_link[link] = line
         self._trainers.begin(now)
         self._next_look = now + TICK
-        if self._epochs is not None:
-            self._next_epoch_look = now + EPOCH_TICK
+        if self._generations is not None:
+            self._next_generation_look = now + GENERATION_TICK
         if isinstance(serving.kind, SyncServer):
             serving.kind.replicate_state()
         serving.greet_again(early, now)
 
     @property
     def wakes(self) -> float:
-        """Time at which the loop must next check its deadlines, or look for a new epoch."""
-        return min(self._next_look, self._next_epoch_look)
+        """Time at which the loop must next check its deadlines, or look for a new generation."""
+        return min(self._next_look, self._next_generation_look)
 
     def step(self) -> None:
         """Wait for events, handle the events, and check deadlines if a check is due.
 
-        In a job with cuts (snapshots), the loop reports a failure of another role to the launcher.
-        It continues until the launcher grants a new epoch.
+        In a job with snapshots, the loop reports a failure of another role to the
+        launcher. It continues until the launcher grants a new generation.
 
         Raises:
-          NewEpoch: the launcher has granted a new epoch. The server has sent `rewind` to trainers.
-          LostPeerError: another role is lost. In a job with cuts, the server raises this error only
-            if the launcher has granted no new epoch within the deadline.
+          NewGeneration: the launcher has granted a new generation. The server has sent `rewind` to
+            trainers.
+          LostPeerError: another role is lost. In a job with snapshots, the server raises this error
+            only if the launcher has granted no new generation within the deadline.
           DeadlineError: a trainer or server did not connect in time, fell silent, or let other
             processes wait for too long.
           PeerError: a trainer or server failed, refused a message, or left too early.
@@ -147,13 +148,13 @@ class ServerLoop:
             self._note_lost(e)
 
     def _note_lost(self, e: LostPeerError) -> None:
-        """Report a lost role. Raise its error if no new epoch has begun within the deadline."""
+        """Report a lost role. Raise its error if no generation has begun within the deadline."""
         now = self._transport.now()
-        if self._epochs is None or self._serving.gate is None:
+        if self._generations is None or self._serving.gate is None:
             raise e
         if self._lost_at is None:
             self._lost_at = now
-            self._epochs.report_lost(self._serving.gate.number, e.role, str(e))
+            self._generations.report_lost(self._serving.gate.number, e.role, str(e))
         elif now > self._lost_at + self._trainers.deadline:
             raise e
 
@@ -161,23 +162,23 @@ class ServerLoop:
         self._take_all(self.wakes)
         for name, error in self._ended_saves():
             self._serving.saves.written(name, error, self._transport.now())
-        if self._transport.now() >= self._next_epoch_look:
-            self._look_for_epoch()
+        if self._transport.now() >= self._next_generation_look:
+            self._look_for_generation()
         if self._transport.now() >= self._next_look:
             self._look()
 
-    def _look_for_epoch(self) -> None:
-        assert self._epochs is not None and self._serving.gate is not None
-        self._next_epoch_look = self._transport.now() + EPOCH_TICK
-        epoch, gate = self._epochs.current(), self._serving.gate
-        if epoch.number != gate.number:
+    def _look_for_generation(self) -> None:
+        assert self._generations is not None and self._serving.gate is not None
+        self._next_generation_look = self._transport.now() + GENERATION_TICK
+        generation, gate = self._generations.current(), self._serving.gate
+        if generation.number != gate.number:
             for address in self._trainers.by_address:
-                self.say(address, "rewind", epoch=epoch.number)
-            raise NewEpoch(epoch.number)
-        if epoch.is_ending and (not gate.is_closed or gate.lost != epoch.lost):
+                self.say(address, "rewind", generation=generation.number)
+            raise NewGeneration(generation.number)
+        if generation.is_ending and (not gate.is_closed or gate.lost != generation.lost):
             # A step that ends after the write would be lost, so the server takes no more messages.
-            gate.is_closed, gate.lost = True, epoch.lost
-            self._write_newest(epoch.lost)
+            gate.is_closed, gate.lost = True, generation.lost
+            self._write_newest(generation.lost)
 
     def _look(self) -> None:
         # Messages that arrived during an update are read before deadlines are checked, because
@@ -187,12 +188,13 @@ class ServerLoop:
                 break
         now, gate = self._transport.now(), self._serving.gate
         if gate is not None and gate.is_closed:
-            # while roles wait for a new epoch after the failure of a role, no deadline is checked
-            self._serving.wait_for_epoch(now)
+            # while roles wait for a new generation after the failure of a role, no deadline is
+            # checked
+            self._serving.wait_for_generation(now)
             self._next_look = self._transport.now() + TICK
             return
-        epoch = 0 if gate is None else gate.number
-        for role, how in self._ended_roles(epoch).items():
+        generation = 0 if gate is None else gate.number
+        for role, how in self._ended_roles(generation).items():
             kind, _, number = role.partition(" ")
             if kind == "trainer":
                 self._serving.died(int(number), how, now)
@@ -270,7 +272,7 @@ class ServerLoop:
         """Close the links to other servers.
 
         Args:
-          failed: True if the epoch ends by a failure; pending messages are then dropped.
+          failed: True if the generation ends by a failure; pending messages are then dropped.
         """
         for line, link in self._lines.values():
             link.close(0.0 if failed or line.peer.gone else LINGER)

@@ -68,7 +68,7 @@ class ServerPeers:
       exchanges: exchanges of this server in each step.
       on_trainer_exit: the job's option `on_trainer_exit`; a peer with another value is refused.
       plan: parts of the plan's fingerprint; a peer with other parts is refused.
-      epoch: number of the epoch, which greetings contain.
+      generation: number of the generation, which greetings contain.
       replication: replicas of this server; None without replicas.
 
     Attributes:
@@ -82,10 +82,10 @@ class ServerPeers:
         *,
         on_trainer_exit: str,
         plan: Mapping[str, str] = {},
-        epoch: int = 0,
+        generation: int = 0,
         replication: Replication | None = None,
     ) -> None:
-        self.me, self._epoch = me, epoch
+        self.me, self._generation = me, generation
         layouts = _layouts(me, exchanges, replication)
         self.known = {ep: ServerPeer(ep, layout) for ep, layout in layouts.items()}
         self._levels = {x.level: x for x in exchanges}
@@ -105,7 +105,7 @@ class ServerPeers:
             "on_trainer_exit": self._on_trainer_exit,
             "layout": peer.layout,
             "plan": {**self._plan},
-            "epoch": self._epoch,
+            "generation": self._generation,
         }
 
     @property

@@ -26,7 +26,7 @@ from dtrans.protocol.job_status import StatusReporter
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.server.admission import welcome
 from dtrans.protocol.server.async_server import AsyncServer
-from dtrans.protocol.server.epoch_gate import EpochGate
+from dtrans.protocol.server.generation_gate import GenerationGate
 from dtrans.protocol.server.save_requests import SaveRequests
 from dtrans.protocol.server.sync_server import SyncServer
 from dtrans.protocol.server.trainer_registry import Say, TrainerRegistry
@@ -57,7 +57,7 @@ class Serving:
     Attributes:
       local: local address for trainers on the same host; empty if there is none.
       saves: requests for checkpoints.
-      gate: filter of messages by their epoch; None in a job without cuts (snapshots).
+      gate: filter of messages by their generation; None in a job without snapshots.
       status: status of the server for observers.
     """
 
@@ -74,7 +74,7 @@ class Serving:
         self.local = ""
         self.status = StatusReporter(kind, trainers, refusals)
         self.saves = SaveRequests(trainers, self.status, say)
-        self.gate: EpochGate | None = None
+        self.gate: GenerationGate | None = None
         self._say, self._now = say, 0.0
 
     @property
@@ -126,7 +126,7 @@ class Serving:
             self.gate.lose(address)
 
     def greet_again(self, early: Mapping[bytes, wire.Message], now: float) -> None:
-        """Handle greetings that arrived before this epoch, a part of the job between failures.
+        """Handle greetings that arrived before this generation, a part of the job between failures.
 
         Args:
           early: greeting by address.
@@ -159,12 +159,12 @@ class Serving:
         self.kind.look(now)
         self.saves.remind()
 
-    def wait_for_epoch(self, now: float) -> None:
-        """Send `waiting` to all trainers; called in place of `look` while an epoch ends."""
+    def wait_for_generation(self, now: float) -> None:
+        """Send `waiting` to all trainers; called in place of `look` while a generation ends."""
         self.status.look(now)
         for k in self.trainers.present:
             address = self.trainers.known[k].address
-            self._say(address, "waiting", reason="the servers to write a cut")
+            self._say(address, "waiting", reason="the servers to write a snapshot")
 
     def say_why(self, e: BaseException) -> None:
         """Send the error that ends this server to all connected trainers and servers."""

@@ -17,7 +17,7 @@ class StepCounts:
 
     Args:
       endpoint: the server's endpoint, for log lines.
-      before: number of each trainer's steps before this epoch (part of the job), by id.
+      before: number of each trainer's steps before this generation (part of the job), by id.
 
     Attributes:
       total: total number of steps of all trainers.

@@ -32,8 +32,8 @@ trainer or server does not connect, falls silent, or lets others wait beyond the
 that violates the protocol is refused and logged, and changes nothing.
 
 Read next: `trainer_turns` (gradients and answers), `joint_update` (other servers), `step_waits`
-(deadlines), `newest_states` (cuts at a failure), `trainer_rounds` (exchanges), `tables.row_answers`
-(lookups) and `between_steps` (evictions).
+(deadlines), `newest_states` (snapshots at a failure), `trainer_rounds` (exchanges),
+`tables.row_answers` (lookups) and `between_steps` (evictions).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SyncServer:
       trainers: the server's trainers.
       say: function that sends a message.
       step: number of updates that the state already contains.
-      epoch: number of the server's epoch.
+      generation: number of the server's generation.
       replication: replicas of this server; None without replicas.
       new_replica: as for `Replica`.
       job_has_tables: True if trainers may evict rows of tables, on any server of the job.
@@ -81,7 +81,7 @@ class SyncServer:
       tables: the server's blocks of tables; None if it has none.
       peers: the other servers.
       rounds: exchanges between trainers.
-      newest: newest states, for cuts (snapshots) at the failure of a process.
+      newest: newest states, for snapshots at the failure of a process.
     """
 
     word, idle = "synchronous", "serving"
@@ -94,7 +94,7 @@ class SyncServer:
         say: Say,
         *,
         step: int = 0,
-        epoch: int = 0,
+        generation: int = 0,
         replication: Replication | None = None,
         new_replica: NewReplica | None = None,
         job_has_tables: bool = False,
@@ -114,7 +114,7 @@ class SyncServer:
             served.exchanges,
             on_trainer_exit=self.on_trainer_exit,
             plan=trainers.plan,
-            epoch=epoch,
+            generation=generation,
             replication=replication,
         )
         terms = update, self.peers, trainers, say, step
@@ -328,7 +328,7 @@ class SyncServer:
         return True
 
     def replicate_state(self) -> None:
-        """Send the state at the start of an epoch (part between failures) to the backup, if any."""
+        """Send the state at the start of a generation to the backup server, if there is one."""
         self._joint.replicate_state()
 
     def heard_backup(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from dtrans.errors import DeadlineError, WireError
 from dtrans.protocol import wire
-from dtrans.protocol.epochs import Epoch
+from dtrans.protocol.generations import Generation
 from dtrans.protocol.server.admission import check_connection, check_job, check_plan
 from dtrans.protocol.server.lost_trainers import LostTrainers
 from dtrans.protocol.server.trainer_state import Trainer
@@ -39,18 +39,18 @@ class TrainerRegistry:
       plan: parts of the plan's fingerprint; a trainer with other parts is refused.
       secret: the job's token.
       retry: seconds that the server waits for a reconnection.
-      busy: ids of trainers that were connected in the previous epoch. The deadline does not apply
-        to these trainers: each may first finish its user's code between two steps, and then greet
-        the server.
-      epoch: the epoch; None in a job without cuts (snapshots). The epoch names the trainers that
-        take no part, and the current process of each other trainer.
-      sessions: session words of the trainers of earlier epochs, by trainer id.
+      busy: ids of trainers that were connected in the previous generation. The deadline does not
+        apply to these trainers: each may first finish its user's code between two steps, and then
+        greet the server.
+      generation: the generation; None in a job without snapshots. The generation names
+        the trainers that take no part, and the current process of each other trainer.
+      sessions: session words of the trainers of earlier generations, by trainer id.
 
     Attributes:
       endpoint: endpoint of the server.
       plan: the argument `plan`.
-      dropped: ids of the lost trainers that take no part in this epoch.
-      left_before: ids of the trainers that left in an earlier epoch.
+      dropped: ids of the lost trainers that take no part in this generation.
+      left_before: ids of the trainers that left in an earlier generation.
       count: number of trainers of the job.
       deadline: the argument `deadline`.
       started: time at which the server began to wait for trainers.
@@ -69,13 +69,13 @@ class TrainerRegistry:
         secret: str = "",
         retry: float = RETRY,
         busy: Collection[int] = (),
-        epoch: Epoch | None = None,
+        generation: Generation | None = None,
         sessions: Mapping[int, str] = {},
     ) -> None:
-        epoch = epoch or Epoch()
-        self._busy, self.dropped = frozenset(busy), frozenset(epoch.dropped)
-        self.left_before, self._sessions_before = frozenset(epoch.left), sessions
-        self._incarnations = dict(enumerate(epoch.incarnations))
+        generation = generation or Generation()
+        self._busy, self.dropped = frozenset(busy), frozenset(generation.dropped)
+        self.left_before, self._sessions_before = frozenset(generation.left), sessions
+        self._incarnations = dict(enumerate(generation.incarnations))
         self.endpoint, self.count = served.endpoint, served.trainers
         self.plan, self.deadline = plan, deadline
         self.secret = secret
@@ -95,7 +95,7 @@ class TrainerRegistry:
 
     @property
     def left(self) -> list[int]:
-        """Ids of the trainers that have left, also in an earlier epoch (part of the job)."""
+        """Ids of the trainers that have left, also in an earlier generation (part of the job)."""
         return [*self.left_before, *(k for k, t in self.known.items() if t.done)]
 
     @property
@@ -132,7 +132,7 @@ class TrainerRegistry:
 
     @property
     def sessions_by_id(self) -> dict[int, str]:
-        """Session words of the trainers of this and of earlier epochs, by trainer id."""
+        """Session words of the trainers of this and of earlier generations, by trainer id."""
         return {**self._sessions_before, **{k: t.session for k, t in self.known.items()}}
 
     @property
@@ -165,7 +165,8 @@ class TrainerRegistry:
         if k in self.dropped:
             raise WireError(f"trainer {k} was lost, and the job continues without it")
         if message.fields.get("incarnation", 0) < self._incarnations.get(k, 0):
-            # The sender has greeted for the next epoch, and was lost before that epoch began.
+            # The sender has greeted for the next generation, and was lost before that generation
+            # began.
             raise WireError(f"the launcher has started another process of trainer {k}")
         known = self.known.get(k)
         is_same = known is not None and known.session == message["session"]

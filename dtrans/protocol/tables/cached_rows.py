@@ -29,7 +29,7 @@ LEAST = 64  # initial capacity in rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class CachedCut:
+class CachedSnapshot:
     """Snapshot of a trainer's rows of one table, for a restart of the trainer after a failure.
 
     It has the trainer's changes of the rows, but not the servers' values, which the new process
@@ -215,9 +215,9 @@ class CachedRows:
         if local is not None:
             self._stored[0][slots] = local
 
-    # -- cuts ------------------------------------------------------------------------------------
+    # -- snapshots ---------------------------------------------------------------------------------
 
-    def cut(self, pending: RowGradient | None) -> CachedCut:
+    def snapshot(self, pending: RowGradient | None) -> CachedSnapshot:
         """Return a snapshot of the rows, which the trainer writes for a restart after a failure.
 
         Args:
@@ -227,22 +227,22 @@ class CachedRows:
         slots = np.argsort(self.ids)
         local, *state = (x[slots] for x in self._stored)
         changes = local - self._old[slots]
-        return CachedCut(self.ids[slots], self._is_touched[slots], changes, state, pending)
+        return CachedSnapshot(self.ids[slots], self._is_touched[slots], changes, state, pending)
 
-    def resume(self, cut: CachedCut) -> None:
+    def resume(self, snapshot: CachedSnapshot) -> None:
         """Continue with the rows of a snapshot, in a trainer that was restarted after a failure.
 
         The snapshot has only the trainer's changes. The next pull must contain all these rows, and
         adds the servers' values.
 
         Args:
-          cut: the snapshot. This object must have no rows yet.
+          snapshot: the snapshot. This object must have no rows yet.
         """
-        self.add(cut.ids, np.zeros_like(cut.changes), cut.state)
-        slots = self._slots.find(cut.ids)
-        self._stored[0][slots] = cut.changes
-        self._is_touched[slots] = cut.is_touched
-        self._touched = [slots[cut.is_touched]]
+        self.add(snapshot.ids, np.zeros_like(snapshot.changes), snapshot.state)
+        slots = self._slots.find(snapshot.ids)
+        self._stored[0][slots] = snapshot.changes
+        self._is_touched[slots] = snapshot.is_touched
+        self._touched = [slots[snapshot.is_touched]]
 
     # -- as arrays -------------------------------------------------------------------------------
 

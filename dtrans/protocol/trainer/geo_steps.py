@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dtrans.protocol.server_blocks import RowGradient
-from dtrans.protocol.tables.cached_rows import CachedCut
+from dtrans.protocol.tables.cached_rows import CachedSnapshot
 from dtrans.protocol.tables.table_rows import BlockRowSet
 
 
@@ -94,7 +94,7 @@ class GeoArithmetic(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class GeoCut:
+class GeoSnapshot:
     """Snapshot of one trainer of GEO-SGD, from which a new process continues after a failure.
 
     A *push* sends a part of the trainer's parameter changes to the servers.
@@ -107,8 +107,8 @@ class GeoCut:
       deltas: deltas of the pending push, by name of the parameter; empty if none is pending.
       local: leaves that only this trainer has, such as the optimizer's state, by name.
       tables: rows that the trainer stores, by name of the table.
-      pushes: for each push after the cut, the ids of the pushed rows, by name of the table. The key
-        of a push is the total number of pushed steps, with the steps of this push.
+      pushes: for each push after the snapshot, the ids of the pushed rows, by name of the table.
+        The key of a push is the total number of pushed steps, with the steps of this push.
     """
 
     step: int
@@ -117,21 +117,21 @@ class GeoCut:
     changes: Mapping[str, Any]
     deltas: Mapping[str, Any]
     local: Mapping[str, Any]
-    tables: Mapping[str, CachedCut] = dataclasses.field(default_factory=dict)
+    tables: Mapping[str, CachedSnapshot] = dataclasses.field(default_factory=dict)
     pushes: Mapping[int, Mapping[str, np.ndarray]] = dataclasses.field(default_factory=dict)
 
 
 class GeoReturn:
     """Plan by which a new process replaces a lost trainer of GEO-SGD.
 
-    The new process starts from the lost trainer's cut (snapshot). A push (changes of parameters
-    sent to all servers) may have reached only some servers before the failure. If the lost process
-    had not pushed since the cut, the new process repeats the pending push on the servers that lack
-    it. Otherwise some servers may lack the last push, and its values are lost. The new process then
-    pushes changes from the cut to these servers instead.
+    The new process starts from the lost trainer's snapshot. A push (changes of parameters sent to
+    all servers) may have reached only some servers before the failure. If the lost process had not
+    pushed since the snapshot, the new process repeats the pending push on the servers that lack it.
+    Otherwise some servers may lack the last push, and its values are lost. The new process then
+    pushes changes from the snapshot to these servers instead.
 
     Args:
-      cut: the trainer's cut.
+      snapshot: the trainer's snapshot.
       received: number of the trainer's steps that each server has received, by endpoint.
       trainers: number of trainers.
       push_every: number of steps between two pushes.
@@ -143,15 +143,15 @@ class GeoReturn:
     """
 
     def __init__(
-        self, cut: GeoCut, received: Mapping[str, int], trainers: int, push_every: int
+        self, snapshot: GeoSnapshot, received: Mapping[str, int], trainers: int, push_every: int
     ) -> None:
-        self._cut, self._received = cut, received
+        self._snapshot, self._received = snapshot, received
         self._trainers, self._push_every = trainers, push_every
-        self.count = max(cut.pushed, *received.values())
-        self.step = max(cut.step, self.count)
+        self.count = max(snapshot.pushed, *received.values())
+        self.step = max(snapshot.step, self.count)
         lacking = [n for n in received.values() if n < self.count]
-        self.repeated = cut.pending
-        if self.count > cut.pushed:
+        self.repeated = snapshot.pending
+        if self.count > snapshot.pushed:
             self.repeated = self.count - max(lacking, default=self.count)
 
     @property
@@ -170,33 +170,33 @@ class GeoReturn:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Divide the changes of a block into a part to push now and a part to keep.
 
-        A block is a part of a parameter on one server. Each push after the cut (snapshot) has sent
-        1/trainers of the remaining changes. So the changes in the cut are reduced accordingly.
+        A block is a part of a parameter on one server. Each push after the snapshot has sent
+        1/trainers of the remaining changes. So the changes in the snapshot are reduced accordingly.
 
         Args:
           endpoint: server of the block.
-          change: changes of the block in the cut.
-          delta: changes of a pending push in the cut; zeros if no push was pending.
+          change: changes of the block in the snapshot.
+          delta: changes of a pending push in the snapshot; zeros if no push was pending.
 
         Returns:
           The changes to keep, and the changes to push to the servers that lack the last push.
         """
         received = self._received[endpoint]
         is_lacking = received < self.count
-        if self.count == self._cut.pushed:
+        if self.count == self._snapshot.pushed:
             return change, delta if is_lacking else np.zeros_like(delta)
-        pushes = -(-max(0, received - self._cut.pushed) // self._push_every)
+        pushes = -(-max(0, received - self._snapshot.pushed) // self._push_every)
         change = change * np.asarray((1 - 1 / self._trainers) ** pushes, change.dtype)
         share = np.asarray(1 / self._trainers if is_lacking else 0, change.dtype)
         return change - share * change, share * change
 
     def split_rows(
         self, table: str, endpoints: Sequence[str], spans: Sequence[BlockRowSet]
-    ) -> tuple[CachedCut, RowGradient]:
+    ) -> tuple[CachedSnapshot, RowGradient]:
         """Divide the changes of a table's rows into a part to push now and a part to keep.
 
-        It is like `split`, but each push contains only some rows. `GeoCut.pushes` has the rows of
-        each push.
+        It is like `split`, but each push contains only some rows. `GeoSnapshot.pushes` has the rows
+        of each push.
 
         Args:
           table: name of the table.
@@ -207,26 +207,28 @@ class GeoReturn:
           The rows with the changes to keep, and the changes to push to servers that lack the last
           push.
         """
-        cut = self._cut.tables[table]
-        if self.count == self._cut.pushed:
-            return cut, self._lacking_rows(cut.pending or _no_rows(cut), endpoints, spans)
-        received = np.empty(len(cut.ids), np.int64)
+        snapshot = self._snapshot.tables[table]
+        if self.count == self._snapshot.pushed:
+            return snapshot, self._lacking_rows(
+                snapshot.pending or _no_rows(snapshot), endpoints, spans
+            )
+        received = np.empty(len(snapshot.ids), np.int64)
         for endpoint, span in zip(endpoints, spans, strict=True):
-            received[span.among(cut.ids)] = self._received[endpoint]
-        changes, is_touched = cut.changes.copy(), cut.is_touched.copy()
-        repeated = _no_rows(cut)
+            received[span.among(snapshot.ids)] = self._received[endpoint]
+        changes, is_touched = snapshot.changes.copy(), snapshot.is_touched.copy()
+        repeated = _no_rows(snapshot)
         rest = np.asarray(1 - 1 / self._trainers, changes.dtype)
-        for count, ids in sorted(self._cut.pushes.items()):
-            if not self._cut.pushed < count <= self.count:
+        for count, ids in sorted(self._snapshot.pushes.items()):
+            if not self._snapshot.pushed < count <= self.count:
                 continue
-            is_pushed = np.isin(cut.ids, ids[table])
+            is_pushed = np.isin(snapshot.ids, ids[table])
             is_touched &= ~is_pushed
             changes[is_pushed & (count <= received)] *= rest
             if count == self.count:
                 lacks = is_pushed & (count > received)
-                repeated = RowGradient(cut.ids[lacks], changes[lacks] - rest * changes[lacks])
+                repeated = RowGradient(snapshot.ids[lacks], changes[lacks] - rest * changes[lacks])
                 changes[lacks] -= repeated.rows
-        return dataclasses.replace(cut, is_touched=is_touched, changes=changes), repeated
+        return dataclasses.replace(snapshot, is_touched=is_touched, changes=changes), repeated
 
     def _lacking_rows(
         self, deltas: RowGradient, endpoints: Sequence[str], spans: Sequence[BlockRowSet]
@@ -238,8 +240,8 @@ class GeoReturn:
         return RowGradient(deltas.ids[lacks], np.asarray(deltas.rows)[lacks])
 
 
-def _no_rows(cut: CachedCut) -> RowGradient:
-    return RowGradient(cut.ids[:0], cut.changes[:0])
+def _no_rows(snapshot: CachedSnapshot) -> RowGradient:
+    return RowGradient(snapshot.ids[:0], snapshot.changes[:0])
 
 
 class GeoSteps:

@@ -26,7 +26,7 @@ from typing import Any
 
 from dtrans.errors import PeerError
 from dtrans.protocol import token, wire
-from dtrans.protocol.epochs import Epoch, NewEpoch
+from dtrans.protocol.generations import Generation, NewGeneration
 from dtrans.protocol.numbered_messages import NumberedMessages
 from dtrans.protocol.transport import RETRY
 
@@ -44,12 +44,13 @@ class ServerConnection:
       secret: the job's token.
       say: function that sends the frames of one message.
       retry: seconds that the trainer waits for a reconnection.
-      epoch: smallest number of the epoch in which the trainer takes part.
-      incarnation: number of the epoch in which the trainer's process was started.
+      generation: smallest number of the generation in which the trainer takes part.
+      incarnation: number of the generation in which the trainer's process was started.
 
     Attributes:
-      epoch: the server's epoch, after its welcome; None if the job has no cuts (snapshots).
-      every: after the welcome, the number of steps between two cuts; 0 if the job has no cuts.
+      generation: the server's generation, after its welcome; None if the job has no snapshots.
+      every: after the welcome, the number of steps between two snapshots; 0 if the job has no
+        snapshots.
       count: after the welcome, the number of the trainer's steps before this connection.
       me: name of the trainer in error and log texts, such as "trainer 0".
       welcomed: True if the server has welcomed the trainer.
@@ -70,10 +71,10 @@ class ServerConnection:
         secret: str,
         say: Callable[[list[Any]], None],
         retry: float = RETRY,
-        epoch: int = 0,
+        generation: int = 0,
         incarnation: int = 0,
     ) -> None:
-        self.epoch: Epoch | None = None
+        self.generation: Generation | None = None
         self.every = self.count = 0
         self.endpoint = endpoint
         self.me = f"trainer {trainer}"
@@ -99,7 +100,7 @@ class ServerConnection:
             "sync_mode": sync_mode,
             "plan": {**plan},
             "nonce": token.new_token(),
-            "epoch": epoch,
+            "generation": generation,
             "incarnation": incarnation,
         }
 
@@ -195,14 +196,14 @@ class ServerConnection:
           one, or a welcome after a reconnection.
 
         Raises:
-          NewEpoch: the servers have gone back to a cut (snapshot).
+          NewGeneration: the servers have gone back to a snapshot.
           PeerError: the server refused the trainer, or does not have the job's token.
           WireError: the message is malformed.
         """
         message = wire.parse(frames)
         self._is_answered = True
         if message.op == "rewind":
-            raise NewEpoch(message["epoch"])
+            raise NewGeneration(message["generation"])
         if message.op == "refuse":
             self.gone = bool(message.fields.get("last"))
             raise PeerError(f"pserver {self.endpoint} refused {self.me}: {message['reason']}")
@@ -240,8 +241,8 @@ class ServerConnection:
         """
         self._check_proof(welcome)
         self.welcomed = True
-        if "epoch" in welcome:
-            self.epoch = Epoch(welcome["epoch"], welcome.get("cut"))
+        if "generation" in welcome:
+            self.generation = Generation(welcome["generation"], welcome.get("snapshot"))
             self.every = welcome.get("every", 0)
         self.count = welcome.get("count", welcome["step"])
         return str(welcome["local"])

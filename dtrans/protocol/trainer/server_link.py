@@ -16,7 +16,7 @@ from typing import Any
 
 from dtrans.errors import PeerError, WireError
 from dtrans.protocol import wire
-from dtrans.protocol.epochs import NewEpoch
+from dtrans.protocol.generations import NewGeneration
 from dtrans.protocol.trainer.operation import Operation, PendingAnswer, nothing
 from dtrans.protocol.trainer.trainer_line import TrainerLine
 from dtrans.protocol.transport import LINGER, ROLE_USER, Event, Link, Transport
@@ -312,7 +312,9 @@ class LastWords:
             try:
                 message = self._link.receive(event)
                 line.gone |= message is not None and message.op == "goodbye"
-            except NewEpoch:  # the server has begun a new epoch, and drops messages of the old one
+            except (
+                NewGeneration
+            ):  # the server has begun a new generation, and drops messages of the old one
                 line.gone = True
             except (PeerError, WireError):
                 pass

@@ -212,16 +212,16 @@ def feed(batches: Iterable[Any] | Callable[[int], Any], job: Job, ahead: int = 2
     thread. The thread ends after the iterator returns its current batch. If the iterator raises an
     error, the loop over the loaded batches raises this error.
 
-    A cut is a copy of the job's state. In a job with cuts, pass the result to `job.steps` with
-    `stop`. After the failure of a process, `feed` goes back to the batch of the cut. This works
-    with a function of the step number, and with a loader that has one of these methods:
+    A snapshot is a copy of the job's state. In a job with snapshots, pass the result to `job.steps`
+    with `stop`. After the failure of a process, `feed` goes back to the batch of the snapshot. This
+    works with a function of the step number, and with a loader that has one of these methods:
 
     - `seek(step)`;
     - `get_state` and `set_state`, as iterators of grain have;
     - `state_dict` and `load_state_dict`, as torchdata's `StatefulDataLoader` has.
 
     A loader without `seek` must yield the same batches in each start of the script. A process that
-    starts again reads from the first batch, and drops all batches before the batch of the cut.
+    starts again reads from the first batch, and drops all batches before the batch of the snapshot.
 
     Args:
       batches: iterator of global batches, or a function that returns the batch of a step number. A

@@ -16,7 +16,7 @@ launcher        starts the processes of a job, on this host or at a `Site`
 site            the hosts on which the roles run
 child_process   one process of the launcher, and its output
 role_output     lines of all roles on the terminal, and log files
-restarts        restarts of lost roles, epochs and cuts
+restarts        restarts of lost roles, generations and snapshots
 compile_cache   JAX's compilation cache, for roles that may start again
 identity        the variables of a role, which a spare receives
 orphan_guard    kills all processes if the launcher itself is killed

@@ -136,7 +136,7 @@ class Child:
             return f"signal {signal.Signals(-self.returncode).name}"
         return f"exit code {self.returncode}"
 
-    def tell_ended(self, role: str, how: str, epoch: int) -> None:
+    def tell_ended(self, role: str, how: str, generation: int) -> None:
         """Inform this role that another role has ended, so that it does not wait for that role.
 
         For a role on this host, do nothing. Such a role reads the ends of other roles from a folder
@@ -145,7 +145,8 @@ class Child:
         Args:
           role: name of the role that has ended, such as "trainer 1".
           how: the way in which it ended, such as "exit code 1".
-          epoch: number of the job's current epoch (the time between two failures of the job).
+          generation: number of the job's current generation (the time between two failures of the
+            job).
         """
 
     def signal(self, signum: int) -> None:

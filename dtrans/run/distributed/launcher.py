@@ -23,7 +23,7 @@ servers would wait up to their deadline for a role that ended before it connecte
 With `restarts`, a lost role does not end the job: see `dtrans.run.distributed.restarts`.
 
 If the launcher itself is killed, `dtrans.run.distributed.orphan_guard` ends the roles. If the job
-has a folder of cuts (snapshots), `dtrans launch --resume` continues the job.
+has a folder of snapshots, `dtrans launch --resume` continues the job.
 
 Source of the behaviour: torch/distributed/elastic/multiprocessing/api.py,
 python/paddle/distributed/launch_ps.py.
@@ -46,13 +46,13 @@ from dtrans.checkpoint.runs import VARIABLE as RUN
 from dtrans.checks import check_one_of
 from dtrans.errors import ConfigError, DeadlineError, LaunchError
 from dtrans.protocol import token
-from dtrans.protocol.epochs import DROPS, REPLACE
+from dtrans.protocol.generations import DROPS, REPLACE
 from dtrans.run.distributed.child_process import Child, Guard
 from dtrans.run.distributed.compile_cache import open_cache
 from dtrans.run.distributed.identity import VARIABLE as SPARE
 from dtrans.run.distributed.restarts.attempt import Attempt, Event
-from dtrans.run.distributed.restarts.job_epochs import JobEpochs
-from dtrans.run.distributed.restarts.job_folder import endpoints_of, open_epochs
+from dtrans.run.distributed.restarts.job_folder import endpoints_of, open_generations
+from dtrans.run.distributed.restarts.job_generations import JobGenerations
 from dtrans.run.distributed.restarts.restart_options import RestartOptions
 from dtrans.run.distributed.restarts.role_starter import RoleStarter
 from dtrans.run.distributed.restarts.run_attempts import Restarts
@@ -61,7 +61,7 @@ from dtrans.run.distributed.role import LOSS, VARIABLES, Role
 from dtrans.run.distributed.role_output import open_logs, say
 from dtrans.run.distributed.site import Site
 from dtrans.run.distributed.status_door import VARIABLE as STATUS
-from dtrans.run.net.epoch_folder import STARTED, VARIABLE as CUTS
+from dtrans.run.net.generation_folder import STARTED, VARIABLE as SNAPSHOTS
 from dtrans.run.net.started_jobs import announce_job
 
 
@@ -98,12 +98,13 @@ def launch(
       mode: "pserver" or "nccl2".
       on_trainer_loss: the reaction to the failure of a trainer. "restart": the trainer starts
         again; when all `restarts` are used, the job ends. "abort": the job ends. With "drop", the
-        job continues without the trainer while another trainer runs. Parameter servers with cuts
-        (the snapshots of `job.serve`) go back to the newest cut. Without cuts, "drop" works with
-        asynchronous parameter servers. In nccl2 mode it works if trainer 0 does not fail (see
-        `dtrans.connect`). "replace" is for jobs with cuts: the job continues as with "drop", and
-        the trainer also starts again, which uses one of `restarts`. The trainer joins the job when
-        it is ready. Until then, the other roles do not wait for it.
+        job continues without the trainer while another trainer runs. Parameter servers with
+        snapshots (`job.serve(state, snapshots=10)`) go back to the newest snapshot. Without
+        snapshots, "drop" works with asynchronous parameter servers. In nccl2 mode it works if
+        trainer 0 does not fail (see `dtrans.connect`). "replace" is for jobs with snapshots: the
+        job continues as with "drop", and the trainer also starts again, which uses one of
+        `restarts`. The trainer joins the job when it is ready. Until then, the other roles do not
+        wait for it.
       deadline: seconds that the job may take.
       grace: seconds between SIGTERM and SIGKILL.
       env: variables of the roles, in addition to this process's environment.
@@ -112,14 +113,15 @@ def launch(
       log_dir: a folder for the output of the roles, one file per role (`trainer-0.log`).
       site: the hosts of the roles; by default this host.
       restarts: the largest number of restarts. The launcher restarts roles after a signal, or the
-        failure of a host, has ended a role. In a job with cuts, only the role that a signal ended
-        starts again, and the job continues from the newest cut. In other jobs, and after the
-        failure of a host, all roles start again. The variable DTRANS_RESTARTS of each role has the
-        number of restarts so far. After the deadline no restart begins, and the failure is the
-        job's error. `RestartOptions` can also set the folder of the cuts, the number of spares, and
-        the smallest number of trainers with which "drop" continues. On several hosts, a job has
-        cuts only in such a folder, which all hosts must share. A job on this host with restarts has
-        a temporary compilation cache of JAX, unless the environment sets or disables the cache.
+        failure of a host, has ended a role. In a job with snapshots, only the role that a signal
+        ended starts again, and the job continues from the newest snapshot. In other jobs, and after
+        the failure of a host, all roles start again. The variable DTRANS_RESTARTS of each role has
+        the number of restarts so far. After the deadline no restart begins, and the failure is the
+        job's error. `RestartOptions` can also set the folder of the snapshots, the number of
+        spares, and the smallest number of trainers with which "drop" continues. On several hosts, a
+        job has snapshots only in such a folder, which all hosts must share. A job on this host with
+        restarts has a temporary compilation cache of JAX, unless the environment sets or disables
+        the cache.
 
     Raises:
       ConfigError: an argument has an invalid value.
@@ -139,14 +141,14 @@ def launch(
     _check_arguments(command, mode, trainers, pservers, on_trainer_loss, options.most)
     _check_quorum(options.quorum, trainers, mode, on_trainer_loss)
     site = site or Site()
-    if options.cuts is not None:
-        _check_cuts(options.cuts, mode, on_trainer_loss, options.most)
+    if options.snapshots is not None:
+        _check_snapshots(options.snapshots, mode, on_trainer_loss, options.most)
     _check_spares(options, mode, site, on_trainer_loss, inherit_stdout)
     servers = 1 if pservers is None else pservers
-    endpoints = endpoints_of(options.cuts)
+    endpoints = endpoints_of(options.snapshots)
     if len(endpoints) != servers:
-        endpoints = ()  # if the folder has the cuts of another job, `_epochs_of` raises an error
-    roles = site.roles(mode, trainers, servers, endpoints=endpoints, cuts=options.cuts)
+        endpoints = ()  # for a folder of another job, `_generations_of` raises an error
+    roles = site.roles(mode, trainers, servers, endpoints=endpoints, snapshots=options.snapshots)
     events: SimpleQueue[Event] = SimpleQueue()
     limit = None if deadline is None else time.monotonic() + deadline
     drops = on_trainer_loss in DROPS
@@ -165,9 +167,9 @@ def launch(
         contextlib.closing(site),
         _signals_to(events),
         open_logs(log_dir) as open_log,
-        _epochs_of(roles, site, options, on_trainer_loss) as epochs,
+        _generations_of(roles, site, options, on_trainer_loss) as generations,
         _cache_of(site, options, base) as cache,
-        Guard(sys.executable, lock=None if epochs is None else epochs.lock) as guard,
+        Guard(sys.executable, lock=None if generations is None else generations.lock) as guard,
         _announce(observed, base[token.VARIABLE]),
         Spares(options.spares, command, base | cache, open_log, guard, events) as spares,
     ):
@@ -179,8 +181,11 @@ def launch(
             logs={role.name: open_log(role.name) for role in roles},
             inherit_stdout=inherit_stdout,
         )
-        # with cuts, a failed trainer ends this attempt, so that `Restarts` can begin a new epoch
-        is_optional = lambda name: name in optional and (epochs is None or not epochs.has_marks)
+        # with snapshots, a failed trainer ends this attempt, so that `Restarts` can begin a new
+        # generation
+        is_optional = lambda name: (
+            name in optional and (generations is None or not generations.has_marks)
+        )
         attempts = Restarts(
             roles,
             starter,
@@ -191,17 +196,17 @@ def launch(
             limit=limit,
             options=options,
             on_trainer_loss=on_trainer_loss,
-            epochs=epochs,
+            generations=generations,
         )
         attempt = attempts.run()
-        if epochs is not None and attempt.has_ended_well:
-            epochs.end()
+        if generations is not None and attempt.has_ended_well:
+            generations.end()
     _raise_failure(attempt, deadline)
 
 
-def _epochs_of(
+def _generations_of(
     roles: Sequence[Role], site: Site, options: RestartOptions, on_trainer_loss: str
-) -> contextlib.AbstractContextManager[JobEpochs | None]:
+) -> contextlib.AbstractContextManager[JobGenerations | None]:
     """Return a context manager that yields the job's record of failures and restarts, or None.
 
     The result is None if this job cannot continue in place after a failure. That is the case
@@ -214,12 +219,12 @@ def _epochs_of(
       on_trainer_loss: as for `launch`.
     """
     has_servers = any(role.is_pserver for role in roles)
-    can_share = site.is_this_host or options.cuts is not None
-    has_epochs = options.most or on_trainer_loss in DROPS
-    if not has_servers or not can_share or not has_epochs:
+    can_share = site.is_this_host or options.snapshots is not None
+    has_generations = options.most or on_trainer_loss in DROPS
+    if not has_servers or not can_share or not has_generations:
         return contextlib.nullcontext()
-    return open_epochs(
-        *(roles, options.cuts, options.record),
+    return open_generations(
+        *(roles, options.snapshots, options.record),
         on_trainer_loss=on_trainer_loss,
         quorum=options.quorum,
     )
@@ -246,7 +251,7 @@ def _base_environment(env: Mapping[str, str]) -> dict[str, str]:
     Args:
       env: the user's variables, which override this process's environment.
     """
-    ours = (*VARIABLES, LOSS, CUTS, STARTED, SPARE)
+    ours = (*VARIABLES, LOSS, SNAPSHOTS, STARTED, SPARE)
     inherited = {k: v for k, v in os.environ.items() if k not in ours}
     return inherited | {
         "PYTHONUNBUFFERED": "1",  # a role's lines arrive as soon as it prints them
@@ -309,20 +314,20 @@ def _check_arguments(
         raise ConfigError(f"restarts must be 0 or more, it is {restarts}")
 
 
-def _check_cuts(
-    cuts: str | os.PathLike[str], mode: str, on_trainer_loss: str, restarts: int
+def _check_snapshots(
+    snapshots: str | os.PathLike[str], mode: str, on_trainer_loss: str, restarts: int
 ) -> None:
-    """Raise ConfigError if a job cannot use a folder of cuts (snapshots)."""
-    argument = f"cuts={os.fspath(cuts)!r}"
+    """Raise ConfigError if a job cannot use a folder of snapshots."""
+    argument = f"snapshots={os.fspath(snapshots)!r}"
     if mode == "nccl2":
         raise ConfigError(
-            f"{argument}: mode='nccl2' has no parameter servers, which write cuts; leave cuts out, "
-            "and save checkpoints"
+            f"{argument}: mode='nccl2' has no parameter servers, which write snapshots; leave "
+            "snapshots out, and save checkpoints"
         )
     if not restarts and on_trainer_loss not in DROPS:
         raise ConfigError(
-            f"{argument} needs restarts, since cuts are for restarts of lost roles; write "
-            "restarts=3, or leave cuts out"
+            f"{argument} needs restarts, since snapshots are for restarts of lost roles; write "
+            "restarts=3, or leave snapshots out"
         )
 
 

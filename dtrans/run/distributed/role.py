@@ -9,8 +9,8 @@
     DTRANS_SPARE                 set in a process that waits for the variables above; see
                                  `dtrans.run.distributed.identity`
     DTRANS_ON_TRAINER_LOSS       nccl2 mode: abort or drop; see `dtrans.connect`
-    DTRANS_CUTS                  folder of epochs and cuts, from the launcher; see
-                                 `dtrans.run.net.epoch_folder`
+    DTRANS_SNAPSHOTS                  folder of generations and snapshots, from the launcher; see
+                                 `dtrans.run.net.generation_folder`
     DTRANS_TOKEN                 secret of the job; see `dtrans.protocol.token`
     DTRANS_TOKEN_FILE            path of a file with the secret, if DTRANS_TOKEN is not set
     DTRANS_STATUS_ENDPOINT       nccl2 mode: endpoint at which trainer 0 answers `dtrans status`

@@ -40,14 +40,14 @@ class Site:
         pservers: int,
         *,
         endpoints: Sequence[str] = (),
-        cuts: str | os.PathLike[str] | None = None,
+        snapshots: str | os.PathLike[str] | None = None,
     ) -> tuple[Role, ...]:
         """Return every role of the job, with endpoints on the hosts of this site.
 
         Args:
           mode, trainers, pservers: as for `launch`.
           endpoints: endpoints of the pservers of the job that is continued; empty for a new job.
-          cuts: the folder of the cuts (snapshots), which all hosts must share, or None.
+          snapshots: the folder of the snapshots, which all hosts must share, or None.
 
         Raises:
           ConfigError: an endpoint is not on the host of its pserver.
@@ -122,9 +122,9 @@ def check_place(endpoint: str, address: str, host: str) -> None:
     """
     if split_endpoint(endpoint)[0] != address:
         raise ConfigError(
-            f"cuts: the job of this folder has a pserver at {endpoint}, but this launch places it "
-            f"on {host} at {address}; write the same hosts and numbers of roles as before, or "
-            "another folder"
+            f"snapshots: the job of this folder has a pserver at {endpoint}, but this launch "
+            f"places it on {host} at {address}; write the same hosts and numbers of roles as "
+            "before, or another folder"
         )
 
 

@@ -5,8 +5,9 @@ connects, only the launcher notices. The launcher creates a folder, passes the f
 environment variable, and writes a file for each role that has ended. Servers read the folder every
 second. On other hosts, the agent of each role writes such a folder for the launcher.
 
-In a job with cuts (snapshots), each report has the number of an epoch (`dtrans.protocol.epochs`). A
-report has no effect in the next epoch, in which a new process takes the place of the ended one.
+In a job with snapshots, each report has the number of a generation
+(`dtrans.protocol.generations`). A report has no effect in the next generation, in which a new
+process takes the place of the ended one.
 """
 
 from __future__ import annotations
@@ -42,16 +43,17 @@ class EndedRoles:
         """Environment variable for the job's roles, with the path of the folder."""
         return {VARIABLE: str(self._folder.path)}
 
-    def note(self, role: str, how: str, epoch: int = 0) -> None:
+    def note(self, role: str, how: str, generation: int = 0) -> None:
         """Report to the servers that a role has ended.
 
         Args:
           role: name of the role, such as "trainer 1".
           how: exit status of the role's process, such as "exit code 3".
-          epoch: number of the epoch (part of the job between failures) in which the role ended.
+          generation: number of the generation (part of the job between failures) in which the role
+            ended.
         """
         new = self._folder.path / f".{role}"
-        new.write_text(f"{epoch} {how}")
+        new.write_text(f"{generation} {how}")
         # A rename is atomic, so no server reads an incomplete file.
         new.rename(self._folder.path / role)
 
@@ -62,7 +64,7 @@ class EndedRoles:
         self._folder.close()
 
 
-def ended_roles(epoch: int = 0, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def ended_roles(generation: int = 0, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the roles of this job that have ended, each with its exit status.
 
     Servers call this every second, so that they do not wait for a role that ended before it
@@ -70,8 +72,8 @@ def ended_roles(epoch: int = 0, environ: Mapping[str, str] = os.environ) -> dict
     no launcher.
 
     Args:
-      epoch: number of the epoch (the time between two failures of the job) of this process. Roles
-        that ended in an earlier epoch have started again, so they are left out.
+      generation: number of the generation (the time between two failures of the job) of this
+        process. Roles that ended in an earlier generation have started again, so they are left out.
       environ: environment variables of this process.
     """
     folder = environ.get(VARIABLE)
@@ -81,6 +83,6 @@ def ended_roles(epoch: int = 0, environ: Mapping[str, str] = os.environ) -> dict
     texts = {}
     for name in found:
         number, _, how = (Path(folder) / name).read_text().partition(" ")
-        if int(number) >= epoch:
+        if int(number) >= generation:
             texts[name] = how
     return texts

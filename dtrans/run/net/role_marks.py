@@ -1,8 +1,8 @@
 """Reports of roles to the launcher of a job that survives failures, and decisions from them.
 
-A role reports its epoch (the time between two failures), the cuts (snapshots) that it has written,
-and roles that it has lost. `dtrans.run.net.role_folder` writes the reports, and
-`dtrans.run.net.epoch_folder` reads them. The functions below compute the launcher's decisions.
+A role reports its generation (the time between two failures), the snapshots that it has
+written, and roles that it has lost. `dtrans.run.net.role_folder` writes the reports, and
+`dtrans.run.net.generation_folder` reads them. The functions below compute the launcher's decisions.
 """
 
 from __future__ import annotations
@@ -14,27 +14,30 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class RoleMark:
-    """Report of one role to the launcher: its epoch and the cuts (snapshots) that it has written.
+    """Report of one role to the launcher: its generation and the snapshots that it has written.
 
-    An epoch is the time between two failures of the job.
+    A generation is the time between two failures of the job.
 
     Attributes:
-      epoch: number of the epoch in which the role takes part.
-      cuts: steps of the cuts (snapshots) that the role has written, increasing.
-      early: steps of written cuts that may lack evictions of table rows after their step. Such a
-        cut counts when another role has written a cut of the same step with these evictions.
+      generation: number of the generation in which the role takes part.
+      snapshots: steps of the snapshots that the role has written, increasing.
+      early: steps of written snapshots that may lack evictions of table rows after their step. Such
+        a snapshot counts when another role has written a snapshot of the same step with these
+        evictions.
       left: True if the role has left the job after its last step.
-      with_trainers: in a server's report, True if trainers write parts of its cuts, too.
-      is_alone: True for an asynchronous server, which goes back to a cut without other servers.
-      counts: for an asynchronous server, the number of steps of each trainer in its cut.
-      writes_newest: True for a server that writes its newest states when its epoch is ending.
+      with_trainers: in a server's report, True if trainers write parts of its snapshots, too.
+      is_alone: True for an asynchronous server, which goes back to a snapshot without other
+        servers.
+      counts: for an asynchronous server, the number of steps of each trainer in its snapshot.
+      writes_newest: True for a server that writes its newest states when its generation is ending.
       writes_replicas: True if the server also writes the newest states of a lost server then.
-      ended: number of the last epoch at whose end the server wrote its newest states, or -1.
-      ended_for: names of the lost servers whose states the server wrote at the end of that epoch.
+      ended: number of the last generation at whose end the server wrote its newest states, or -1.
+      ended_for: names of the lost servers whose states the server wrote at the end of that
+        generation.
     """
 
-    epoch: int = 0
-    cuts: tuple[int, ...] = ()
+    generation: int = 0
+    snapshots: tuple[int, ...] = ()
     early: tuple[int, ...] = ()
     left: bool = False
     with_trainers: bool = False
@@ -45,26 +48,27 @@ class RoleMark:
     ended: int = -1
     ended_for: tuple[str, ...] = ()
 
-    def has_ended(self, epoch: int, lost: Collection[str]) -> bool:
+    def has_ended(self, generation: int, lost: Collection[str]) -> bool:
         """Return True if the server has written its newest state, as the launcher asks after a
         failure.
 
         Args:
-          epoch: number of the epoch (the time between two failures) that ended with this failure.
+          generation: number of the generation (the time between two failures) that ended with this
+            failure.
           lost: names of the lost servers. The replicas of their states must be written, too.
         """
-        return self.ended >= epoch and {*lost} <= {*self.ended_for}
+        return self.ended >= generation and {*lost} <= {*self.ended_for}
 
-    def cuts_until(self, cut: int | None) -> tuple[int, ...]:
-        """Return the steps of written cuts (snapshots) up to step `cut`; () if `cut` is None."""
-        written = sorted({*self.cuts, *self.early})
-        return () if cut is None else tuple(step for step in written if step <= cut)
+    def snapshots_until(self, snapshot: int | None) -> tuple[int, ...]:
+        """Return the steps of written snapshots up to step `snapshot`; () if `snapshot` is None."""
+        written = sorted({*self.snapshots, *self.early})
+        return () if snapshot is None else tuple(step for step in written if step <= snapshot)
 
-    def without_cut(self, step: int) -> RoleMark:
-        """Return this report without one cut (snapshot), for a cut with damaged files."""
-        cuts = tuple(x for x in self.cuts if x != step)
+    def without_snapshot(self, step: int) -> RoleMark:
+        """Return this report without one snapshot, for a snapshot with damaged files."""
+        snapshots = tuple(x for x in self.snapshots if x != step)
         early = tuple(x for x in self.early if x != step)
-        return dataclasses.replace(self, cuts=cuts, early=early)
+        return dataclasses.replace(self, snapshots=snapshots, early=early)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +77,14 @@ class LostReport:
 
     Attributes:
       reporter: name of the role that reports.
-      epoch: number of the epoch (the time between two failures) in which it lost the other role.
+      generation: number of the generation (the time between two failures) in which it lost the
+        other role.
       role: the lost role: "trainer 1", or "pserver " and its endpoint.
       reason: text of the error.
     """
 
     reporter: str
-    epoch: int
+    generation: int
     role: str
     reason: str
 
@@ -89,82 +94,84 @@ def mark_of(fields: Mapping[str, Any]) -> RoleMark:
     mark = RoleMark(**fields)
     return dataclasses.replace(
         mark,
-        cuts=tuple(mark.cuts),
+        snapshots=tuple(mark.snapshots),
         early=tuple(mark.early),
         counts=tuple(mark.counts),
         ended_for=tuple(mark.ended_for),
     )
 
 
-def complete_cuts(marks: Mapping[str, RoleMark], roles: Collection[str]) -> set[int]:
-    """Return the steps at which every role has written its part of a cut (snapshot of the job).
+def complete_snapshots(marks: Mapping[str, RoleMark], roles: Collection[str]) -> set[int]:
+    """Return the steps at which every role has written its part of a snapshot of the job.
 
-    Servers may write a cut before the evictions of table rows that follow its step. Such an *early*
-    part counts only if another role's part has these evictions. A trainer begins a step after all
-    servers have made the evictions before it. So if one server knows that the next step has begun,
-    the early parts of other servers have these evictions, too.
+    Servers may write a snapshot before the evictions of table rows that follow its step. Such an
+    *early* part counts only if another role's part has these evictions. A trainer begins a step
+    after all servers have made the evictions before it. So if one server knows that the next step
+    has begun, the early parts of other servers have these evictions, too.
 
     Args:
       marks: the report of each role, by name.
-      roles: names of the roles that write cuts.
+      roles: names of the roles that write snapshots.
 
     Example:
-      >>> from dtrans.run.net.role_marks import RoleMark, complete_cuts
-      >>> marks = {"pserver 0": RoleMark(cuts=(10, 20)), "pserver 1": RoleMark(cuts=(10,))}
-      >>> complete_cuts(marks, ["pserver 0", "pserver 1"])
+      >>> from dtrans.run.net.role_marks import RoleMark, complete_snapshots
+      >>> first, second = RoleMark(snapshots=(10, 20)), RoleMark(snapshots=(10,))
+      >>> marks = {"pserver 0": first, "pserver 1": second}
+      >>> complete_snapshots(marks, ["pserver 0", "pserver 1"])
       {10}
     """
     written, with_evictions = [], set[int]()
     for name in roles:
         mark = marks.get(name, RoleMark())
-        written.append({*mark.cuts, *mark.early})
-        with_evictions.update(mark.cuts)
+        written.append({*mark.snapshots, *mark.early})
+        with_evictions.update(mark.snapshots)
     return set.intersection(with_evictions, *written)
 
 
-def old_cut(complete: Collection[int]) -> int:
-    """Return the step of the second newest complete cut (snapshot); 0 if there is none.
+def old_snapshot(complete: Collection[int]) -> int:
+    """Return the step of the second newest complete snapshot; 0 if there is none.
 
-    Roles remove the cuts before this step. The second newest cut must stay: while roles write, it
-    may be the newest that the launcher knows.
+    Roles remove the snapshots before this step. The second newest snapshot must stay: while roles
+    write, it may be the newest that the launcher knows.
 
     Args:
-      complete: steps of the complete cuts.
+      complete: steps of the complete snapshots.
     """
     common = sorted(complete)
     return common[-2] if len(common) > 1 else 0
 
 
 def without_undone(
-    marks: Mapping[str, RoleMark], epoch: int, cut: int | None
+    marks: Mapping[str, RoleMark], generation: int, snapshot: int | None
 ) -> dict[str, RoleMark]:
-    """Remove snapshots (cuts) from the roles' reports, if the job has undone their steps.
+    """Remove snapshots from the roles' reports, if the job has undone their steps.
 
-    After a failure, the job goes back to a cut, and a new epoch begins. A role that has not entered
-    this epoch may have written later cuts. The job has undone their steps, and may repeat them with
-    other trainers.
+    After a failure, the job goes back to a snapshot, and a new generation begins. A role that has
+    not entered this generation may have written later snapshots. The job has undone their steps,
+    and may repeat them with other trainers.
 
     Args:
       marks: the report of each role, by name.
-      epoch: number of the current epoch.
-      cut: step of the cut at the start of the current epoch; None without a cut.
+      generation: number of the current generation.
+      snapshot: step of the snapshot at the start of the current generation; None without a
+        snapshot.
 
     Example:
       >>> from dtrans.run.net.role_marks import RoleMark, without_undone
       >>> marks = {"pserver 0": RoleMark(1, (20, 30)), "pserver 1": RoleMark(0, (20, 30))}
-      >>> [mark.cuts for mark in without_undone(marks, epoch=1, cut=20).values()]
+      >>> [mark.snapshots for mark in without_undone(marks, generation=1, snapshot=20).values()]
       [(20, 30), (20,)]
     """
     found = {}
     for name, mark in marks.items():
-        if mark.epoch < epoch:
-            mark = dataclasses.replace(mark, cuts=mark.cuts_until(cut), early=())
+        if mark.generation < generation:
+            mark = dataclasses.replace(mark, snapshots=mark.snapshots_until(snapshot), early=())
         found[name] = mark
     return found
 
 
 def newest_alone(marks: Mapping[str, RoleMark], servers: Collection[str]) -> tuple[int, ...]:
-    """Return the step of the newest cut (snapshot) of each asynchronous server; () if one has none.
+    """Return the step of the newest snapshot of each asynchronous server; () if one has none.
 
     Args:
       marks: the report of each role, by name.
@@ -172,9 +179,9 @@ def newest_alone(marks: Mapping[str, RoleMark], servers: Collection[str]) -> tup
     """
     newest = []
     for name in servers:
-        if name not in marks or not marks[name].is_alone or not marks[name].cuts:
+        if name not in marks or not marks[name].is_alone or not marks[name].snapshots:
             return ()
-        newest.append(marks[name].cuts[-1])
+        newest.append(marks[name].snapshots[-1])
     return tuple(newest)
 
 
@@ -185,7 +192,7 @@ def can_go_back(
     *,
     is_pending: bool,
 ) -> bool:
-    """Return True if the roles that were not lost can go back to a cut (snapshot).
+    """Return True if the roles that were not lost can go back to a snapshot.
 
     If not, the launcher must restart all roles. All these roles must run, and must not have left
     the job. Each of them must also have reported that it takes part in the job. A role that has
@@ -195,7 +202,7 @@ def can_go_back(
       marks: the report of each role's current process, by name.
       roles: names of the roles.
       running: names of the running roles.
-      is_pending: True if some roles have not entered the current epoch yet.
+      is_pending: True if some roles have not entered the current generation yet.
 
     Example:
       >>> from dtrans.run.net.role_marks import RoleMark, can_go_back
@@ -223,7 +230,7 @@ def find_left(
     Args:
       marks: the report of each role's current process, by name.
       servers: names of all servers.
-      started: for each role, number of the epoch in which its process was started.
+      started: for each role, number of the generation in which its process was started.
 
     Example:
       >>> from dtrans.run.net.role_marks import RoleMark, find_left
@@ -238,7 +245,7 @@ def find_left(
     newest = max(started.get(name, 0) for name in servers)
     found = []
     for name, mark in marks.items():
-        if name not in servers and mark.left and mark.epoch >= newest:
+        if name not in servers and mark.left and mark.generation >= newest:
             found.append(int(name.removeprefix("trainer ")))
     return tuple(sorted(found))
 
@@ -256,55 +263,55 @@ def is_waiting(reporter: str, marks: Mapping[str, RoleMark], running: Collection
     return reporter in running and not (reporter in marks and marks[reporter].left)
 
 
-def have_entered(marks: Mapping[str, RoleMark], roles: Collection[str], epoch: int) -> bool:
-    """Return True if all roles take part in an epoch (the time between two failures) of the job.
+def have_entered(marks: Mapping[str, RoleMark], roles: Collection[str], generation: int) -> bool:
+    """Return True if all roles take part in a generation (time between failures) of the job.
 
     The result is False if a role has left the job. The launcher lets a dropped trainer join again
-    only if the result is True. Otherwise a role might be unable to go back to a cut (snapshot).
+    only if the result is True. Otherwise a role might be unable to go back to a snapshot.
 
     Args:
       marks: the report of each role's current process, by name.
       roles: names of the roles.
-      epoch: number of the epoch.
+      generation: number of the generation.
 
     Example:
       >>> from dtrans.run.net.role_marks import RoleMark, have_entered
-      >>> have_entered({"pserver 0": RoleMark(1, left=True)}, ["pserver 0"], epoch=1)
+      >>> have_entered({"pserver 0": RoleMark(1, left=True)}, ["pserver 0"], generation=1)
       False
     """
-    found = [marks.get(name, RoleMark(epoch=-1)) for name in roles]
-    return all(mark.epoch == epoch and not mark.left for mark in found)
+    found = [marks.get(name, RoleMark(generation=-1)) for name in roles]
+    return all(mark.generation == generation and not mark.left for mark in found)
 
 
 def find_writers(
-    marks: Mapping[str, RoleMark], servers: Collection[str], live: Collection[str], epoch: int
+    marks: Mapping[str, RoleMark], servers: Collection[str], live: Collection[str], generation: int
 ) -> set[str]:
     """Return the servers that the launcher asks to write their newest states after a failure.
 
-    The result is empty if a live server cannot write them, since no complete cut (snapshot) is
+    The result is empty if a live server cannot write them, since no complete snapshot is
     possible then.
 
     Args:
       marks: the report of each role's current process, by name.
       servers: names of all servers.
       live: names of the running roles.
-      epoch: number of the epoch.
+      generation: number of the generation.
 
     Example:
       >>> from dtrans.run.net.role_marks import RoleMark, find_writers
       >>> marks = {"pserver 0": RoleMark(2, writes_newest=True)}
-      >>> find_writers(marks, ["pserver 0"], live=["pserver 0"], epoch=2)
+      >>> find_writers(marks, ["pserver 0"], live=["pserver 0"], generation=2)
       {'pserver 0'}
     """
     writers = {name for name in servers if name in live}
     for name in writers:
-        mark = marks.get(name, RoleMark(epoch=-1))
-        if not mark.writes_newest or mark.epoch != epoch or mark.left:
+        mark = marks.get(name, RoleMark(generation=-1))
+        if not mark.writes_newest or mark.generation != generation or mark.left:
             return set()
     return writers
 
 
-def can_complete_cut(
+def can_complete_snapshot(
     marks: Mapping[str, RoleMark], servers: Collection[str], writers: Collection[str]
 ) -> bool:
     """Return True if some servers together can write the newest states of all servers.
@@ -317,9 +324,9 @@ def can_complete_cut(
       writers: names of the servers that write their newest states.
 
     Example:
-      >>> from dtrans.run.net.role_marks import RoleMark, can_complete_cut
+      >>> from dtrans.run.net.role_marks import RoleMark, can_complete_snapshot
       >>> marks = {"pserver 0": RoleMark(writes_replicas=True)}
-      >>> can_complete_cut(marks, ["pserver 0", "pserver 1"], writers=["pserver 0"])
+      >>> can_complete_snapshot(marks, ["pserver 0", "pserver 1"], writers=["pserver 0"])
       True
     """
     has_replicas = all(marks[name].writes_replicas for name in writers)

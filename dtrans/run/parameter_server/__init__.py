@@ -16,7 +16,7 @@ In processes, one for each trainer and each server:
     communicator_setup  starts the threads of `communicator`
     equation_leaves     arrays that an equation sends or receives
     server              a server process; it runs `dtrans.protocol.server.server_loop`
-    server_saves        saves of a server's state: `checkpoints`, `cuts` and `state_writer`
+    server_saves        saves of a server's state: `checkpoints`, `snapshots` and `state_writer`
 
 In both:
 

@@ -45,11 +45,11 @@ from dtrans.ops import (
     send_p,
     send_rows_p,
 )
-from dtrans.protocol.epochs import NewEpoch
+from dtrans.protocol.generations import NewGeneration
 from dtrans.protocol.server_blocks import RowGradient
 from dtrans.protocol.tables.cached_rows import CachedRows
 from dtrans.protocol.tables.table_rows import WantedRows
-from dtrans.protocol.trainer.geo_steps import GeoCut, GeoReturn
+from dtrans.protocol.trainer.geo_steps import GeoReturn, GeoSnapshot
 from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.traffic import Leaf
 from dtrans.run.parameter_server.communicator import Communicator, Connect, Counts, NoteLost
@@ -81,22 +81,22 @@ class BackgroundComm:
       connect: function that connects to servers.
       lost: reports a lost server, and returns the exception to raise.
       rejoin: closes the old connections after the failure of a process. Its argument is the
-        smallest number that the next epoch (period between two failures) can have.
+        smallest number that the next generation (period between two failures) can have.
       deadline: seconds that a server may take to answer.
     """
 
     def __init__(
         self, connect: Connect, lost: NoteLost, rejoin: Callable[[int], None], deadline: float
     ) -> None:
-        self._leave_epoch = rejoin
+        self._leave_generation = rejoin
         self._setup = CommunicatorSetup(connect, lost, deadline)
         self._lookups = BackgroundLookups()
         self._pending: list[tuple[Leaf, Any]] = []  # gradients of this step that are not queued yet
         self._received: dict[str, jax.Array] | None = None  # parameters for this step's `recv`s
         self._communicator: Communicator | None = None
         self._geo: GeoTrainer | None = None
-        # GEO-SGD: cut with which a process of the trainer begins, and `push_every`
-        self.cut: tuple[GeoCut, int] | None = None
+        # GEO-SGD: snapshot with which a process of the trainer begins, and `push_every`
+        self.snapshot: tuple[GeoSnapshot, int] | None = None
         # the startup program's tables and their local rows, until GEO-SGD starts
         self._tables: dict[str, tuple[Leaf, CachedRows]] = {}
         self._rules: dict[Primitive, Callable[..., Sequence[Any]]] = {
@@ -200,7 +200,7 @@ class BackgroundComm:
           wanted: ids of the rows, and memory for them.
         """
         self._start(trainer)
-        self._in_epochs(lambda running: running.look_up(wanted, train=True))
+        self._in_generations(lambda running: running.look_up(wanted, train=True))
 
     def look_up(self, wanted: Sequence[WantedRows]) -> bool:
         """Receive table rows for evaluation, if a background thread runs.
@@ -213,7 +213,7 @@ class BackgroundComm:
         """
         if self._communicator is None:
             return False
-        self._in_epochs(lambda running: running.look_up(wanted, train=False))
+        self._in_generations(lambda running: running.look_up(wanted, train=False))
         return True
 
     @property
@@ -229,7 +229,7 @@ class BackgroundComm:
         Args:
           begin: function that starts the operation.
         """
-        return self._in_epochs(lambda running: running.between(begin))
+        return self._in_generations(lambda running: running.between(begin))
 
     def drain(self, *, discard: bool = False) -> None:
         """Send all queued gradients, and stop the background thread.
@@ -279,7 +279,7 @@ class BackgroundComm:
         for table, uniq, rows in rows_of_tables:
             geo.rows(table).put(drop_padding(uniq, geo.leaf(table)), rows)
         geo.end_step(params, p["push_every"], block_on_pull=p["block_on_pull"])
-        self._in_epochs(lambda running: geo.settle())
+        self._in_generations(lambda running: geo.settle())
         return geo.local
 
     def _geo_start(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
@@ -295,19 +295,19 @@ class BackgroundComm:
             deltas_of_tables[n] = as_deltas(leaf), rows
         name, trainers = f"trainer {eqn.params['trainer_id']}", eqn.params["trainers"]
         counts: Counts = lambda received: {}
-        if self.cut is not None:
-            cut, every = self.cut
-            counts = lambda received: GeoReturn(cut, received, trainers, every).counts
+        if self.snapshot is not None:
+            snapshot, every = self.snapshot
+            counts = lambda received: GeoReturn(snapshot, received, trainers, every).counts
         communicator = self._start(name, local_tables, counts)
         deltas, before = list(map(as_deltas, leaves)), communicator.received_before
         self._geo = GeoTrainer(
             *(communicator, deltas, trainers, params, deltas_of_tables, before),
             look_up=self._look_up_local_rows,
         )
-        if self.cut is not None:
-            self._geo.resume(*self.cut)
+        if self.snapshot is not None:
+            self._geo.resume(*self.snapshot)
             if tables:
-                # The first step looks up rows, which must contain the changes of the cut.
+                # The first step looks up rows, which must contain the changes of the snapshot.
                 self._geo.settle()
         return self._geo.local
 
@@ -350,11 +350,11 @@ class BackgroundComm:
             geo.finish()
             running.barrier()
 
-        self._in_epochs(finish)
+        self._in_generations(finish)
         for line in geo.report:
             log.info("%s", line)
 
-    def _in_epochs(self, act: Callable[[Communicator], T]) -> T:
+    def _in_generations(self, act: Callable[[Communicator], T]) -> T:
         """Call a function with the communicator (background thread).
 
         A trainer of GEO-SGD keeps its state after the failure of a process. So the trainer connects
@@ -364,35 +364,36 @@ class BackgroundComm:
           act: the function.
 
         Raises:
-          NewEpoch: a process was lost, and the trainer does not use GEO-SGD.
+          NewGeneration: a process was lost, and the trainer does not use GEO-SGD.
         """
         while True:
             assert self._communicator is not None
             try:
                 return act(self._communicator)
-            except NewEpoch as e:
+            except NewGeneration as e:
                 if self._geo is None:
                     raise
                 self._rejoin(self._geo, e.number)
 
-    def _rejoin(self, geo: GeoTrainer, epoch: int) -> None:
+    def _rejoin(self, geo: GeoTrainer, generation: int) -> None:
         """Connect a GEO-SGD trainer to the servers again, after the failure of a process.
 
         Args:
           geo: the GEO-SGD of this trainer.
-          epoch: smallest number that the new epoch (period between two failures) can have.
+          generation: smallest number that the new generation (period between two failures) can
+            have.
         """
         assert self._communicator is not None
         name, tables = self._communicator.name, self._communicator.local_tables
         self._communicator.stop(discard=True)
         self._communicator = None
         while True:
-            self._leave_epoch(epoch)
+            self._leave_generation(generation)
             try:
                 communicator = self._start(name, tables, geo.counts)
                 break
-            except NewEpoch as e:
-                epoch = e.number
+            except NewGeneration as e:
+                generation = e.number
         log.warning("%s continues after the failure of a process", name)
         geo.rejoin(communicator, communicator.received_before)
 

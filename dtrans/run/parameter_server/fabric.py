@@ -53,7 +53,7 @@ from dtrans.ops import (
     split_ids_p,
 )
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.protocol.trainer.geo_steps import GeoCut
+from dtrans.protocol.trainer.geo_steps import GeoSnapshot
 from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.trainer_steps import TrainerSteps
 from dtrans.run.base.nonfinite import NonfiniteCheck
@@ -220,16 +220,16 @@ class EndpointFabric:
         """
         return self._background.geo
 
-    def begin_with(self, cut: GeoCut, push_every: int) -> None:
-        """Let GEO-SGD begin with a cut (snapshot), in a process that replaces a lost trainer.
+    def begin_with(self, snapshot: GeoSnapshot, push_every: int) -> None:
+        """Let GEO-SGD begin with a snapshot, in a process that replaces a lost trainer.
 
-        The cut is used when the startup program runs.
+        The snapshot is used when the startup program runs.
 
         Args:
-          cut: the snapshot.
+          snapshot: the snapshot.
           push_every: number of steps between two pushes of changes.
         """
-        self._background.cut = cut, push_every
+        self._background.snapshot = snapshot, push_every
 
     # -- between steps ---------------------------------------------------------------------------
 

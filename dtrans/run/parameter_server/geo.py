@@ -25,7 +25,7 @@ from dtrans.errors import StateError
 from dtrans.ops import DELTA
 from dtrans.protocol.server_blocks import RowGradient
 from dtrans.protocol.tables.cached_rows import CachedRows
-from dtrans.protocol.trainer.geo_steps import GeoCut, GeoReturn, GeoSteps, Values
+from dtrans.protocol.trainer.geo_steps import GeoReturn, GeoSnapshot, GeoSteps, Values
 from dtrans.protocol.trainer.traffic import Group, Leaf
 
 
@@ -72,8 +72,7 @@ class GeoTrainer:
       received_before: number of this trainer's steps that each server had received before this
         process, by endpoint; 0 in a new job.
       look_up: function that receives rows of tables. Its argument maps the name of each table to
-        sorted ids, and its result maps the name to the rows. None if the job has no snapshots
-        (cuts).
+        sorted ids, and its result maps the name to the rows. None if the job has no snapshots.
 
     Attributes:
       received_before: the argument `received_before`.
@@ -204,8 +203,10 @@ class GeoTrainer:
         self._refreshed = {}
         self._steps.rejoin(received)
 
-    def cut(self, step: int, params: Mapping[str, Any], local: Mapping[str, Any]) -> GeoCut:
-        """Return a cut (snapshot) of this trainer, from which a new process can continue.
+    def snapshot(
+        self, step: int, params: Mapping[str, Any], local: Mapping[str, Any]
+    ) -> GeoSnapshot:
+        """Return a snapshot of this trainer, from which a new process can continue.
 
         Args:
           step: number of steps so far.
@@ -219,24 +220,24 @@ class GeoTrainer:
         by_name = dict(zip(names, deltas, strict=True)) if pending else {}
         tables = {}
         for table, (_, rows) in self._tables.items():
-            tables[table] = rows.cut(self._rows_of_push[table] if pending else None)
-        return GeoCut(step, steps.count, pending, changes, by_name, local, tables)
+            tables[table] = rows.snapshot(self._rows_of_push[table] if pending else None)
+        return GeoSnapshot(step, steps.count, pending, changes, by_name, local, tables)
 
-    def resume(self, cut: GeoCut, push_every: int) -> None:
-        """Begin with a cut (snapshot) in a process that replaces a lost trainer.
+    def resume(self, snapshot: GeoSnapshot, push_every: int) -> None:
+        """Begin with a snapshot in a process that replaces a lost trainer.
 
-        Servers may have received later pushes of the lost trainer. So only those changes of the cut
-        that were not pushed later are added to the servers' parameters.
+        Servers may have received later pushes of the lost trainer. So only those changes of the
+        snapshot that were not pushed later are added to the servers' parameters.
 
         Args:
-          cut: the snapshot.
+          snapshot: the snapshot.
           push_every: number of steps between two pushes.
         """
-        begin = GeoReturn(cut, self.received_before, self._trainers, push_every)
+        begin = GeoReturn(snapshot, self.received_before, self._trainers, push_every)
         changes, deltas = [], []
         for name, leaf in zip(self._names, self._leaves, strict=True):
-            change = np.array(cut.changes[name])
-            delta = np.array(cut.deltas.get(name, np.zeros_like(change)))
+            change = np.array(snapshot.changes[name])
+            delta = np.array(snapshot.deltas.get(name, np.zeros_like(change)))
             blocks = zip(leaf.blocks(change), leaf.blocks(delta), strict=True)
             for (endpoint, _, x), (_, _, d) in blocks:
                 x[...], d[...] = begin.split(endpoint, x, d)

@@ -16,11 +16,11 @@ from dtrans.ir.array_fns import words_type
 from dtrans.ir.cost import nbytes
 from dtrans.ir.selection import omit
 from dtrans.protocol import wire
-from dtrans.protocol.epochs import Epoch, NewEpoch
+from dtrans.protocol.generations import Generation, NewGeneration
 from dtrans.protocol.job_status import OBSERVER
 from dtrans.protocol.refusals import Refusals
 from dtrans.protocol.server.async_server import AsyncServer
-from dtrans.protocol.server.epoch_gate import EpochGate
+from dtrans.protocol.server.generation_gate import GenerationGate
 from dtrans.protocol.server.server_loop import ServerLoop
 from dtrans.protocol.server.serving import Serving
 from dtrans.protocol.server.sync_server import SyncServer
@@ -31,9 +31,9 @@ from dtrans.run.net.keys import STATUS, Keys
 from dtrans.run.net.sockets import check_host
 from dtrans.run.net.zmq_transport import ZmqListener, ZmqTransport
 from dtrans.run.parameter_server.block_update import BlockUpdates
-from dtrans.run.parameter_server.cuts import EpochStart
 from dtrans.run.parameter_server.server_replicas import ServerReplicas
 from dtrans.run.parameter_server.server_saves import ServerSaves, ServerStorage
+from dtrans.run.parameter_server.snapshots import GenerationStart
 from dtrans.run.parameter_server.sync_update import SyncUpdate
 from dtrans.run.parameter_server.update import ServerUpdate, copy_state
 from dtrans.run.parameter_server.update_parts import PartUpdate, split_update
@@ -50,7 +50,8 @@ class Server:
       allow_remote: True to allow an endpoint that other hosts can reach.
       keys: the token and encryption keys of the job.
       plan: digests of the plan in named parts. Processes with other digests are refused.
-      storage: stores the state: checkpoints, and cuts (snapshots to continue from after a failure).
+      storage: stores the state: checkpoints, and snapshots (to continue from after a
+        failure).
 
     Attributes:
       refusals: counts and logs refused messages.
@@ -75,19 +76,20 @@ class Server:
         self._deadline, self._retry = deadline, min(RETRY, patience)
         self._transport = ZmqTransport(keys, patience)
         self.refusals = Refusals(log)
-        # Without a launcher that restarts roles, cuts only determine the number of the first step.
-        self._first_step, self._cuts = storage.first_step, storage.written_cuts
+        # Without a launcher that restarts roles, snapshots only determine the number of the first
+        # step.
+        self._first_step, self._snapshots = storage.first_step, storage.written_snapshots
         self._saves = ServerSaves(storage, wake=self._transport.wake)
         self._replicas: ServerReplicas | None = None
-        if self._cuts is not None and self._cuts.has_replicas:
-            self._replicas = ServerReplicas(self._cuts.plan, update.endpoint)
+        if self._snapshots is not None and self._snapshots.has_replicas:
+            self._replicas = ServerReplicas(self._snapshots.plan, update.endpoint)
         # With replicas, an update has no parts: the backup must receive the merged gradients of all
         # blocks before trainers receive parameters.
         self._parts: Sequence[PartUpdate] = ()
         if update.served.sync_mode and self._replicas is None:
             self._parts = split_update(update)
         self._update: SyncUpdate | BlockUpdates
-        # stored greetings for the next epoch: `EpochGate.early`
+        # stored greetings for the next generation: `GenerationGate.early`
         self._early: Mapping[bytes, wire.Message] = {}
         self._begin(state)
         self._door = self._open_door(update, allow_remote=allow_remote)
@@ -95,17 +97,17 @@ class Server:
     def _begin(self, state: Mapping[str, Any], before: Serving | None = None) -> None:
         """Create new state machines, at the start and after each failure of another process.
 
-        So no state of the time before a failure has to be cleared. In a job without cuts
-        (snapshots), the method is called once.
+        So no state of the time before a failure has to be cleared. In a job without snapshots, the
+        method is called once.
 
         Args:
           state: the initial arrays, by name.
           before: the state machines before the failure; None at the start.
         """
-        start = self._enter_epoch(state, before)
-        if before is not None and before.trainers.dropped != {*start.epoch.dropped}:
+        start = self._enter_generation(state, before)
+        if before is not None and before.trainers.dropped != {*start.generation.dropped}:
             before.saves.undo(self._saves.finish(), start.step)
-        trainers = self._new_registry(start.epoch, before)
+        trainers = self._new_registry(start.generation, before)
         self._loop = ServerLoop(
             self._transport,
             trainers,
@@ -113,53 +115,57 @@ class Server:
             retry=self._retry,
             ended_saves=self._saves.ended,
             ended_roles=ended_roles,
-            epochs=None if self._cuts is None else self._cuts.epochs,
+            generations=None if self._snapshots is None else self._snapshots.generations,
             write_newest=self._saves.write_newest,
         )
         kind = self._new_kind(start, trainers, before)
         kind.tables = self._update.server_tables
-        has_gone_back = self._served_update.served.sync_mode and start.epoch.number > 0
+        has_gone_back = self._served_update.served.sync_mode and start.generation.number > 0
         self._update.server_tables.went_back = has_gone_back
         self._protocol = Serving(kind, trainers, self._loop.say, self.refusals)
         if before is not None:
             self._protocol.saves.take_over(before.saves)
-        if self._cuts is not None:
-            self._protocol.gate = EpochGate(start.epoch, self._loop.say, self._cuts.every)
+        if self._snapshots is not None:
+            self._protocol.gate = GenerationGate(
+                start.generation, self._loop.say, self._snapshots.every
+            )
         self._saves.begin(self._protocol, self._update, self._dense(kind.state), start)
 
-    def _enter_epoch(self, state: Mapping[str, Any], before: Serving | None) -> EpochStart:
+    def _enter_generation(
+        self, state: Mapping[str, Any], before: Serving | None
+    ) -> GenerationStart:
         """Return the state with which the server begins, or continues after a failure.
 
-        After a failure, a synchronous server loads a cut (snapshot), and an asynchronous one keeps
-        its state.
+        After a failure, a synchronous server loads a snapshot, and an asynchronous one
+        keeps its state.
 
         Args:
           state: the initial arrays, by name.
           before: the state machines before the failure; None at the start.
         """
-        cuts, step = self._cuts, self._first_step
-        if cuts is None:
+        snapshots, step = self._snapshots, self._first_step
+        if snapshots is None:
             counts = dict.fromkeys(range(self._served_update.served.trainers), step)
-            return EpochStart(Epoch(), state, step, counts)
-        if not cuts.is_alone:
-            return cuts.begin(state)
+            return GenerationStart(Generation(), state, step, counts)
+        if not snapshots.is_alone:
+            return snapshots.begin(state)
         if before is None:
-            return cuts.begin_alone(state)
+            return snapshots.begin_alone(state)
         # A surviving asynchronous server continues with its state.
         assert isinstance(before.kind, AsyncServer)
-        return EpochStart(
-            cuts.enter_alone(), self._update.state, counts=before.kind.counts.by_trainer
+        return GenerationStart(
+            snapshots.enter_alone(), self._update.state, counts=before.kind.counts.by_trainer
         )
 
-    def _new_registry(self, epoch: Epoch, before: Serving | None) -> TrainerRegistry:
-        """Return the registry of the trainers that take part in an epoch.
+    def _new_registry(self, generation: Generation, before: Serving | None) -> TrainerRegistry:
+        """Return the registry of the trainers that take part in a generation.
 
-        An *epoch* is the part of the job between two failures. After a failure, trainers of an
+        A *generation* is the part of the job between two failures. After a failure, trainers of an
         asynchronous server may first finish user code between two steps. The registry gets their
         ids as `busy`, so that the deadline does not apply to them.
 
         Args:
-          epoch: the epoch.
+          generation: the generation.
           before: the state machines before the failure; None at the start.
         """
         served = self._served_update.served
@@ -170,12 +176,12 @@ class Server:
             secret=self._keys.secret,
             retry=self._retry,
             busy=() if before is None or served.sync_mode else before.trainers.present,
-            epoch=epoch,
+            generation=generation,
             sessions={} if before is None else before.trainers.sessions_by_id,
         )
 
     def _new_kind(
-        self, start: EpochStart, trainers: TrainerRegistry, before: Serving | None
+        self, start: GenerationStart, trainers: TrainerRegistry, before: Serving | None
     ) -> SyncServer | AsyncServer:
         """Create the update, and the handler for the messages of steps (synchronous or not).
 
@@ -188,19 +194,19 @@ class Server:
         if not served.sync_mode:
             if before is None:
                 self._update = BlockUpdates(update, self._copied(start.state))
-            blocks, has_cuts = self._update, self._cuts is not None
+            blocks, has_snapshots = self._update, self._snapshots is not None
             assert isinstance(blocks, BlockUpdates)
             return AsyncServer(
                 *(served, blocks, blocks.state, trainers, say),
                 counts=start.counts,
-                has_cuts=has_cuts,
+                has_snapshots=has_snapshots,
             )
         like = None if before is None else self._update
         assert not isinstance(like, BlockUpdates)
         steps = start.step - self._first_step
         replicas = self._replicas
         state = start.state if self._parts else self._copied(start.state)
-        at_loss = self._cuts is not None and self._cuts.at_loss
+        at_loss = self._snapshots is not None and self._snapshots.at_loss
         self._update = SyncUpdate(
             *(update, state, served.trainers, like, steps),
             keeps_old=at_loss,
@@ -210,10 +216,12 @@ class Server:
         return SyncServer(
             *(served, self._update, trainers, say),
             step=start.step,
-            epoch=start.epoch.number,
+            generation=start.generation.number,
             replication=None if replicas is None else replicas.replication,
             new_replica=None if replicas is None else replicas.new_replica,
-            job_has_tables=at_loss and self._cuts is not None and bool(self._cuts.plan.tables.of),
+            job_has_tables=at_loss
+            and self._snapshots is not None
+            and bool(self._snapshots.plan.tables.of),
         )
 
     def _dense(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,7 +275,7 @@ class Server:
         failure: BaseException | None = None
         try:
             ending = signal.signal(signal.SIGTERM, _ended) if _decides_signals() else None
-            while not self._serve_epoch():
+            while not self._serve_generation():
                 self._rewind()
             self._saves.end()
             protocol = self._protocol
@@ -293,7 +301,7 @@ class Server:
             if ending is not None:
                 signal.signal(signal.SIGTERM, ending)
 
-    def _serve_epoch(self) -> bool:
+    def _serve_generation(self) -> bool:
         """Serve until every trainer has closed; return False if a process fails before.
 
         After False, the caller continues with `_rewind`.
@@ -302,10 +310,10 @@ class Server:
         try:
             while not self._protocol.ended:
                 self._loop.step()
-        except NewEpoch:
+        except NewGeneration:
             return False
-        if self._cuts is not None:
-            self._cuts.epochs.leave()
+        if self._snapshots is not None:
+            self._snapshots.generations.leave()
         return True
 
     def _rewind(self) -> None:
@@ -319,7 +327,7 @@ class Server:
             log.warning("pserver %s continues after the failure of a process", endpoint)
             return
         log.warning(
-            "pserver %s goes back from step %d to step %d, where a new epoch begins",
+            "pserver %s goes back from step %d to step %d, where a new generation begins",
             endpoint,
             before.kind.step,
             self._protocol.kind.step,

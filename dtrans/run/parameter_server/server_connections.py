@@ -17,8 +17,8 @@ from dtrans.checkpoint.pserver_state import TRAINER
 from dtrans.checkpoint.runs import new_run, note
 from dtrans.endpoints import split_endpoint
 from dtrans.errors import ConfigError, LostPeerError, PeerError
-from dtrans.protocol.epochs import Epoch, Epochs, NewEpoch
-from dtrans.protocol.trainer.epoch_member import EpochMember
+from dtrans.protocol.generations import Generation, Generations, NewGeneration
+from dtrans.protocol.trainer.generation_member import GenerationMember
 from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.server_link import LastWords, OperationWait, ServerLink
 from dtrans.protocol.trainer.trainer_steps import TrainerSteps, leave
@@ -38,9 +38,9 @@ class ServerConnections:
       patience: seconds without a message after which a server counts as dead.
       wait_port: True to wait for servers that do not listen yet; False to raise PeerError.
       encryption: the option `transport_encryption` of `Executor`.
-      epochs: the job's epochs (periods between two failures); None if the launcher does not restart
-        processes.
-      epoch: smallest number of the epoch in which this trainer takes part.
+      generations: the job's generations (periods between two failures); None if the launcher does
+        not restart processes.
+      generation: smallest number of the generation in which this trainer takes part.
 
     Attributes:
       steps: the trainer's side of the protocol. It sends messages over these connections.
@@ -54,20 +54,20 @@ class ServerConnections:
         patience: float,
         wait_port: bool,
         encryption: str,
-        epochs: Epochs | None = None,
-        epoch: int = 0,
+        generations: Generations | None = None,
+        generation: int = 0,
     ) -> None:
         self.steps = TrainerSteps(lambda endpoint: self.link(endpoint).line)
         self.plan: Mapping[str, str] = {}
         self._deadline, self._patience = deadline, patience
         self._wait_port = wait_port
         self._encryption = encryption
-        self._member, self._least_epoch = EpochMember(epochs), epoch
+        self._member, self._least_generation = GenerationMember(generations), generation
         self._links: dict[str, ServerLink] = {}
         self._opened: ZmqTransport | None = None
         self._me: tuple[int, int] | None = None  # (id of this trainer, number of trainers)
         self._session = new_run()
-        # servers of the old epoch, which wait for this trainer in the new one, too
+        # servers of the old generation, which wait for this trainer in the new one, too
         self._endpoints: tuple[str, ...] = ()
 
     @property
@@ -107,7 +107,8 @@ class ServerConnections:
         """Return the connection to a server. On first use, connect and wait for the welcome.
 
         Raises:
-          NewEpoch: a process has failed, and this server has already continued after the failure.
+          NewGeneration: a process has failed, and this server has already continued after the
+            failure.
           PeerError: the server refuses this trainer. Also raised if `wait_port` is False, and no
             process listens at the endpoint.
           DeadlineError: the server does not answer.
@@ -116,7 +117,9 @@ class ServerConnections:
             return self._links[endpoint]
         assert self._me is not None
         trainer_id, trainers = self._me
-        if not self._wait_port and not self._least_epoch:  # a lost server may be starting again
+        if (
+            not self._wait_port and not self._least_generation
+        ):  # a lost server may be starting again
             _check_listens(f"trainer {trainer_id}", endpoint, self._deadline)
         link = self._links[endpoint] = ServerLink(
             self._transport,
@@ -129,7 +132,7 @@ class ServerConnections:
             secret=self.keys.secret,
             deadline=self._deadline,
             retry=min(RETRY, self._patience),
-            epoch=self._least_epoch,
+            generation=self._least_generation,
             incarnation=self._member.incarnation,
         )
         try:
@@ -137,25 +140,25 @@ class ServerConnections:
         except BaseException:
             self._links.pop(endpoint).close()
             raise
-        self._member.enter(link.line.epoch)
+        self._member.enter(link.line.generation)
         return link
 
     @property
-    def is_in_epoch(self) -> bool:
-        """True if this trainer is connected in a job with cuts (snapshots)."""
-        return self.epoch is not None
+    def is_in_generation(self) -> bool:
+        """True if this trainer is connected in a job with snapshots."""
+        return self.generation is not None
 
     @property
-    def epoch(self) -> Epoch | None:
-        """Epoch of the servers: the current part of the job, between two failures.
+    def generation(self) -> Generation | None:
+        """Generation of the servers: the current part of the job, between two failures.
 
-        None before a server has answered, and in a job without cuts (snapshots).
+        None before a server has answered, and in a job without snapshots.
         """
-        return self._member.epoch
+        return self._member.generation
 
     @property
-    def steps_between_cuts(self) -> int:
-        """Number of steps after which cuts (snapshots) are written; 0 without cuts."""
+    def steps_between_snapshots(self) -> int:
+        """Number of steps after which snapshots are written; 0 without snapshots."""
         return next((link.line.every for link in self._links.values()), 0)
 
     @property
@@ -176,7 +179,7 @@ class ServerConnections:
         """Send an operation's messages, and wait for the answers; return the operation's result.
 
         Raises:
-          NewEpoch: a process has failed, and the job continues from a cut (snapshot).
+          NewGeneration: a process has failed, and the job continues from a snapshot.
           DeadlineError: an answer did not arrive in time.
           PeerError: a server refused a message, or the connection to a server was lost.
         """
@@ -187,7 +190,7 @@ class ServerConnections:
         return operation.result
 
     def lost(self, e: LostPeerError) -> BaseException:
-        """Report a lost server, and return the exception to raise (`EpochMember.lost`)."""
+        """Report a lost server, and return the exception to raise (`GenerationMember.lost`)."""
         return self._member.lost(e)
 
     def _wait(self, wait: OperationWait | LastWords) -> None:
@@ -198,26 +201,25 @@ class ServerConnections:
         """Run an operation after the last step of this trainer, such as the wait for checkpoints.
 
         Raises:
-          LostPeerError: a process was lost, and this trainer cannot go back to a cut (snapshot) any
-            more.
+          LostPeerError: a process was lost, and this trainer cannot go back to a snapshot any more.
         """
         with self.after_last_step():
             self.run(operation)
 
     @contextlib.contextmanager
     def after_last_step(self) -> Iterator[None]:
-        """Raise LostPeerError instead of `NewEpoch` in this block, which follows the last step.
+        """Raise LostPeerError instead of `NewGeneration` in this block, after the last step.
 
         After a failure, a trainer usually repeats steps. After its last step, the trainer has no
         loop that repeats them.
         """
         try:
             yield
-        except NewEpoch:
+        except NewGeneration:
             self.abandon()
             raise LostPeerError(
                 "a process was lost, or a trainer joined again. This trainer has made its last "
-                "step, so it cannot go back to a cut with the other roles"
+                "step, so it cannot go back to a snapshot with the other roles"
             ) from None
 
     def abandon(self) -> None:
@@ -229,11 +231,12 @@ class ServerConnections:
             self._opened.close()
             self._opened = None
 
-    def rejoin(self, epoch: int) -> None:
+    def rejoin(self, generation: int) -> None:
         """Close the connections after a failure of another process; the next use connects again.
 
         Args:
-          epoch: smallest number that the new epoch (period between two failures) can have.
+          generation: smallest number that the new generation (period between two failures) can
+            have.
 
         Raises:
           ReplacedError: the launcher has started another process of this trainer.
@@ -242,7 +245,7 @@ class ServerConnections:
         self._endpoints = tuple(dict.fromkeys((*self._endpoints, *self._links)))
         self.abandon()
         self.steps.forget_connections()
-        self._least_epoch, self._session = epoch, new_run()
+        self._least_generation, self._session = generation, new_run()
         if self._me is not None and self._me[0] == 0:
             note(TRAINER, self._session)
 
@@ -299,7 +302,7 @@ class ServerConnections:
             self._wait(OperationWait(self._transport, self._links, operation))
         except LostPeerError as e:
             raise self.lost(e) from e
-        except NewEpoch:
+        except NewGeneration:
             if self.steps.sync_mode:
                 raise
             self.abandon()

@@ -1,8 +1,8 @@
 """Backups: one server stores copies of other servers' states.
 
-After the failure of a server, the server with its copy writes the lost server's cut (snapshot). So
-the job continues from its newest step. A copy is a `SyncUpdate` of the other server. It computes
-the same updates from gradients that the other server has summed over trainers.
+After the failure of a server, the server with its copy writes the lost server's snapshot. So the
+job continues from its newest step. A copy is a `SyncUpdate` of the other server. It computes the
+same updates from gradients that the other server has summed over trainers.
 `dtrans.protocol.server.replication` describes the messages.
 """
 
@@ -44,7 +44,7 @@ class ServerReplicas:
         backups = backups_of(list(plan.servers))
         self._updates: dict[str, ServerUpdate] = {}
         self._startups: dict[str, Program] = {}
-        # the copies of the last epoch, whose compiled functions are used again
+        # the copies of the last generation, whose compiled functions are used again
         self._copies: dict[str, SyncUpdate] = {}
         primaries = {}
         for primary, backup in backups.items():

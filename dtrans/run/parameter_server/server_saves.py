@@ -1,7 +1,7 @@
 """Saves of one server's state: checkpoints on request, regular snapshots, and a save at a failure.
 
-A *checkpoint* is requested by a trainer. A *cut* is a snapshot that servers write every few steps;
-after the failure of a process, the job continues from a cut.
+A *checkpoint* is requested by a trainer. A *snapshot* is a copy that servers write every few
+steps; after the failure of a process, the job continues from a snapshot.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from dtrans.checkpoint.runs import Mark
 from dtrans.checkpoint.saved_rows import ArrayLike
 from dtrans.ir.array_fns import is_key
 from dtrans.ir.selection import omit
-from dtrans.protocol.epochs import Epoch, is_cut_due_alone
+from dtrans.protocol.generations import Generation, is_snapshot_due_alone
 from dtrans.protocol.row_pieces import RowPieces
 from dtrans.protocol.server.async_server import AsyncServer
 from dtrans.protocol.server.serving import Serving
 from dtrans.protocol.server.sync_server import SyncServer
 from dtrans.protocol.server.trainer_registry import log
 from dtrans.run.parameter_server.block_update import BlockUpdates
-from dtrans.run.parameter_server.cuts import EpochStart, ServerCuts, server_names
+from dtrans.run.parameter_server.snapshots import GenerationStart, ServerSnapshots, server_names
 from dtrans.run.parameter_server.state_writer import Keep, KeepLast, StateWriter
 from dtrans.run.parameter_server.sync_update import SyncUpdate
 
@@ -40,27 +40,27 @@ class ServerStorage:
       keep_last: saves the state when the job ends by an error. It returns the path of the
         checkpoint, or None if the server has no arrays. Without `keep_last`, the state is not
         saved.
-      cuts: writes and reads snapshots (cuts) from which a failed job continues; None without the
-        user's option `cuts`.
+      snapshots: writes and reads snapshots from which a failed job continues; None
+        without the user's option `snapshots`.
     """
 
     keep: Keep | None = None
     keep_last: KeepLast | None = None
-    cuts: ServerCuts | None = None
+    snapshots: ServerSnapshots | None = None
 
     @property
-    def written_cuts(self) -> ServerCuts | None:
-        """Writer of cuts (snapshots); None if the launcher restarts no processes."""
-        return self.cuts if self.cuts is not None and self.cuts.is_written else None
+    def written_snapshots(self) -> ServerSnapshots | None:
+        """Writer of snapshots; None if the launcher restarts no processes."""
+        return self.snapshots if self.snapshots is not None and self.snapshots.is_written else None
 
     @property
     def first_step(self) -> int:
         """Number from which the server counts its steps.
 
-        In a job with cuts (snapshots), this is the step of the restored checkpoint. In other jobs,
-        it is 0.
+        In a job with snapshots, this is the step of the restored checkpoint. In other
+        jobs, it is 0.
         """
-        return 0 if self.cuts is None else self.cuts.first_step
+        return 0 if self.snapshots is None else self.snapshots.first_step
 
 
 class ServerSaves:
@@ -73,15 +73,15 @@ class ServerSaves:
 
     def __init__(self, storage: ServerStorage, *, wake: Callable[[], None]) -> None:
         self._keep, self._keep_last = storage.keep, storage.keep_last
-        self._cuts, self._wake = storage.written_cuts, wake
+        self._snapshots, self._wake = storage.written_snapshots, wake
         self._writer: StateWriter | None = None
         self._protocol: Serving
         self._update: SyncUpdate | BlockUpdates
-        self._epoch = Epoch()
-        self._first = 0  # number of a synchronous server's steps before the epoch
-        # step of the last cut that an asynchronous server has begun or loaded
-        self._newest_cut: int | None = None
-        # endpoints of the servers whose newest states are written at the end of this epoch
+        self._generation = Generation()
+        self._first = 0  # number of a synchronous server's steps before the generation
+        # step of the last snapshot that an asynchronous server has begun or loaded
+        self._newest_snapshot: int | None = None
+        # endpoints of the servers whose newest states are written at the end of this generation
         self._begun = set[str]()
 
     def begin(
@@ -89,7 +89,7 @@ class ServerSaves:
         protocol: Serving,
         update: SyncUpdate | BlockUpdates,
         dense: Mapping[str, Any],
-        start: EpochStart,
+        start: GenerationStart,
     ) -> None:
         """Start to save the state of these objects, at the start of the job and after each failure.
 
@@ -101,9 +101,9 @@ class ServerSaves:
           dense: the arrays outside of embedding tables, by name.
           start: the state with which the server starts.
         """
-        self._protocol, self._update, self._epoch = protocol, update, start.epoch
+        self._protocol, self._update, self._generation = protocol, update, start.generation
         self._begun = set()
-        if self._keep is None and self._cuts is None:
+        if self._keep is None and self._snapshots is None:
             return
         if self._writer is None:
             spent = {n: x for n, x in dense.items() if self._is_copied(n, x)}
@@ -111,28 +111,31 @@ class ServerSaves:
         if self._keep is not None:
             protocol.saves.start = self._save
         update.before = self._writer.wait_copied
-        if self._cuts is not None:
+        if self._snapshots is not None:
             protocol.kind.between_steps = self._between_steps
             if isinstance(protocol.kind, SyncServer):
-                protocol.kind.rounds.merges_results = self._cuts.merges_results
-            self._begin_cuts(protocol.kind, start.loaded)
-            folder, protocol.status.epoch = self._cuts.epochs, start.epoch.number
-            protocol.status.cut = lambda: folder.newest_written
+                protocol.kind.rounds.merges_results = self._snapshots.merges_results
+            self._begin_snapshots(protocol.kind, start.loaded)
+            folder, protocol.status.generation = (
+                self._snapshots.generations,
+                start.generation.number,
+            )
+            protocol.status.snapshot = lambda: folder.newest_written
 
-    def _begin_cuts(self, kind: SyncServer | AsyncServer, loaded: int | None) -> None:
-        """Write a cut (snapshot) before the first step, if one is due and the server has no tables.
+    def _begin_snapshots(self, kind: SyncServer | AsyncServer, loaded: int | None) -> None:
+        """Write a snapshot before the first step, if one is due and the server has no tables.
 
-        With tables, `between_steps` writes this cut later.
+        With tables, `between_steps` writes this snapshot later.
 
         Args:
           kind: handler of the messages of steps.
-          loaded: step of the cut from which the state was loaded, or None.
+          loaded: step of the snapshot from which the state was loaded, or None.
         """
         if isinstance(kind, AsyncServer):
-            if self._newest_cut is None:
-                self._newest_cut = loaded
-            if self._newest_cut is None:
-                self._write_cut(kind.counts.total)
+            if self._newest_snapshot is None:
+                self._newest_snapshot = loaded
+            if self._newest_snapshot is None:
+                self._write_snapshot(kind.counts.total)
             return
         self._first = kind.step
         if not kind.has_tables:
@@ -214,50 +217,52 @@ class ServerSaves:
         return len(state)
 
     def _between_steps(self, step: int) -> None:
-        """Start to write a cut (snapshot), if one is due before the next step.
+        """Start to write a snapshot, if one is due before the next step.
 
         Args:
           step: number of steps so far.
         """
-        assert self._cuts is not None
-        every, newest = self._cuts.every, self._newest_cut
+        assert self._snapshots is not None
+        every, newest = self._snapshots.every, self._newest_snapshot
         if isinstance(self._protocol.kind, SyncServer):
-            is_due = self._epoch.is_cut_due(step, self._first, every)
+            is_due = self._generation.is_snapshot_due(step, self._first, every)
         else:
-            is_due = is_cut_due_alone(step, newest, every)
+            is_due = is_snapshot_due_alone(step, newest, every)
         if is_due:
-            self._write_cut(step)
+            self._write_snapshot(step)
 
-    def _write_cut(self, step: int) -> None:
-        """Start to write a cut (snapshot) of the current state, after `step` steps."""
+    def _write_snapshot(self, step: int) -> None:
+        """Start to write a snapshot of the current state, after `step` steps."""
         assert self._writer is not None
-        self._newest_cut, kind = step, self._protocol.kind
+        self._newest_snapshot, kind = step, self._protocol.kind
         counts = kind.counts.by_trainer if isinstance(kind, AsyncServer) else {}
         state, spent = self._snapshot()
-        self._writer.begin_cut(self._cut_writer(counts), state, self._mark(step), spent)
+        self._writer.begin_snapshot(self._snapshot_writer(counts), state, self._mark(step), spent)
 
-    def _cut_writer(
+    def _snapshot_writer(
         self,
         counts: Mapping[int, int] = {},
-        cuts: ServerCuts | None = None,
+        snapshots: ServerSnapshots | None = None,
         *,
         is_early: bool = False,
     ) -> Callable[[Mapping[str, Any], Mark], None]:
-        """Return the function with which the writing thread writes a cut (snapshot).
+        """Return the function with which the writing thread writes a snapshot.
 
         Args:
           counts: for an asynchronous server, the number of steps of each trainer.
-          cuts: writer of the cut; None for the writer of this server's cuts.
+          snapshots: writer of the snapshot; None for the writer of this server's snapshots.
           is_early: True if the state may lack evictions of table rows after the step.
         """
-        cuts = self._cuts if cuts is None else cuts
-        assert cuts is not None
-        return functools.partial(cuts.write, self._epoch.number, counts, is_early=is_early)
+        snapshots = self._snapshots if snapshots is None else snapshots
+        assert snapshots is not None
+        return functools.partial(
+            snapshots.write, self._generation.number, counts, is_early=is_early
+        )
 
     def write_newest(self, lost: Sequence[str]) -> None:
-        """Start to write the newest states as cuts (snapshots), because a process has failed.
+        """Start to write the newest states as snapshots, because a process has failed.
 
-        So the job can continue from its newest step, not from the last regular cut. The server
+        So the job can continue from its newest step, not from the last regular snapshot. The server
         answers messages during the write, and the writing thread reports the end. If more servers
         fail meanwhile, the method is called again, and writes only the copies of their states.
         `NewestStates` chooses the states.
@@ -266,23 +271,23 @@ class ServerSaves:
           lost: names of the failed servers, such as "pserver 1". If this server has a copy of a
             failed server's state, it also writes the copy.
         """
-        kind, mine = self._protocol.kind, self._cuts
+        kind, mine = self._protocol.kind, self._snapshots
         if mine is None or not mine.at_loss:
             return
         assert isinstance(kind, SyncServer) and self._writer is not None
-        number, names = self._epoch.number, server_names(mine.plan)
+        number, names = self._generation.number, server_names(mine.plan)
         endpoints = [ep for name, ep in zip(names, mine.plan.servers, strict=True) if name in lost]
         writers = {ep: mine.of_lost(ep, number) for ep in endpoints}
         writers[kind.endpoint] = mine
         begun, self._begun = self._begun, {*self._begun, *writers}
         for endpoint, step, state, is_early in kind.newest.states(endpoints):
-            cuts = writers[endpoint]
-            if endpoint not in begun and not cuts.epochs.has_written(step):
+            snapshots = writers[endpoint]
+            if endpoint not in begun and not snapshots.generations.has_written(step):
                 arrays = {n: _current(x) for n, x in state.items()}
-                write = self._cut_writer(cuts=cuts, is_early=is_early)
-                self._writer.begin_cut(write, arrays, self._mark(step), waits=False)
+                write = self._snapshot_writer(snapshots=snapshots, is_early=is_early)
+                self._writer.begin_snapshot(write, arrays, self._mark(step), waits=False)
         end = functools.partial(mine.note_end, number, lost)
-        self._writer.begin_cut(lambda *_: end(), {}, self._mark(kind.step), waits=False)
+        self._writer.begin_snapshot(lambda *_: end(), {}, self._mark(kind.step), waits=False)
 
     def _mark(self, step: int) -> Mark:
         """Return an identifier of the run and the step, which each piece of a saved state records.
@@ -290,9 +295,9 @@ class ServerSaves:
         A reader combines pieces of several servers only if their identifiers are equal.
         """
         runs = self._protocol.trainers.sessions
-        if self._cuts is None:
+        if self._snapshots is None:
             return Mark(runs, step)
-        return self._cuts.mark(self._epoch.members_since, runs, step)
+        return self._snapshots.mark(self._generation.members_since, runs, step)
 
     def _snapshot(self) -> tuple[dict[str, Any], list[str]]:
         """Return the current state by name, and the names of those arrays that must be copied.

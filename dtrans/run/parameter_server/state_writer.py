@@ -40,7 +40,8 @@ class _Write(NamedTuple):
     """One state that waits to be written to a file.
 
     Attributes:
-      name: name of the checkpoint; empty for a cut (snapshot to continue from after a failure).
+      name: name of the checkpoint; empty for a snapshot (snapshot to continue from after a
+        failure).
       keep: function that writes the state.
       copies: the state, when its arrays are copied.
       mark: the run and the step.
@@ -70,7 +71,7 @@ class StateWriter:
         self._keep, self._wake = keep, wake
         self._due: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-        self._written = Future[None]()  # is done when the last write of `begin_cut` has ended
+        self._written = Future[None]()  # is done when the last write of `begin_snapshot` has ended
         self._written.set_result(None)
         config: Any = jax.config
         # the writing thread sets this option, because a new thread has the option's default
@@ -99,7 +100,7 @@ class StateWriter:
         assert self._keep is not None
         self._begin(name, functools.partial(self._keep, name), state, mark, spent, Future())
 
-    def begin_cut(
+    def begin_snapshot(
         self,
         keep: Callable[[Mapping[str, Any], Mark], None],
         state: Mapping[str, Any],
@@ -108,13 +109,13 @@ class StateWriter:
         *,
         waits: bool = True,
     ) -> None:
-        """Start to write a cut (snapshot from which the job continues after a failure).
+        """Start to write a snapshot (snapshot from which the job continues after a failure).
 
         Args:
           keep: writes the state. `ended` does not yield its result.
           state, mark, spent: as in `begin`.
-          waits: True to wait first until the previous cut is written. Without this wait, a slow
-            disk would let cuts fill the memory.
+          waits: True to wait first until the previous snapshot is written. Without this wait, a
+            slow disk would let snapshots fill the memory.
         """
         if waits:
             self._written.result()

@@ -13,7 +13,7 @@ from dtrans.ir.program import Program
 from dtrans.ir.pytree import all_names
 from dtrans.ir.selection import values_at
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.protocol.epochs import DROPS
+from dtrans.protocol.generations import DROPS
 from dtrans.run.base.batch import Share, batch_arrays, check_uneven, resize, uneven_rows
 from dtrans.step.batch_sharing import without_parts
 

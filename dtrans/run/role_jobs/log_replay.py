@@ -1,10 +1,10 @@
 """`dtrans.replay`: computes the steps of a finished job again, in one process.
 
-A job with snapshots (cuts) may continue without a trainer that failed. So the result of the job
-depends on the failures. The job's log names the trainers of each step, and a replay uses the same
-trainers. With a replay, users check the result of a job.
+A job with snapshots may continue without a trainer that failed. So the result of the
+job depends on the failures. The job's log names the trainers of each step, and a replay uses the
+same trainers. With a replay, users check the result of a job.
 
-    log       the trainers of each step (`dtrans.run.net.epoch_log`)
+    log       the trainers of each step (`dtrans.run.net.generation_log`)
     trainer   calls the compiled functions that a trainer's process runs (`dtrans.run.executor`)
     server    calls the update that a server's process runs (`SyncUpdate`)
 
@@ -41,8 +41,8 @@ from dtrans.parameter_server.plan import PServerPlan, ServerPrograms
 from dtrans.protocol.server_blocks import RowGradient, Vectors
 from dtrans.protocol.tables.table_rows import put_in_place
 from dtrans.run.base.batch import on_one_device
-from dtrans.run.executor import Executor, cut_for_role, put_on_device
-from dtrans.run.net.epoch_log import EpochRecord, members_of_steps, read_log
+from dtrans.run.executor import Executor, put_on_device, snapshot_for_role
+from dtrans.run.net.generation_log import GenerationRecord, members_of_steps, read_log
 from dtrans.run.parameter_server.equation_leaves import (
     parts_in,
     received_leaf,
@@ -74,15 +74,15 @@ def replay(
 
     Use this function to check the result of a job in which trainers failed. The log names the
     trainers that took part in each step. The result has the same bits as the job's parameters and
-    optimizer state. With `dtrans.Cuts(replicas=1)`, the last bits can differ, because servers merge
-    gradients in a separate compiled function.
+    optimizer state. With `dtrans.Snapshots(replicas=1)`, the last bits can differ, because servers
+    merge gradients in a separate compiled function.
 
     The job must have started from `job.init`, and all its trainers must have taken the same steps.
     The function does not repeat evictions of table rows.
 
     Args:
       plan: the job's plan, with the same options. The endpoints may differ.
-      log: the file `epochs.jsonl` in the folder of `dtrans launch --cuts`.
+      log: the file `generations.jsonl` in the folder of `dtrans launch --snapshots`.
       batch: function that maps a step number to the global batch, the arguments of
         `job.shard_batch`.
       init: arguments of `job.init`.
@@ -98,16 +98,16 @@ def replay(
     Example:
       >>> import tempfile
       >>> import jax.numpy as jnp, optax, dtrans
-      >>> from dtrans.run.net.epoch_log import EpochLog, EpochRecord
+      >>> from dtrans.run.net.generation_log import GenerationLog, GenerationRecord
       >>> tx = optax.sgd(0.5)
       >>> step = dtrans.make_train_step(lambda params, x: jnp.mean((params["w"] - x) ** 2), tx)
       >>> init = lambda: (p := {"w": jnp.zeros(1)}, tx.init(p))
       >>> x = jnp.array([[1.0], [5.0]])
       >>> plan = dtrans.pserver(dtrans.trace(step, *init(), x), dtrans.trace(init), trainers=2)
       >>> with tempfile.TemporaryDirectory() as folder:
-      ...     log = EpochLog(folder)
-      ...     log.add(EpochRecord(0, None, (0, 1)))
-      ...     log.add(EpochRecord(1, 0, (0,), "trainer 1", "signal SIGKILL"))
+      ...     log = GenerationLog(folder)
+      ...     log.add(GenerationRecord(0, None, (0, 1)))
+      ...     log.add(GenerationRecord(1, 0, (0,), "trainer 1", "signal SIGKILL"))
       ...     params, _ = dtrans.replay(plan, log.path, lambda step: (x,), init=(), stop=1)
       >>> params["w"].tolist()
       [1.0]
@@ -153,27 +153,29 @@ def _check_plan(plan: Any) -> None:
         )
 
 
-def _check_log(plan: PServerPlan, records: Sequence[EpochRecord]) -> None:
+def _check_log(plan: PServerPlan, records: Sequence[GenerationRecord]) -> None:
     """Raise ConfigError if the log's job had other trainers than the plan, or lacks earlier
     records.
     """
     everyone = tuple(range(plan.trainers))
     if not records or records[0].members != everyone:
-        found = "no epoch" if not records else f"trainers {list(records[0].members)} at its start"
+        found = (
+            "no generation" if not records else f"trainers {list(records[0].members)} at its start"
+        )
         raise ConfigError(
             f"replay: the log has {found}, but the plan has trainers {list(everyone)}; pass the "
             "log and the plan of the same job"
         )
-    if records[0].cut is not None:
+    if records[0].snapshot is not None:
         raise ConfigError(
-            f"replay: the log begins with step {records[0].cut}, and replay needs all steps; pass "
-            "a log that begins with the start of the job"
+            f"replay: the log begins with step {records[0].snapshot}, and replay needs all steps; "
+            "pass a log that begins with the start of the job"
         )
     for number, record in enumerate(records):
-        if record.epoch != number:
+        if record.generation != number:
             raise ConfigError(
-                f"replay: the log lacks epoch {number}, and replay needs all epochs; pass the "
-                "complete log of the job"
+                f"replay: the log lacks generation {number}, and replay needs all generations; "
+                "pass the complete log of the job"
             )
 
 
@@ -368,7 +370,7 @@ class _ReplayedTrainer:
         program = program.specialize_flat(flat)
         flat = [*map(on_one_device, flat)]
         if program not in self._pieces:
-            self._pieces[program] = cut_for_role(program)
+            self._pieces[program] = snapshot_for_role(program)
         run = self._pieces[program].run(flat)
         outs: Any = None
         while True:

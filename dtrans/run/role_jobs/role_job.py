@@ -35,7 +35,7 @@ class RoleJob(Job):
             )
         self.plan, self.role = plan, role
         self._executor = Executor(**options)
-        self._epochs = RoleFolder.from_environment(role.name)
+        self._generations = RoleFolder.from_environment(role.name)
 
     @property
     def run_id(self) -> str:  # type: ignore[override]

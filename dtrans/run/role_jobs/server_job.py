@@ -11,10 +11,10 @@ from dtrans.checkpoint.orbax_io import load_orbax
 from dtrans.checkpoint.pserver_state import check_saved_by_servers, is_saved_by_servers, scatter
 from dtrans.checks import check_int, check_one_of
 from dtrans.errors import ConfigError
-from dtrans.parameter_server.cut_options import Cuts
+from dtrans.parameter_server.snapshot_options import Snapshots
 from dtrans.run.parameter_server.checkpoints import ServerCheckpoints
-from dtrans.run.parameter_server.cuts import ServerCuts, check_cuts, check_drops
 from dtrans.run.parameter_server.server_saves import ServerStorage
+from dtrans.run.parameter_server.snapshots import ServerSnapshots, check_drops, check_snapshots
 from dtrans.run.parameter_server.state_writer import Keep, KeepLast
 from dtrans.run.parameter_server.tables.new_rows import with_makers
 from dtrans.run.role_jobs.role_job import RoleJob
@@ -64,7 +64,7 @@ class ServerJob(RoleJob):
         checkpoints: str | os.PathLike[str] | None = None,
         on_failure: str | None = None,
         init: Sequence[Any] | None = None,
-        cuts: int | Cuts | None = None,
+        snapshots: int | Snapshots | None = None,
     ) -> dict[str, Any]:
         """Run the server: update its parameters for the trainers, until every trainer has closed.
 
@@ -82,20 +82,20 @@ class ServerJob(RoleJob):
             checkpoint.
           init: the arguments of `init`, if the state comes from a checkpoint. Then table rows with
             their initial values need no memory, and `job.tables.evict` can evict other rows.
-          cuts: the number of steps after which servers copy their state to disk, such as 100, or a
-            `dtrans.Cuts` with further options. Such a copy is a *cut*. After the failure of a
-            process, the job continues from the last cut. Servers write cuts only if `dtrans launch
-            --restarts` started the job. A new cut waits until the previous one is written. With
-            `cuts`, the job counts its steps from the number of the restored checkpoint. An
-            asynchronous server counts the steps of all trainers.
+          snapshots: the number of steps after which servers copy their state to disk, such as 100,
+            or a `dtrans.Snapshots` with further options. Such a copy is a *snapshot*. After the
+            failure of a process, the job continues from the last snapshot. Servers write snapshots
+            only if `dtrans launch --restarts` started the job. A new snapshot waits until the
+            previous one is written. With `snapshots`, the job counts its steps from the number of
+            the restored checkpoint. An asynchronous server counts the steps of all trainers.
 
         Returns:
           The final state, for `dtrans.checkpoint.save`.
 
         Raises:
           ConfigError: on_failure="save" has no folder, or only trainers store some arrays of the
-            plan. `checkpoints` is set, but orbax is not installed. Or `cuts` is set, but the plan
-            has state that cuts cannot contain.
+            plan. `checkpoints` is set, but orbax is not installed. Or `snapshots` is set, but the
+            plan has state that snapshots cannot contain.
           DeadlineError, PeerError: the job has failed.
         """
         self._check_open()
@@ -108,24 +108,24 @@ class ServerJob(RoleJob):
                 'on_failure="save" needs a folder: job.serve(state, checkpoints=folder)'
             )
         first_step, written = self._number_of_restored, None
-        if cuts is not None:
-            if not isinstance(cuts, Cuts):
-                check_int("cuts", cuts, "a number of steps", least=1)
-                cuts = Cuts(cuts)
-            check_cuts(self.plan, cuts)
-            if self._epochs is not None:
-                check_drops(self.plan, self._epochs.on_trainer_loss)
+        if snapshots is not None:
+            if not isinstance(snapshots, Snapshots):
+                check_int("snapshots", snapshots, "a number of steps", least=1)
+                snapshots = Snapshots(snapshots)
+            check_snapshots(self.plan, snapshots)
+            if self._generations is not None:
+                check_drops(self.plan, self._generations.on_trainer_loss)
                 load_orbax()
             endpoint = self.role.current_endpoint
-            written = ServerCuts(
-                *(self._epochs, self.plan, endpoint, cuts.every, first_step),
-                at_loss=cuts.at_loss,
-                has_replicas=cuts.replicas > 0,
+            written = ServerSnapshots(
+                *(self._generations, self.plan, endpoint, snapshots.every, first_step),
+                at_loss=snapshots.at_loss,
+                has_replicas=snapshots.replicas > 0,
             )
-            first_step = 0  # `ServerCuts` already counts from the checkpoint's step
-        elif self._epochs is not None:
-            self._epochs.note_no_cuts()
-        storage = ServerStorage(cuts=written)
+            first_step = 0  # `ServerSnapshots` already counts from the checkpoint's step
+        elif self._generations is not None:
+            self._generations.note_no_snapshots()
+        storage = ServerStorage(snapshots=written)
         if checkpoints is not None:
             keep, keep_last = self._checkpoints(Path(checkpoints), on_failure, first_step)
             storage = ServerStorage(keep, keep_last, written)
@@ -135,16 +135,17 @@ class ServerJob(RoleJob):
         return final
 
     def _check_folders(self, checkpoints: str | os.PathLike[str] | None) -> None:
-        """Raise ConfigError if `checkpoints` is the folder of the job's snapshots (cuts).
+        """Raise ConfigError if `checkpoints` is the folder of the job's snapshots.
 
         Files in that folder are removed while the job runs, so the checkpoints would be lost.
         """
-        if checkpoints is None or self._epochs is None:
+        if checkpoints is None or self._generations is None:
             return
-        if Path(checkpoints).absolute() == self._epochs.path.absolute():
+        if Path(checkpoints).absolute() == self._generations.path.absolute():
             raise ConfigError(
                 f"checkpoints={os.fspath(checkpoints)!r} is also the folder of `dtrans launch "
-                "--cuts`, whose files are removed; pass another folder to job.serve(checkpoints=)"
+                "--snapshots`, whose files are removed; pass another folder to "
+                "job.serve(checkpoints=)"
             )
 
     @property

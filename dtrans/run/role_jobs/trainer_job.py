@@ -22,7 +22,7 @@ from dtrans.ir.cost import nbytes
 from dtrans.ir.selection import exclude, retain, select, subset
 from dtrans.job import on_first_device
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.protocol.epochs import NewEpoch
+from dtrans.protocol.generations import NewGeneration
 from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.base.state import check_kind
 from dtrans.run.distributed.role import Role
@@ -30,12 +30,12 @@ from dtrans.run.parameter_server.device_mesh import check_devices
 from dtrans.run.parameter_server.step_results import merge_results
 from dtrans.run.parameter_server.tables.job_tables import TrainerTables
 from dtrans.run.parameter_server.trainer_calls import TrainerCalls
-from dtrans.run.role_jobs.geo_cuts import GeoCuts
-from dtrans.run.role_jobs.leaf_cuts import LeafCuts
-from dtrans.run.role_jobs.return_to_cut import ReturnToCut
+from dtrans.run.role_jobs.geo_snapshots import GeoSnapshots
+from dtrans.run.role_jobs.leaf_snapshots import LeafSnapshots
+from dtrans.run.role_jobs.return_to_snapshot import ReturnToSnapshot
 from dtrans.run.role_jobs.role_job import RoleJob
-from dtrans.run.role_jobs.trainer_cuts import TrainerCuts
 from dtrans.run.role_jobs.trainer_requests import TrainerRequests
+from dtrans.run.role_jobs.trainer_snapshots import TrainerSnapshots
 from dtrans.step_meter import metered
 
 
@@ -57,11 +57,13 @@ class TrainerJob(RoleJob):
     def __init__(self, plan: PServerPlan, role: Role, options: dict[str, Any]) -> None:
         check_devices(plan.devices)
         super().__init__(plan, role, options)
-        on_loss = "restart" if self._epochs is None else self._epochs.on_trainer_loss
+        on_loss = "restart" if self._generations is None else self._generations.on_trainer_loss
         self._calls = TrainerCalls(plan, role.trainer_id, on_trainer_loss=on_loss)
-        self._return = ReturnToCut(role.name, self._epochs, self._connect, self._init_again)
-        kind: type[TrainerCuts] = GeoCuts if plan.push_every else LeafCuts
-        self._cuts = kind(self._epochs, plan, role.name)
+        self._return = ReturnToSnapshot(
+            role.name, self._generations, self._connect, self._init_again
+        )
+        kind: type[TrainerSnapshots] = GeoSnapshots if plan.push_every else LeafSnapshots
+        self._snapshots = kind(self._generations, plan, role.name)
         self._requests = TrainerRequests(
             *(plan, role.trainer_id, self._return),
             run=self._executor.between_steps,
@@ -69,8 +71,8 @@ class TrainerJob(RoleJob):
             step_count=lambda: self._step_count,
             repeats_steps=lambda: self.repeats_steps,
         )
-        if self._epochs is not None:
-            self._connect(self._epochs.join().number)
+        if self._generations is not None:
+            self._connect(self._generations.join().number)
 
     @property
     def step_count(self) -> int:
@@ -111,16 +113,16 @@ class TrainerJob(RoleJob):
         while True:
             try:
                 return self._receive_first(args)
-            except NewEpoch as e:
+            except NewGeneration as e:
                 self._connect(e.number)
 
-    def _connect(self, epoch: int) -> None:
-        if self._epochs is not None:
-            self._epochs.current()  # this call raises an error in a process that was replaced
-        self._executor.connect(self._epochs, epoch)
+    def _connect(self, generation: int) -> None:
+        if self._generations is not None:
+            self._generations.current()  # this call raises an error in a process that was replaced
+        self._executor.connect(self._generations, generation)
 
     def _init_again(self) -> Any:
-        """Receive the parameters of the snapshot (cut) to which the job went back after a failure.
+        """Receive the parameters of the snapshot to which the job went back after a failure.
 
         The method calls `init` with the arguments that the user passed.
         """
@@ -130,7 +132,7 @@ class TrainerJob(RoleJob):
                 "state is not from job.init(...); create it by job.init, which receives the "
                 "servers' state"
             )
-        params = self._cuts.keep_constants(self.init(*self._init_args)[0])
+        params = self._snapshots.keep_constants(self.init(*self._init_args)[0])
         self._requests.drop_save(self._step_count)
         return params
 
@@ -142,10 +144,10 @@ class TrainerJob(RoleJob):
         Args:
           args: the arguments that the user passed to `job.init`.
         """
-        self._cuts.prepare(self._executor)
+        self._snapshots.prepare(self._executor)
         startup = self.plan.trainer_startup_program(self.role.trainer_id)
         first = self._executor.run(startup, *args)
-        state, self._step_count = self._cuts.begin(self._executor, first)
+        state, self._step_count = self._snapshots.begin(self._executor, first)
         return state
 
     def check(self, state: Any) -> None:
@@ -175,18 +177,18 @@ class TrainerJob(RoleJob):
         """
         self.check(state)
         self.check_return()
-        self._cuts.before_step(self._executor, self._step_count, state)
+        self._snapshots.before_step(self._executor, self._step_count, state)
         call = self._calls(batch, self._level(state))
         try:
             outputs = self._executor.run(call.program, *state, *call.batch)
             outputs = merge_results(self.plan, self._executor.exchange, outputs, call)
-        except NewEpoch as e:
+        except NewGeneration as e:
             self._return.begin(e.number, self._step_count)
             raise self._return.end(self._step_count) from None
-        if self._init_args is None and self._executor.connections.is_in_epoch:
+        if self._init_args is None and self._executor.connections.is_in_generation:
             raise StateError(
-                "job.serve(cuts=...) lets this job continue after the failure of a process, but "
-                "this trainer's state is not from job.init(...); create it by job.init, which "
+                "job.serve(snapshots=...) lets this job continue after the failure of a process, "
+                "but this trainer's state is not from job.init(...); create it by job.init, which "
                 "receives the servers' state"
             )
         self._step_count += 1
@@ -213,8 +215,8 @@ class TrainerJob(RoleJob):
 
         Returns:
           True if rows were requested. False if the plan has no tables, or if the next step goes
-          back to a cut (snapshot). Also False in asynchronous modes, whose steps read the newest
-          rows.
+          back to a snapshot. Also False in asynchronous modes, whose steps read the
+          newest rows.
 
         Raises:
           BatchError: an id is not a row of its table; no request was sent.
@@ -233,7 +235,7 @@ class TrainerJob(RoleJob):
         call = self._calls(batch)
         try:
             self._executor.announce(call.program, *call.batch)
-        except NewEpoch as e:
+        except NewGeneration as e:
             self._return.begin(e.number, self._step_count)
             return False
         return True
@@ -243,11 +245,11 @@ class TrainerJob(RoleJob):
             raise self._return.end(self._step_count)
 
     def end_loop(self) -> None:
-        if self._executor.connections.is_in_epoch:
+        if self._executor.connections.is_in_generation:
             # No step can be repeated after the loop, so the queued gradients must arrive before.
             try:
                 self._executor.flush()
-            except NewEpoch as e:
+            except NewGeneration as e:
                 self._return.begin(e.number, self._step_count)
         self.check_return()
 

@@ -1,7 +1,7 @@
 """Requests of a trainer between two steps: save a checkpoint, read or evict rows of a table.
 
 A process may fail during a request, and the trainer then goes back to a snapshot of the job
-(`return_to_cut`). This module decides if the trainer sends the request again or skips it.
+(`return_to_snapshot`). This module decides if the trainer sends the request again or skips it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 
 from dtrans.ir.program import Program
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.protocol.epochs import NewEpoch
+from dtrans.protocol.generations import NewGeneration
 from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.trainer_line import log
 from dtrans.protocol.trainer.trainer_steps import TrainerSteps
 from dtrans.run.parameter_server.tables.job_tables import TrainerTables
-from dtrans.run.role_jobs.return_to_cut import ReturnToCut
+from dtrans.run.role_jobs.return_to_snapshot import ReturnToSnapshot
 
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class TrainerRequests:
         self,
         plan: PServerPlan,
         trainer_id: int,
-        returns: ReturnToCut,
+        returns: ReturnToSnapshot,
         *,
         run: RunBetweenSteps,
         look_up: Callable[[Program, str, np.ndarray], np.ndarray],
@@ -122,8 +122,8 @@ class TrainerRequests:
         """Forget a checkpoint that servers were writing when a process failed; warn if it may be
         incomplete.
 
-        After the failure, the trainer repeats the steps since a snapshot (cut). A checkpoint of
-        such a step is saved again. A checkpoint of an earlier step is not, so the log names it.
+        After the failure, the trainer repeats the steps since a snapshot. A checkpoint
+        of such a step is saved again. A checkpoint of an earlier step is not, so the log names it.
 
         Args:
           step: number of steps in the snapshot.
@@ -148,10 +148,10 @@ class TrainerRequests:
     ) -> T:
         """Send a request to the servers. If a process fails meanwhile, send it again or skip it.
 
-        After a failure, the servers go back to a snapshot (cut). If the snapshot is older than the
-        current step, the loop over `job.steps` repeats the lost steps, and the user's code repeats
-        the request. A request that only reads is also sent again at once, and reads the state of
-        the snapshot.
+        After a failure, the servers go back to a snapshot. If the snapshot is older than
+        the current step, the loop over `job.steps` repeats the lost steps, and the user's code
+        repeats the request. A request that only reads is also sent again at once, and reads the
+        state of the snapshot.
 
         Args:
           call: the user's call for errors, such as "job.save('300')".
@@ -166,7 +166,7 @@ class TrainerRequests:
             before, is_due = self._step_count(), self._return.is_due
             try:
                 return request()
-            except NewEpoch as e:
+            except NewGeneration as e:
                 self._return.begin(e.number, before)
             if not is_due:
                 repeats = self._repeats_steps()

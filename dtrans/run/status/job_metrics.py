@@ -31,10 +31,15 @@ SERVER_METRICS = (
     ("dtrans_sent_bytes", "sent", "counter", "Bytes to trainers and other servers."),
     ("dtrans_refused_messages", "refused", "counter", "Messages that the server refused."),
     ("dtrans_barred_connections", "barred", "counter", "Connections that the server refused."),
-    ("dtrans_cut_step", "cut", "gauge", "Step of the newest cut that the server has written."),
     (
-        "dtrans_epoch",
-        "epoch",
+        "dtrans_snapshot_step",
+        "snapshot",
+        "gauge",
+        "Step of the newest snapshot that the server has written.",
+    ),
+    (
+        "dtrans_generation",
+        "generation",
         "gauge",
         "How often the job has continued after a failure or after the return of a trainer.",
     ),

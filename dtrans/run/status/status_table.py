@@ -25,7 +25,7 @@ SERVER = (
     "out/s",
     "rows made",
     "checkpoint",
-    "cut",
+    "snapshot",
     "doing",
 )
 TRAINER = ("trainer", "step", "steps/s", "in", "out", "heard", "staleness", "doing")
@@ -37,7 +37,7 @@ OPTIONAL = (
     "out/s",
     "rows made",
     "checkpoint",
-    "cut",
+    "snapshot",
     "staleness",
 )
 
@@ -119,7 +119,7 @@ def _server(endpoint: str, x: ServerStatus | None, error: str) -> list[Text]:
         size(x.sent_per_second, "/s"),
         rows,
         _checkpoint(x),
-        _cut(x),
+        _snapshot(x),
         doing,
     ]
     return [Text(cell) for cell in cells]
@@ -134,10 +134,10 @@ def _checkpoint(x: ServerStatus) -> str:
     return f"{last['name']}, {duration(last['ago'])} ago"
 
 
-def _cut(x: ServerStatus) -> str:
-    if not x.epoch:
-        return count(x.cut)
-    return f"{count(x.cut)}, epoch {x.epoch}"
+def _snapshot(x: ServerStatus) -> str:
+    if not x.generation:
+        return count(x.snapshot)
+    return f"{count(x.snapshot)}, generation {x.generation}"
 
 
 def _trainer(t: TrainerRow) -> list[Text]:

@@ -145,7 +145,8 @@ def test_no_server_hears_of_them(role_threads: RoleThreads) -> None:
         (
             "alone",
             "warn",
-            "on_nonfinite='warn': one trainer has no gradients of other trainers to check; jax.config.update",
+            "on_nonfinite='warn': one trainer has no gradients of other trainers to check; "
+            "jax.config.update",
         ),
         (
             "local",

@@ -202,8 +202,8 @@ def test_every_option_between_four_trainers(tmp_path: Path) -> None:
         ),
         (
             "pserver",
-            "ConfigError: this process is trainer 0 of a job with pservers, but dtrans.connect() is "
-            "for mode='nccl2'; remove the call",
+            "ConfigError: this process is trainer 0 of a job with pservers, but dtrans.connect() "
+            "is for mode='nccl2'; remove the call",
         ),
         (
             "unconnected",
@@ -225,8 +225,8 @@ def test_every_option_between_four_trainers(tmp_path: Path) -> None:
         ),
         (
             "part",
-            "BatchError: x has 2 rows, expected {mine} rows in part {k} of a batch of 23 rows; split "
-            "batches with job.shard_batch",
+            "BatchError: x has 2 rows, expected {mine} rows in part {k} of a batch of 23 rows; "
+            "split batches with job.shard_batch",
         ),
         ("count", "ConfigError: the plan is for 3 trainers, 2 are connected"),
         (

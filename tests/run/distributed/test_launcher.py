@@ -317,7 +317,8 @@ GOOD_NCCL2 = {
         ),
         (
             {"DTRANS_PSERVER_ENDPOINTS": "127.0.0.1:1"},
-            "and DTRANS_PSERVER_ENDPOINTS is '127.0.0.1:1'; for a job with pservers, unset DTRANS_TR",
+            "and DTRANS_PSERVER_ENDPOINTS is '127.0.0.1:1'; for a job with pservers, unset "
+            "DTRANS_TR",
         ),
         ({"DTRANS_ROLE": "worker"}, "DTRANS_ROLE is 'worker'; it must be trainer or pserver"),
         (

@@ -1,4 +1,4 @@
-"""Launching a job with cuts: the roles that start again, the step to which the others go back, and
+"""Launching a job with snapshots: the roles that start again, the step to which the others go back, and
 the end of the job.
 
 Roles are scripts. They send the reports of servers and trainers, but neither train nor import JAX.
@@ -18,16 +18,16 @@ from typing import Any
 
 import pytest
 from paths import ROOT
-from role_scripts import EPOCHS, assert_gone, came, script_writer
+from role_scripts import GENERATIONS, assert_gone, came, script_writer
 from role_threads import until
 
 from dtrans.errors import ConfigError, LaunchError
 from dtrans.run.distributed import identity
 from dtrans.run.distributed.launcher import launch
-from dtrans.run.distributed.restarts import attempt, cuts_at_loss, lost_reports, run_attempts
+from dtrans.run.distributed.restarts import attempt, lost_reports, run_attempts, snapshots_at_loss
 from dtrans.run.distributed.restarts.restart_options import RestartOptions
 from dtrans.run.distributed.site import Site
-from dtrans.run.net.epoch_log import read_log
+from dtrans.run.net.generation_log import read_log
 from dtrans.run.net.launcher_folder import LauncherFolder
 from dtrans.run.net.role_folder import RoleFolder
 
@@ -37,11 +37,11 @@ PATIENCE = 60.0  # seconds for something that takes milliseconds on an idle mach
 
 @pytest.fixture
 def script(tmp_path: Path) -> Any:
-    return script_writer(tmp_path, EPOCHS)
+    return script_writer(tmp_path, GENERATIONS)
 
 
 class Output:
-    """Output of a job: the epochs that its roles entered, and the lines of the launcher."""
+    """Output of a job: the generations that its roles entered, and the lines of the launcher."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         out, self.err = capsys.readouterr()
@@ -70,11 +70,11 @@ JOB: dict[str, Any] = {"trainers": 2, "pservers": 2, "deadline": PATIENCE}
 
 IN_PLACE = """
     if enter() == 0:
-        cut(10, 20)
+        snapshot(10, 20)
         if name == "pserver 0":
-            epochs.note_cut(epochs.current().number, 30)  # the other server does not have this cut
+            generations.note_snapshot(generations.current().number, 30)  # the other server does not have this snapshot
         if name == {victim!r}:
-            wait(lambda: all_in(0) and 30 in epochs.marks()["pserver 0"].cuts)
+            wait(lambda: all_in(0) and 30 in generations.marks()["pserver 0"].snapshots)
             die()
         enter(1)
     finish(1)
@@ -103,9 +103,9 @@ def test_a_role_that_is_lost_before_it_goes_back_starts_again_too(
     command = script("""
         number = enter()
         if number == 0:
-            cut(10, 20)
+            snapshot(10, 20)
             lose("trainer 1")
-            wait(lambda: epochs.current().number)
+            wait(lambda: generations.current().number)
             if name == "trainer 0":
                 die()
         if number < 2:
@@ -128,30 +128,30 @@ def test_a_role_that_is_lost_before_it_goes_back_starts_again_too(
     }
 
 
-@pytest.mark.parametrize("leaves", ["epochs.leave(); forever()", "pass"])
+@pytest.mark.parametrize("leaves", ["generations.leave(); forever()", "pass"])
 def test_all_start_again_if_a_role_leaves_before_it_goes_back(
     leaves: str, script: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """This uses no other restart, because no other role was lost."""
     command = script(f"""
         if enter() == 0:
-            cut(10, 20)
+            snapshot(10, 20)
             lose("trainer 1")
-            wait(lambda: epochs.current().number)
+            wait(lambda: generations.current().number)
             if name == "trainer 0":
                 {leaves}
             else:
                 forever()
         else:
-            if epochs.current().number < 2:
+            if generations.current().number < 2:
                 forever()
             finish(2)
     """)
     launch(command, restarts=1, **JOB)
     seen = Output(capsys)
     assert seen.said[1:] == [
-        "trainer 0 has left the job, so it cannot go back to a cut; all roles start again (restart "
-        "1 of 1)"
+        "trainer 0 has left the job, so it cannot go back to a snapshot; all roles start again "
+        "(restart 1 of 1)"
     ]
     assert {x[-1] for x in seen.entered.values()} == {(2, 20)}
     assert min(len(set(pids)) for pids in seen.pids.values()) == 2
@@ -185,13 +185,13 @@ def test_pauses_precede_restarts_after_roles_that_leave(
     command = script("""
         number = enter()
         if number < 6 and number % 2 == 0:
-            cut(10 * number + 10)
+            snapshot(10 * number + 10)
             if name == "trainer 1":
                 wait(lambda: all_in(number))
                 die()
-            wait(lambda: epochs.current().number > number)
+            wait(lambda: generations.current().number > number)
             if name == "trainer 0":
-                epochs.leave()
+                generations.leave()
         if number < 6:
             forever()
         finish(6)
@@ -201,20 +201,20 @@ def test_pauses_precede_restarts_after_roles_that_leave(
     assert len(said) == 3 and pauses == expected
 
 
-def test_a_role_that_cannot_read_its_cut_has_failed(
+def test_a_role_that_cannot_read_its_snapshot_has_failed(
     script: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The role has not left the job, so the restart of all roles counts."""
     command = script("""
         if enter() == 0:
-            cut(10, 20)
+            snapshot(10, 20)
             lose("trainer 1")
-            wait(lambda: epochs.current().number)
+            wait(lambda: generations.current().number)
             if name == "pserver 0":
-                from dtrans.errors import DamagedCutError
-                raise DamagedCutError("a damaged cut")
+                from dtrans.errors import DamagedSnapshotError
+                raise DamagedSnapshotError("a damaged snapshot")
             forever()
-        elif epochs.current().number < 2:
+        elif generations.current().number < 2:
             forever()
         finish(2)
     """)
@@ -242,11 +242,11 @@ def test_all_start_again_if_another_role_has_left(
 ) -> None:
     command = script("""
         if enter() == 0:
-            cut(10, 20)
+            snapshot(10, 20)
             if name == "trainer 0":
-                epochs.leave()
+                generations.leave()
             if name == "trainer 1":
-                wait(lambda: all_in(0) and epochs.marks()["trainer 0"].left)
+                wait(lambda: all_in(0) and generations.marks()["trainer 0"].left)
                 die()
             forever()
         finish(1)
@@ -256,15 +256,15 @@ def test_all_start_again_if_another_role_has_left(
     assert {len(set(pids)) for pids in seen.pids.values()} == {2}
 
 
-def test_all_start_again_without_a_common_cut(
+def test_all_start_again_without_a_common_snapshot(
     script: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = script("""
         if enter() == 0:
             if name == "pserver 0":
-                epochs.note_cut(epochs.current().number, 10)
+                generations.note_snapshot(generations.current().number, 10)
             if name == "trainer 1":
-                wait(lambda: all_in(0) and epochs.marks()["pserver 0"].cuts)
+                wait(lambda: all_in(0) and generations.marks()["pserver 0"].snapshots)
                 die()
             forever()
         finish(1)
@@ -280,7 +280,7 @@ def test_all_start_again_while_a_role_has_not_begun(
         if name == "trainer 0" and os.environ["DTRANS_RESTARTS"] == "0":
             forever()
         if enter() == 0:
-            cut(10, 20)
+            snapshot(10, 20)
             if name == "trainer 1":
                 die()
             forever()
@@ -309,10 +309,10 @@ def test_the_last_exception_of_a_role_decides_whether_it_was_lost(
 
 
 LOST_PEER = """
-    if epochs is None or os.environ["DTRANS_RESTARTS"] == "0":
+    if generations is None or os.environ["DTRANS_RESTARTS"] == "0":
         if {has_marks}:
             enter()
-            cut(10, 20)
+            snapshot(10, 20)
             wait(lambda: all_in(0))
         if name == "trainer 1":
             sys.exit("dtrans.errors.LostPeerError: pserver 0 has ended")
@@ -322,7 +322,7 @@ LOST_PEER = """
 """
 
 
-def test_a_role_that_failed_by_a_loss_counts_as_lost_in_a_job_with_cuts(
+def test_a_role_that_failed_by_a_loss_counts_as_lost_in_a_job_with_snapshots(
     script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attempt, "BLAME", 0.1)
@@ -352,7 +352,7 @@ def test_a_cause_comes_before_a_lost_peer(script: Any) -> None:
 def test_a_dropped_trainer_does_not_start_again(
     script: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The servers of this job write no cuts."""
+    """The servers of this job write no snapshots."""
     command = script("""
         if name == "trainer 1":
             die()
@@ -365,7 +365,7 @@ def test_a_dropped_trainer_does_not_start_again(
 @pytest.mark.parametrize(
     ("quorum", "lost", "left"), [(3, (2,), "2 trainers"), (2, (1, 2), "1 trainer")]
 )
-def test_a_quorum_ends_a_job_without_cuts(
+def test_a_quorum_ends_a_job_without_snapshots(
     quorum: int, lost: tuple[int, ...], left: str, script: Any
 ) -> None:
     command = script(f"""
@@ -390,17 +390,17 @@ DIES = """
     dropped = {dropped!r}
 
     def all_but_dropped(number):
-        marks = epochs.marks()
-        return len([x for n, x in marks.items() if x.epoch >= number and n not in dropped]) == 5 - len(dropped)
+        marks = generations.marks()
+        return len([x for n, x in marks.items() if x.generation >= number and n not in dropped]) == 5 - len(dropped)
 
     if enter() == 0:
-        cut(10, 20)
+        snapshot(10, 20)
         lose("trainer 2")
         enter(1)
 """
 END = """
     wait(lambda: all_but_dropped({number}))
-    epochs.leave()
+    generations.leave()
 """
 
 
@@ -408,7 +408,7 @@ def test_the_job_continues_without_a_lost_trainer(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = script(DIES.format(dropped=["trainer 2"]) + END.format(number=1))
-    options = RestartOptions(0, tmp_path / "cuts")
+    options = RestartOptions(0, tmp_path / "snapshots")
     launch(command, restarts=options, env=NO_RESTART, **DROP)
     seen = Output(capsys)
     assert seen.said == [
@@ -418,10 +418,10 @@ def test_the_job_continues_without_a_lost_trainer(
     assert seen.entered["trainer 2"] == [(0, None)]
     for role in ROLES:
         assert seen.entered[role] == [(0, None), (1, 20)] and len(set(seen.pids[role])) == 1
-    assert [path.name for path in (tmp_path / "cuts").glob("[!.]*")] == ["epochs.jsonl"]
-    first, second = read_log(tmp_path / "cuts" / "epochs.jsonl")
-    assert (first.cut, first.members, first.lost) == (None, (0, 1, 2), "")
-    assert (second.cut, second.members) == (20, (0, 1))
+    assert [path.name for path in (tmp_path / "snapshots").glob("[!.]*")] == ["generations.jsonl"]
+    first, second = read_log(tmp_path / "snapshots" / "generations.jsonl")
+    assert (first.snapshot, first.members, first.lost) == (None, (0, 1, 2), "")
+    assert (second.snapshot, second.members) == (20, (0, 1))
     assert (second.lost, second.reason) == ("trainer 2", "signal SIGKILL")
 
 
@@ -429,7 +429,7 @@ def test_a_server_starts_again_after_a_trainer_was_dropped(
     script: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dies_next = """
-    if epochs.current().number == 1:
+    if generations.current().number == 1:
         if name == "pserver 1":
             wait(lambda: all_but_dropped(1))
             die()
@@ -464,20 +464,22 @@ def test_the_job_ends_without_a_quorum_and_restarts(script: Any) -> None:
     with pytest.raises(
         LaunchError,
         match="^trainer 2 failed with signal SIGKILL, and the other roles were ended; without it, "
-        "2 trainers would be left, but quorum=3, and restarts=0 allows no further restart; it wrote",
+        "2 trainers would be left, but quorum=3, and restarts=0 allows no further restart; it "
+        "wrote",
     ):
         launch(command, restarts=RestartOptions(0, quorum=3), env=NO_RESTART, **DROP)
 
 
 def test_the_job_ends_if_all_would_start_again_without_restarts(script: Any) -> None:
-    """The servers have no cut yet."""
+    """The servers have no snapshot yet."""
     command = script("""
         enter()
         lose("trainer 2")
         forever()
     """)
     with pytest.raises(
-        LaunchError, match="; the other roles could not go back to a cut in place, and restarts=0"
+        LaunchError,
+        match="; the other roles could not go back to a snapshot in place, and restarts=0",
     ):
         launch(command, env=NO_RESTART, **DROP)
 
@@ -502,15 +504,15 @@ def test_the_lost_trainer_starts_with_the_others_if_all_start_again(
 def test_a_reported_trainer_is_dropped(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
     command = script("""
         if enter() == 0:
-            cut(10, 20)
+            snapshot(10, 20)
             if name == "pserver 0":
                 wait(lambda: all_in(0))
-                epochs.report_lost(0, "trainer 2", "silence")
+                generations.report_lost(0, "trainer 2", "silence")
             if name == "trainer 2":
                 forever()
             enter(1)
-        wait(lambda: len([x for x in epochs.marks().values() if x.epoch >= 1]) == 4)
-        epochs.leave()
+        wait(lambda: len([x for x in generations.marks().values() if x.generation >= 1]) == 4)
+        generations.leave()
     """)
     launch(command, env=NO_RESTART, **DROP)
     reported, dropped = Output(capsys).said
@@ -524,20 +526,20 @@ def test_dropped_trainers_stay_dropped_when_all_start_again(
     command = script("""
         number = enter()
         if number == 0:
-            cut(10, 20)
+            snapshot(10, 20)
             lose("trainer 2")
-            wait(lambda: epochs.current().number)
+            wait(lambda: generations.current().number)
             if name == "trainer 0":
-                epochs.leave()
+                generations.leave()
             forever()
-        wait(lambda: len([x for x in epochs.marks().values() if x.epoch >= 2]) == 4)
-        epochs.leave()
+        wait(lambda: len([x for x in generations.marks().values() if x.generation >= 2]) == 4)
+        generations.leave()
     """)
     launch(command, env=NO_RESTART, **DROP)
     seen = Output(capsys)
     assert (
         seen.said[1]
-        == "trainer 0 has left the job, so it cannot go back to a cut; all roles start again"
+        == "trainer 0 has left the job, so it cannot go back to a snapshot; all roles start again"
     )
     assert seen.entered["trainer 2"] == [(0, None)]
     assert {seen.entered[role][-1] for role in ROLES} == {(2, 20)}
@@ -553,12 +555,12 @@ LOST = (
 STARTS = "trainer 2 starts again, and joins the job when it is ready (restart 1 of 1)"
 # `begins` runs in the process that replaces trainer 2
 JOINS = """
-    if not epochs.current().has_role(name):
+    if not generations.current().has_role(name):
         {begins}
-        epochs.join()
+        generations.join()
     number = enter()
     if number == 0:
-        cut(10, 20)
+        snapshot(10, 20)
         lose("trainer 2")
         number = enter(1)
     if number == 1:
@@ -571,7 +573,7 @@ def test_a_dropped_trainer_joins_again(
 ) -> None:
     joins = JOINS.format(begins="", continues="enter(2)")
     command = script(joins + "    finish(2)")
-    launch(command, restarts=RestartOptions(1, tmp_path / "cuts"), **REPLACE)
+    launch(command, restarts=RestartOptions(1, tmp_path / "snapshots"), **REPLACE)
     seen = Output(capsys)
     joined = "trainer 2 joined the job, and all roles go back to step 20"
     assert seen.said == [LOST, STARTS, joined]
@@ -580,7 +582,7 @@ def test_a_dropped_trainer_joins_again(
     for role in ROLES:
         assert seen.entered[role] == [(0, None), (1, 20), (2, 20)]
         assert len(set(seen.pids[role])) == 1
-    records = read_log(tmp_path / "cuts" / "epochs.jsonl")
+    records = read_log(tmp_path / "snapshots" / "generations.jsonl")
     assert [x.members for x in records] == [(0, 1, 2), (0, 1), (0, 1, 2)]
     assert (records[-1].lost, records[-1].reason) == ("", "trainer 2 joined")
 
@@ -590,8 +592,10 @@ def test_nobody_waits_for_a_trainer_that_is_not_ready(
 ) -> None:
     """The job ends first, and then the launcher ends the trainer."""
     joins = JOINS.format(begins="forever()", continues="pass")
-    ends = "    wait(lambda: len([x for x in epochs.marks().values() if x.epoch >= 1]) == 4)"
-    launch(script(joins + ends + "\n    epochs.leave()"), restarts=1, **REPLACE)
+    ends = (
+        "    wait(lambda: len([x for x in generations.marks().values() if x.generation >= 1]) == 4)"
+    )
+    launch(script(joins + ends + "\n    generations.leave()"), restarts=1, **REPLACE)
     seen = Output(capsys)
     assert seen.said == [LOST, STARTS]
     assert seen.entered["trainer 2"] == [(0, None)]
@@ -605,7 +609,7 @@ def test_a_trainer_that_ends_before_it_joins_does_not_start_again(
     begins = f"open({said!r}, 'w').close(); sys.exit(3)"
     continues = f"wait(lambda: os.path.exists({said!r})); threading.Event().wait(1)"
     joins = JOINS.format(begins=begins, continues=continues)
-    launch(script(joins + "    epochs.leave()"), restarts=3, **REPLACE)
+    launch(script(joins + "    generations.leave()"), restarts=3, **REPLACE)
     seen = Output(capsys)
     ended = "trainer 2 ended with exit code 3 before it joined the job again"
     assert seen.said == [LOST, STARTS.replace("of 1", "of 3"), ended]
@@ -621,8 +625,8 @@ def test_a_trainer_does_not_start_again_without_restarts(
         + f"""
     {dies}
     enter(3)
-    wait(lambda: len([x for x in epochs.marks().values() if x.epoch >= 3]) == 4)
-    epochs.leave()
+    wait(lambda: len([x for x in generations.marks().values() if x.generation >= 3]) == 4)
+    generations.leave()
     """
     )
     launch(command, restarts=1, **REPLACE)
@@ -632,17 +636,17 @@ def test_a_trainer_does_not_start_again_without_restarts(
     ]
 
 
-@pytest.mark.parametrize("leaves", ["epochs.leave(); forever()", "fail()"])
+@pytest.mark.parametrize("leaves", ["generations.leave(); forever()", "fail()"])
 def test_all_start_again_if_a_role_leaves_while_a_trainer_joins(
     leaves: str, script: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A trainer cannot go back after its last step. No role was lost, so this uses no restart."""
-    continues = f"wait(lambda: epochs.current().number == 2); {leaves}"
+    continues = f"wait(lambda: generations.current().number == 2); {leaves}"
     command = script(
         """
     def fail():
         if name == "trainer 0":
-            epochs.leave()
+            generations.leave()
             sys.exit("dtrans.errors.LostPeerError: a process was lost after the last step")
         forever()
     """
@@ -656,7 +660,8 @@ def test_all_start_again_if_a_role_leaves_while_a_trainer_joins(
     launch(command, restarts=1, **REPLACE)
     seen = Output(capsys)
     assert seen.said[3].endswith(
-        "has left the job, so it cannot go back to a cut; all roles start again (restart 1 of 1)"
+        "has left the job, so it cannot go back to a snapshot; all roles start again (restart 1 of "
+        "1)"
     )
     assert {x[-1] for x in seen.entered.values()} == {(3, 20)} and len(seen.entered) == 5
 
@@ -666,8 +671,8 @@ def test_dropped_trainers_join_when_all_start_again(
 ) -> None:
     joins = JOINS.format(
         begins="forever()",
-        continues="name == 'trainer 0' and epochs.leave(); name == 'pserver 1' and "
-        "(wait(lambda: epochs.marks()['trainer 0'].left), die()); forever()",
+        continues="name == 'trainer 0' and generations.leave(); name == 'pserver 1' and "
+        "(wait(lambda: generations.marks()['trainer 0'].left), die()); forever()",
     )
     launch(script(joins + "    finish(2)"), restarts=2, **REPLACE)
     seen = Output(capsys)
@@ -733,7 +738,7 @@ RECEIVE = f"runpy.run_path({identity.__file__!r})['receive_identity']()\n"
 @pytest.fixture
 def with_spares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.chdir(tmp_path)
-    return script_writer(tmp_path, SPARE + RECEIVE + EPOCHS)
+    return script_writer(tmp_path, SPARE + RECEIVE + GENERATIONS)
 
 
 def spares_of(folder: Path) -> set[str]:
@@ -751,7 +756,7 @@ def test_a_spare_takes_the_place_of_a_lost_role(
 ) -> None:
     command = with_spares(f"""
         if enter() == 0:
-            cut(10, 20)
+            snapshot(10, 20)
             if name == {victim!r}:
                 wait(lambda: glob.glob("logs/spare.log") and open("logs/spare.log").read())
                 die()
@@ -781,17 +786,17 @@ def test_the_next_spare_starts_when_all_roles_have_gone_back(
     command = with_spares("""
         number = enter()
         if number == 0:
-            cut(10, 20)
+            snapshot(10, 20)
             if name == "trainer 1":
                 wait(lambda: all_in(0) and glob.glob("spare-*"))
                 die()
-            wait(lambda: epochs.current().number)
+            wait(lambda: generations.current().number)
             if name == "trainer 0":
                 die()
         if number < 2:
             number = enter(2)
         if number == 2:
-            cut(30)
+            snapshot(30)
             if name == "trainer 0":
                 wait(lambda: all_in(2) and len(glob.glob("spare-*")) == 2)
                 die()
@@ -816,7 +821,7 @@ def test_a_spare_that_ends_early_does_not_end_the_job(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     # the script reads variables of its role before it waits for them
-    command = script_writer(tmp_path, SPARE + EPOCHS)("""
+    command = script_writer(tmp_path, SPARE + GENERATIONS)("""
         def is_gone(path):
             try:
                 os.kill(int(path.removeprefix("spare-")), 0)
@@ -824,7 +829,7 @@ def test_a_spare_that_ends_early_does_not_end_the_job(
                 return True
 
         if enter() == 0:
-            cut(10, 20)
+            snapshot(10, 20)
             if name == "trainer 1":
                 wait(lambda: glob.glob("spare-*") and all(map(is_gone, glob.glob("spare-*"))))
                 die()
@@ -844,37 +849,41 @@ def test_a_spare_that_ends_early_does_not_end_the_job(
 
 
 @pytest.mark.rotated
-def test_spares_without_cuts_are_reported(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """The warning is printed after a failure, and at the end, if a server writes no cuts."""
+def test_spares_without_snapshots_are_reported(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The warning is printed after a failure, and at the end, if a server writes no snapshots."""
     command = script("""
         if name.startswith("pserver"):
-            epochs.note_no_cuts()
-        wait(lambda: epochs.lacks_cuts)
+            generations.note_no_snapshots()
+        wait(lambda: generations.lacks_snapshots)
         if name == "trainer 1" and os.environ["DTRANS_RESTARTS"] == "0":
             die()
     """)
     launch(command, restarts=RestartOptions(1, spares=1), **JOB)
     said = Output(capsys).said
     assert len(said) == 3 and said[0] == said[2]
-    assert said[0].startswith("no spare has started, because the servers write no cuts; pass cut")
+    assert said[0].startswith(
+        "no spare has started, because the servers write no snapshots; pass snapshot"
+    )
     launch(script("enter(); finish(0)"), restarts=RestartOptions(1, spares=1), **JOB)
     assert not Output(capsys).said
 
 
-def test_the_loss_of_a_role_that_starts_is_no_lack_of_cuts(
+def test_the_loss_of_a_role_that_starts_is_no_lack_of_snapshots(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The servers may not serve yet. A report of an earlier launch has no meaning for this
     launch."""
-    (tmp_path / "cuts").mkdir()
-    RoleFolder(tmp_path / "cuts", "pserver 0").note_no_cuts()
+    (tmp_path / "snapshots").mkdir()
+    RoleFolder(tmp_path / "snapshots", "pserver 0").note_no_snapshots()
     command = script("""
         if name == "trainer 1" and os.environ["DTRANS_RESTARTS"] == "0":
             die()
         enter()
         finish(1)
     """)
-    launch(command, restarts=RestartOptions(1, tmp_path / "cuts", spares=1), **JOB)
+    launch(command, restarts=RestartOptions(1, tmp_path / "snapshots", spares=1), **JOB)
     (said,) = Output(capsys).said
     assert said.startswith("trainer 1 failed with signal SIGKILL; all roles start again (restart 1")
 
@@ -889,7 +898,7 @@ if "DTRANS_SPARE" in os.environ:
     connection.sendall(b"spare\\n")
     threading.Event().wait()
 """
-    command = script_writer(tmp_path, imports + EPOCHS)("enter(); forever()")
+    command = script_writer(tmp_path, imports + GENERATIONS)("enter(); forever()")
     options = ["--restarts", "1", "--spares", "2", "--trainers", "1"]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(PATIENCE)
@@ -926,10 +935,10 @@ def test_spares_are_for_lost_roles_of_servers_on_this_host() -> None:
 
 
 def test_no_role_starts_again_forever(script: Any) -> None:
-    """A role that is lost again before servers have written another cut ends the job."""
+    """A role that is lost again before servers have written another snapshot ends the job."""
     command = script("""
         number = enter()
-        cut(10, 20)
+        snapshot(10, 20)
         while True:
             wait(lambda: all_in(number))
             if name == "trainer 1":
@@ -940,7 +949,7 @@ def test_no_role_starts_again_forever(script: Any) -> None:
         launch(command, restarts=9, **JOB)
     assert str(e.value).startswith(
         "trainer 1 failed with signal SIGKILL, and the other roles were ended; it was lost again "
-        "before a new cut; "
+        "before a new snapshot; "
     )
     assert (e.value.role, e.value.code) == ("trainer 1", 137)
 
@@ -949,20 +958,22 @@ def test_all_roles_do_not_start_again_forever(script: Any) -> None:
     command = script("""
         enter()
         if name == "trainer 1":
-            wait(lambda: all_in(epochs.current().number))
+            wait(lambda: all_in(generations.current().number))
             die()
         forever()
     """)
-    with pytest.raises(LaunchError, match="SIGKILL, .* it was lost again before a new cut; "):
+    with pytest.raises(LaunchError, match="SIGKILL, .* it was lost again before a new snapshot; "):
         launch(command, restarts=9, **JOB)
 
 
-def test_a_newer_cut_allows_another_loss(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_newer_snapshot_allows_another_loss(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = script("""
         number = enter()
         while number < 2:
             wait(lambda: all_in(number))
-            cut(10 * number + 10)
+            snapshot(10 * number + 10)
             if name == "trainer 1":
                 die()
             number = enter(number + 1)
@@ -979,7 +990,7 @@ def test_the_last_loss_ends_the_job(script: Any) -> None:
         number = enter()
         while True:
             wait(lambda: all_in(number))
-            cut(10 * number + 10)
+            snapshot(10 * number + 10)
             if name == "trainer 1":
                 die()
             number = enter(number + 1)
@@ -995,19 +1006,19 @@ def test_the_last_loss_ends_the_job(script: Any) -> None:
 def test_a_reported_role_is_ended_and_starts_again(
     script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the next epoch, the report is still in the folder, but has no effect."""
+    """In the next generation, the report is still in the folder, but has no effect."""
     monkeypatch.setattr(lost_reports, "PATIENCE", 0.1)
     command = script("""
         if enter() == 0:
-            cut(10, 20)
+            snapshot(10, 20)
             wait(lambda: all_in(0))
             if name == "trainer 0":
-                epochs.report_lost(0, "pserver " + servers[1], "no answer\\nfor 9 s")
+                generations.report_lost(0, "pserver " + servers[1], "no answer\\nfor 9 s")
             if name == "pserver 1":
                 forever()
             enter(1)
         if name == "trainer 0":
-            epochs.report_lost(0, "trainer 1", "an old report")
+            generations.report_lost(0, "trainer 1", "an old report")
         finish(1)
     """)
     launch(command, restarts=3, **JOB)
@@ -1026,12 +1037,12 @@ def test_a_reported_role_may_print_its_error(
     monkeypatch.setattr(lost_reports, "PATIENCE", PATIENCE)
     command = script("""
         enter()
-        cut(10, 20)
+        snapshot(10, 20)
         wait(lambda: all_in(0))
         if name == "trainer 0":
-            epochs.report_lost(0, "trainer 1", "the connection ended")
+            generations.report_lost(0, "trainer 1", "the connection ended")
         if name == "trainer 1":
-            wait(lambda: epochs.lost(0))
+            wait(lambda: generations.lost(0))
             sys.exit("ValueError: this is why")
         forever()
     """)
@@ -1048,14 +1059,14 @@ def test_a_report_ends_the_job_if_no_restart_can_follow(
     monkeypatch.setattr(lost_reports, "PATIENCE", 0.1)
     command = script(f"""
         if enter() == 0:
-            cut(10, 20)
+            snapshot(10, 20)
             wait(lambda: all_in(0))
             if name == "trainer 0":
                 die()
             enter(1)
         wait(lambda: all_in(1))
         if name == "trainer 0":
-            epochs.report_lost(1, "trainer 1", "the connection ended")
+            generations.report_lost(1, "trainer 1", "the connection ended")
         if name == "trainer 1" and {has_ended}:
             sys.exit()
         forever()
@@ -1069,21 +1080,21 @@ def test_a_report_ends_the_job_if_no_restart_can_follow(
     assert e.value.role == "trainer 1"
 
 
-# -- cuts at losses --------------------------------------------------------------------------------
+# -- snapshots at losses ---------------------------------------------------------------------------
 
 
-def test_a_signal_ends_the_wait_for_cuts_at_a_loss(
+def test_a_signal_ends_the_wait_for_snapshots_at_a_loss(
     script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job ends without a restart."""
-    monkeypatch.setattr(cuts_at_loss, "WRITE_PATIENCE", PATIENCE)
+    monkeypatch.setattr(snapshots_at_loss, "WRITE_PATIENCE", PATIENCE)
     command = script(f"""
         signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
-        epochs.enter(epochs.current(), writes_newest=True)
+        generations.enter(generations.current(), writes_newest=True)
         wait(lambda: all_in(0))
         if name == "trainer 1":
             die()
-        wait(lambda: epochs.current().is_ending)
+        wait(lambda: generations.current().is_ending)
         if name == "pserver 0":
             os.kill({os.getpid()}, signal.SIGTERM)
         forever()
@@ -1101,14 +1112,23 @@ def test_a_killed_launcher_is_started_again(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = script("""
-        print("run", epochs.run)
+        print("run", generations.run)
         if enter() == 0:
-            cut(10, 20)
+            snapshot(10, 20)
             forever()
         finish(1)
     """)
-    cuts = tmp_path / "cuts"
-    options = ["--restarts", "1", "--cuts", str(cuts), "--trainers", "2", "--pservers", "2"]
+    snapshots = tmp_path / "snapshots"
+    options = [
+        "--restarts",
+        "1",
+        "--snapshots",
+        str(snapshots),
+        "--trainers",
+        "2",
+        "--pservers",
+        "2",
+    ]
     first = subprocess.Popen(
         [sys.executable, "-m", "dtrans", "launch", *options, *command[1:]],
         cwd=ROOT,
@@ -1117,23 +1137,29 @@ def test_a_killed_launcher_is_started_again(
         text=True,
     )
     with first:
-        folder = LauncherFolder(cuts)
+        folder = LauncherFolder(snapshots)
         servers = [name for name in ROLES if "pserver" in name]
-        until(lambda: folder.newest_cut(servers) == 20 and len(folder.marks()) == 4, "a cut")
-        with pytest.raises(ConfigError, match="cuts='.*cuts' is the folder of a job that runs"):
-            launch(command, restarts=RestartOptions(1, cuts), **JOB)
+        until(
+            lambda: folder.newest_snapshot(servers) == 20 and len(folder.marks()) == 4, "a snapshot"
+        )
+        with pytest.raises(
+            ConfigError, match="snapshots='.*snapshots' is the folder of a job that runs"
+        ):
+            launch(command, restarts=RestartOptions(1, snapshots), **JOB)
         first.send_signal(signal.SIGKILL)
         assert first.stdout is not None
         # standard output ends when the last role has ended
         runs = {line.split()[-1] for line in first.stdout if "] run " in line}
 
-    with pytest.raises(ConfigError, match="has the cuts of a job with 2 trainers and 2 pservers"):
-        launch(command, restarts=RestartOptions(1, cuts), trainers=2, pservers=1)
+    with pytest.raises(
+        ConfigError, match="has the snapshots of a job with 2 trainers and 2 pservers"
+    ):
+        launch(command, restarts=RestartOptions(1, snapshots), trainers=2, pservers=1)
     run, endpoints = folder.run, folder.endpoints
-    launch(command, restarts=RestartOptions(1, cuts), **JOB)
+    launch(command, restarts=RestartOptions(1, snapshots), **JOB)
     out = capsys.readouterr()
     assert f"dtrans status {' '.join(endpoints)}\n" in out.err
-    assert f"[launcher] the job of {cuts} continues at step 20\n" in out.err
+    assert f"[launcher] the job of {snapshots} continues at step 20\n" in out.err
     again = {line.split()[-1] for line in out.out.splitlines() if "] run " in line}
     assert runs == again == {run}
     assert not folder.is_used  # the job has ended without an error
@@ -1143,11 +1169,11 @@ def test_a_killed_launcher_is_started_again(
     )
 
 
-def test_the_folder_of_cuts_is_temporary(
+def test_the_folder_of_snapshots_is_temporary(
     script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DTRANS_CUTS", "/of/another/launch")
-    found = "print(os.environ.get('DTRANS_CUTS'), bool(epochs) and os.path.isdir(epochs.path))"
+    monkeypatch.setenv("DTRANS_SNAPSHOTS", "/of/another/launch")
+    found = "print(os.environ.get('DTRANS_SNAPSHOTS'), bool(generations) and os.path.isdir(generations.path))"
     launch(script(found), restarts=1, **JOB)
     ((path, exists),) = {tuple(x.split()[2:]) for x in capsys.readouterr().out.splitlines()}
     assert exists == "True" and not os.path.exists(path)
@@ -1208,13 +1234,17 @@ def test_jobs_without_restarts_and_settings_of_the_user_have_no_such_cache(
     assert {line.split("] ")[1] for line in capsys.readouterr().out.splitlines()} == {expected}
 
 
-def test_cuts_are_for_servers_and_restarts(tmp_path: Path) -> None:
+def test_snapshots_are_for_servers_and_restarts(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     one = RestartOptions(1, "x")
     for wanted, options, message in [
-        (RestartOptions(0, "x"), {}, "cuts='x' needs restarts, .* write restarts=3, or leave cuts"),
-        (one, {"mode": "nccl2"}, "cuts='x': mode='nccl2' has no parameter servers"),
-        (RestartOptions(1, tmp_path / "file"), {}, "cuts='.*file' cannot be created: "),
+        (
+            RestartOptions(0, "x"),
+            {},
+            "snapshots='x' needs restarts, .* write restarts=3, or leave snapshots",
+        ),
+        (one, {"mode": "nccl2"}, "snapshots='x': mode='nccl2' has no parameter servers"),
+        (RestartOptions(1, tmp_path / "file"), {}, "snapshots='.*file' cannot be created: "),
     ]:
         with pytest.raises(ConfigError, match=message):
             launch(["true"], restarts=wanted, **options)

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 from paths import ROOT
-from role_scripts import EPOCHS, script_writer
+from role_scripts import GENERATIONS, script_writer
 from role_threads import HANG, until
 
 from dtrans.errors import ConfigError
-from dtrans.protocol.epochs import Epoch
+from dtrans.protocol.generations import Generation
 from dtrans.run.distributed.child_process import Guard
 from dtrans.run.distributed.restarts import job_folder
-from dtrans.run.distributed.restarts.job_folder import ROLES_LOCK, open_epochs
+from dtrans.run.distributed.restarts.job_folder import ROLES_LOCK, open_generations
 from dtrans.run.distributed.restarts.launch_record import LaunchRecord
 from dtrans.run.distributed.role import roles_of
 from dtrans.run.net.launcher_folder import LauncherFolder
@@ -32,15 +32,15 @@ ROLES = roles_of(1, ("127.0.0.1:1",))
 SCRIPT = """
     print("at", os.getcwd(), *sys.argv[1:])
     if enter() == 0:
-        cut(10, 20)
+        snapshot(10, 20)
         forever()
     finish(1)
 """
 
 
 def job_in(folder: Path, directory: Path, **options: Any) -> None:
-    """Write a job with cuts to a folder, as if its launcher had ended."""
-    LauncherFolder(folder).grant(Epoch(), "a run", 1, ["127.0.0.1:1"])
+    """Write a job with snapshots to a folder, as if its launcher had ended."""
+    LauncherFolder(folder).grant(Generation(), "a run", 1, ["127.0.0.1:1"])
     LaunchRecord({"script": "train.py", **options}, str(directory)).write(folder)
 
 
@@ -58,10 +58,10 @@ def test_the_command_line_is_repeated(
     launcher."""
     job = tmp_path / "job"
     job.mkdir()
-    script_writer(job, EPOCHS)(SCRIPT)
+    script_writer(job, GENERATIONS)(SCRIPT)
     roles = ["--trainers", "2", "--pservers", "2", "--log-dir", "logs"]
-    options = [*roles, "--restarts", "1", "--cuts", "cuts"]
-    arguments = ["script.py", "--cuts", "a b"]
+    options = [*roles, "--restarts", "1", "--snapshots", "snapshots"]
+    arguments = ["script.py", "--snapshots", "a b"]
     first = subprocess.Popen(
         [sys.executable, "-m", "dtrans", "launch", *options, *arguments],
         cwd=job,
@@ -70,24 +70,26 @@ def test_the_command_line_is_repeated(
         stderr=subprocess.PIPE,
     )
     with first:
-        folder = LauncherFolder(job / "cuts")
+        folder = LauncherFolder(job / "snapshots")
         servers = ["pserver 0", "pserver 1"]
-        until(lambda: folder.newest_cut(servers) == 20 and len(folder.marks()) == 4, "a cut")
+        until(
+            lambda: folder.newest_snapshot(servers) == 20 and len(folder.marks()) == 4, "a snapshot"
+        )
         with monkeypatch.context() as patch:
             patch.chdir(tmp_path)
-            assert command("launch", "--resume", "job/cuts") == 1
+            assert command("launch", "--resume", "job/snapshots") == 1
         assert "is the folder of a job that runs; wait" in capfd.readouterr().err
         first.kill()
 
     monkeypatch.chdir(tmp_path)
-    given = ["--log-dir", "other logs", "--resume", "job/cuts"]
+    given = ["--log-dir", "other logs", "--resume", "job/snapshots"]
     assert command("launch", *given, *arguments) == 0
     out, err = capfd.readouterr()
     at = [line.split("] at ")[1] for line in out.splitlines() if "] at " in line]
-    assert at == [f"{job} --cuts a b"] * 4
-    assert f"[launcher] the job of {job / 'cuts'} continues at step 20\n" in err
+    assert at == [f"{job} --snapshots a b"] * 4
+    assert f"[launcher] the job of {job / 'snapshots'} continues at step 20\n" in err
     assert len([*(tmp_path / "other logs").iterdir()]) == 4
-    assert not folder.is_used and not (job / "cuts" / "launch.json").exists()
+    assert not folder.is_used and not (job / "snapshots" / "launch.json").exists()
     assert Path.cwd() == tmp_path
 
 
@@ -98,36 +100,40 @@ def test_the_record_has_all_options(
     monkeypatch.chdir(tmp_path)
     script = """
         import os
-        assert os.environ["DTRANS_CUTS"] == os.path.abspath("cuts"), os.environ["DTRANS_CUTS"]
+        assert os.environ["DTRANS_SNAPSHOTS"] == os.path.abspath("snapshots"), os.environ["DTRANS_SNAPSHOTS"]
         raise SystemExit(5)
     """
     (tmp_path / "train.py").write_text(textwrap.dedent(script))
-    base = ("--restarts", "2", "--cuts", "cuts")
+    base = ("--restarts", "2", "--snapshots", "snapshots")
     assert command("launch", *base, "--trainers", "1", "train.py", "-x") == 5
-    assert LaunchRecord.read("cuts") == LaunchRecord(
-        {"script": "train.py", "arguments": ["-x"], "restarts": 2, "cuts": "cuts"}, str(tmp_path)
+    assert LaunchRecord.read("snapshots") == LaunchRecord(
+        {"script": "train.py", "arguments": ["-x"], "restarts": 2, "snapshots": "snapshots"},
+        str(tmp_path),
     )
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
     options = ("--time-limit", "50", "--restarts", "4")
-    assert command("launch", "--resume", "../cuts", *options) == 5
+    assert command("launch", "--resume", "../snapshots", *options) == 5
     monkeypatch.chdir(tmp_path)
-    assert LaunchRecord.read("cuts").options == {
+    assert LaunchRecord.read("snapshots").options == {
         "script": "train.py",
         "arguments": ["-x"],
         "restarts": 4,
         "time_limit": 50.0,
-        "cuts": str(tmp_path / "cuts"),
+        "snapshots": str(tmp_path / "snapshots"),
     }
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no job: --resume none: this folder has no job with cuts; name the folder of"),
+        ([], "no job: --resume none: this folder has no job with snapshots; name the folder of"),
         (["other.py", "-x"], "runs `train.py 'a b'`, but this command line has `other.py -x`; "),
-        (["--trainers", "2"], "has the cuts of a job with 1 trainers and 1 pservers, but this "),
-        (["--cuts", "x"], "--cuts cannot be combined with --resume; remove it"),
+        (
+            ["--trainers", "2"],
+            "has the snapshots of a job with 1 trainers and 1 pservers, but this ",
+        ),
+        (["--snapshots", "x"], "--snapshots cannot be combined with --resume; remove it"),
         (["--emit", "hosts"], "--emit cannot be combined with --resume; remove it"),
     ],
 )
@@ -142,21 +148,21 @@ def test_errors(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     options = {"restarts": 1, "arguments": ["a b"]}
-    job_in(tmp_path / "cuts", tmp_path, **options)
-    folder = "none" if message.startswith("no job") else "cuts"
+    job_in(tmp_path / "snapshots", tmp_path, **options)
+    folder = "none" if message.startswith("no job") else "snapshots"
     assert command("launch", "--resume", folder, *arguments) == 1
     assert message.removeprefix("no job: ") in capsys.readouterr().err
-    assert LaunchRecord.read("cuts").options == {"script": "train.py", **options}
+    assert LaunchRecord.read("snapshots").options == {"script": "train.py", **options}
 
 
 def test_a_job_without_a_record_or_directory(tmp_path: Path) -> None:
-    job_in(tmp_path / "cuts", tmp_path / "gone")
+    job_in(tmp_path / "snapshots", tmp_path / "gone")
     with pytest.raises(ConfigError, match="working directory .*gone does not exist on this host"):
-        LaunchRecord.read(tmp_path / "cuts")
-    with open_epochs(ROLES, tmp_path / "cuts"):  # a program that calls `launch`
+        LaunchRecord.read(tmp_path / "snapshots")
+    with open_generations(ROLES, tmp_path / "snapshots"):  # a program that calls `launch`
         pass
     with pytest.raises(ConfigError, match="`dtrans launch` did not start the job of this folder"):
-        LaunchRecord.read(tmp_path / "cuts")
+        LaunchRecord.read(tmp_path / "snapshots")
 
 
 # -- locks -----------------------------------------------------------------------------------------
@@ -186,8 +192,8 @@ def test_a_launcher_waits_for_the_roles_of_a_killed_one(
     file, found = lock(tmp_path / ROLES_LOCK), []
 
     def launch() -> None:
-        with open_epochs(ROLES, tmp_path) as epochs:
-            found.append(epochs.epoch)
+        with open_generations(ROLES, tmp_path) as generations:
+            found.append(generations.generation)
 
     thread = threading.Thread(target=launch)
     thread.start()
@@ -195,7 +201,7 @@ def test_a_launcher_waits_for_the_roles_of_a_killed_one(
     assert not LauncherFolder(tmp_path).is_used
     os.close(file)
     thread.join(HANG)
-    assert found == [Epoch()]
+    assert found == [Generation()]
 
 
 def test_roles_that_do_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,13 +209,13 @@ def test_roles_that_do_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     file = lock(tmp_path / ROLES_LOCK)
     with (
         pytest.raises(ConfigError, match="is the folder of a job that runs"),
-        open_epochs(ROLES, tmp_path),
+        open_generations(ROLES, tmp_path),
     ):
         pass
     os.close(file)
 
 
 def test_a_record_has_paths_as_text(tmp_path: Path) -> None:
-    LaunchRecord({"cuts": tmp_path}, "/").write(tmp_path)
+    LaunchRecord({"snapshots": tmp_path}, "/").write(tmp_path)
     found = json.loads((tmp_path / "launch.json").read_text())
-    assert found == {"options": {"cuts": str(tmp_path)}, "directory": "/"}
+    assert found == {"options": {"snapshots": str(tmp_path)}, "directory": "/"}

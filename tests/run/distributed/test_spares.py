@@ -34,22 +34,22 @@ print(len(os.read(0, 1)))
 """
 
 
-class Epochs:
-    """The epochs of a job, reduced to the attributes that spares read."""
+class Generations:
+    """The generations of a job, reduced to the attributes that spares read."""
 
     def __init__(self) -> None:
         self.have_all_entered = True
         self.begin(0)
 
     def begin(self, number: int) -> None:
-        self.epoch = types.SimpleNamespace(number=number)
+        self.generation = types.SimpleNamespace(number=number)
 
 
 class Launcher:
     """Spares, and the values that they get from their launcher."""
 
     def __init__(self, stack: contextlib.ExitStack, count: int, code: str) -> None:
-        self.epochs: Any = Epochs()
+        self.generations: Any = Generations()
         self.events: SimpleQueue[Any] = SimpleQueue()
         self.open_log = stack.enter_context(open_logs(None))
         guard = stack.enter_context(Guard(sys.executable))
@@ -64,7 +64,7 @@ class Launcher:
         return [child.pid for child in self.spares._waiting]
 
     def renew(self) -> list[int]:
-        self.spares.renew(self.epochs)
+        self.spares.renew(self.generations)
         return self.pids
 
     def renew_without(self, pid: int) -> None:
@@ -82,11 +82,11 @@ def start() -> Iterator[Any]:
         yield lambda count, code: Launcher(stack, count, code)
 
 
-def test_spares_start_when_all_roles_are_in_the_epoch(start: Any) -> None:
+def test_spares_start_when_all_roles_are_in_the_generation(start: Any) -> None:
     launcher = start(2, WAIT)
-    launcher.epochs.have_all_entered = False
+    launcher.generations.have_all_entered = False
     assert launcher.renew() == []
-    launcher.epochs.have_all_entered = True
+    launcher.generations.have_all_entered = True
     assert [len(launcher.renew()) for _ in range(3)] == [1, 2, 2]
     assert len(set(launcher.pids)) == 2
 
@@ -112,12 +112,12 @@ def test_no_spare_follows_one_that_ended_by_itself(
     launcher = start(1, "import sys; sys.exit(3)")
     (pid,) = launcher.renew()
     launcher.renew_without(pid)
-    launcher.epochs.begin(1)
+    launcher.generations.begin(1)
     assert launcher.renew() == [] and launcher.events.empty()
     assert capsys.readouterr().err.count("a spare ended with exit code 3 before it had a role") == 1
 
 
-def test_a_killed_spare_is_replaced_in_the_next_epoch(
+def test_a_killed_spare_is_replaced_in_the_next_generation(
     start: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launcher = start(1, WAIT)
@@ -125,7 +125,7 @@ def test_a_killed_spare_is_replaced_in_the_next_epoch(
     os.kill(pid, signal.SIGKILL)
     launcher.renew_without(pid)
     assert launcher.renew() == [] and launcher.spares.take() is None
-    launcher.epochs.begin(1)
+    launcher.generations.begin(1)
     assert len(launcher.renew()) == 1 and launcher.events.empty()
     assert "a spare failed with signal SIGKILL; the next one starts" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Jobs of processes with compressed messages: bits, bytes on the wire, cuts, and training."""
+"""Jobs of processes with compressed messages: bits, bytes on the wire, snapshots, and training."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from dtrans.run.distributed.role import Role
 from dtrans.run.net.epoch_log import EpochLog, EpochRecord
 from dtrans.run.net.launcher_folder import LauncherFolder
 from dtrans.run.net.role_folder import RoleFolder
-from dtrans.run.parameter_server.cuts import check_cuts, check_drops, computed_leaves
+from dtrans.run.parameter_server.snapshots import check_drops, check_snapshots, computed_leaves
 from dtrans.run.parameter_server.update import ServerUpdate
-from dtrans.run.role_jobs.leaf_cuts import LeafCuts
+from dtrans.run.role_jobs.leaf_snapshots import LeafSnapshots
 from dtrans.run.role_jobs.server_job import ServerJob
 from dtrans.run.role_jobs.trainer_job import TrainerJob
 from dtrans.slicing import divide_update
@@ -181,54 +181,56 @@ def test_a_replay_of_the_log_has_the_bits_of_the_simulated_job(tmp_path: Path) -
     tree_equal(found, dtrans.checkpoint.gather(plan, state.servers))
 
 
-# -- cuts ------------------------------------------------------------------------------------------
+# -- snapshots -------------------------------------------------------------------------------------
 
 
 def executor(epoch: Epoch, step: int) -> Any:
-    connections = types.SimpleNamespace(epoch=epoch, step_count=step, steps_between_cuts=10)
+    connections = types.SimpleNamespace(epoch=epoch, step_count=step, steps_between_snapshots=10)
     return types.SimpleNamespace(connections=connections)
 
 
 @pytest.mark.parametrize("compress", ["int8", RAMP], ids=["int8", "topk"])
-def test_cuts_contain_rounding_errors(tmp_path: Path, compress: Any) -> None:
+def test_snapshots_contain_rounding_errors(tmp_path: Path, compress: Any) -> None:
     plan = plan_for(dtrans.Sync(compress=compress), ("127.0.0.1:6174",))
     names = [f"rounding_error/params/{n}" for n in ("b1", "b2", "w1", "w2")]
     if compress is RAMP:
         names += [f"rounding_error/momentum/params/{n}" for n in ("b1", "b2", "w1", "w2")]
         names += ["rounding_error/steps"]
     assert sorted(computed_leaves(plan)) == sorted(names)
-    check_cuts(plan, dtrans.Cuts(10))
+    check_snapshots(plan, dtrans.Snapshots(10))
     LauncherFolder(tmp_path).grant(Epoch(), "a run", trainers=2)
     folder = RoleFolder(tmp_path, "trainer 1")
     folder.enter(Epoch())
     params, rounding_errors = mlp_params(SIZES), {}
     for leaf, t in plan.compression.rounding_errors.items():
         rounding_errors[leaf] = jnp.full(t.shape, 1, t.dtype)
-    LeafCuts(folder, plan, "trainer 1").before_step(
+    LeafSnapshots(folder, plan, "trainer 1").before_step(
         executor(Epoch(), 0), 10, ((params, rounding_errors),)
     )
     zeros = jax.tree.map(jnp.zeros_like, rounding_errors)
     new = mlp_params(SIZES, seed=3)
-    again = LeafCuts(RoleFolder(tmp_path, "trainer 1"), plan, "trainer 1")
+    again = LeafSnapshots(RoleFolder(tmp_path, "trainer 1"), plan, "trainer 1")
     (found,), step = again.begin(executor(Epoch(1, 10), 10), (new, zeros))
     assert step == 10
     tree_equal(found, (new, rounding_errors))
     if compress is RAMP:
         levels = [plan.compression.level_of(x) for x in (zeros, found[1])]
-        assert levels == [0, 1]  # a trainer without the cut would send full gradients
+        assert levels == [0, 1]  # a trainer without the snapshot would send full gradients
 
 
 def test_a_trainer_that_joins_lacks_rounding_errors() -> None:
     plan = plan_for(dtrans.Sync(compress="e3m0"), ("127.0.0.1:6174",))
-    says = "^cuts: rounding_error/params/b1 is computed by each trainer, so at_loss=True cannot restore"
+    says = "^snapshots: rounding_error/params/b1 is computed by each trainer, so at_loss=True cannot restore"
     with pytest.raises(ConfigError, match=says):
-        check_cuts(plan, dtrans.Cuts(10, at_loss=True))
+        check_snapshots(plan, dtrans.Snapshots(10, at_loss=True))
     says = "^on_trainer_loss='replace': rounding_error/params/b1 is computed by each trainer"
     with pytest.raises(ConfigError, match=says):
         check_drops(plan, "replace")
     with pytest.raises(ConfigError, match="^replay: with compress='e3m0', gradients depend on"):
         dtrans.replay(plan, "epochs.jsonl", lambda step: (), init=(), stop=1)
-    check_cuts(plan_for(dtrans.Sync(compress="bf16"), ("a:1",)), dtrans.Cuts(10, at_loss=True))
+    check_snapshots(
+        plan_for(dtrans.Sync(compress="bf16"), ("a:1",)), dtrans.Snapshots(10, at_loss=True)
+    )
 
 
 def test_a_server_refuses_a_level_that_it_does_not_have() -> None:

@@ -1,4 +1,4 @@
-"""Jobs with cuts that continue without a lost trainer, and the replay of their logs."""
+"""Jobs with snapshots that continue without a lost trainer, and the replay of their logs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ import dtrans
 from dtrans.errors import ConfigError, LaunchError
 from dtrans.hosts.on_hosts import launch_on_hosts
 from dtrans.parameter_server.plan import PServerPlan
-from dtrans.protocol.epochs import Epoch
+from dtrans.protocol.generations import Generation
 from dtrans.run.distributed.launcher import launch
 from dtrans.run.distributed.restarts.restart_options import RestartOptions
 from dtrans.run.distributed.role import Role
-from dtrans.run.net.epoch_folder import VARIABLE
-from dtrans.run.net.epoch_log import EpochLog, EpochRecord, read_log
+from dtrans.run.net.generation_folder import VARIABLE
+from dtrans.run.net.generation_log import GenerationLog, GenerationRecord, read_log
 from dtrans.run.net.launcher_folder import LauncherFolder
-from dtrans.run.parameter_server.cuts import check_drops
+from dtrans.run.parameter_server.snapshots import check_drops
 from dtrans.run.parameter_server.trainer_calls import TrainerCalls
 from dtrans.run.role_jobs.trainer_job import TrainerJob
 
@@ -82,11 +82,11 @@ def plan_for(pservers, trainers):
         placement=dtrans.BlockPlacement(min_block_size=1),
     )
 """
-# Trainer 1 kills other roles, and is never lost. Before some steps, it waits for an epoch.
+# Trainer 1 kills other roles, and is never lost. Before some steps, it waits for a generation.
 TRAIN = """
 import os, signal, time
 import dtrans
-from dtrans.run.net.epoch_log import read_log
+from dtrans.run.net.generation_log import read_log
 
 role = dtrans.Role.from_env()
 open(f"pid {{role.name}}", "w").write(str(os.getpid()))
@@ -99,8 +99,9 @@ def batch_or_kill(step):
         if role.name == "trainer 1" and is_due:
             open(f"kills/{{number}}", "w")
             os.kill(int(open(f"pid {{victim}}").read()), signal.SIGKILL)
-    for at, epoch in {waits!r}:
-        while role.name == "trainer 1" and step == at and read_log("cuts/epochs.jsonl")[-1].epoch < epoch:
+    for at, generation in {waits!r}:
+        waits = role.name == "trainer 1" and step == at
+        while waits and read_log("snapshots/generations.jsonl")[-1].generation < generation:
             time.sleep(0.01)
     return batch(step)
 
@@ -108,7 +109,7 @@ plan = plan_for(role.pservers, role.trainers)
 with plan.on_cluster() as job:
     state = job.init(key)
     if role.is_pserver:
-        job.serve(state, checkpoints="ckpt", cuts={cuts})
+        job.serve(state, checkpoints="ckpt", snapshots={snapshots})
     else:
         steps = job.steps(state, lambda step: job.shard_batch(*batch_or_kill(step)), stop={stop})
         for state, loss in steps:
@@ -134,7 +135,7 @@ def launch_dropping(
         pservers=2,
         env={"PYTHONPATH": f"{folder}:{ROOT}", "JAX_PLATFORMS": "cpu"},
         on_trainer_loss=on_trainer_loss,
-        restarts=RestartOptions(cuts="cuts", **options),
+        restarts=RestartOptions(snapshots="snapshots", **options),
     )
 
 
@@ -145,7 +146,7 @@ def run_job(
     *,
     model: str = DENSE,
     waits: Sequence[tuple[int, int]] = (),
-    cuts: str = "5",
+    snapshots: str = "5",
     **options: Any,
 ) -> dict[str, Any]:
     """Run a job of three trainers and two servers; return the names of its model.
@@ -154,15 +155,15 @@ def run_job(
       folder, monkeypatch: as for fixtures.
       kills: (number of earlier kills, step, name of the lost role).
       model: source of the model.
-      waits: (step, number of an epoch): trainer 1 waits for the epoch before the step.
-      cuts: the argument of `job.serve`.
+      waits: (step, number of a generation): trainer 1 waits for the generation before the step.
+      snapshots: the argument of `job.serve`.
       options: as for `launch_dropping`.
     """
     monkeypatch.chdir(folder)
     (folder / "kills").mkdir()
     (folder / "model.py").write_text(model + PLAN)
     (folder / "train.py").write_text(
-        TRAIN.format(kills=list(kills), waits=list(waits), cuts=cuts, stop=STEPS)
+        TRAIN.format(kills=list(kills), waits=list(waits), snapshots=snapshots, stop=STEPS)
     )
     launch_dropping(folder, "train.py", trainers=3, **options)
     found: dict[str, Any] = {}
@@ -175,7 +176,7 @@ def assert_replayed(model: dict[str, Any]) -> None:
     plan = model["plan_for"]("127.0.0.1:1,127.0.0.1:2", 3)
     for name, stop in (("12", 12), ("end", STEPS)):
         saved = dtrans.checkpoint.load(f"ckpt/{name}", model["main"], model["startup"])
-        log, init = "cuts/epochs.jsonl", (model["key"],)
+        log, init = "snapshots/generations.jsonl", (model["key"],)
         found = dtrans.replay(plan, log, model["batch"], init=init, stop=stop)
         for x, y in zip(jax.tree.leaves(saved), jax.tree.leaves(found), strict=True):
             assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
@@ -205,8 +206,8 @@ def test_the_job_ends_with_the_bits_of_its_replay(
     assert f"{victim} failed with signal SIGKILL; the job continues with trainers" in (
         capsys.readouterr().err
     )
-    _, after = read_log("cuts/epochs.jsonl")
-    assert after.cut in (5, 10) and len(after.members) == 2 and after.lost == victim
+    _, after = read_log("snapshots/generations.jsonl")
+    assert after.snapshot in (5, 10) and len(after.members) == 2 and after.lost == victim
     assert_replayed(found)
 
 
@@ -215,7 +216,7 @@ def test_servers_start_again_and_a_second_trainer_is_dropped(
 ) -> None:
     kills = [(0, 12, "trainer 0"), (1, 21, "pserver 1"), (2, 33, "trainer 2")]
     found = run_job(tmp_path, monkeypatch, kills, most=1)
-    records = read_log("cuts/epochs.jsonl")
+    records = read_log("snapshots/generations.jsonl")
     assert [x.members for x in records] == [(0, 1, 2), (1, 2), (1, 2), (1,)]
     assert_replayed(found)
 
@@ -226,7 +227,7 @@ def test_a_lost_trainer_starts_again_without_a_quorum(
 ) -> None:
     kills = [(0, 12, "trainer 0"), (1, 21, "trainer 2")]
     found = run_job(tmp_path, monkeypatch, kills, most=1, quorum=2)
-    records = read_log("cuts/epochs.jsonl")
+    records = read_log("snapshots/generations.jsonl")
     assert [x.members for x in records] == [(0, 1, 2), (1, 2), (1, 2)]
     assert_replayed(found)
 
@@ -254,9 +255,13 @@ def test_a_lost_trainer_joins_the_job_again(
     said = capsys.readouterr().err
     assert f"{victim} starts again, and joins the job when it is ready (restart 1 of 1)" in said
     assert f"{victim} joined the job, and all roles go back to step" in said
-    _, dropped, joined = read_log("cuts/epochs.jsonl")
-    assert dropped.cut in (5, 10) and len(dropped.members) == 2 and dropped.lost == victim
-    assert joined.cut is not None and joined.cut > dropped.cut and joined.members == (0, 1, 2)
+    _, dropped, joined = read_log("snapshots/generations.jsonl")
+    assert dropped.snapshot in (5, 10) and len(dropped.members) == 2 and dropped.lost == victim
+    assert (
+        joined.snapshot is not None
+        and joined.snapshot > dropped.snapshot
+        and joined.members == (0, 1, 2)
+    )
     assert (joined.lost, joined.reason) == ("", f"{victim} joined")
     assert_replayed(found)
 
@@ -273,21 +278,21 @@ def test_a_lost_trainer_joins_the_job_again_on_several_hosts(
     assert re.search(r"trainer 2 on \w+ failed with signal SIGKILL; the job continues with", said)
     assert "trainer 2 joined the job, and all roles go back to step" in said
     assert "all roles start again" not in said
-    members = [x.members for x in read_log("cuts/epochs.jsonl")]
+    members = [x.members for x in read_log("snapshots/generations.jsonl")]
     assert members == [(0, 1, 2), (0, 1), (0, 1, 2)]
     assert_replayed(found)
 
 
 @pytest.mark.rotated
-def test_a_join_repeats_no_step_with_cuts_at_losses(
+def test_a_join_repeats_no_step_with_snapshots_at_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"most": 1, "on_trainer_loss": "replace"}
-    cuts, waits = "dtrans.Cuts(every=1000, at_loss=True)", [(28, 2)]
+    snapshots, waits = "dtrans.Snapshots(every=1000, at_loss=True)", [(28, 2)]
     kills = [(0, 14, "trainer 2")]
-    found = run_job(tmp_path, monkeypatch, kills, waits=waits, cuts=cuts, **options)
-    _, dropped, joined = read_log("cuts/epochs.jsonl")
-    assert dropped.cut in (13, 14, 15)
+    found = run_job(tmp_path, monkeypatch, kills, waits=waits, snapshots=snapshots, **options)
+    _, dropped, joined = read_log("snapshots/generations.jsonl")
+    assert dropped.snapshot in (13, 14, 15)
     assert joined.members == (0, 1, 2)
     assert_replayed(found)
 
@@ -300,7 +305,7 @@ def test_a_trainer_that_joined_is_lost_again(
     kills = [(0, 8, "trainer 2"), (1, 13, "pserver 1"), (2, 26, "trainer 2")]
     waits, options = [(20, 3), (33, 5)], {"most": 3, "spares": 1, "on_trainer_loss": "replace"}
     found = run_job(tmp_path, monkeypatch, kills, waits=waits, **options)
-    records = read_log("cuts/epochs.jsonl")
+    records = read_log("snapshots/generations.jsonl")
     assert records[-1].members == (0, 1, 2)
     assert [x.members for x in records].count((0, 1)) >= 2
     assert_replayed(found)
@@ -310,7 +315,7 @@ def test_a_trainer_that_joined_is_lost_again(
 def test_the_page_replays_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last trainer of the page's script kills itself."""
     monkeypatch.chdir(tmp_path)
-    for page in (ROOT / "README.md", DOCS / "cuts.md", DOCS / "cuts_members.md"):
+    for page in (ROOT / "README.md", DOCS / "snapshots.md", DOCS / "snapshots_members.md"):
         for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page.read_text(), re.S):
             Path(name).write_text(code)
     script = Path("survive.py").read_text()
@@ -320,7 +325,7 @@ def test_the_page_replays_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     script = script.replace(first, "\n    " + kill + "\n")
     Path("survive.py").write_text("import os, signal\n" + script)
     launch_dropping(tmp_path, "survive.py", trainers=4, most=2, quorum=3)
-    assert [x.members for x in read_log("cuts/epochs.jsonl")] == [(0, 1, 2, 3), (0, 1, 2)]
+    assert [x.members for x in read_log("snapshots/generations.jsonl")] == [(0, 1, 2, 3), (0, 1, 2)]
     monkeypatch.syspath_prepend(tmp_path)
     found = runpy.run_path("replay.py")
     saved = dtrans.checkpoint.load("ckpt/60", found["main"], found["startup"])
@@ -343,10 +348,10 @@ def plan_for(trainers: int = 3, **options: Any) -> PServerPlan:
 
 def test_a_replay_uses_the_rows_of_the_members_of_each_step(tmp_path: Path) -> None:
     """A single device gets the rows of these members."""
-    log = EpochLog(tmp_path)
-    log.add(EpochRecord(0, None, (0, 1, 2)))
-    log.add(EpochRecord(1, 2, (0, 2), "trainer 1"))
-    log.add(EpochRecord(2, 4, (2,), "trainer 0"))
+    log = GenerationLog(tmp_path)
+    log.add(GenerationRecord(0, None, (0, 1, 2)))
+    log.add(GenerationRecord(1, 2, (0, 2), "trainer 1"))
+    log.add(GenerationRecord(2, 4, (2,), "trainer 0"))
     batches = [mlp_batch(6, seed=s) for s in range(6)]
     params, tx = mlp_params(), optax.adam(0.1)
     found, _ = dtrans.replay(plan_for(), log.path, lambda s: batches[s], init=(params,), stop=6)
@@ -360,10 +365,10 @@ def test_a_replay_uses_the_rows_of_the_members_of_each_step(tmp_path: Path) -> N
 
 
 def test_a_replay_gives_a_trainer_that_joins_the_current_parameters(tmp_path: Path) -> None:
-    log = EpochLog(tmp_path)
-    log.add(EpochRecord(0, None, (0, 1, 2)))
-    log.add(EpochRecord(1, 1, (1, 2), "trainer 0"))
-    log.add(EpochRecord(2, 3, (0, 1, 2), reason="trainer 0 joined"))
+    log = GenerationLog(tmp_path)
+    log.add(GenerationRecord(0, None, (0, 1, 2)))
+    log.add(GenerationRecord(1, 1, (1, 2), "trainer 0"))
+    log.add(GenerationRecord(2, 3, (0, 1, 2), reason="trainer 0 joined"))
     batches = [mlp_batch(6, seed=s) for s in range(6)]
     params, tx = mlp_params(), optax.adam(0.1)
     found, _ = dtrans.replay(plan_for(), log.path, lambda s: batches[s], init=(params,), stop=6)
@@ -385,8 +390,8 @@ def test_a_replay_gives_a_trainer_that_joins_the_current_parameters(tmp_path: Pa
 def test_a_replay_needs_a_synchronous_plan_of_the_same_job(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    log = EpochLog(tmp_path)
-    log.add(EpochRecord(0, None, (0, 1, 2)))
+    log = GenerationLog(tmp_path)
+    log.add(GenerationRecord(0, None, (0, 1, 2)))
     with pytest.raises(ConfigError, match=message):
         dtrans.replay(plan_for(**options), log.path, lambda step: (), init=(), stop=0)
 
@@ -394,19 +399,26 @@ def test_a_replay_needs_a_synchronous_plan_of_the_same_job(
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        ([EpochRecord(1, 2, (0, 1, 2))], "the log begins with step 2, and replay needs all steps"),
-        ([EpochRecord(1, None, (0, 1, 2))], "the log lacks epoch 0, and replay needs all epochs"),
         (
-            [EpochRecord(0, None, (0, 1, 2)), EpochRecord(2, 4, (0,))],
-            "the log lacks epoch 1, and replay needs all epochs; pass the complete log of the job",
+            [GenerationRecord(1, 2, (0, 1, 2))],
+            "the log begins with step 2, and replay needs all steps",
+        ),
+        (
+            [GenerationRecord(1, None, (0, 1, 2))],
+            "the log lacks generation 0, and replay needs all generations",
+        ),
+        (
+            [GenerationRecord(0, None, (0, 1, 2)), GenerationRecord(2, 4, (0,))],
+            "the log lacks generation 1, and replay needs all generations; pass the complete log "
+            "of the job",
         ),
     ],
-    ids=["later step", "later epoch", "missing epoch"],
+    ids=["later step", "later generation", "missing generation"],
 )
 def test_a_replay_needs_a_complete_log(
-    records: list[EpochRecord], message: str, tmp_path: Path
+    records: list[GenerationRecord], message: str, tmp_path: Path
 ) -> None:
-    log = EpochLog(tmp_path)
+    log = GenerationLog(tmp_path)
     for record in records:
         log.add(record)
     with pytest.raises(ConfigError, match=f"^replay: {message}"):
@@ -415,8 +427,8 @@ def test_a_replay_needs_a_complete_log(
 
 @pytest.mark.job
 def test_a_replay_refuses_a_batch_that_needs_all_trainers(tmp_path: Path) -> None:
-    log, params = EpochLog(tmp_path), mlp_params()
-    log.add(EpochRecord(0, None, (0, 1, 2)))
+    log, params = GenerationLog(tmp_path), mlp_params()
+    log.add(GenerationRecord(0, None, (0, 1, 2)))
     with pytest.raises(
         ConfigError,
         match=r"^dtrans.replay: the batch has 7 rows, .* of the 3 trainers; .* plan\.on_mesh\(\) instead$",
@@ -441,7 +453,10 @@ def plan_with_batch_norm() -> PServerPlan:
 def test_plans_that_need_all_trainers_are_refused() -> None:
     check_drops(plan_for(), "replace")
     for plan, message in [
-        (plan_for(mode=dtrans.Async()), "in asynchronous jobs with cuts, the launcher starts a lo"),
+        (
+            plan_for(mode=dtrans.Async()),
+            "in asynchronous jobs with snapshots, the launcher starts a lo",
+        ),
         (plan_for(on_trainer_exit="error"), "with on_trainer_exit='error' an update needs the gr"),
         (plan_with_batch_norm(), r"the step needs values of the full batch \(.*pass batch='local"),
     ]:
@@ -451,11 +466,11 @@ def test_plans_that_need_all_trainers_are_refused() -> None:
 
 def test_a_server_reads_whether_trainers_may_be_dropped(tmp_path: Path) -> None:
     folder = LauncherFolder(tmp_path)
-    folder.grant(Epoch(), "a run")
+    folder.grant(Generation(), "a run")
     assert folder.on_trainer_loss == "restart"
-    folder.grant(Epoch(1, 10, dropped=(2,)), "a run", on_trainer_loss="drop")
+    folder.grant(Generation(1, 10, dropped=(2,)), "a run", on_trainer_loss="drop")
     assert folder.on_trainer_loss == "drop" and folder.current().dropped == (2,)
-    assert os.listdir(tmp_path) == ["epoch.json"]
+    assert os.listdir(tmp_path) == ["generation.json"]
 
 
 def test_a_trainer_refuses_a_batch_that_needs_all_trainers() -> None:
@@ -474,7 +489,7 @@ def test_a_trainer_refuses_a_batch_that_needs_all_trainers() -> None:
 def test_a_trainer_reads_whether_trainers_may_be_dropped(
     on_trainer_loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    LauncherFolder(tmp_path).grant(Epoch(), "a run", on_trainer_loss=on_trainer_loss)
+    LauncherFolder(tmp_path).grant(Generation(), "a run", on_trainer_loss=on_trainer_loss)
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     plan = plan_for()
     role = Role("trainer", plan.trainers, tuple(plan.servers))

@@ -191,7 +191,8 @@ def test_three_trainers_do_what_paddles_formulas_say(
         tree_close(ended[k][2], state[k], 1e-12)
     for k in range(
         3
-        # the changes that were not pushed at the end; the order of the ends has no effect on the sum
+        # the changes that were not pushed at the end; the order of the ends has no effect on the
+        # sum
     ):
         if count % every:
             push(k)

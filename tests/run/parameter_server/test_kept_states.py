@@ -167,7 +167,7 @@ def test_a_replica_of_a_table_has_the_rows_of_its_primary(sparse: str) -> None:
     primary = SyncUpdate(update, copied(state), 2, merges=True)
     begin, everybody, none = 3, frozenset({0, 1}), np.empty(0, np.int32)
     for step in range(8):
-        if step == begin:  # a new epoch, in which the table has rows and evicted rows
+        if step == begin:  # a new generation, in which the table has rows and evicted rows
             saved = primary.newest()
             primary = SyncUpdate(update, copied(saved), 2, keeps_old=True, merges=True)
             blocks, rows = primary.state_blocks()

@@ -139,7 +139,7 @@ def test_changes_are_of_the_steps_after_one() -> None:
             match=f"changed rows of params/emb were requested since step {since}, .* taken 4 steps",
         ):
             alone.changed(since)
-    # after a return to a cut, a caller may know later steps, which are repeated
+    # after a return to a snapshot, a caller may know later steps, which are repeated
     alone.server_tables.went_back = True
     step, ids, gone = alone.server_tables.changed(EMB, 5)
     assert (step, len(ids), len(gone)) == (5, 0, 0)

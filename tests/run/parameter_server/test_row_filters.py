@@ -30,7 +30,7 @@ from dtrans.errors import ConfigError, StateError
 from dtrans.ops import BACKUP
 from dtrans.protocol.server_blocks import RowGradient
 from dtrans.run.distributed.role import Role
-from dtrans.run.net.epoch_log import EpochLog, EpochRecord
+from dtrans.run.net.generation_log import GenerationLog, GenerationRecord
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.sync_update import SyncUpdate
 from dtrans.run.parameter_server.tables.row_draws import RowDraws
@@ -136,7 +136,7 @@ def from_snapshot(alone: Alone) -> Callable[[], Alone]:
 
 
 def from_old_state(alone: Alone) -> Callable[[], Alone]:
-    """Return a function that starts a server from the state that a cut at a failure contains."""
+    """Return a function that starts a server from the state that a snapshot at a failure contains."""
     (memory,) = alone.update._tables.values()
     state = {**alone.update.state, **memory.snapshot(None)}
     return lambda: Alone(optax.adagrad(0.1), before=state, admit_count=3)
@@ -308,8 +308,8 @@ def test_a_replay_has_the_bits_of_the_job(role_threads: RoleThreads, tmp_path: P
         role_threads.forget()
         folder = tmp_path / next(iter(options))
         folder.mkdir()
-        log = EpochLog(folder)
-        log.add(EpochRecord(0, None, (0, 1)))
+        log = GenerationLog(folder)
+        log.add(GenerationRecord(0, None, (0, 1)))
         again, _ = dtrans.replay(
             plan, log.path, lambda step: given[step], init=(jax.random.key(0),), stop=len(given)
         )

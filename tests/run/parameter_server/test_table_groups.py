@@ -35,7 +35,8 @@ from dtrans.run.parameter_server.update import ServerUpdate, copy_state
 from dtrans.run.role_jobs.trainer_job import TrainerJob
 
 
-# Tables `a` and `b` have equal shapes; `c` has fewer rows of the same shape; rows of `d` are larger.
+# Tables `a` and `b` have equal shapes; `c` has fewer rows of the same shape; rows of `d` are
+# larger.
 SHAPES = {"a": (40, 3), "b": (40, 3), "c": (25, 3), "d": (40, 4)}
 KEY, ROWS, STEPS = jax.random.key(0), 6, 4
 

@@ -120,7 +120,7 @@ def test_processes_equal_one_device(tmp_path: Path) -> None:
 
 
 def test_a_replay_is_refused(tmp_path):
-    plan, log = plan_of(mlp()), tmp_path / "epochs.jsonl"
+    plan, log = plan_of(mlp()), tmp_path / "generations.jsonl"
     with pytest.raises(
         ConfigError, match="each trainer of the plan has a mesh of 2 data x 2 model"
     ):

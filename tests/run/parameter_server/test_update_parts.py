@@ -167,7 +167,7 @@ def test_merged_gradients_are_decoded(compress: str) -> None:
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_parts_leave_the_state_before_the_step_valid_for_cuts() -> None:
+def test_parts_leave_the_state_before_the_step_valid_for_snapshots() -> None:
     """The state before the newest one is dropped when the first part of the next step runs."""
     update = update_of(optax.adam(0.1), mlp_params())
     parts, first, states = split_update(update), state_for(update), list[dict[str, bytes]]()
@@ -199,8 +199,8 @@ def test_costs_count_both_copies_of_the_optimizer_state(name: str, copies: int) 
     stored = SyncUpdate(update, state_for(update), TRAINERS, parts=split_update(update))
     unused = sum(x.nbytes for x in stored._unused.values())
     assert unused == (copies - 1) * sizes["opt_state"]
-    # with cuts at failures, the server stores two states
-    (extra,) = dtrans.Cuts(1, at_loss=True).extra_bytes(plan).values()
+    # with snapshots at failures, the server stores two states
+    (extra,) = dtrans.Snapshots(1, at_loss=True).extra_bytes(plan).values()
     assert server.state_bytes + extra == 2 * (sizes["params"] + sizes["opt_state"])
 
 

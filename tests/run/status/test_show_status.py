@@ -403,7 +403,7 @@ def server_status(**fields: Any) -> ServerStatus:
     }
     rates = {"received_per_second": 1.0, "sent_per_second": 2.0}
     empty: dict[str, Any] = {"saving": {}, "checkpoint": {}, "tables": []}
-    empty |= {"epoch": None, "cut": None}
+    empty |= {"generation": None, "snapshot": None}
     return ServerStatus(**common | numbers | rates | empty | fields)
 
 
@@ -456,7 +456,7 @@ def test_what_is_wrong_is_in_the_table() -> None:
     odd = server_status(
         saving={"101": 4.0}, checkpoint=saved, tables=tables, refused=3, barred=2, plan="q"
     )
-    odd = dataclasses.replace(odd, epoch=2, cut=1040)
+    odd = dataclasses.replace(odd, generation=2, snapshot=1040)
     lost = [trainer_status(0), trainer_status(1, state="failed", doing="")]
     text = printed(
         [
@@ -468,7 +468,7 @@ def test_what_is_wrong_is_in_the_table() -> None:
     assert "SERVERS OF DIFFERENT PLANS" in text and "1 of 2 trainers here" in text
     _, head, first, second, third, *_ = text.splitlines()
     assert "rows made" in head and " 1,234 " in first
-    assert "100 FAILED" in first and " 1,040, epoch 2 " in first
+    assert "100 FAILED" in first and " 1,040, generation 2 " in first
     assert first.endswith(
         "saving 101 for 4.0 s; serving; 3 messages refused; 2 connections refused"
     )

@@ -23,11 +23,11 @@ from dtrans.run.net.ended_roles import EndedRoles
 
 # seconds to wait, after a role has ended with PeerError, for the end of the role that caused it
 BLAME = 3.0
-LOOK = 0.2  # seconds between two looks at the reports of roles, in a job with cuts
+LOOK = 0.2  # seconds between two looks at the reports of roles, in a job with snapshots
 # A role is lost if it exits with 128 + one of these signals: it was killed, or it crashed.
 FATAL = {signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS}
 LOST_PEER = "dtrans.errors.LostPeerError"
-DAMAGED_CUT = "dtrans.errors.DamagedCutError"
+DAMAGED_SNAPSHOT = "dtrans.errors.DamagedSnapshotError"
 BY_PEER = ("dtrans.errors.PeerError", LOST_PEER)
 
 Event = Child | int  # a role that has ended, or the number of a signal
@@ -57,7 +57,7 @@ class Attempt:
       note: a remark about the failure of the role, for the error message.
       error: the job's error, if it ends without a failed role.
       superseded: the reason why all roles start again although none has failed, or "".
-      epoch: number of the job's epoch; 0 in a job without cuts (snapshots).
+      generation: number of the job's generation; 0 in a job without snapshots.
       timed_out: names of the roles that still ran at the time limit; empty before the limit.
       signum: the first signal that this process received, or None.
     """
@@ -75,7 +75,7 @@ class Attempt:
         quorum: int = 1,
     ) -> None:
         self._ended_roles, self._look = ended_roles, look
-        self.epoch = 0
+        self.generation = 0
         self._site, self._guard = site, guard
         self._is_optional, self._quorum = is_optional, quorum
         self.dropped: dict[str, Child] = {}
@@ -112,17 +112,17 @@ class Attempt:
         """Add a process to `running` or `joining`. The arguments are those of `begin`."""
         (self.joining if joins else self.running).append(child)
 
-    def join(self, names: Collection[str], epoch: int) -> None:
+    def join(self, names: Collection[str], generation: int) -> None:
         """Add dropped trainers that have started again to the roles of the job.
 
-        The job had continued without them. A new epoch (the time until the next failure) begins
-        with them.
+        The job had continued without them. A new generation (the time until the next failure)
+        begins with them.
 
         Args:
           names: names of the trainers.
-          epoch: number of the epoch.
+          generation: number of the generation.
         """
-        self.epoch = epoch
+        self.generation = generation
         self.running += [x for x in self.joining if x.role.name in names]
         self.joining = [x for x in self.joining if x.role.name not in names]
 
@@ -169,15 +169,15 @@ class Attempt:
             self.events.put(event)
         return events
 
-    def begin_epoch(self, number: int) -> None:
+    def begin_generation(self, number: int) -> None:
         """Continue after a failure, without a restart of all roles.
 
         The caller starts a new process for the failed role, or has dropped the role.
 
         Args:
-          number: number of the new epoch (the time between two failures of the job).
+          number: number of the new generation (the time between two failures of the job).
         """
-        self.epoch, self.failed = number, None
+        self.generation, self.failed = number, None
 
     def kill(self, child: Child) -> None:
         """Kill a role. The job reacts to its end as to any failure."""
@@ -229,7 +229,7 @@ class Attempt:
                 child.signal(signal.SIGKILL)
             limit = None
 
-    def lost(self, *, was_reached: bool, has_cuts: bool) -> Child | None:
+    def lost(self, *, was_reached: bool, has_snapshots: bool) -> Child | None:
         """Return the role whose loss made the job fail, or None if the failure had another cause.
 
         A role is lost if a signal or the failure of its host ended it. A role that raised an
@@ -237,12 +237,13 @@ class Attempt:
 
         Args:
           was_reached: True if every host ran its roles in an earlier attempt.
-          has_cuts: True if roles of the job take part in epochs. Then a role also counts as lost if
-            it ended because it lost another role, or because its cut (snapshot) is damaged.
+          has_snapshots: True if roles of the job take part in generations. Then a role also counts
+            as lost if it ended because it lost another role, or because its snapshot is
+            damaged.
         """
         if self.failed is None or is_lost(self.failed, was_reached):
             return self.failed
-        if has_cuts and _last_error(self.failed).startswith((LOST_PEER, DAMAGED_CUT)):
+        if has_snapshots and _last_error(self.failed).startswith((LOST_PEER, DAMAGED_SNAPSHOT)):
             return self.failed
         if by_peer(self.failed):
             # the role that a PeerError names may be a trainer that the job dropped earlier
@@ -297,9 +298,9 @@ class Attempt:
             say(f"{role.name}{child.where} ended with {how} before it joined the job again")
             return
         self.running.remove(child)
-        self._ended_roles.note(role.name, how, self.epoch)
+        self._ended_roles.note(role.name, how, self.generation)
         for other in self.running:
-            other.tell_ended(role.name, how, self.epoch)
+            other.tell_ended(role.name, how, self.generation)
         self._site.ended(child, stopped=self._ending)
         if not child.code or self._ending:
             return

@@ -1,4 +1,4 @@
-"""Folder of a job's cuts (snapshots), locked so that only one launcher at a time uses it."""
+"""Folder of a job's snapshots, locked so that only one launcher at a time uses it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dtrans.errors import ConfigError
-from dtrans.run.distributed.restarts.job_epochs import JobEpochs
+from dtrans.run.distributed.restarts.job_generations import JobGenerations
 from dtrans.run.distributed.restarts.launch_record import LaunchRecord
 from dtrans.run.distributed.role import Role
-from dtrans.run.net.epoch_folder import EpochFolder
+from dtrans.run.net.generation_folder import GenerationFolder
 from dtrans.run.net.launcher_folder import LAUNCH
 from dtrans.run.net.temp_dir import TempDir
 
@@ -27,54 +27,58 @@ ROLES_END = 30.0
 LOCK_PAUSE = 0.05  # seconds between two tries to lock a file
 
 
-def endpoints_of(cuts: str | os.PathLike[str] | None) -> tuple[str, ...]:
-    """Return the endpoints of the servers of the job that has used a folder of cuts (snapshots).
+def endpoints_of(snapshots: str | os.PathLike[str] | None) -> tuple[str, ...]:
+    """Return the endpoints of the servers of the job that has used a folder of snapshots.
 
     A launcher that continues this job must place its servers at the same endpoints. The result is
-    empty if the folder has no job, or `cuts` is None.
+    empty if the folder has no job, or `snapshots` is None.
     """
-    folder = EpochFolder("" if cuts is None else cuts)
-    if cuts is None or not folder.is_used:
+    folder = GenerationFolder("" if snapshots is None else snapshots)
+    if snapshots is None or not folder.is_used:
         return ()
     return folder.endpoints
 
 
 @contextlib.contextmanager
-def open_epochs(
+def open_generations(
     roles: Sequence[Role],
-    cuts: str | os.PathLike[str] | None,
+    snapshots: str | os.PathLike[str] | None,
     record: LaunchRecord | None = None,
     *,
     on_trainer_loss: str = "restart",
     quorum: int = 1,
-) -> Iterator[JobEpochs]:
-    """Lock the folder of a job's cuts (snapshots), and yield the launcher's record of its failures.
+) -> Iterator[JobGenerations]:
+    """Lock the folder of a job's snapshots, and yield the launcher's record of its failures.
 
     The lock lasts until the `with` block ends. A temporary folder needs no lock.
 
     Args:
       roles: every role of the job.
-      cuts: the folder of the epochs and cuts (snapshots); None for a temporary one.
+      snapshots: the folder of the generations and snapshots; None for a temporary one.
       record: the command line of the launcher, for `dtrans launch --resume`, or None.
-      on_trainer_loss, quorum: as for `JobEpochs`.
+      on_trainer_loss, quorum: as for `JobGenerations`.
 
     Raises:
       ConfigError: the folder cannot be used.
     """
     with contextlib.ExitStack() as stack:
-        if cuts is None:
+        if snapshots is None:
             temporary = TempDir()
             stack.callback(temporary.close)
-            yield JobEpochs(temporary.path, roles, on_trainer_loss=on_trainer_loss, quorum=quorum)
+            yield JobGenerations(
+                temporary.path, roles, on_trainer_loss=on_trainer_loss, quorum=quorum
+            )
             return
-        path = EpochFolder(cuts).path
+        path = GenerationFolder(snapshots).path
         stack.enter_context(_lock(path, LOCK))
         lock = stack.enter_context(_lock(path, ROLES_LOCK, patience=ROLES_END))
-        epochs = JobEpochs(path, roles, lock, on_trainer_loss=on_trainer_loss, quorum=quorum)
+        generations = JobGenerations(
+            path, roles, lock, on_trainer_loss=on_trainer_loss, quorum=quorum
+        )
         (path / LAUNCH).unlink(missing_ok=True)
         if record is not None:
             record.write(path)
-        yield epochs
+        yield generations
 
 
 @contextlib.contextmanager
@@ -92,7 +96,7 @@ def _lock(path: Path, name: str, patience: float = 0.0) -> Iterator[int]:
         path.mkdir(parents=True, exist_ok=True)
         file = os.open(path / name, os.O_CREAT | os.O_RDWR, 0o600)
     except OSError as e:
-        raise ConfigError(f"cuts={str(path)!r} cannot be created: {e.strerror}") from e
+        raise ConfigError(f"snapshots={str(path)!r} cannot be created: {e.strerror}") from e
     try:
         _lock_file(file, path, patience)
         yield file
@@ -107,13 +111,13 @@ def _lock_file(file: int, path: Path, patience: float) -> None:
             time.sleep(LOCK_PAUSE)
     except BlockingIOError as e:
         raise ConfigError(
-            f"cuts={str(path)!r} is the folder of a job that runs; wait for its end, or write "
+            f"snapshots={str(path)!r} is the folder of a job that runs; wait for its end, or write "
             "another folder"
         ) from e
     except OSError as e:  # some network file systems have no locks
         raise ConfigError(
-            f"cuts={str(path)!r} cannot be locked: {e.strerror}; write a folder of a file system "
-            "with locks, such as NFS 4"
+            f"snapshots={str(path)!r} cannot be locked: {e.strerror}; write a folder of a file "
+            "system with locks, such as NFS 4"
         ) from e
 
 

@@ -1,8 +1,8 @@
 """Joins of dropped trainers: a trainer starts again while the job continues, and joins when ready.
 
-A trainer that is ready has planned the step, and waits in `plan.on_cluster` for an epoch in which
-it takes part. The launcher then ends the current epoch, and grants such an epoch. The other roles
-go back to its cut (snapshot), as after a failure.
+A trainer that is ready has planned the step, and waits in `plan.on_cluster` for a generation in
+which it takes part. The launcher then ends the current generation, and grants such a generation.
+The other roles go back to its snapshot, as after a failure.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from dtrans.run.distributed.child_process import Child
 from dtrans.run.distributed.restarts.attempt import Attempt
-from dtrans.run.distributed.restarts.job_epochs import JobEpochs
+from dtrans.run.distributed.restarts.job_generations import JobGenerations
 from dtrans.run.distributed.restarts.loss_rules import LossRules
 from dtrans.run.distributed.restarts.spares import Spares
 from dtrans.run.distributed.role_output import say
@@ -58,25 +58,27 @@ class Joins:
         say(f"{role.name} {how}, and joins the job when it is ready ({self._rules.number})")
         self._start(attempt, role, shared, spare, joins=True)
 
-    def look(self, epochs: JobEpochs, attempt: Attempt) -> None:
-        """Take back the dropped trainers that are ready, if the other roles can go back to a cut.
+    def look(self, generations: JobGenerations, attempt: Attempt) -> None:
+        """Take back dropped trainers that are ready, if other roles can go back to a snapshot.
 
-        A cut is a snapshot of the job. All roles go back to the newest cut, so that the returning
-        trainers begin with the same state as the others.
+        All roles go back to the newest snapshot, so that the
+        returning trainers begin with the same state as the others.
 
         Args:
-          epochs: epochs of the job.
+          generations: generations of the job.
           attempt: the attempt.
         """
         if not attempt.joining or self._is_late():
             return
         running = {child.role.name for child in attempt.running}
-        ready = epochs.find_ready([child.role.name for child in attempt.joining], running)
+        ready = generations.find_ready([child.role.name for child in attempt.joining], running)
         if not ready:
             return
-        epochs.end_epoch("", attempt.find_alive, lambda: attempt.has_signal or self._is_late())
+        generations.end_generation(
+            "", attempt.find_alive, lambda: attempt.has_signal or self._is_late()
+        )
         if attempt.has_signal:
             return
-        epochs.join(ready)
-        attempt.join(ready, epochs.epoch.number)
-        say(f"{', '.join(ready)} joined the job, and {epochs.other_roles}")
+        generations.join(ready)
+        attempt.join(ready, generations.generation.number)
+        say(f"{', '.join(ready)} joined the job, and {generations.other_roles}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dtrans.protocol.epochs import DROPS, REPLACE
+from dtrans.protocol.generations import DROPS, REPLACE
 from dtrans.run.distributed.child_process import Child
 from dtrans.run.distributed.restarts.attempt import lacks_quorum
-from dtrans.run.distributed.restarts.job_epochs import JobEpochs
+from dtrans.run.distributed.restarts.job_generations import JobGenerations
 from dtrans.run.distributed.restarts.restart_options import RestartOptions
 from dtrans.run.distributed.role import Role
 
@@ -16,7 +16,7 @@ class LossRules:
     Args:
       options: the restarts that the launcher may make.
       on_trainer_loss: as for `launch`.
-      epochs: epochs of the job, or None if the job has no cuts (snapshots).
+      generations: generations of the job, or None if the job has no snapshots.
 
     Attributes:
       most: the largest number of restarts.
@@ -24,11 +24,11 @@ class LossRules:
     """
 
     def __init__(
-        self, options: RestartOptions, on_trainer_loss: str, epochs: JobEpochs | None
+        self, options: RestartOptions, on_trainer_loss: str, generations: JobGenerations | None
     ) -> None:
         self.most, self.count = options.most, 0
         self._on_trainer_loss, self._quorum = on_trainer_loss, options.quorum
-        self._epochs = epochs
+        self._generations = generations
 
     @property
     def number(self) -> str:
@@ -42,9 +42,9 @@ class LossRules:
 
     def leaves_quorum(self, role: Role) -> bool:
         """Return True if the job may drop a lost role, and enough trainers are left then."""
-        if self._epochs is None or not self.drops(role):
+        if self._generations is None or not self.drops(role):
             return False
-        return len(self._epochs.members) > self._quorum
+        return len(self._generations.members) > self._quorum
 
     def drops(self, role: Role) -> bool:
         """Return True if a role is a trainer without which the job may continue."""
@@ -73,11 +73,11 @@ class LossRules:
         Args:
           lost: the process of the trainer.
         """
-        assert self._epochs is not None
-        others, restarts = len(self._epochs.members) - 1, f"restarts={self.most}"
+        assert self._generations is not None
+        others, restarts = len(self._generations.members) - 1, f"restarts={self.most}"
         if self.leaves_quorum(lost.role):
             return (
-                "the other roles could not go back to a cut in place, and "
+                "the other roles could not go back to a snapshot in place, and "
                 f"{restarts} allows no restart of all roles"
             )
         return (

@@ -24,7 +24,7 @@ class LostReports:
     """Reader of the reports in which a role names another role that it has lost.
 
     Args:
-      folder: folder of the job's epochs and cuts (snapshots).
+      folder: folder of the job's generations and snapshots.
       roles: every role of the job.
     """
 
@@ -36,17 +36,17 @@ class LostReports:
                 self._by_endpoint[f"pserver {role.current_endpoint}"] = role.name
 
     def current(
-        self, epoch: int, marks: Mapping[str, RoleMark], running: Collection[str]
+        self, generation: int, marks: Mapping[str, RoleMark], running: Collection[str]
     ) -> list[LostReport]:
         """Return the reports of roles that lost another role and still wait for its replacement.
 
         Args:
-          epoch: number of the current epoch (the time between two failures). Older reports are left
-            out.
+          generation: number of the current generation (the time between two failures). Older
+            reports are left out.
           marks: the last report of each role's current process, by name.
           running: names of the running roles.
         """
-        return [x for x in self._folder.lost(epoch) if is_waiting(x.reporter, marks, running)]
+        return [x for x in self._folder.lost(generation) if is_waiting(x.reporter, marks, running)]
 
     def name_of(self, report: LostReport) -> str:
         """Return the name of the role that a report calls lost, such as "pserver 0".

@@ -14,19 +14,19 @@ class RestartOptions:
 
     Attributes:
       most: the largest number of restarts.
-      cuts: a folder for the cuts (snapshots) of servers, which all hosts of the job share. With
-        None, a job on this host has a temporary folder, and a job on several hosts has no cuts. If
-        the launcher itself is killed, a launch with the same folder continues the job from the
-        newest cut.
+      snapshots: a folder for the snapshots of servers, which all hosts of the job
+        share. With None, a job on this host has a temporary folder, and a job on several hosts has
+        no snapshots. If the launcher itself is killed, a launch with the same folder continues the
+        job from the newest snapshot.
       spares: number of processes that run the script up to `Role.from_env`, and wait there to take
         the place of a lost role.
-      record: the launcher's command line, which is written to the folder of the cuts.
+      record: the launcher's command line, which is written to the folder of the snapshots.
       quorum: with `on_trainer_loss="drop"`, the smallest number of trainers with which the job
         continues. If a failure would leave fewer trainers, the lost trainer starts again.
     """
 
     most: int = 0
-    cuts: str | os.PathLike[str] | None = None
+    snapshots: str | os.PathLike[str] | None = None
     spares: int = 0
     record: LaunchRecord | None = None
     quorum: int = 1

@@ -13,7 +13,7 @@ from dtrans.errors import LaunchError
 from dtrans.protocol.server.trainer_registry import named
 from dtrans.run.distributed.child_process import Child
 from dtrans.run.distributed.restarts.attempt import Attempt, is_lost
-from dtrans.run.distributed.restarts.job_epochs import JobEpochs
+from dtrans.run.distributed.restarts.job_generations import JobGenerations
 from dtrans.run.distributed.restarts.joins import Joins
 from dtrans.run.distributed.restarts.loss_rules import LossRules
 from dtrans.run.distributed.restarts.lost_reports import FirstReport
@@ -60,7 +60,7 @@ class Restarts:
       limit: end of the job's deadline, in seconds of the monotonic clock, or None.
       options: the restarts that the launcher may make.
       on_trainer_loss: as for `launch`.
-      epochs: epochs of the job, or None if the job has no cuts (snapshots).
+      generations: generations of the job, or None if the job has no snapshots.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class Restarts:
         limit: float | None = None,
         options: RestartOptions,
         on_trainer_loss: str,
-        epochs: JobEpochs | None = None,
+        generations: JobGenerations | None = None,
     ) -> None:
         self._roles, self._starter, self._new_attempt = roles, starter, new_attempt
-        self._limit, self._rules = limit, LossRules(options, on_trainer_loss, epochs)
-        self._epochs, self._spares = epochs, spares
+        self._limit, self._rules = limit, LossRules(options, on_trainer_loss, generations)
+        self._generations, self._spares = generations, spares
         self._joins = Joins(self._rules, spares, self._start, self._is_late)
         self._of_all = 0  # restarts of all roles in quick succession, which determine the pauses
         self._reports = FirstReport()
@@ -86,8 +86,8 @@ class Restarts:
         """Start the roles, restart them after failures, and return the last attempt."""
         while True:
             attempt, lost = self._run_once()
-            if self._epochs is not None and (lost is not None or attempt.has_ended_well):
-                self._spares.warn_without_cuts(self._epochs)
+            if self._generations is not None and (lost is not None or attempt.has_ended_well):
+                self._spares.warn_without_snapshots(self._generations)
             if attempt.signum is not None:
                 return attempt
             name, reason = "", attempt.superseded
@@ -102,8 +102,8 @@ class Restarts:
                 return attempt
             else:
                 name, reason = lost.role.name, lost.how()
-            if self._epochs is not None:
-                self._epochs.start_again(name, reason)
+            if self._generations is not None:
+                self._generations.start_again(name, reason)
 
     def _run_once(self) -> tuple[Attempt, Child | None]:
         """Start all roles, restart lost roles while others run, and wait until all have ended.
@@ -113,14 +113,16 @@ class Restarts:
         """
         begun = time.monotonic()
         with EndedRoles() as ended_roles:
-            look = None if self._epochs is None else self._look
+            look = None if self._generations is None else self._look
             attempt = self._new_attempt(ended_roles, look)
             shared = self._starter.shared(ended_roles)
-            if self._epochs is not None:
-                attempt.begin_epoch(self._epochs.epoch.number)
+            if self._generations is not None:
+                attempt.begin_generation(self._generations.generation.number)
             try:
                 for role in self._roles:
-                    if self._epochs is None or self._epochs.epoch.has_role(role.name):
+                    if self._generations is None or self._generations.generation.has_role(
+                        role.name
+                    ):
                         self._start(attempt, role, shared)
                 attempt.wait(self._limit)
                 loss = self._find_loss(attempt)
@@ -153,8 +155,8 @@ class Restarts:
         """
         if self._rules.most:
             shared = {**shared, RESTARTS: str(self._rules.count)}
-        if self._epochs is not None:
-            shared = {**shared, **self._epochs.environment(role.name)}
+        if self._generations is not None:
+            shared = {**shared, **self._generations.environment(role.name)}
         if spare is None:
             child = self._starter.start(role, shared, attempt.events)
             attempt.begin(child, joins=joins)
@@ -171,42 +173,42 @@ class Restarts:
         This is called when an attempt (one run of all roles) has stopped. Servers may write their
         newest states here.
         """
-        has_cuts = self._epochs is not None and self._epochs.has_marks
-        lost = attempt.lost(was_reached=self._rules.count > 0, has_cuts=has_cuts)
+        has_snapshots = self._generations is not None and self._generations.has_marks
+        lost = attempt.lost(was_reached=self._rules.count > 0, has_snapshots=has_snapshots)
         if lost is None or attempt.signum is not None:
             return None
-        if not has_cuts and not self._rules.may_restart(lost.role):
+        if not has_snapshots and not self._rules.may_restart(lost.role):
             return None
-        if self._epochs is not None:
+        if self._generations is not None:
             # the failed role does not run any more, but it has not left the job either
             running = {*_names(attempt), lost.role.name}
             if not is_lost(lost, was_reached=True) and self._supersede(attempt, running):
                 return None
-            self._end_epoch(self._epochs, attempt, lost)
+            self._end_generation(self._generations, attempt, lost)
             if attempt.take_signal():
                 return None
-        if has_cuts and self._can_drop(attempt, lost):
+        if has_snapshots and self._can_drop(attempt, lost):
             return RoleLoss(lost, is_dropped=True)
         if not self._rules.may_restart(lost.role):
             if self._rules.drops(lost.role):
                 attempt.failed, attempt.note = lost, self._rules.why_not_dropped(lost)
             return None
-        if self._epochs is None or lost.is_host_lost(was_reached=True):
+        if self._generations is None or lost.is_host_lost(was_reached=True):
             # do not count this loss: if the host stays lost, a second loss is not the role's fault
             return RoleLoss(lost)
-        if self._epochs.note_loss(lost.role.name):
-            attempt.failed, attempt.note = lost, "it was lost again before a new cut"
+        if self._generations.note_loss(lost.role.name):
+            attempt.failed, attempt.note = lost, "it was lost again before a new snapshot"
             return None
         return RoleLoss(lost)
 
     def _can_drop(self, attempt: Attempt, lost: Child) -> bool:
-        """Return True if a job with cuts (snapshots) can continue without a lost trainer."""
+        """Return True if a job with snapshots can continue without a lost trainer."""
         if self._is_late() or not self._rules.leaves_quorum(lost.role):
             return False
-        assert self._epochs is not None
+        assert self._generations is not None
         if attempt.failed is not lost or not is_lost(lost, was_reached=True):
             return False
-        return self._epochs.can_go_back(lost.role.name, _names(attempt), without_lost=True)
+        return self._generations.can_go_back(lost.role.name, _names(attempt), without_lost=True)
 
     def _goes_back(self, attempt: Attempt, loss: RoleLoss, shared: Mapping[str, str]) -> bool:
         """Continue after the loss of a role while all other processes run; False if impossible.
@@ -223,18 +225,18 @@ class Restarts:
         return True
 
     def _drop(self, attempt: Attempt, lost: Child, shared: Mapping[str, str]) -> None:
-        """Continue without a lost trainer, while the other roles go back to a cut (snapshot)."""
-        assert self._epochs is not None
-        self._epochs.drop(lost.role.name, lost.how())
-        attempt.begin_epoch(self._epochs.epoch.number)
+        """Continue without a lost trainer, while the other roles go back to a snapshot."""
+        assert self._generations is not None
+        self._generations.drop(lost.role.name, lost.how())
+        attempt.begin_generation(self._generations.generation.number)
         say(
             f"{lost.role.name}{lost.where} failed with {lost.how()}; the job continues with "
-            f"{named(self._epochs.members)}, and {self._epochs.other_roles}"
+            f"{named(self._generations.members)}, and {self._generations.other_roles}"
         )
         self._joins.replace(attempt, lost, shared)
 
-    def _end_epoch(self, epochs: JobEpochs, attempt: Attempt, lost: Child) -> None:
-        """Make servers write their newest states as cuts (snapshots), before the job goes back to
+    def _end_generation(self, generations: JobGenerations, attempt: Attempt, lost: Child) -> None:
+        """Make servers write their newest states as snapshots, before the job goes back to
         them.
 
         The servers do not write if a signal or the deadline ends the job.
@@ -242,7 +244,7 @@ class Restarts:
         unreachable = set[str]()
         if lost.is_host_lost(was_reached=True):
             unreachable = {x.role.name for x in attempt.running if x.where == lost.where}
-        epochs.end_epoch(
+        generations.end_generation(
             lost.role.name,
             lambda: attempt.find_alive() - unreachable,
             lambda: attempt.has_signal or self._is_late(),
@@ -250,7 +252,7 @@ class Restarts:
 
     def _can_go_back(self, attempt: Attempt, lost: Child) -> bool:
         """Return True if a lost role can start again while the other roles keep their processes."""
-        if self._epochs is None or self._is_late():
+        if self._generations is None or self._is_late():
             return False
         # If a process raised LostPeerError, its connection to a peer has failed, not the process
         # itself. The peer may have failed as well, so all roles start again.
@@ -258,19 +260,19 @@ class Restarts:
         # the agents of a lost host end its other roles, too
         if not is_process_lost or lost.is_host_lost(was_reached=True):
             return False
-        return self._epochs.can_go_back(lost.role.name, _names(attempt))
+        return self._generations.can_go_back(lost.role.name, _names(attempt))
 
     def _restart_in_place(self, attempt: Attempt, lost: Child, shared: Mapping[str, str]) -> None:
-        """Start a lost role again, or give it to a spare; others go back to a cut (snapshot)."""
-        assert self._epochs is not None
-        self._epochs.go_back(lost.role.name, lost.how())
-        attempt.begin_epoch(self._epochs.epoch.number)
+        """Start a lost role again, or give it to a spare; others go back to a snapshot."""
+        assert self._generations is not None
+        self._generations.go_back(lost.role.name, lost.how())
+        attempt.begin_generation(self._generations.generation.number)
         self._rules.count += 1
         spare = self._spares.take()
         how = "it starts again" if spare is None else "a spare takes its place"
         say(
             f"{lost.role.name}{lost.where} failed with {lost.how()}; {how}, and "
-            f"{self._epochs.other_roles} ({self._rules.number})"
+            f"{self._generations.other_roles} ({self._rules.number})"
         )
         self._start(attempt, lost.role, shared, spare)
 
@@ -303,36 +305,36 @@ class Restarts:
     def _look(self, attempt: Attempt) -> None:
         """Handle the reports of roles while the job runs; the attempt calls this every 0.2 seconds.
 
-        The reports are about lost roles, roles that cannot go back to a cut (snapshot), spares, and
-        dropped trainers that want to join.
+        The reports are about lost roles, roles that cannot go back to a snapshot,
+        spares, and dropped trainers that want to join.
         """
-        assert self._epochs is not None
-        self._spares.renew(self._epochs)
-        if self._epochs.excuse_left():
-            attempt.begin_epoch(self._epochs.epoch.number)
+        assert self._generations is not None
+        self._spares.renew(self._generations)
+        if self._generations.excuse_left():
+            attempt.begin_generation(self._generations.generation.number)
         if self._supersede(attempt, _names(attempt)):
             return
-        report = self._reports.choose(self._epochs.reports(_names(attempt)))
+        report = self._reports.choose(self._generations.reports(_names(attempt)))
         if report is not None:
             self._act_on(attempt, report)
         else:
-            self._joins.look(self._epochs, attempt)
+            self._joins.look(self._generations, attempt)
 
     def _supersede(self, attempt: Attempt, running: Collection[str]) -> bool:
         """Return True if a role has ended so that all roles must start again, instead of one role.
 
-        This happens if a role leaves the job before it could go back to the cut (snapshot) that the
-        launcher has chosen.
+        This happens if a role leaves the job before it could go back to the snapshot
+        that the launcher has chosen.
 
         Args:
           attempt: the attempt.
           running: names of the roles that have not ended.
         """
-        assert self._epochs is not None
-        unable = self._epochs.find_unable(running)
+        assert self._generations is not None
+        unable = self._generations.find_unable(running)
         if unable is None:
             return False
-        attempt.superseded = f"{unable} has left the job, so it cannot go back to a cut"
+        attempt.superseded = f"{unable} has left the job, so it cannot go back to a snapshot"
         return True
 
     def _act_on(self, attempt: Attempt, report: LostReport) -> None:
@@ -340,8 +342,8 @@ class Restarts:
 
         End the job if the role cannot start again.
         """
-        assert self._epochs is not None
-        name = self._epochs.reported_role(report)
+        assert self._generations is not None
+        name = self._generations.reported_role(report)
         reason = " ".join(report.reason.split())
         child = attempt.find_running(name)
         if child is not None and self._rules.continues_after(child.role):
@@ -355,7 +357,8 @@ class Restarts:
         elif name in attempt.dropped:
             attempt.failed = attempt.dropped[name]
         else:
-            # The reporter waits for a new epoch, but no epoch will begin, so the job ends.
+            # The reporter waits for a new generation, but no generation will begin, so the job
+            # ends.
             attempt.error = LaunchError(
                 f"{report.reporter} has lost {name}, and all roles were ended; the reason was:\n"
                 f"{report.reason}",
@@ -373,7 +376,7 @@ def _pause_before(restarts: int, lost: Child | None = None) -> float:
 
     Args:
       restarts: the number of restarts of all roles in quick succession before this one.
-      lost: the lost role; None if another role could not go back to a cut (snapshot).
+      lost: the lost role; None if another role could not go back to a snapshot.
     """
     pause = 0.0
     if restarts:

@@ -4,7 +4,8 @@
     identity    the variables of a role, with which a spare becomes the role
 
 When a role is lost and the other roles can keep their processes, a spare becomes that role. The
-next spare starts when all roles have entered the new epoch, so that its imports do not delay them.
+next spare starts when all roles have entered the new generation, so that its imports do not delay
+them.
 
 The launcher's main thread calls all methods except `Spares.put`.
 """
@@ -22,7 +23,7 @@ from typing import Any
 from dtrans.run.distributed.child_process import Child, Emit, Guard
 from dtrans.run.distributed.identity import VARIABLE, identity_line
 from dtrans.run.distributed.restarts.attempt import is_lost
-from dtrans.run.distributed.restarts.job_epochs import JobEpochs
+from dtrans.run.distributed.restarts.job_generations import JobGenerations
 from dtrans.run.distributed.role import Role
 from dtrans.run.distributed.role_output import say
 
@@ -109,7 +110,7 @@ class Spares:
         # `take` and `put` run in different threads. With the lock, a process is either taken as a
         # role, or noted as ended, but not both.
         self._lock = threading.Lock()
-        self._lost_in = -1  # number of the last epoch in which a signal ended a spare
+        self._lost_in = -1  # number of the last generation in which a signal ended a spare
 
     def put(self, child: SpareChild) -> None:
         """Note that a spare's process has ended. A thread of its `Child` calls this method."""
@@ -128,28 +129,30 @@ class Spares:
                     return child
         return None
 
-    def warn_without_cuts(self, epochs: JobEpochs) -> None:
-        """Print a warning if no spare has started, because servers write no cuts (snapshots).
+    def warn_without_snapshots(self, generations: JobGenerations) -> None:
+        """Print a warning if no spare has started, because servers write no snapshots.
 
         Args:
-          epochs: the epochs of the job.
+          generations: the generations of the job.
         """
-        if self._count and epochs.lacks_cuts:
+        if self._count and generations.lacks_snapshots:
             say(
-                "no spare has started, because the servers write no cuts; pass cuts=10 to "
-                "job.serve, or leave --spares out"
+                "no spare has started, because the servers write no snapshots; pass snapshots=10 "
+                "to job.serve, or leave --spares out"
             )
 
-    def renew(self, epochs: JobEpochs) -> None:
+    def renew(self, generations: JobGenerations) -> None:
         """Remove spares that have ended; start missing spares if all roles take part in the job.
 
         Args:
-          epochs: the epochs of the job.
+          generations: the generations of the job.
         """
         while not self._ended.empty():
-            self._on_end(self._remove_next(), epochs.epoch.number)
-        is_missing = len(self._waiting) < self._count and epochs.epoch.number != self._lost_in
-        if is_missing and epochs.have_all_entered:
+            self._on_end(self._remove_next(), generations.generation.number)
+        is_missing = (
+            len(self._waiting) < self._count and generations.generation.number != self._lost_in
+        )
+        if is_missing and generations.have_all_entered:
             self._start()
 
     @functools.cached_property
@@ -162,10 +165,10 @@ class Spares:
         self._guard.add(child)
         child.begin()
 
-    def _on_end(self, child: SpareChild, epoch: int) -> None:
+    def _on_end(self, child: SpareChild, generation: int) -> None:
         """Warn the user that a spare has ended, and decide whether another spare starts."""
         if is_lost(child, was_reached=True):
-            self._lost_in = epoch
+            self._lost_in = generation
             say(f"a spare failed with {child.how()}; the next one starts after the next restart")
             return
         # Start no other spare, because it would end in the same way.

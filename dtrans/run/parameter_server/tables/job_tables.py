@@ -249,8 +249,8 @@ class AskServers(Protocol):
           what: name of the request, for errors.
           ask: function that starts the request.
           skipped: only for an eviction: returns its result if a process fails during the request.
-            The job then goes back to a cut (snapshot). Either the snapshot contains the eviction,
-            or a repeated step requests it again.
+            The job then goes back to a snapshot. Either the snapshot contains the
+            eviction, or a repeated step requests it again.
         """
 
 

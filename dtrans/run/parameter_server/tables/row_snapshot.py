@@ -6,7 +6,7 @@ server saves a copy of the row. The memory for saved rows is bounded: when it is
 waits for the reader. If the reader makes no progress for some time, the server continues, and the
 reader gets an error.
 
-A server with snapshots at failures (`dtrans.Cuts(at_loss=True)`) takes a snapshot before each
+A server with snapshots at failures (`dtrans.Snapshots(at_loss=True)`) takes a snapshot before each
 update. Most of these snapshots are never read, so they only record the old values of the rows that
 the update changes.
 """

@@ -28,8 +28,8 @@ class ServerTables:
       steps: function that returns the number of updates of a block that is not in `memory`.
 
     Attributes:
-      went_back: True if the server has gone back to a cut (snapshot), and repeats steps with the
-        same bits.
+      went_back: True if the server has gone back to a snapshot, and repeats steps with
+        the same bits.
     """
 
     def __init__(
