@@ -387,7 +387,7 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
 def restore_snapshot(
     path: Folder, plan: PServerPlan, endpoint: str, job: str, step: int, *, alone: bool = False
 ) -> dict[str, Any]:
-    """Return the state of a server from a snapshot, a snapshot that `save_serving` wrote.
+    """Return the state of a server from a snapshot that `save_serving` wrote.
 
     After a process of the job has failed, servers call this function to continue from a snapshot.
 

@@ -117,7 +117,7 @@ def emit_torchx(table: RoleTable, image: str = IMAGE) -> str:
         variable=parts.variable,
         count=parts.servers or parts.trainers,
         observers=observers,
-        # short, because TorchX's Docker scheduler snapshots long host names
+        # short, because TorchX's Docker scheduler cuts long host names
         name=parts.name[:15].rstrip("-"),
         roles="\n".join(role_lines),
     )

@@ -61,8 +61,8 @@ class Sync:
 
     Attributes:
       runtime_split: True if the equations `send` and `recv` transfer full leaves, and the runtime
-        snapshots and joins the servers' blocks (Paddle's `completely_not_async`). With False, the
-        trainer's program has separate equations that snapshot and concatenate. Results are equal.
+        cuts and joins the servers' blocks (Paddle's `completely_not_async`). With False, the
+        trainer's program has separate equations that cut and concatenate. Results are equal.
       compress: the type in which trainers send gradients; None for the leaf's own type. Servers add
         the gradients in the leaf's own type. With compression, results differ from those of one
         device.
@@ -238,7 +238,7 @@ Mode = Sync | Async | HalfAsync | Geo
 
 @dataclasses.dataclass(frozen=True)
 class BlockPlacement:
-    """Rules that snapshot leaves into blocks, and assign blocks to servers.
+    """Rules that cut leaves into blocks, and assign blocks to servers.
 
     Attributes:
       slice_var_up: True: leaves are cut into blocks of rows, so that several servers share a leaf.

@@ -78,7 +78,7 @@ class VarDistributed:
 
     @property
     def index(self) -> tuple[slice | np.ndarray, ...]:
-        """NumPy index that snapshots the slice out of its origin: `origin[var.index]`."""
+        """NumPy index that cuts the slice out of its origin: `origin[var.index]`."""
         if not self.is_slice:
             return ()
         return (slice(None),) * self.axis + (self.rows.index,)

@@ -70,8 +70,8 @@ class TrainerCommConfig:
     Attributes:
       trainers: the number of trainers.
       sync_mode: True if an update uses the gradients of all trainers.
-      runtime_split: True if the runtime snapshots full leaves into the servers' blocks; False if
-        the trainer's program has equations for this.
+      runtime_split: True if the runtime cuts full leaves into the servers' blocks; False if the
+        trainer's program has equations for this.
       half_async: with `runtime_split`, True if a step waits until its gradients are sent and new
         parameters are received.
       communicator: options of the communicator, which sends and receives in the background; None if
@@ -154,7 +154,7 @@ class TrainerSide:
 
     @property
     def runtime_split(self) -> bool:
-        """True if the runtime, not the program, snapshots full leaves into the servers' blocks."""
+        """True if the runtime, not the program, cuts full leaves into the servers' blocks."""
         return self.comm.runtime_split
 
     def with_compression(self, compression: Compression) -> TrainerSide:
@@ -424,10 +424,9 @@ class TrainerCommWriter:
         return {"communicator": self.comm.communicator}
 
     def _at_run_time(self, blocks: Sequence[Block]) -> dict[str, Any]:
-        """Return the parameters by which a `send` or `recv` snapshots or joins a leaf's blocks.
+        """Return the parameters by which a `send` or `recv` cuts or joins a leaf's blocks.
 
-        The result is empty if the program has separate equations that snapshot and concatenate
-        leaves.
+        The result is empty if the program has separate equations that cut and concatenate leaves.
         """
         if not self.comm.runtime_split:
             return {}

@@ -129,7 +129,7 @@ def pserver(
       trainers: the number of trainers. They split each global batch; with `dtrans.Geo` each trainer
         has its own batches.
       mode: the update mode: `dtrans.Sync`, `dtrans.Async`, `dtrans.HalfAsync` or `dtrans.Geo`.
-      placement: rules that snapshot leaves into blocks, and assign blocks to servers.
+      placement: rules that divide leaves into blocks, and assign blocks to servers.
       on_trainer_exit: the effect on synchronous updates if one trainer closes early.
 
         - "drop": each later update averages the gradients of the remaining trainers only.
@@ -206,7 +206,7 @@ def pserver(
         mode, placement, on_trainer_exit, batch, trainers, len(endpoints), sparse
     )
 
-    # Snapshot the step into forward and update, and split its batch.
+    # Divide the step into forward and update, and split its batch.
     plain = divide_step(main)
     refuse_across(plain, TRAINERS_HAVE, may_send=isinstance(mode, Sync), remedy=SYNC_SENDS)
     parts = sent_parts(plain, batch, trainers, mode)

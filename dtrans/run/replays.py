@@ -59,10 +59,10 @@ def replay_local_steps(plan: CollectivePlan, full_step: Program) -> Program:
     trainers, steps = plan.trainers, plan.options.local_sgd or 1
     state_names = all_names(full_step.args[:2])
     batch_names = all_names(full_step.args[2:])
-    snapshot = [n for n in batch_names if not is_under(n, plan.unsplit_inputs)]
+    split = [n for n in batch_names if not is_under(n, plan.unsplit_inputs)]
     part_types = []
     for n, t in full_step.inputs.items():
-        part_types.append(_part_type(t, trainers * steps, n in snapshot))
+        part_types.append(_part_type(t, trainers * steps, n in split))
     part = full_step.specialize_flat(part_types)
     step = jaxpr_as_fun(part.jaxpr)
     ways = {n: plan.merges.get(n, "same") for n in full_step.out_names}
@@ -73,7 +73,7 @@ def replay_local_steps(plan: CollectivePlan, full_step: Program) -> Program:
         state = subset(inputs, state_names)
         outputs: list[Values] = []
         for turn in range(steps):
-            parts = {n: _part(inputs[n], trainer, turn, trainers, steps) for n in snapshot}
+            parts = {n: _part(inputs[n], trainer, turn, trainers, steps) for n in split}
             operands = {**inputs, **state, **parts}
             found = step(*values_at(operands, part.in_names))
             outputs.append(dict(zip(part.out_names, found, strict=True)))

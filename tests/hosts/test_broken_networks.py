@@ -191,7 +191,7 @@ def test_a_partition_shorter_than_the_patience(
     assert job.restarts == [] and hosts.processes() == []
 
 
-def snapshot(hosts: Namespaces) -> tuple[int, ...]:
+def cut(hosts: Namespaces) -> tuple[int, ...]:
     hosts.cut(TRAINER)
     return (TRAINER,)
 
@@ -212,7 +212,7 @@ def part(hosts: Namespaces) -> tuple[int, ...]:
     return SERVERS
 
 
-@pytest.mark.parametrize("fault", [snapshot, deafen_trainer, deafen_server, part])
+@pytest.mark.parametrize("fault", [cut, deafen_trainer, deafen_server, part])
 def test_a_network_that_breaks_for_longer_than_the_patience(
     fault: Callable[[Namespaces], tuple[int, ...]],
     hosts: Namespaces,

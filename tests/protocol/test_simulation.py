@@ -120,7 +120,7 @@ def test_cases_are_of_all_kinds() -> None:
         "pause",
         "stop",
         "crash",
-        "snapshot",
+        "break",
         "hold",
         "outage",
         "twice",
@@ -173,7 +173,7 @@ def test_cases_with_snapshots_are_of_all_kinds() -> None:
     assert {c.moves for c in cases} == {c.has_means for c in cases} == {False, True}
     assert {len(set(c.steps)) > 1 for c in cases} == {False, True}  # uneven steps
     assert {0 in c.steps for c in cases} == {False, True}
-    kinds = {"crash", "stop", "pause", "snapshot", "full"}
+    kinds = {"crash", "stop", "pause", "break", "full"}
     assert {e.kind for c in cases for e in c.events} == kinds
     killed = [[e for e in c.events if e.kind == "crash"] for c in cases]
     assert {e.who.split()[0] for of in killed for e in of} == {"trainer", "pserver"}
@@ -183,7 +183,7 @@ def test_cases_with_snapshots_are_of_all_kinds() -> None:
     assert any(0.1 < abs(a.time - b.time) < 1.0 for a, b in pairs)
     events = [(e, c) for c in cases for e in c.events]
     assert any(e.kind == "stop" and e.seconds > c.patience for e, c in events)
-    assert any(e.kind == "snapshot" and e.seconds > RETRY for e, c in events)
+    assert any(e.kind == "break" and e.seconds > RETRY for e, c in events)
     assert any(len(c.events) > 4 for c in cases)  # many short breaks
     ways = {way for v in found for way in v.restarts}
     assert {"in place", "all", "none", "join"} <= ways <= {*ways, "left"}
@@ -245,8 +245,8 @@ def test_a_connection_that_breaks_with_nothing_on_its_way_goes_on(mode: str) -> 
     """
     ends = set()
     for i in range(40):
-        snapshot = Event("snapshot", 0.02 * i, "trainer 0 pserver 127.0.0.1:1", 0.5)
-        found = simulated(dataclasses.replace(PLAIN, mode=mode, events=(snapshot,)))
+        broken = Event("break", 0.02 * i, "trainer 0 pserver 127.0.0.1:1", 0.5)
+        found = simulated(dataclasses.replace(PLAIN, mode=mode, events=(broken,)))
         assert not found.faults, str(found)
         well = all(how == "well" for how in found.ends.values())
         ends.add(well)
@@ -260,7 +260,7 @@ def broken_at_the_end(mode: str) -> Iterator[Verdict]:
     for line, at in simulated(case).left_at.items():
         for i in range(1, 30):
             yield simulated(
-                dataclasses.replace(case, events=(Event("snapshot", at + 0.0004 * i, line, 0.5),))
+                dataclasses.replace(case, events=(Event("break", at + 0.0004 * i, line, 0.5),))
             )
 
 
@@ -274,11 +274,11 @@ def test_a_connection_that_breaks_at_the_end_of_a_job_is_made_again(mode: str) -
 def test_a_server_does_not_wait_for_the_welcome_of_a_server_that_has_ended() -> None:
     """The welcome was lost with the connection, and all trainers have left."""
     first, second = "pserver 127.0.0.1:1", "pserver 127.0.0.1:2"
-    pause, snapshot = (
+    pause, broken = (
         Event("pause", 0.0, second, 2.6),
-        Event("snapshot", 0.5, f"{first} {second}", 20.0),
+        Event("break", 0.5, f"{first} {second}", 20.0),
     )
-    case = Case(0, "exchange", (0,), ((3,), (2,)), patience=3.5, events=(pause, snapshot))
+    case = Case(0, "exchange", (0,), ((3,), (2,)), patience=3.5, events=(pause, broken))
     found = simulated(case)
     assert {*found.ends.values()} == {"well"}, str(found)
     assert found.seconds < 2.6 + 2 * RETRY
@@ -295,7 +295,7 @@ def test_a_server_that_waits_for_no_answer_to_its_goodbye_is_found(
 
 def test_a_verdict_is_told() -> None:
     case = dataclasses.replace(
-        PLAIN, events=(Event("snapshot", 0.05, "trainer 0 pserver 127.0.0.1:1", 0.5),)
+        PLAIN, events=(Event("break", 0.05, "trainer 0 pserver 127.0.0.1:1", 0.5),)
     )
     told = str(simulated(case))
     assert (

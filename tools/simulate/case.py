@@ -34,7 +34,7 @@ class Event:
         "crash": a role is killed;
         "host": all servers of a host are killed;
         "return": a killed server is started again, as a new process;
-        "snapshot": a connection breaks, and is restored after some seconds;
+        "break": a connection breaks, and is restored after some seconds;
         "hold": messages in one direction of a connection stop for some seconds;
         "outage": messages in both directions stop for some seconds;
         "late": a connection cannot be established for some seconds;
@@ -268,15 +268,15 @@ class Case:
         kinds = {e.kind for e in self.events}
         survived = {"pause", "stop", "hold", "outage", "late", "twice"}
         if not self.moves and self.delay <= 0.01:
-            survived.add("snapshot")
+            survived.add("break")
         if not kinds <= survived:
             return False
         limits = [self.deadline / 2]
         if kinds - {"pause", "twice"}:
             limits.append(self.patience / 2)
         # on a connection that breaks, stopped messages also delay the reconnection
-        broken = {e.who for e in self.events if e.kind == "snapshot"}
-        delays = ("snapshot", "hold", "outage")
+        broken = {e.who for e in self.events if e.kind == "break"}
+        delays = ("break", "hold", "outage")
         breaks = sum(e.seconds for e in self.events if e.kind in delays and e.who in broken)
         spans = sum(e.seconds for e in self.events if e.kind != "twice")
         return breaks < RETRY / 2 and spans < min(limits)
@@ -342,7 +342,7 @@ def _describe(e: Event) -> str:
         "stop": f"{e.who} is stopped for {e.seconds:.3g} s",
         "crash": f"{e.who} is killed",
         "host": f"the host {e.who} is lost",
-        "snapshot": f"the connection {e.who} breaks, and is restored after {e.seconds:.3g} s",
+        "break": f"the connection {e.who} breaks, and is restored after {e.seconds:.3g} s",
         "hold": f"the connection {e.who} delivers nothing to the {('server', 'client')[e.way]} for "
         f"{e.seconds:.3g} s",
         "outage": f"the connection {e.who} delivers nothing for {e.seconds:.3g} s",

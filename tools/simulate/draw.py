@@ -80,7 +80,7 @@ def _with_table_blocks(case: Case) -> Case:
 
 def _with_snapshots(r: Random, case: Case) -> Case:
     """Turn some synchronous cases into jobs with snapshots, whose roles fail and start again."""
-    has_breaks = any(event.kind == "snapshot" for event in case.events)
+    has_breaks = any(event.kind == "break" for event in case.events)
     if not case.sync_mode or r.random() < 0.6 or has_breaks:
         return case
     return _job_with_snapshots(r, case)
@@ -160,7 +160,7 @@ def drawn_at_loss(seed: int) -> Case:
 def _draw_at_loss(seed: int) -> Case:
     """Return the case of `drawn_at_loss`, without full disks and checkpoints."""
     r, case = Random(f"at loss {seed}"), _draw_with_snapshots(seed)
-    breaks = any(event.kind == "snapshot" for event in case.events)
+    breaks = any(event.kind == "break" for event in case.events)
     mode = r.choice(["sync", "exchange"]) if len(case.servers) > 1 else "sync"
     case = dataclasses.replace(case, mode=mode, table=0, ahead=0, moves_rows=False)
     if mode == "sync" and r.random() < 0.6:
@@ -301,9 +301,9 @@ def _event_of_snapshots(r: Random, case: Case) -> Event:
     """Return a random event of a job with snapshots. Deaths are the most frequent."""
     servers = [f"pserver {ep}" for ep in case.endpoints]
     roles = [f"trainer {k}" for k in range(case.trainers)] + servers
-    kind = r.choice(["crash", "crash", "crash", "stop", "pause", "snapshot"])
+    kind = r.choice(["crash", "crash", "crash", "stop", "pause", "break"])
     time, seconds = r.random() * (1.0 + 1.5 * _span(case)), 10 ** r.uniform(-2, 1.3)
-    if kind == "snapshot":
+    if kind == "break":
         return Event(kind, time, r.choice(_lines(case)), seconds)
     return Event(kind, time, r.choice(roles), 0.0 if kind == "crash" else seconds)
 
@@ -316,7 +316,7 @@ def _with_short_breaks(r: Random, case: Case) -> Case:
     breaks = []
     for _ in range(count):
         time, seconds = r.random() * _span(case), 10 ** r.uniform(-3, -0.7)
-        breaks.append(Event("snapshot", time, r.choice(lines), seconds))
+        breaks.append(Event("break", time, r.choice(lines), seconds))
     return dataclasses.replace(case, events=tuple(breaks))
 
 
@@ -425,7 +425,7 @@ def _event(r: Random, case: Case) -> Event:
     trainers = [f"trainer {k}" for k in range(case.trainers)]
     servers = [f"pserver {ep}" for ep in case.endpoints]
     roles, lines = trainers + servers, _lines(case)
-    kind = r.choice(["pause", "stop", "crash", "snapshot", "hold", "twice"])
+    kind = r.choice(["pause", "stop", "crash", "break", "hold", "twice"])
     time = r.random() * _span(case)
     if kind in ("pause", "stop", "crash"):
         return Event(

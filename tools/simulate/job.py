@@ -189,7 +189,7 @@ class SimulatedJob:
         for connection in self.network.connections:
             if connection.name != event.who:
                 continue
-            if event.kind == "snapshot":
+            if event.kind == "break":
                 connection.break_off(event.seconds)
                 continue
             for way in (event.way,) if event.kind == "hold" else (0, 1):

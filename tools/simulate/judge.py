@@ -155,7 +155,7 @@ def _breaks_at_the_end(case: Case, trainers: list[SimulatedTrainer]) -> bool:
     """Return True if connections break only briefly, and after their trainers have left."""
     left_at = {name: at for t in trainers for name, at in t.left_at.items()}
     for event in case.events:
-        if event.kind != "snapshot" or event.seconds > RETRY / 2 or case.moves:
+        if event.kind != "break" or event.seconds > RETRY / 2 or case.moves:
             return False
         if event.time < left_at.get(event.who, math.inf):
             return False

@@ -80,7 +80,7 @@ def faults_so_far(case: Case, launcher: SimulatedLauncher) -> Iterator[str]:
     for end in launcher.ends:
         if end.newest - end.snapshot > 1 or end.received > end.snapshot or not end.has_results:
             yield f"roles were lost, and the job lost complete steps: {end}"
-    harmless = ("crash", "snapshot", "host", "full")
+    harmless = ("crash", "break", "host", "full")
     if launcher.late and all(event.kind in harmless for event in case.events):
         yield f"{launcher.late[0]} did not begin to write its newest states in time"
     yield from _faults_of_members(case, launcher)

@@ -353,7 +353,7 @@ class MeshFabric:
         """Run a program: compute its compiled pieces, and execute the communication between them.
 
         Args:
-          pieces: the program, snapshot at its communication equations.
+          pieces: the program, divided at its communication equations.
           args: the flat arguments of the program.
           compute: function that runs one piece (see `Segments.run`).
 

@@ -140,7 +140,7 @@ class MeshTrainerPrograms:
 
     Attributes:
       program: the program of a trainer, or of one of its devices.
-      pieces: the program, snapshot at its communication equations.
+      pieces: the program, divided at its communication equations.
       kinds: layout of each variable that differs between trainers: "stacked" (one row for each
         trainer) or "split" (rows of the batch).
       outs: maps each output's name to its variable.
@@ -245,9 +245,9 @@ class MeshTrainerPrograms:
         # needs values of other trainers, so all of them run under vmap.
         in_turn = not _communicates(piece)
         on_device = on_one_device(piece.fn, [(TURN, each)], ins, outs, in_turn=in_turn)
-        snapshot, full = AxisSharding().sharded_along(0, AXIS), AxisSharding()
-        over_devices = [snapshot if kind else full for kind in kinds]
-        return jax.jit(on_mesh(on_device, self.mesh, over_devices, [snapshot] * len(outs)))
+        divided, full = AxisSharding().sharded_along(0, AXIS), AxisSharding()
+        over_devices = [divided if kind else full for kind in kinds]
+        return jax.jit(on_mesh(on_device, self.mesh, over_devices, [divided] * len(outs)))
 
     def _merger(
         self, batch: Sequence[Any], merges: Mapping[str, Merge] | None

@@ -42,7 +42,7 @@ class ShareTrainers:
 
     Attributes:
       steps: for each trainer, the split of the batch.
-      pieces: the program of each trainer, snapshot at its communication.
+      pieces: the program of each trainer, divided at its communication.
     """
 
     def __init__(self, plan: PServerPlan, arrays: Sequence[tuple[Any, Share]]) -> None:
@@ -128,7 +128,7 @@ class ShareFabric(StepFabric):
         executed.
 
         Args:
-          programs: the program of each trainer, snapshot at its communication.
+          programs: the program of each trainer, divided at its communication.
           args: the flat arguments of each trainer's program.
         """
         runs = []

@@ -127,7 +127,7 @@ def part_of_block(span: BlockRowSet, gradient: RowGradient) -> RowGradient:
       gradient: gradients of rows of the table.
     """
 
-    def snapshot(numbers: Sequence[Any], rows: Sequence[Any]) -> list[np.ndarray]:
+    def pick(numbers: Sequence[Any], rows: Sequence[Any]) -> list[np.ndarray]:
         size = len(numbers[0])
         at = span.among(numbers[0])
         local = span.local(numbers[0][at])
@@ -136,7 +136,7 @@ def part_of_block(span: BlockRowSet, gradient: RowGradient) -> RowGradient:
     if is_traced(gradient.ids) or is_traced(gradient.rows):
         ids, rows = gradient.ids, gradient.rows
         types = [(ids.shape, np.int32), (rows.shape, rows.dtype)]
-        return RowGradient(*trace_move(snapshot, [ids], [rows], types))
+        return RowGradient(*trace_move(pick, [ids], [rows], types))
     at = span.among(gradient.ids)
     return RowGradient(span.local(gradient.ids[at]), gradient.rows[at])
 
