@@ -63,7 +63,8 @@ class RoleCost:
         process or device.
       state_bytes: bytes of the state. Optimizer state counts twice on a server that sends some
         parameters before its update is complete, because the server also keeps the old state
-        (docs/early_answers.md). A server stores more for snapshots at failures, and during checkpoints.
+        (docs/early_answers.md). A server stores more for snapshots at failures, and during
+        checkpoints.
       sent: bytes sent in a step. A collective counts as sending its operands; the bytes on a link
         depend on its algorithm.
       received: bytes received in a step. A collective counts as receiving its results.
