@@ -1,26 +1,27 @@
-"""Generations of a job with snapshots. After the failure of a process, roles go back to a snapshot.
+"""Recovery of a job after the failure of a process: its snapshots, and the generations after them.
 
     snapshot      copy of the job's state after a step. Each server writes its state, and each
                   trainer the leaves that it computes itself
     generation    part of a job between two events: the failure of a process, or the return of a
                   dropped trainer; it begins at a snapshot
 
-Roles write a snapshot every few steps. When a process is lost, the launcher chooses the newest
-snapshot that all roles have written, and grants a new generation that begins there. Live servers
-load the snapshot and continue with new state machines, so that no state of the old generation has
-to be cleared. Live trainers connect again and repeat the steps after the snapshot. Only the lost
-process is started again.
+A *role* is a trainer or a server; if its process fails, another process continues the role. Roles
+write a snapshot every few steps. When a process is lost, the launcher chooses the newest snapshot
+that all roles have written, and starts a new generation that begins there. Live servers load the
+snapshot. Live trainers connect again and repeat the steps after the snapshot. Only the lost process
+is started again.
 
-The launcher may also drop a lost trainer (`dtrans launch --on-trainer-loss drop`). The set of
-trainers is a part of the generation. So all servers use the gradients of the same trainers in a
-step. With `--on-trainer-loss replace`, the dropped trainer starts again while the other roles
-continue. When it is ready, the launcher grants a generation in which the trainer takes part again.
+The launcher may also drop a lost trainer (`dtrans launch --on-trainer-loss drop`). Within a
+generation, the set of trainers does not change. So all servers use the gradients of the same
+trainers in a step. With `--on-trainer-loss replace`, the dropped trainer starts again while the
+other roles continue. When it is ready, the launcher starts a new generation, in which the trainer
+takes part again.
 
 Asynchronous trainers share no step, so each asynchronous server writes separate snapshots. A
 surviving server keeps its state, and a lost server continues from its newest snapshot. Each trainer
 continues after the last of its steps that a server has received. A trainer that has left the job
-need not come back while all servers survive, because they have received all of its steps. The
-generation names such trainers, and servers do not wait for them.
+need not come back while all servers survive, because they have received all of its steps. A
+generation has a list of the trainers that have left, and servers do not wait for them.
 
 Synchronous servers can also write a *snapshot at a failure*. The launcher then announces that the
 generation ends. Each live server stops, and writes its states after its newest steps. A trainer
@@ -56,14 +57,15 @@ DROPS = ("drop", REPLACE)
 class Generation:
     """Part of a job between two failures, with the snapshot from which it starts.
 
-    After the failure of a process, the launcher starts the next generation: roles go back to the
-    newest *snapshot* of the job. A generation also ends when a dropped trainer returns.
+    After the failure of a process, the launcher starts the next generation: all trainers and
+    servers (*roles*) go back to the newest snapshot of the job. A generation also ends when a
+    dropped trainer returns.
 
     Attributes:
       number: number of the generation, from 0.
       snapshot: step of the snapshot at the start of the generation. None if the
         generation starts with the initial state, or with the snapshots of asynchronous servers.
-      is_ending: True if a role was lost, and the launcher waits until servers have written the
+      is_ending: True after a failure, while the launcher waits until servers have written the
         states after their newest steps.
       dropped: ids of the lost trainers that take no part in the generation, increasing.
       lost: names of the lost servers of an ending generation. Other servers write the replicas of
@@ -108,10 +110,10 @@ class Generation:
         return Generation(number, snapshot, dropped=dropped, members_since=since, left=left)
 
     def is_snapshot_due(self, step: int, first: int, every: int) -> bool:
-        """Return True if roles write a snapshot of the job after a step of a synchronous job.
+        """Return True if trainers and servers of a synchronous job write a snapshot after a step.
 
-        They write one every `every` steps, and one before the first step of a generation (the time
-        between two failures). If the generation starts from a snapshot, they do not write this
+        They write a snapshot every `every` steps, and before the first step of a generation (the
+        time between two failures). If the generation starts from a snapshot, they do not write this
         snapshot a second time.
 
         Args:
@@ -130,7 +132,7 @@ class Generation:
         return tuple(k for k in range(trainers) if k not in self.dropped)
 
     def has_role(self, name: str) -> bool:
-        """Return False for a trainer that the launcher has dropped, and True for other roles."""
+        """Return False for a trainer that the launcher has dropped; True otherwise."""
         return name not in [f"trainer {k}" for k in self.dropped]
 
     def dropped_with(self, lost: str) -> tuple[int, ...]:
@@ -162,7 +164,7 @@ def is_snapshot_due_alone(step: int, newest: int | None, every: int) -> bool:
 
 
 class NewGeneration(Exception):
-    """Signal within a process that the job goes back to a snapshot, after another process failed.
+    """Exception within a process: another process has failed, and the job goes back to a snapshot.
 
     The main loop of a trainer or server catches it, and continues in the new generation (the time
     until the next failure). Users never see this exception.
@@ -177,14 +179,14 @@ class NewGeneration(Exception):
 
 
 class ReplacedError(StateError):
-    """Error: the launcher counts this process as lost, and has replaced or dropped its role.
+    """Error: the launcher counts this process as lost, and has replaced or dropped it.
 
-    The process ends. It sends servers no reason, because an error of a trainer would end the job.
+    The process ends without a message, because servers would end the job after a trainer's error.
     """
 
 
 class Generations(Protocol):
-    """Interface of a role to the launcher, in a job that survives failures.
+    """Interface of a trainer or server (*role*) to the launcher, in a job that survives failures.
 
     The launcher starts a new generation after each failure. `dtrans.run.net.role_folder` implements
     the interface by files.
@@ -196,18 +198,18 @@ class Generations(Protocol):
     incarnation: int
 
     def current(self) -> Generation:
-        """Return the current generation (the time since the last failure of the job)."""
+        """Return the current generation (the time since the job's last failure)."""
 
     def enter(self, generation: Generation) -> None:
-        """Tell the launcher that this role takes part in a generation (time between failures)."""
+        """Tell the launcher that this process takes part in a generation, after a failure."""
 
     def leave(self) -> None:
-        """Tell the launcher that this role has left the job after its last step."""
+        """Tell the launcher that this process has left the job after its last step."""
 
     def report_lost(self, generation: int, role: str, reason: str) -> None:
-        """Tell the launcher that this role has lost its connection to another role.
+        """Tell the launcher that this process has lost its connection to another trainer or server.
 
-        The launcher ends the other role, and starts a new generation.
+        The launcher ends the process of the other one, and starts a new generation.
 
         Args:
           generation: number of the current generation (the time since the last failure).

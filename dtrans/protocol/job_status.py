@@ -336,8 +336,9 @@ class StatusReporter:
         return Sample(now, self._kind.progress(), self.received, self._trainers.bytes_sent)
 
     def saved(self, name: str, step: int, blocks: int, error: str, now: float) -> None:
-        """Record that a checkpoint was written or has failed. For the arguments, see
-        `CheckpointStatus`.
+        """Record that a checkpoint was written or has failed.
+
+        For the arguments, see `CheckpointStatus`.
         """
         seconds = now - self.saving.pop(name, now)
         self._checkpoint = CheckpointStatus(name, step, 0.0, seconds, blocks, error)
@@ -474,7 +475,7 @@ class StatusReporter:
 def _digest(plan: Mapping[str, str]) -> str:
     """Return a short text that identifies a plan, to compare the servers of a job; "" without one.
 
-    It leaves out the parts of a fingerprint that may differ between the roles of a job.
+    It leaves out the parts of a fingerprint that may differ between the processes of a job.
     """
     varying = (fingerprint.BATCH, fingerprint.LOSS)
     parts = [(name, plan[name]) for name in sorted(plan) if name not in varying]

@@ -49,7 +49,7 @@ class NumberedMessages:
 
     @property
     def stored(self) -> list[list[Any]]:
-        """Frames of each sent message whose receipt the other process has not reported."""
+        """Frames of each sent message, until the other process reports that it has arrived."""
         return [frames for _, frames in self._stored]
 
     def stamp(self) -> dict[str, int]:

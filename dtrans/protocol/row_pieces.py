@@ -13,13 +13,13 @@ import numpy as np
 
 
 class RowPieces:
-    """Array whose rows are stored in several smaller arrays, one after the other.
+    """Array with its rows in several smaller arrays, one after the other.
 
     NumPy functions convert the object to one array.
 
     Args:
       arrays: at least one array; the rows of each array follow the rows of the previous one.
-      start: number of the block's bytes before these rows.
+      start: number of bytes of the full array before these rows; 0 for a complete array.
 
     Example:
       >>> import numpy as np

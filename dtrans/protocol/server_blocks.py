@@ -51,7 +51,7 @@ class TableSpec:
 class RowGradient:
     """Gradient of a table that is zero in most rows: the ids of the other rows, and their values.
 
-    The class also stores the values of some rows.
+    The class is also used for values of rows instead of gradients.
 
     Attributes:
       ids: increasing row ids.
@@ -72,9 +72,9 @@ class ServerBlocks:
       endpoint: endpoint of the server.
       trainers: number of trainers.
       sync_mode: True if an update uses the gradients of all trainers.
-      on_trainer_exit: rule for trainers that leave before other trainers do.
-      params: shape and dtype of the array that a server sends for each block that trainers request
-        (dict by block's name).
+      on_trainer_exit: the user's option for trainers that leave before other trainers do.
+      params: name of each block that trainers request -> shape and dtype of the array that the
+        server sends.
       gradients: shape and dtype of each gradient that trainers send, by name. Gradients of tables
         are not included.
       sent: one dict for each gradient that updates read. The dict maps the id of a trainer to the
@@ -86,8 +86,9 @@ class ServerBlocks:
         values that it has last sent to each trainer.
       tables: maps the name of each block of a table to its specification.
       adds_changes: True if trainers send changes of parameters, which the server adds (GEO-SGD).
-      levels: if the types of gradients depend on a level, which the trainers' messages name: the
-        types at each level, like `gradients`.
+      levels: for compressed gradients with sizes that change during a ramp-up (`dtrans.TopK`), the
+        types of gradients in each phase of the ramp-up, like `gradients`. Trainers' messages have
+        the index of the phase. Empty otherwise.
     """
 
     endpoint: str
@@ -201,7 +202,7 @@ class StepUpdate(Protocol):
 
         Args:
           grads: gradients by name; gradients of tables are `RowGradient`s.
-          present: ids of the trainers whose gradients the update uses.
+          present: ids of the trainers that computed the gradients.
           step: number of complete updates.
 
         Returns:

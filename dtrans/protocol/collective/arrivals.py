@@ -3,7 +3,7 @@
 The name of a value consists of its sender, the step, and a number within the step. A value may
 arrive before the process expects it. The process stores such an early message without a check, and
 allocates no array. As soon as the process expects the value, it checks the stored messages. It
-drops messages whose shape or dtype is not the expected one.
+drops messages with another shape or dtype than the expected one.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Arrivals:
 
 
 def _from_step(values: dict[Name, T], step: int) -> dict[Name, T]:
-    """Return the values whose step is at least `step`."""
+    """Return the values of `step` and of later steps."""
     return {name: value for name, value in values.items() if name[1] >= step}
 
 

@@ -51,8 +51,8 @@ def check_job(served: ServerBlocks, message: wire.Message) -> None:
 def check_connection(message: wire.Message, session: str, connection: int) -> None:
     """Raise WireError unless a `hello` is from a new connection of a known trainer's process.
 
-    ZeroMQ may deliver the last messages of a broken connection after the first messages of the next
-    connection.
+    An old `hello` may arrive late: ZeroMQ may deliver the last messages of a broken connection
+    after the first messages of the next connection.
 
     Args:
       message: the `hello`.
@@ -107,7 +107,7 @@ def welcome(
     Args:
       secret: the job's token.
       message: the `hello` or `peer` message.
-      step: the server's step.
+      step: number of steps of the server.
       heard: number of messages received from the sender.
       local: path of the server's Unix socket, for trainers on the same host.
     """

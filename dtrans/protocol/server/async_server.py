@@ -65,7 +65,8 @@ class AsyncServer:
       has_snapshots: True in a job with snapshots.
 
     Attributes:
-      between_steps: called when the number of all trainers' steps has grown, with this number.
+      between_steps: function that is called when a trainer has ended a step. Its argument is the
+        number of all trainers' steps.
       endpoint: endpoint of the server.
       peers: the other servers; always empty.
       counts: numbers of the trainers' steps, in all generations.
@@ -144,7 +145,7 @@ class AsyncServer:
     # -- messages of trainers --------------------------------------------------------------------
 
     def send(self, k: int, message: wire.Message) -> None:
-        """Receive gradients of trainer k, and update the blocks whose gradients are complete."""
+        """Receive gradients of trainer k, and update each block with a complete gradient."""
         step = self._steps.check_number(k, message)
         steps: Any = message.fields.get("steps", 1)
         most = MAX_STEPS if self._served.adds_changes else MAX_MERGED
@@ -223,11 +224,17 @@ class AsyncServer:
         self._say(self._trainers.known[k].address, "evicted", **fields, **message.request)
 
     def check_between(self, k: int, message: wire.Message) -> None:
-        """Raise WireError unless trainer k is between two steps."""
+        """Raise WireError if trainer k is in the middle of a step.
+
+        For example, a trainer may request a checkpoint only between two steps.
+        """
         self._steps.check_between(k, message)
 
     def saving(self, k: int, message: wire.Message) -> None:
-        """Check the step of a `saving` message, which has no effect on an asynchronous server."""
+        """Check the step of a `saving` message: the trainer waits for a checkpoint.
+
+        An asynchronous server does nothing else.
+        """
         self._steps.check_number(k, message)
 
     def recv(self, k: int, message: wire.Message) -> None:

@@ -38,7 +38,7 @@ class StepUpdates:
         inputs: Mapping[str, Any],
         steps: int = 1,
     ) -> list[str]:
-        """Update the blocks whose gradients are complete, and return the names of these blocks.
+        """Update each block with a complete gradient, and return the names of these blocks.
 
         Args:
           blocks: computes the new state of a block.
@@ -46,7 +46,7 @@ class StepUpdates:
           arrived: names of the complete gradients.
           inputs: gradients by name. With delay compensation, `inputs` also contains the parameters
             that the trainer has received.
-          steps: number of steps whose gradients the trainer has merged.
+          steps: number of steps of the trainer from which the gradients are merged.
         """
         ready = blocks.ready(arrived, self.used)
         if ready and self.values is None:

@@ -90,7 +90,8 @@ class BetweenSteps:
     def carry_out(self, stored: StoredTables | None) -> str:
         """Evict the requested rows; return the name of the table.
 
-        Without a backup, also answer all trainers.
+        If another server stores a copy of this server (its backup), it must evict the rows first.
+        Without a backup, this method also answers all trainers.
         """
         (name, unused_for), *_ = self.evicting.values()
         self._answer = evict(stored, name, unused_for, np.empty(0, np.int32))

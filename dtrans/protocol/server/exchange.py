@@ -66,11 +66,11 @@ class Exchange:
       me: endpoint of this server.
       level: number of the exchange; a server's exchanges in a step have increasing levels.
       kinds: the reductions, grouped by dtype, op, owners and `over`.
-      local: computation of the block before the exchange, as a function of the block's inputs. It
-        returns the partial results named `owned`, followed by the outputs named `plain`.
+      local: computation before the exchange, as a function. It returns the partial results named
+        `owned`, followed by the outputs named `plain`.
       owned: names of the reductions that need a partial result of this server.
-      plain: names of the block's outputs that need no data from other servers.
-      results: pairs of names: an output of the block, and the reduction that computes the output.
+      plain: names of the outputs that need no data from other servers.
+      results: pairs of names: an output, and the reduction that computes the output.
     """
 
     me: str
@@ -83,7 +83,10 @@ class Exchange:
 
     @classmethod
     def of(cls, block: OptimizeBlock, me: str) -> Exchange | None:
-        """Return the exchange at the end of a block; None if the block has no `all_reduce`."""
+        """Return the exchange at the end of an optimize block (one program of an update).
+
+        Return None if the program has no `all_reduce`.
+        """
         inner = block.inner
         reductions = [eqn for eqn in inner.eqns if eqn.primitive is all_reduce_p]
         if not reductions:
@@ -115,7 +118,7 @@ class Exchange:
 
     @cached_property
     def parcels(self) -> dict[str, Parcel]:
-        """Reductions whose partial results this server sends to each server, by endpoint.
+        """For each receiving server, the reductions for which this server sends partial results.
 
         The receivers include this server. Receivers of the same reductions share one tuple.
         """
@@ -129,7 +132,7 @@ class Exchange:
 
     @cached_property
     def sources(self) -> dict[str, Parcel]:
-        """Reductions whose partial results this server receives, by the sender's endpoint."""
+        """For each sending server, the reductions for which this server gets partial results."""
         found = {}
         for ep in self.peers:
             parcel = tuple(k for k in self.kinds if ep in k.owners)

@@ -65,5 +65,5 @@ class GenerationGate:
         return bool(generation == self.number)
 
     def lose(self, address: bytes) -> None:
-        """Drop the stored greeting of an address whose connection has ended."""
+        """Drop the stored greeting of an address, because its connection has ended."""
         self.early.pop(address, None)

@@ -76,14 +76,14 @@ class JointUpdate:
 
     @property
     def exchange(self) -> Exchange | None:
-        """Exchange whose partial results the update waits for; None if it does not wait."""
+        """Exchange for which the update waits now; None if it does not wait."""
         return self._update.exchange
 
     def missing(self) -> list[str]:
         """Return the endpoints of the servers for which the update waits.
 
-        These are the servers whose partial results have not arrived. If all have arrived, the only
-        entry is the backup, which has not acknowledged the merged gradients.
+        First, it waits for the partial results of other servers. When all have arrived, it waits
+        for the backup to acknowledge the merged gradients.
         """
         exchange = self.exchange
         if exchange is not None:
@@ -143,7 +143,7 @@ class JointUpdate:
 
         Args:
           grads: gradients by name.
-          trainers: ids of the trainers whose gradients the update uses.
+          trainers: ids of the trainers that computed the gradients.
         """
         present = frozenset(trainers)
         if self._backup is not None:

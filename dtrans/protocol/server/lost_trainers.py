@@ -32,7 +32,7 @@ class LostTrainers:
         self._dead: dict[int, tuple[float, str]] = {}
 
     def died(self, k: int, how: str, now: float) -> None:
-        """Handle the end of trainer k's process, whose last messages may be unread."""
+        """Handle the end of trainer k's process. Its last messages may be unread."""
         self._dead.setdefault(k, (now, how))
 
     def is_gone(self, k: int, now: float) -> bool:

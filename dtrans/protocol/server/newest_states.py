@@ -1,9 +1,9 @@
 """Newest states of a synchronous server, which the server writes when another process fails.
 
-Each state is the server's piece of a snapshot of the job after a step. Servers complete
-a step at different times: when a process fails, two servers may differ by one step. So each server
-writes the states after its two newest steps. The job continues from the newest step whose states
-all servers have written.
+Each state is the server's piece of a snapshot of the job after a step. Servers complete a step at
+different times: when a process fails, two servers may differ by one step. So each server writes the
+states after its two newest steps. The job continues from the newest step for which all servers have
+written their states.
 
 Trainers may evict rows of tables after a step. A state is *early* if it may lack these evictions:
 its server does not know that a trainer has begun the next step. The job continues from such states
@@ -22,15 +22,16 @@ from dtrans.protocol.server_blocks import StepUpdate
 
 
 class NewestStates:
-    """Two newest states of one server, and of the servers whose states it copies.
+    """Two newest states of one server, and of the servers for which it stores copies of the state.
 
     Args:
       endpoint: endpoint of the server.
       update: the server's update, which stores its two newest states.
       joint: the progress of the update, and the replicas of other servers.
       turns: progress of the trainers in the current step.
-      rounds: exchanges between trainers, which may also merge the results of each step.
-      has_tables: True if the job has tables, whose rows trainers may evict between steps.
+      rounds: exchanges between trainers; they may also merge results of each step, such as the
+        loss.
+      has_tables: True if the job has embedding tables. Trainers may evict their rows between steps.
     """
 
     def __init__(
@@ -89,7 +90,10 @@ class NewestStates:
 
     @property
     def has_merged_results(self) -> bool:
-        """True if the trainers' results of the newest step are merged, or there is no step yet."""
+        """True if the trainers' results (such as the loss) of the newest step are merged.
+
+        Also True before the first step.
+        """
         step = self._joint.step
         return step == self._first or self._rounds.has_merged_results(step)
 

@@ -1,7 +1,6 @@
-"""Replicas: copies of a server's state on another server, which survive the failure of the first
-one.
+"""Replicas: copies of a server's state on another server, in case the first server fails.
 
-    primary    a server whose state another server copies
+    primary    a server; another server stores a copy of its state
     backup     the server that stores the copy
 
     primary to backup    replica       once in a generation: the state at its beginning
@@ -49,8 +48,8 @@ class Primary:
       state: shape and dtype of each array of the state, by name.
       exchanges: exchanges of the primary in each step.
       row_gradients: names of the gradients of tables. The primary sends rows, and their ids.
-      varying: names of arrays in `state` whose number of rows changes. Their shapes in `state`
-        have the maximum number.
+      varying: names of arrays in `state` with a number of rows that changes. Their shapes in
+        `state` have the maximum number.
       optional: names in `varying` that the primary may leave out.
     """
 
@@ -108,7 +107,7 @@ class Replication:
 
     Attributes:
       backup: endpoint of the server that stores the copy of this server's state.
-      primaries: servers whose states this server copies, by endpoint.
+      primaries: for each server from which this server copies the state, the arrays that it sends.
     """
 
     backup: str
@@ -157,7 +156,7 @@ class Replica:
         number of updates before it.
 
     Attributes:
-      due: number of the step whose inputs arrive next; None before the state has arrived.
+      due: the next inputs to arrive are those of this step; None before the state has arrived.
       evictions: number of received evictions.
     """
 
@@ -284,7 +283,7 @@ class StoredReplicas:
     """Copies of other servers' states on one server.
 
     Args:
-      primaries: servers whose states this server copies, by endpoint.
+      primaries: for each server from which this server copies the state, the arrays that it sends.
       new_replica: as for `Replica`.
     """
 

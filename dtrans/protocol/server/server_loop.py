@@ -50,8 +50,9 @@ class ServerLoop:
       retry: seconds that the server waits for another server to reconnect.
       ended_saves: returns the checkpoint writes that have ended since its last call. For each of
         them, it returns the checkpoint's name, and an error text that is empty after a success.
-      ended_roles: returns the roles of the job whose processes have ended, with their exit status.
-        Its argument is the number of a generation; ends in earlier generations are left out.
+      ended_roles: returns the trainers and servers of the job that have ended, with the exit status
+        of their processes. Its argument is the number of a generation; ends in earlier generations
+        are left out.
       generations: generations of the job; None in a job without snapshots.
       write_newest: function that starts to write the states after the newest steps, and the
         replicas of lost servers. The loop calls it when the generation is ending, with the names of

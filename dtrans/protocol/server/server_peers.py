@@ -44,8 +44,8 @@ class ServerPeer:
       has_left: True if the peer has greeted this server, and did not reconnect in time afterwards.
       messages: messages to and from the peer.
       nonce: random word that identifies the peer's process, from its greeting.
-      replicated: for a peer that is the backup: number of this server's updates and evictions whose
-        inputs the peer has; -1 before the peer has the state.
+      replicated: only for a peer that stores a copy of this server's state. The number of updates
+        and evictions for which the peer has the inputs; -1 before the peer has the state.
     """
 
     endpoint: str
@@ -255,7 +255,7 @@ class ServerPeers:
         )
 
     def missing(self, step: int, exchange: Exchange) -> list[str]:
-        """Return the endpoints of the peers whose vectors have not arrived completely."""
+        """Return the endpoints of the peers that have not sent all their vectors."""
         found = []
         for endpoint in exchange.sources:
             inbox = self._arrivals.get((step, exchange.level, endpoint))
@@ -271,7 +271,7 @@ class ServerPeers:
         return found
 
     def end_step(self, step: int) -> None:
-        """Release the vectors of a step whose update is complete."""
+        """Release the vectors of a step after its update."""
         self._arrivals = {key: a for key, a in self._arrivals.items() if key[0] > step}
 
     def named(self, endpoints: Sequence[str]) -> str:

@@ -8,7 +8,7 @@
 
 The inputs are messages and the time. The server sends its answers by `say`. When a message
 completes the inputs of an update, the update starts. The server refuses a malformed message and
-counts the refusal. Nothing else changes.
+counts the refusal. Its state then stays unchanged.
 
 If a trainer has left, and a new process greets with this trainer's id, the new process belongs to
 the next job on this endpoint. It has to wait for the end of this job.
@@ -205,7 +205,7 @@ class Serving:
             handle(k, part)
 
     def _parts(self, address: bytes, message: wire.Message) -> bool:
-        """Handle a trainer's answer to `goodbye`. Return False for any other message."""
+        """Handle a trainer's answer to `goodbye`; return False for any other message."""
         k = self.trainers.by_address.get(address)
         if k is None or message.op != "goodbye":
             return False

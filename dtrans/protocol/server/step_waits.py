@@ -109,7 +109,8 @@ class StepWaits:
         Args:
           now: the current time, in seconds.
           waiting: ids of the trainers that wait.
-          says: True to log the wait, False if `TrainerRegistry` already logs missing trainers.
+          says: True to log the wait. False if `TrainerRegistry` already logs trainers that have not
+            connected.
         """
         what = self.awaited()
         if self._since is None or self._saving.difference(waiting):

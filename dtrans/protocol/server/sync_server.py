@@ -73,9 +73,9 @@ class SyncServer:
       job_has_tables: True if trainers may evict rows of tables, on any server of the job.
 
     Attributes:
-      between_steps: called after each update, with the number of updates. If trainers may evict
-        rows, or the server merges results, the call is delayed until a trainer begins the next
-        step.
+      between_steps: function that is called after each update, with the number of updates. If
+        trainers may evict rows, or the server merges results such as the loss, the call is delayed
+        until a trainer begins the next step.
       endpoint: endpoint of the server.
       on_trainer_exit: rule for trainers that leave before other trainers do (`TrainerExits`).
       tables: the server's blocks of tables; None if it has none.
@@ -213,7 +213,7 @@ class SyncServer:
         self._evict_if_all_said()
 
     def check_between(self, k: int, message: wire.Message) -> None:
-        """Raise WireError if trainer k has ended its part of this step, or is in another step."""
+        """Raise WireError if trainer k waits for this step's update, or is in another step."""
         self._open_turn(k, message, f"a `{message.op}` in")
 
     def saving(self, k: int, message: wire.Message) -> None:
@@ -278,7 +278,7 @@ class SyncServer:
             raise _other_step(self, message)
 
     def _open_turn(self, k: int, message: wire.Message, what: str) -> TrainerTurn:
-        """Return trainer k's progress in the step; raise WireError if `message` is not allowed."""
+        """Return trainer k's progress in the step; raise WireError if `message` is too late."""
         self._check_step(message)
         turn = self._turns.by_trainer[k]
         if turn.at_barrier:

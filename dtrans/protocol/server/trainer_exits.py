@@ -23,16 +23,19 @@ class TrainerExits:
         self._spent: set[int] = set()  # ids of the trainers whose gradients were set to zero
 
     def counted(self) -> list[int]:
-        """Return the ids of the trainers whose gradients the current update uses."""
+        """Return the ids of the trainers that contribute gradients to the current update."""
         if self._policy == "paddle":
             return list(self._trainers.known)
         return self._trainers.present
 
     def spend(self, trainers: Collection[int]) -> set[int]:
-        """Return the trainers whose gradients must be set to zero: none without rule "paddle".
+        """Return the trainers that from now on contribute zeros instead of gradients.
+
+        This happens only with the option "paddle".
 
         Args:
-          trainers: ids of trainers that have left. The last update used their gradients again.
+          trainers: ids of trainers that have left. The last update used their last gradients a
+            second time.
         """
         if self._policy != "paddle":
             return set()

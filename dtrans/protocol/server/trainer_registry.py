@@ -113,6 +113,9 @@ class TrainerRegistry:
         """Return the ids of the trainers that have not left and are not in `said`.
 
         The trainers that have not connected yet come first.
+
+        Args:
+          said: ids of the trainers that have sent the message that the server waits for.
         """
         return self.unseen + [k for k in self.present if k not in said]
 
@@ -286,7 +289,7 @@ class TrainerRegistry:
     def look(self, now: float) -> None:
         """Set `parted` for the trainers that have left and can no longer receive `goodbye`.
 
-        These are the trainers whose process has ended, or that did not reconnect in time.
+        Their process has ended, or they did not reconnect in time.
         """
         for k, t in self.known.items():
             t.parted = t.parted or (t.done and self._losses.is_gone(k, now))

@@ -41,11 +41,12 @@ class TrainerTurn:
       grads: gradients of the step, as they arrive.
       at_barrier: True if the trainer has sent `send_barrier`.
       waits: True if the trainer has requested parameters, and the server has not answered yet.
-      looks_up: True if the trainer has requested rows whose gradient belongs to this step.
+      looks_up: True if the trainer has requested table rows for this step, so that their gradients
+        follow.
       requested: True if the trainer has requested the step's parameters before `send_barrier`.
       answered: number of bytes that the server has sent of each block for this step, by name.
-      unsent: number of requested bytes that are not counted in `answered`; only valid while
-        `answered` is not empty.
+      unsent: number of requested bytes that the server has not sent yet. Set when the server sends
+        the first block of the step.
     """
 
     grads: Inbox
@@ -67,7 +68,7 @@ class TrainerTurns:
 
     Args:
       served: the server's blocks.
-      update: the server's update, whose parameters are sent to trainers.
+      update: the server's update. Its parameters are sent to trainers.
       trainers: the server's trainers.
       rows: answers to requests for table rows, with the memory of table gradients.
       exits: rule for trainers that leave before other trainers do.
@@ -122,7 +123,11 @@ class TrainerTurns:
         grads.take(message)
 
     def _use_level(self, k: int, message: wire.Message, grads: Inbox) -> None:
-        """Provide memory for gradients of the level that trainer k's first message names."""
+        """Provide memory for gradients of the sizes that trainer k's first message announces.
+
+        The sizes of compressed gradients may change between steps. The message has the index of the
+        sizes.
+        """
         if not self._levels:
             return
         level = message.fields.get("level", 0)
@@ -161,7 +166,7 @@ class TrainerTurns:
         turn.at_barrier = True
 
     def update_parts(self, message: wire.Message, step: int) -> None:
-        """Compute each part whose last gradient was in a message, and send its parameters.
+        """Compute each part of the update that a message has made possible; send its parameters.
 
         If a trainer has left, the update uses other gradients, so no part is computed early.
 
@@ -244,7 +249,10 @@ class TrainerTurns:
                 self.answer(k, step)
 
     def forget(self, trainers: Collection[int]) -> None:
-        """Set the gradients of those trainers to zero whose ids `TrainerExits.spend` returns."""
+        """Set the gradients of trainers that have left to zero, if the option "paddle" requires it.
+
+        See `TrainerExits.spend`.
+        """
         for k in self._exits.spend(trainers):
             grads = self.by_trainer[k].grads
             for x in grads.memory.values():
@@ -267,7 +275,7 @@ class TrainerTurns:
 def _turns_of(
     served: ServerBlocks, grads: Mapping[str, np.ndarray], rows: RowAnswers, trainers: int
 ) -> dict[int, TrainerTurn]:
-    """Return a map from the id of each trainer to a new turn, whose inbox is empty."""
+    """Return a map from the id of each trainer to a new turn with an empty inbox."""
     row_gradients: set[str] = set()
     for table in served.tables.values():
         row_gradients.update(table.gradients.values())

@@ -4,10 +4,10 @@
     old      the value on which the trainer and the servers last agreed
     state    the optimizer's state of a row
 
-Pushes and pulls compute the formulas of `dtrans.protocol.trainer.geo_steps` for single rows. A push
-contains the rows that steps have looked up since the last push. A pull contains the rows that other
-trainers have changed. A push leaves a remainder of local - old in each row. This remainder is
-pushed only after the next lookup of the row.
+A *push* sends changes of the rows that steps have looked up since the last push. A *pull* receives
+the rows that other trainers have changed. The formulas are those of
+`dtrans.protocol.trainer.geo_steps`. A push leaves a remainder of local - old in each row. This
+remainder is pushed only after the next lookup of the row.
 
 Source: `GeoSgdCommunicator::SendUpdateSparseVars` and `RecvUpdateSparseVars` in
 paddle/fluid/operators/distributed/communicator.cc.
@@ -96,7 +96,7 @@ class CachedRows:
         return len(self) * sum(x[:1].nbytes for x in (*self._stored, self._old))
 
     def missing(self, ids: np.ndarray) -> np.ndarray:
-        """Return the ids whose rows are not stored."""
+        """Return those of the ids that have no stored row."""
         return ids[self._slots.find(ids) < 0]
 
     def add(
@@ -182,10 +182,9 @@ class CachedRows:
     # functions only copy rows.
 
     def _unpushed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the rows that this trainer must send: those that steps have looked up since last
-        time.
+        """Return the rows that steps have looked up since the last call.
 
-        Later calls return only rows that are looked up from now on.
+        A push sends their changes.
 
         Returns:
           The row ids, the local values, and the values on which the trainer and the servers last

@@ -133,10 +133,10 @@ class UnseenChanges:
 
 @dataclasses.dataclass(frozen=True)
 class CachedBlock:
-    """Part of a table that one server stores, for a trainer that has copies of its rows.
+    """Part of a table on one server, as seen by a trainer that stores copies of some rows.
 
     Attributes:
-      table: key of the table in this trainer.
+      table: key under which the trainer stores the table's rows.
       span: set of the table's rows that the block contains.
       row: shape of one row.
       dtype: dtype of the rows.

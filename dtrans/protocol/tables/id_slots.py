@@ -1,4 +1,4 @@
-"""Slots of rows: each new id of a row gets the next slot."""
+"""Slots (positions in arrays) of table rows: each new row id gets the next slot."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class RowAnswers:
 
         Args:
           grads: maps the id of each trainer to the inbox with its gradients.
-          counted: ids of the trainers whose gradients the update uses.
+          counted: ids of the trainers that contribute gradients to the update.
         """
         found: dict[str, Any] = {}
         for k, inbox in grads.items():

@@ -102,7 +102,8 @@ class RowRequests:
         Gradients that the trainer does not send stay zero.
 
         Args:
-          message: the message after which gradients of these rows may arrive.
+          k: id of the trainer.
+          message: the trainer's request for the rows; gradients may arrive after it.
           ids: row ids in each block, by the block's name.
           grads: the trainer's gradients, to which the memory is added.
 
@@ -142,7 +143,7 @@ class RowRequests:
             self._backups[k, name] = RowGradient(ids, rows)
 
     def follows(self, k: int, message: wire.Message, grads: Inbox) -> None:
-        """Receive the ids of the rows whose gradients trainer k sends next (a `row_ids` message).
+        """Receive a `row_ids` message: trainer k sends gradients of these table rows next.
 
         A communicator merges gradients of several steps, so their rows differ from the rows of one
         request.
@@ -271,7 +272,8 @@ class RowRequests:
         Args:
           k: id of the trainer.
           grads: receiver of the trainer's gradients. The memory of table gradients is released.
-          steps: number of steps whose gradients were used; None if the trainer has left.
+          steps: number of steps from which the used gradients were merged; None if the trainer has
+            left.
         """
         for n, t in self._tables.items():
             del self._under_way.get((k, n), [])[:steps]

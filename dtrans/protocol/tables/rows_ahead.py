@@ -233,8 +233,8 @@ class _Coming:
     Attributes:
       inbox: memory for all announced rows, by block.
       again: memory for changed rows and for their positions. The key contains the names of the
-        blocks whose changed rows arrive together.
-      complete: names of the blocks whose rows are complete.
+        blocks with changed rows in one message.
+      complete: names of the blocks that have arrived completely.
     """
 
     inbox: Inbox

@@ -60,8 +60,9 @@ def unique_ids(
       whose: words that name the owner of the ids in errors, such as " of trainer 1's part".
 
     Raises:
-      BatchError: a row id is outside the table, or is not an integer. Or the lookups name more
-        than `size` different rows. Then the step computes gradients of rows that it does not read.
+      BatchError: a row id is outside the table, or is not an integer. Or there are more than `size`
+        different row ids. This happens if a custom_vjp returns gradients of rows that the forward
+        pass does not read.
 
     Example:
       >>> import numpy as np
@@ -211,7 +212,7 @@ class RowRun:
         return slice(*np.searchsorted(ids, (self.start, self.start + self.rows)).tolist())
 
     def parts_of(self, ids: Sequence[np.ndarray]) -> list[BlockPart]:
-        """Return the block's part of the increasing row ids of each of several tables."""
+        """Select the rows of this block from increasing row ids of several tables."""
         return [(at := self.among(x), x[at] - self.start) for x in ids]
 
     def local(self, ids: np.ndarray) -> np.ndarray:

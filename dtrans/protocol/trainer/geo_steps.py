@@ -45,7 +45,7 @@ class GeoQueue(Protocol):
 
         Args:
           deltas: one array for each parameter.
-          steps: number of steps whose changes the push contains.
+          steps: number of steps in which these changes were made.
         """
 
     def repeat(self, deltas: Values, steps: int, endpoints: Collection[str], /) -> None:
@@ -101,14 +101,15 @@ class GeoSnapshot:
 
     Attributes:
       step: number of the trainer's steps.
-      pushed: number of these steps whose changes were pushed. It includes a pending push.
+      pushed: number of these steps with pushed changes. It includes a pending push (one without an
+        answer).
       pending: number of steps of the pending push; 0 if none is pending.
       changes: changes that were not pushed, by name of the parameter.
       deltas: deltas of the pending push, by name of the parameter; empty if none is pending.
-      local: leaves that only this trainer has, such as the optimizer's state, by name.
+      local: arrays that only this trainer has, such as the optimizer's state, by name.
       tables: rows that the trainer stores, by name of the table.
       pushes: for each push after the snapshot, the ids of the pushed rows, by name of the table.
-        The key of a push is the total number of pushed steps, with the steps of this push.
+        The key of a push is the number of this trainer's steps up to the push.
     """
 
     step: int
@@ -137,9 +138,9 @@ class GeoReturn:
       push_every: number of steps between two pushes.
 
     Attributes:
-      count: number of steps whose changes were pushed.
+      count: number of the trainer's steps up to the last push.
       step: number of the trainer's steps.
-      repeated: number of steps in the push to the servers that lack the last push.
+      repeated: number of steps in the push that replaces the last push on the servers that lack it.
     """
 
     def __init__(
@@ -255,11 +256,11 @@ class GeoSteps:
       arithmetic: computations with the trainer's arrays.
       trainers: number of trainers.
       values: initial parameters.
-      count: number of the trainer's steps whose changes the servers have received before.
+      count: number of the trainer's steps that the servers have received before.
 
     Attributes:
       local: parameters after the last step.
-      count: number of steps whose changes were pushed. It includes a pending push.
+      count: number of steps with pushed changes. It includes a pending push.
     """
 
     def __init__(
@@ -311,7 +312,7 @@ class GeoSteps:
 
     @property
     def owes(self) -> bool:
-        """True if the trainer has made steps whose changes it has not pushed."""
+        """True if the trainer has made steps since its last push of changes."""
         return self._steps > 0
 
     @property

@@ -40,7 +40,7 @@ class PendingAnswer:
       memory: maps the name of each block to its memory; None if the answer has no blocks.
       room: function that allocates `memory` from the first message, which contains the sizes.
       lists_blocks: True to append the names of missing blocks to the description.
-      skips: True to ignore messages with another op.
+      skips: True to ignore messages with another op; False to raise an error for them.
       ends: returns True if the message with these fields is the answer's last message. By default,
         the first message is the last one.
       saving: lines to other servers. Whenever this server sends `waiting`, the trainer sends

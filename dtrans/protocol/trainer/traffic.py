@@ -98,7 +98,7 @@ class _Pull:
 
     Attributes:
       since: time of the request.
-      steps: number of steps whose gradients were sent before the request.
+      steps: number of steps with gradients that were sent before the request.
       arrays: maps the key of each leaf to the array that receives the leaf.
       missing: inbox of each incomplete answer, by the server's endpoint.
       at: step number that the request to each server contains, by endpoint.
@@ -161,7 +161,7 @@ class Traffic:
       deadline: seconds after which an answer is late.
       name: name of the trainer in error and log texts.
       room: function (key, shape, dtype) -> array that allocates memory to receive a leaf.
-      cached: tables whose rows the trainer stores (GEO-SGD), by the caller's keys.
+      cached: tables with rows that the trainer stores (GEO-SGD), by the caller's keys.
       counts: maps the endpoint of a server to the number of this trainer's steps that the server
         must count. By default, servers count the largest number that one of them has received.
 
@@ -272,7 +272,7 @@ class Traffic:
 
         Args:
           groups: the groups.
-          steps: number of steps whose gradients or changes the groups contain.
+          steps: number of steps in these groups.
         """
         parts: dict[Leaf, list[Any]] = {}
         for group in groups:
@@ -372,9 +372,9 @@ class Traffic:
         """Return the parameters that were requested, once; None while some are missing.
 
         Returns:
-          The number of steps whose gradients were sent before the request, and the value of each
-          parameter by the caller's key. If the trainer stores rows of a table (GEO-SGD), its value
-          is a `RowGradient` with the changed rows.
+          The number of steps that the parameters include at least, and the value of each parameter
+          by the caller's key. If the trainer stores rows of a table (GEO-SGD), its value is a
+          `RowGradient` with the changed rows.
         """
         if self._pull is None or self._pull.missing:
             return None

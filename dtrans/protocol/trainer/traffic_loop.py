@@ -55,8 +55,7 @@ class TrafficLoop:
       changed: function that the loop calls after each event that may end the wait of a step.
 
     Attributes:
-      newest: the number of steps whose gradients the newest parameters include, and these
-        parameters.
+      newest: the newest parameters, after the number of this trainer's steps that they include.
       done: True if the loop has ended and all answers have arrived.
     """
 
@@ -95,7 +94,7 @@ class TrafficLoop:
 
     @property
     def received(self) -> int:
-        """Number of steps whose gradients are in the newest parameters; -1 before any arrive."""
+        """Number of this trainer's steps in the newest parameters; -1 before any arrive."""
         return -1 if self.newest is None else self.newest[0]
 
     def put(self, group: Group, steps: int = 1) -> None:
@@ -103,7 +102,7 @@ class TrafficLoop:
 
         Args:
           group: the gradients or the push.
-          steps: number of steps whose gradients or changes `group` contains.
+          steps: number of steps that `group` contains.
         """
         self._queue.append((group, steps))
         self._put += 1

@@ -84,7 +84,7 @@ class TrainerLine(ServerConnection):
 
         Args:
           gradients: name and array of each gradient.
-          steps: number of steps whose gradients are merged in these arrays.
+          steps: number of steps from which these gradients are merged.
           last: additional fields of the last message.
         """
         fields: dict[str, Any] = {"step": self.step}
@@ -133,7 +133,7 @@ class TrainerLine(ServerConnection):
         self._send_ids("prefetch", ids, fields)
 
     def row_ids(self, ids: Mapping[str, np.ndarray]) -> None:
-        """Send the ids of the table rows whose gradients follow in the next messages.
+        """Send ids of table rows. Gradients of these rows follow in the next messages.
 
         Args:
           ids: row ids in the server's part of the table, by the gradient's name.

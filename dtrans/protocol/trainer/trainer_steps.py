@@ -53,8 +53,9 @@ class TrainerSteps:
 
     Attributes:
       sync_mode: True if the trainer makes synchronous steps.
-      tells_counts: True if an asynchronous trainer tells all servers the largest step count that a
-        server has of this trainer. With GEO-SGD, the trainer does this later.
+      tells_counts: True if an asynchronous trainer sends its step count to all servers with its
+        first request for parameters. A server may have counted fewer steps before a failure. False
+        with GEO-SGD, which corrects the counts in another way.
       announced: the lookups that the trainer has announced for later steps.
       in_step: True from the first gradient of a synchronous step until its last block is received.
       level: level of the gradients, if their types depend on a level.

@@ -46,14 +46,14 @@ class BlockUpdates:
     Args:
       update: the server's update.
       state: the initial values, by name.
-      memory: maps the name of each table's block to the memory of its rows. It contains only tables
-        whose updates do not touch every row. By default, a `TableMemory` for each block.
+      memory: for each embedding table with an update that touches only some rows, the memory of its
+        rows, by the name of the table's block. By default, it is created from `state`.
 
     Attributes:
       grads: maps the name of each block to the names of the gradients that it reads.
       state: the initial values, with tables in `memory`.
       server_tables: reports and evicts rows of tables.
-      spent: names of the state arrays whose memory an update reuses.
+      spent: names of state arrays. An update reuses their memory for new values.
       before: function that is called before each update of a block.
 
     Raises:

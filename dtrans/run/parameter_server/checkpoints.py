@@ -42,7 +42,7 @@ class ServerCheckpoints:
         Args:
           name: the name of the checkpoint.
           state: the server's arrays, by name.
-          mark: the run, and the server's step.
+          mark: identifier of the run and the step, which is stored with the arrays.
         """
         checkpoint.save_serving(self.folder / name, self.plan, self.endpoint, state, mark)
 
@@ -57,7 +57,7 @@ class ServerCheckpoints:
 
         Args:
           state: the server's arrays, by name.
-          mark: the run, and the server's step.
+          mark: identifier of the run and the step, which is stored with the arrays.
           asked: server's step of each checkpoint that trainers have requested in this job, by name.
 
         Returns:

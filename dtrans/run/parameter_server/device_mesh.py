@@ -27,7 +27,9 @@ from dtrans.run.base.spmd import on_mesh, on_one_device
 
 
 def simulated_pieces(devices: TrainerDevices, program: Program, rules: Rules) -> Segments:
-    """Return a trainer's program as pieces, for one device that simulates the trainer's mesh.
+    """Compile a trainer's program for one device, which simulates the trainer's mesh.
+
+    The result has compiled pieces. Communication with servers runs between the pieces.
 
     Args:
       devices: the axes of the trainer's mesh.
@@ -52,7 +54,11 @@ def _cut(
 
 
 def _index(rules: Rules, *, over: tuple[str, ...]) -> Sequence[Any]:
-    """Return the id of the trainer, or the index of a device on axes of the trainer's devices."""
+    """Compute the primitive `trainer_index` on a device.
+
+    Over the trainers, it is the id of this trainer. Over other axes, it is the index of the device
+    on these axes of the mesh.
+    """
     if over == TRAINERS:
         return rules[trainer_index_p](over=over)
     return OVER_AXIS[trainer_index_p](over=over)
@@ -86,7 +92,9 @@ class DeviceMesh:
         return None if of_device is None else cls(plan.devices, of_device)
 
     def cut(self, rules: Rules, **options: Any) -> Segments:
-        """Return the program as compiled pieces, which all devices compute together.
+        """Compile the program for all devices of the mesh.
+
+        The result has compiled pieces. Communication with servers runs between the pieces.
 
         Args:
           rules: implementations of the communication primitives that pieces compute.
@@ -96,7 +104,7 @@ class DeviceMesh:
         return _cut(self._devices, self._program, rules, spread, **options)
 
     def place(self, names: Sequence[str], arrays: Sequence[Any]) -> list[Any]:
-        """Put inputs or outputs of the trainer's program on the devices, which divide some of them.
+        """Put inputs or outputs of the trainer's program on the devices; shard some of them.
 
         Args:
           names: the names of the inputs or outputs.

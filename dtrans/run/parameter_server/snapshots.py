@@ -1,8 +1,8 @@
-"""Copies of one server's state every few steps, from which a failed job continues.
+"""Snapshots: copies of one server's state every few steps, from which a failed job continues.
 
 After the failure of a process, synchronous servers and trainers load the newest snapshot, and
-repeat the steps after it. A snapshot is a checkpoint in the folder of the launcher. Each server
-writes its piece while the next steps run.
+repeat the steps after it. A snapshot is stored like a checkpoint, in a folder of the launcher. Each
+server writes its piece while the next steps run.
 
 A snapshot of an asynchronous server contains only this server's state. After a failure, only a lost
 server loads its newest snapshot. `dtrans.protocol.generations` describes the protocol.
@@ -96,15 +96,13 @@ class ServerSnapshots:
 
     @property
     def generations(self) -> RoleFolder:
-        """The folder of the job's snapshots, for methods that are called only if snapshots are
-        written.
-        """
+        """Folder of the job's snapshots. It must exist: use it only if `is_written` is True."""
         assert self.folder is not None
         return self.folder
 
     @property
     def is_alone(self) -> bool:
-        """True for an asynchronous server, whose snapshots contain only its state."""
+        """True for an asynchronous server: its snapshots do not depend on other servers."""
         return not self.plan.sync_mode
 
     @property
@@ -198,7 +196,7 @@ class ServerSnapshots:
         return GenerationStart(generation, self._load(step), counts=counts, loaded=step)
 
     def enter_alone(self) -> Generation:
-        """Record that this asynchronous server keeps its state after another process failed.
+        """Record that this asynchronous server keeps its state after another process's failure.
 
         Returns:
           The new generation (part of the job between two failures).
@@ -214,8 +212,7 @@ class ServerSnapshots:
         )
 
     def mark(self, since: int, sessions: Sequence[str], step: int) -> Mark:
-        """Return an identifier of the run and the step, which is stored in each piece of a saved
-        state.
+        """Return an identifier of the run and the step, to store in each piece of a saved state.
 
         A reader combines pieces of several servers only if their identifiers are equal. After a
         failure, repeated steps have the same bits, so pieces from before and after the failure may
@@ -377,7 +374,7 @@ def check_drops(plan: PServerPlan, on_trainer_loss: str) -> None:
 
 
 def check_snapshots(plan: PServerPlan, snapshots: Snapshots) -> None:
-    """Raise ConfigError if a job could not continue from its snapshots exactly.
+    """Raise ConfigError if a job that continues from a snapshot could compute other results.
 
     Snapshots contain the state of servers, and arrays that trainers of synchronous jobs and of
     GEO-SGD compute. They do not contain, for example, the older rows that a trainer reads with
@@ -432,11 +429,11 @@ def _check_replicas(plan: PServerPlan, snapshots: Snapshots) -> None:
 
 
 def _check_at_loss(plan: PServerPlan, option: str) -> None:
-    """Raise ConfigError if servers cannot write their newest states when a process is lost.
+    """Raise ConfigError if a plan's servers cannot write their newest states after a failure.
 
     Args:
       plan: the plan.
-      option: the user's option, for the error.
+      option: the option that requires it, as text for the error.
     """
     if not plan.sync_mode:
         raise ConfigError(
