@@ -129,7 +129,7 @@ def captured(program: Program) -> Program:
     Raises:
       GradientError: the program was not traced from a function, or it does not call
         `dtrans.value_and_grad` outside of loops and branches.
-      GradientError: a loss reads results of another loss, or has parameters of another loss.
+      GradientError: a loss reads results of another loss, or two losses have the same parameters.
     """
     if program.specializer is None:
         raise GradientError(

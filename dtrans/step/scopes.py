@@ -149,7 +149,7 @@ def split(device_count: int | None = None, name: str | None = None) -> Iterator[
 
 @contextmanager
 def local() -> Iterator[None]:
-    """Mark a part of the model where each trainer reduces over its own rows of the batch only.
+    """Mark code in which means over the batch are means over each trainer's own rows only.
 
     With `batch="exact"`, a job computes means over the full batch, which needs communication. Batch
     normalisation in Paddle and in torch's DistributedDataParallel uses each trainer's rows instead.

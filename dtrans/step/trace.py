@@ -285,7 +285,7 @@ def _with_arrays(out: Any, args: Sequence[Any]) -> Any:
 
 
 def _with_counts(args: Sequence[Any], out: Any) -> tuple[Any, ...] | None:
-    """Replace the Python numbers in the state that the step changes by arrays, such as `step=0`.
+    """Replace Python numbers in the state, such as `step=0`, by arrays if the step changes them.
 
     A flax `TrainState` starts with `step=0`, and the step returns `step + 1`. A Python number would
     be a constant of the trace. Numbers that the step does not change stay static.

@@ -95,7 +95,7 @@ class _Walk:
                 self._users.setdefault(source, []).append(number)
 
     def cause(self, output: Sequence[Any]) -> Cause:
-        """Return the cause of an output that differs."""
+        """Return the cause (first wrong equation) of an output that differs."""
         sources = self._log.sources(output)
         if not sources:
             return Cause("", "", "", f"{self._meanings.of(output, {}).text} is returned unchanged")

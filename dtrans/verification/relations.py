@@ -125,7 +125,7 @@ def scaled(x: Real, factor: Fraction) -> Real:
 
 
 def _scaled(x: Real, y: Real, axes: Mapping[str, int], what: str) -> str:
-    """Return a text if a value is the right value times, or divided by, a number of ranks."""
+    """Return a text if a value is the right value, multiplied or divided by a number of ranks."""
     for over in subsets(axes):
         size = math.prod(over.values())
         if size == 1:
@@ -146,9 +146,9 @@ def _scaled(x: Real, y: Real, axes: Mapping[str, int], what: str) -> str:
 
 
 def _moved(x: Real, y: Real, axes: Mapping[str, int], mine: str, right: str) -> str:
-    """Return a text if a value has the right rows in another order, e.g. those of another rank.
+    """Return a text if a value has the right rows in a wrong order; otherwise "".
 
-    Return "" if it does not.
+    For example, a rank may have the rows of another rank.
     """
     for dimension in range(len(x.shape)):
         order = _order_of_rows(x, y, dimension)

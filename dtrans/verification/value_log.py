@@ -85,7 +85,7 @@ class ValueLog:
         outputs: Sequence[tuple[Any, ...]],
         axes: Mapping[str, int],
     ) -> None:
-        """Add a computation; the arguments are attributes of `Computation`."""
+        """Add an evaluated equation to the log; the arguments are attributes of `Computation`."""
         distinct: dict[int, Any] = {}
         for output in outputs:
             distinct |= {id(x): x for x in output}
