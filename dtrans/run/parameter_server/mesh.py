@@ -70,11 +70,11 @@ class MeshJob(Job):
     """A job of parameter servers in this process.
 
     `init` and `step` are functions of a state; the job itself stores only compiled code. The job
-    merges the results of several trainers. If the plan splits the batch exactly, merged results
-    equal those of a single device. With batch="local", the job concatenates a result that grows
-    with the batch, and averages any other floating-point result, such as the loss. Results of other
-    types, such as counts and flags, get a leading axis with one row for each trainer. The caller
-    merges these rows.
+    merges the results of several trainers. With batch="exact", merged results equal those of a
+    single device. With batch="local", the job concatenates a result that grows with the batch, and
+    averages any other floating-point result, such as the loss. Results of other types, such as
+    counts and flags, get a leading axis with one row for each trainer. The caller merges these
+    rows.
 
     Args:
       plan: a synchronous plan.
@@ -224,7 +224,7 @@ class MeshJob(Job):
         return (self._newest(MeshState(params, servers)), *results)
 
     def _newest(self, state: MeshState) -> MeshState:
-        """Record the newest state, for `tables` and `check`; return the state."""
+        """Store a state as the newest one, which `tables` reads; return the state."""
         self._last = weakref.ref(state)
         return state
 
@@ -305,7 +305,7 @@ class MeshJob(Job):
         return MeshState(on_trainers, servers)
 
     def lower(self, state: MeshState, *batch: Any) -> LoweredStep:
-        """Return the functions that a step compiles, for inspection.
+        """Return the compiled functions of a step, so that a user can read their HLO.
 
         The method takes a step with a copy of the state, and records the functions that the step
         calls.
@@ -343,7 +343,7 @@ class MeshJob(Job):
     def _shared(self, batch: Sequence[Any]) -> list[tuple[Any, Share]]:
         """Return the arrays of a batch, each with its split over trainers.
 
-        A split is, for example, the dimension whose rows trainers divide, or "replicated".
+        A split is a dimension along which trainers divide the array, or "replicated", for example.
 
         Raises:
           BatchError: the arrays cannot be split over the trainers.
@@ -362,7 +362,7 @@ class MeshJob(Job):
         return arrays
 
     def _level(self, state: MeshState) -> int:
-        """Return the level of the next step, in the ramp-up of `dtrans.TopK`."""
+        """Return the index of the next step's density, in the ramp-up of `dtrans.TopK`."""
         compression = self.plan.compression
         errors = {}
         for n in compression.rounding_errors:
@@ -374,7 +374,7 @@ class MeshJob(Job):
 
         Args:
           arrays: the arrays of the batch, each with its split over trainers.
-          level: level of the ramp-up of `dtrans.TopK`.
+          level: index of the density of messages, in the ramp-up of `dtrans.TopK`.
         """
         key = level, *((x.shape, x.dtype) for x, _ in arrays)
         if key not in self._runners:
@@ -393,12 +393,12 @@ def simulated(plan: PServerPlan) -> MeshJob:
 
 
 class LateRowsJob(MeshJob):
-    """Job for `plan.verify()` whose table rows are updated late, as in jobs of processes.
+    """Job for `plan.verify()` in which table rows are updated late, as in jobs of processes.
 
     With an optimizer such as Adam, a step also changes rows without a gradient. A server process
     skips such a row, and makes up for the skipped updates before the row is read. `plan.verify()`
-    traces this job to check this computation. In the trace, all rows are brought up to date in each
-    step.
+    traces this job to check this computation. In the trace, each step also makes up for the skipped
+    update of every row.
     """
 
     rows_are_late = True

@@ -84,8 +84,8 @@ class MeshPlacement:
 
         Args:
           x: the array.
-          share: the array's division among trainers: the dimension that is split, "replicated", or
-            "key". Into a PRNG key, each trainer folds its id.
+          share: the array's division among trainers: the dimension to split, "replicated", or "key"
+            for a PRNG key, into which each trainer folds its id.
         """
         if share == "key":
             x = jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(self.trainers))
@@ -192,7 +192,7 @@ class MeshServers:
 
 
 class _MeshServer:
-    """One server of a job in one process, whose updates run on one device.
+    """One server of a job in one process; all its updates run on one device.
 
     Args:
       update: the server's update.
@@ -230,7 +230,9 @@ class _MeshServer:
     def run(
         self, grads: Mapping[str, Any], state: Mapping[str, Any]
     ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
-        """Run one update as a generator, which pauses at exchanges like `CompiledUpdate.run`.
+        """Run one update as a generator, which pauses when it needs values of other servers.
+
+        `CompiledUpdate.run` describes the generator.
 
         Args:
           grads: gradients by name, on any devices.
@@ -500,7 +502,7 @@ class MeshStepFabric(StepFabric):
         return self._from_host(eqn, prefetched(self._plan, eqn, list(ids), self.state))
 
     def _each_trainers(self, eqn: JaxprEqn, values: list[Any]) -> list[tuple[Any, ...]]:
-        """Return the operands of an equation for each trainer, copied to the host.
+        """Copy an equation's operands to the host, and return those of each trainer.
 
         If all trainers have the same operands, the result has one entry.
         """

@@ -2,16 +2,16 @@
 
 A value of the program has one of three layouts. A *replicated* value is the same on all trainers. A
 *stacked* value is a global array with one row for each trainer, sharded over the trainers' mesh. A
-*split* value is a batch array whose rows (dimension 0) are sharded over the trainers.
+*split* value is a batch array with rows (dimension 0) that are sharded over the trainers.
 
 The program is cut into pieces at its communication with servers. Each piece becomes one
 `jit(shard_map)`. A device with several trainers runs the trainers in turn. Exchanges of values in
 the middle of a step are collectives over the mesh axis. They combine values in the same order as a
 server: the order of the trainers.
 
-With an exact split of the batch, the plan defines how results of trainers are merged. Otherwise,
-the job concatenates a result that grows with the batch, and averages any other floating-point
-result, such as the loss. Results of other types get a leading axis with one row for each trainer.
+With batch="exact", the plan defines how results of trainers are merged. Otherwise, the job
+concatenates a result that grows with the batch, and averages any other floating-point result, such
+as the loss. Results of other types get a leading axis with one row for each trainer.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def shared_program(
 
     Args:
       plan: the job's plan.
-      arrays: the arrays of the full batch, each with its split over trainers. With an exact split,
+      arrays: the arrays of the full batch, each with its split over trainers. With batch="exact",
         the number of rows need not be divisible by the number of trainers.
 
     Returns:
@@ -115,7 +115,7 @@ def _merges(shared: ExactStep, rows: Mapping[str, int]) -> dict[str, Merge]:
     """Return the rule that merges each result over the trainers, by name.
 
     Args:
-      shared: the exact split of the batch.
+      shared: the split of the batch with which trainers compute the results of one device.
       rows: if the batch is padded, the number of rows without padding of each concatenated result,
         by name; otherwise empty.
     """
@@ -328,7 +328,7 @@ def _communicates(piece: Compute) -> bool:
 
 
 def _merge_each(how: Sequence[Merge | None]) -> Callable[[list[Any]], list[Any]]:
-    """Return a compiled function that applies one merge rule (or None) to each result."""
+    """Return a compiled function that merges each result by its rule; None keeps a result."""
 
     @jax.jit
     def merge(values: list[Any]) -> list[Any]:

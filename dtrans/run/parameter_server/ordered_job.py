@@ -5,11 +5,11 @@ needs a job with a definite result. It traces `OrderedJob.step`, and compares it
 replay of the same order (`dtrans.run.replays`).
 
     servers   blocks of parameters, with the updates of an asynchronous server (`block_update`)
-    trainers  programs that are divided at their communication; a *turn* is one trainer's step
+    trainers  programs that are divided at their communication with servers
 
-In the first half of a turn, a trainer looks up table rows and computes gradients. In the second
+In the first half of a step, a trainer looks up table rows and computes gradients. In the second
 half, the servers apply these gradients, and the trainer receives new parameters. Between the two
-halves, the next trainer runs the first half of its turn. So the next trainer's parameters lack an
+halves, the next trainer runs the first half of its step. So the next trainer's parameters lack an
 update, as in a job of processes. With GEO-SGD, a trainer applies the servers' answer to a push
 (message with changes of parameters) in its next step.
 """
@@ -79,7 +79,7 @@ MOST_LOCAL_STEPS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """One step of one trainer, in a job whose trainers take steps in a fixed order.
+    """One step of one trainer, in a job in which trainers take steps in a fixed order.
 
     Attributes:
       trainer: the trainer's id.
@@ -115,12 +115,12 @@ class RecordedOrder:
 
     @property
     def halves(self) -> Iterator[tuple[Turn, bool]]:
-        """Yield (turn, False) for the first half of each trainer's step, and (turn, True) for the
-        second.
+        """Yield each step twice: (turn, False) for its first half, (turn, True) for its second.
 
-        Steps of different trainers overlap: the second half of a step follows the first half of the
-        next step. So the next trainer computes with parameters that lack an update. For trainers 0
-        and 1, the sequence is (0, False), (1, False), (0, True), ...
+        A `turn` is one step of one trainer. Steps of different trainers overlap: the second half of
+        a step follows the first half of the next step. So the next trainer computes with parameters
+        that lack an update. For trainers 0 and 1, the sequence is (0, False), (1, False), (0,
+        True), ...
         """
         for before, turn in itertools.pairwise((None, *self.turns)):
             assert turn is not None
@@ -233,12 +233,11 @@ def part_of_trainer(x: Any, axis: int | None, trainer: int, trainers: int) -> An
 
 
 class OrderedJob:
-    """Job that runs an asynchronous plan in one process, with steps in a fixed order
-    (`RecordedOrder`).
+    """Job that runs an asynchronous plan in one process, with steps in a fixed order.
 
-    A state contains the arrays of servers, the parameters that each trainer has received, and the
-    arrays that trainer 0 computes itself. With GEO-SGD, each trainer stores some rows of tables
-    itself when `step` begins (`rows_at_start`).
+    `RecordedOrder` is this order. A state contains the arrays of servers, the parameters that each
+    trainer has received, and the arrays that trainer 0 computes itself. With GEO-SGD, each trainer
+    stores some rows of tables itself when `step` begins (`rows_at_start`).
 
     Args:
       plan: an asynchronous plan.
@@ -271,7 +270,7 @@ class OrderedJob:
 
     @cached_property
     def state_of_rows(self) -> dict[str, tuple[str, ...]]:
-        """For each GEO-SGD table, names of optimizer state arrays with a row per table row."""
+        """For each GEO-SGD table, names of the optimizer state arrays with a row per table row."""
         return {n: t.zero.state for n, t in self.plan.tables.of.items() if t.on_trainers}
 
     def state_of(self, params: Any, opt_state: Any) -> OrderedState:
@@ -297,7 +296,7 @@ class OrderedJob:
         return self._state(local, {ep: x.state for ep, x in servers.items()}, params)
 
     def step(self, state: OrderedState, *batch: Any) -> tuple[OrderedState, Values]:
-        """Take all steps of the recorded order; return the new state, and the results by name.
+        """Take all steps of all trainers, in their order; return the new state and named results.
 
         The state afterwards looks as if every trainer had just received the newest parameters.
 
@@ -492,9 +491,7 @@ class _OrderedServer:
         return rows
 
     def give_changes(self, trainer: int, name: str) -> RowGradient:
-        """Return the rows that the trainer stores, and other trainers have changed since the last
-        call.
-        """
+        """Return the rows of a trainer that others have changed since the trainer's last call."""
         ids = self._changed.take(trainer, name)
         rows: Any = jnp.take(self.state[name], ids, 0, mode="fill", fill_value=0)
         return RowGradient(ids, rows)
@@ -503,8 +500,8 @@ class _OrderedServer:
 class _OrderedTrainer:
     """One trainer of an `OrderedJob`. It calls the servers instead of sending messages.
 
-    With GEO-SGD, this object also queues the pushes (messages with changes of parameters) of a
-    `GeoTrainer`: it is a `PushQueue`.
+    With GEO-SGD, this object also implements `PushQueue`, for the pushes (messages with changes of
+    parameters) of a `GeoTrainer`.
 
     Args:
       job: the job.
@@ -554,14 +551,13 @@ class _OrderedTrainer:
         return omit(outs, self.values)
 
     def start(self, program: Program, args: Sequence[Any]) -> Values:
-        """Run the trainer's startup program, which only receives parameters; return its outputs by
-        name.
-        """
+        """Run the trainer's startup program, which receives parameters; return them by name."""
         return run_to_end(self._run(program, args))
 
     def _run(self, program: Program, args: Sequence[Any]) -> Step:
-        """Run a program; return its outputs by name. The generator pauses once, before it sends
-        gradients.
+        """Run a program; return its outputs by name.
+
+        The generator pauses once, before it sends gradients.
         """
         run, rules = cut_program(program, computed=COMPUTED).run(args), self._rules()
         outs: Sequence[Any] | None = None
@@ -652,7 +648,7 @@ class _OrderedTrainer:
     # -- GEO-SGD ---------------------------------------------------------------------------------
 
     def rows_over(self) -> dict[str, Any]:
-        """Return full tables and their optimizer state, from the rows that this trainer stores.
+        """Return tables and their optimizer state with all rows, from this trainer's rows.
 
         `plan.verify()` compares full arrays. Rows that the trainer does not store are zero, and
         have the initial optimizer state.

@@ -50,8 +50,8 @@ class Server:
       allow_remote: True to allow an endpoint that other hosts can reach.
       keys: the token and encryption keys of the job.
       plan: digests of the plan in named parts. Processes with other digests are refused.
-      storage: stores the state: checkpoints, and snapshots (to continue from after a
-        failure).
+      storage: stores the state: checkpoints, and snapshots from which the job continues after a
+        failure.
 
     Attributes:
       refusals: counts and logs refused messages.
@@ -95,14 +95,14 @@ class Server:
         self._door = self._open_door(update, allow_remote=allow_remote)
 
     def _begin(self, state: Mapping[str, Any], before: Serving | None = None) -> None:
-        """Create new state machines, at the start and after each failure of another process.
+        """Create new message handlers and a new update, at the start and after each failure.
 
-        So no state of the time before a failure has to be cleared. In a job without snapshots, the
-        method is called once.
+        So no state from before the failure of another process has to be cleared. In a job without
+        snapshots, the method is called once.
 
         Args:
           state: the initial arrays, by name.
-          before: the state machines before the failure; None at the start.
+          before: the message handlers before the failure; None at the start.
         """
         start = self._enter_generation(state, before)
         if before is not None and before.trainers.dropped != {*start.generation.dropped}:
@@ -141,7 +141,7 @@ class Server:
 
         Args:
           state: the initial arrays, by name.
-          before: the state machines before the failure; None at the start.
+          before: the message handlers before the failure; None at the start.
         """
         snapshots, step = self._snapshots, self._first_step
         if snapshots is None:
@@ -166,7 +166,7 @@ class Server:
 
         Args:
           generation: the generation.
-          before: the state machines before the failure; None at the start.
+          before: the message handlers before the failure; None at the start.
         """
         served = self._served_update.served
         return TrainerRegistry(
@@ -183,12 +183,12 @@ class Server:
     def _new_kind(
         self, start: GenerationStart, trainers: TrainerRegistry, before: Serving | None
     ) -> SyncServer | AsyncServer:
-        """Create the update, and the handler for the messages of steps (synchronous or not).
+        """Create the server's update, and its handler for step messages (synchronous or not).
 
         Args:
           start: the state with which the server starts.
           trainers: the registry of trainers.
-          before: the state machines before a failure; None at the start.
+          before: the message handlers before a failure; None at the start.
         """
         update, served, say = self._served_update, self._served_update.served, self._loop.say
         if not served.sync_mode:
@@ -233,7 +233,7 @@ class Server:
         return omit(state, tables)
 
     def _copied(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state with copies of arrays outside of tables, for updates to donate."""
+        """Return the state with copies of arrays outside of tables, which updates may overwrite."""
         return {**state, **copy_state(self._dense(state))}
 
     def _open_door(self, update: ServerUpdate, *, allow_remote: bool) -> ZmqListener:
@@ -317,7 +317,7 @@ class Server:
         return True
 
     def _rewind(self) -> None:
-        """Continue after a failure of another process, with new state machines."""
+        """Continue after a failure of another process, with new message handlers."""
         gate, endpoint = self._protocol.gate, self._protocol.kind.endpoint
         assert gate is not None
         before, self._early = self._protocol, gate.early

@@ -40,7 +40,7 @@ class ServerConnections:
       encryption: the option `transport_encryption` of `Executor`.
       generations: the job's generations (periods between two failures); None if the launcher does
         not restart processes.
-      generation: smallest number of the generation in which this trainer takes part.
+      generation: smallest number of a generation in which this trainer may take part.
 
     Attributes:
       steps: the trainer's side of the protocol. It sends messages over these connections.
@@ -72,7 +72,7 @@ class ServerConnections:
 
     @property
     def is_known(self) -> bool:
-        """True if an equation has named the trainer's id, so that the trainer can connect."""
+        """True if the trainer's id is known from an equation, so that the trainer can connect."""
         return self._me is not None
 
     @functools.cached_property
@@ -253,8 +253,8 @@ class ServerConnections:
         """Leave every server and close all connections, even if a server raises an error.
 
         Args:
-          reason: text of the error that ends this trainer; None if the trainer has completed its
-            work.
+          reason: text of the error that ends this trainer; None if the trainer has taken all its
+            steps.
         """
         self._member.leave()
         with contextlib.ExitStack() as stack:
@@ -273,8 +273,8 @@ class ServerConnections:
 
         Args:
           link: the connection.
-          reason: text of the error that ends this trainer; None if the trainer has completed its
-            work.
+          reason: text of the error that ends this trainer; None if the trainer has taken all its
+            steps.
         """
         if link.line.endpoint not in self._links:  # `abandon` has closed all connections
             return
@@ -289,7 +289,7 @@ class ServerConnections:
             link.close(LINGER)
 
     def _say_goodbye(self, operation: Operation[None]) -> None:
-        """Tell a server that this trainer is complete, and wait for the answer.
+        """Tell a server that this trainer has taken all its steps, and wait for the answer.
 
         If another process fails meanwhile, an asynchronous trainer does not wait any longer.
         Servers have received all its steps before. The trainer has also told the launcher that it

@@ -1,7 +1,7 @@
 """Saves of one server's state: checkpoints on request, regular snapshots, and a save at a failure.
 
-A *checkpoint* is requested by a trainer. A *snapshot* is a copy that servers write every few
-steps; after the failure of a process, the job continues from a snapshot.
+A trainer requests a *checkpoint*. Servers write a *snapshot* of their state every few steps, from
+which the job continues after the failure of a process.
 """
 
 from __future__ import annotations

@@ -40,12 +40,12 @@ class _Write(NamedTuple):
     """One state that waits to be written to a file.
 
     Attributes:
-      name: name of the checkpoint; empty for a snapshot (snapshot to continue from after a
-        failure).
+      name: name of the checkpoint; empty for a snapshot from which the job continues after a
+        failure.
       keep: function that writes the state.
-      copies: the state, when its arrays are copied.
+      copies: result of the copying thread: the state, with copies of arrays that updates overwrite.
       mark: the run and the step.
-      done: set after the write.
+      done: result of the writing thread, which is set after the write.
     """
 
     name: str
@@ -193,7 +193,7 @@ class StateWriter:
 
 
 def _allocate(types: Mapping[str, tuple[tuple[int, ...], Any]], pool: BufferPool) -> None:
-    """Allocate the memory for copies of arrays, and write zeros to get its pages."""
+    """Allocate memory for copies of arrays, and write zeros, so that later copies are fast."""
     for name, (shape, dtype) in types.items():
         pool.take(name, shape, dtype).fill(0)
 

@@ -35,7 +35,8 @@ def merged_results(plan: PServerPlan, shared: ExactStep | None) -> dict[str, str
 
     Args:
       plan: the plan.
-      shared: the exact split of the batch over trainers, or None.
+      shared: the split of the batch with which trainers compute the results of one device; None
+        with batch="local".
     """
     if shared is None or not plan.sync_mode:
         return {}

@@ -76,7 +76,7 @@ class SyncUpdate:
       values: the parameters as NumPy arrays or `RowPieces`. Messages are sent from their memory.
       exchange: the exchange with other servers at which the update pauses; None between updates.
       server_tables: reports and evicts rows of tables.
-      spent: names of the state arrays whose memory an update reuses.
+      spent: names of the state arrays that an update overwrites, to reuse their memory.
       before: function that is called before each update.
       old: the state before the newest one; None before the first update, during an update, and
         without `keeps_old`. Its tables are snapshots, which have the old values of rows that have
@@ -156,7 +156,7 @@ class SyncUpdate:
 
         Args:
           grads: gradients by name.
-          present: ids of the trainers whose gradients the update uses.
+          present: ids of the trainers that contribute gradients to the update.
           step: the number of the step.
 
         Returns:
@@ -216,16 +216,16 @@ class SyncUpdate:
     def update_part(
         self, number: int, grads: Mapping[str, Any], present: frozenset[int], step: int
     ) -> Mapping[str, Any]:
-        """Run one part of the update, whose gradients have arrived, before `begin` runs the others.
+        """Run one part of the update when its gradients have arrived, before `begin` runs others.
 
         Args:
           number: index of the part.
           grads: gradients by name, at least those of the part.
-          present: ids of the trainers whose gradients the update uses.
+          present: ids of the trainers that contribute gradients to the update.
           step: the number of the step.
 
         Returns:
-          The new parameters of the part, by name. `StepUpdate` describes this method, too.
+          The new parameters of the part, by name.
         """
         if len(self._by_parts.missing) == len(self.parts):
             self.before()
@@ -238,7 +238,7 @@ class SyncUpdate:
         The first call with the same arguments compiles the update.
 
         Args:
-          present: ids of the trainers whose gradients the update uses.
+          present: ids of the trainers that contribute gradients to the update.
           sizes: maps the name of each group of tables to the number of rows to update.
         """
         key = present, tuple(sizes.values())
@@ -261,7 +261,7 @@ class SyncUpdate:
 
         Args:
           grads: gradients of all trainers, by name.
-          present: ids of the trainers whose gradients are summed.
+          present: ids of the trainers that contribute gradients to the sums.
           step: the number of the step.
         """
         self._note_present(present, step)
@@ -279,7 +279,7 @@ class SyncUpdate:
         """Write to the log if a trainer has left, so that updates no longer use its gradients.
 
         Args:
-          present: ids of the trainers whose gradients the next update uses.
+          present: ids of the trainers that contribute gradients to the next update.
           step: the number of the step.
         """
         if present < self._present:
@@ -314,7 +314,7 @@ class SyncUpdate:
         return blocks, rows
 
     def _publish(self) -> None:
-        """Wait until the new parameters are computed, and store them in `values`."""
+        """Wait until the new parameters are computed, and store them in `values` for messages."""
         names = (*self._update.params, *self._update.tables)
         self.values = {n: _sent(self.state[n]) for n in names if n not in self._tables}
 

@@ -24,7 +24,8 @@ class StepCall(NamedTuple):
     Attributes:
       program: the trainer's program.
       batch: the program's arguments after its state.
-      shared: the exact split of the batch over trainers; None if the plan has none.
+      shared: the split of the batch with which trainers compute the results of one device; None
+        with batch="local".
       rows: number of rows of the full batch if trainers have different numbers of rows, else 0.
     """
 

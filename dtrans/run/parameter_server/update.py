@@ -55,7 +55,7 @@ class Phase:
       begins: the exchange before the phase; None for the first phase.
       ends: the exchange after the phase; None if no exchange follows.
       grads: True if the phase reads gradients.
-      reads: state that the phase reads, and whose memory must stay valid.
+      reads: state that the phase reads, and that must stay valid in memory.
       spent: state that the phase donates to XLA: the phase replaces it, and no later phase reads
         it.
       makes: state that the phase replaces.
@@ -121,7 +121,7 @@ class ServerUpdate:
     Attributes:
       eqn: the `listen_and_serv` equation, which contains the update's optimize blocks (small
         programs).
-      watched: names of values that `CompiledUpdate.run` also returns, in its argument `watched`.
+      watched: names of values that `CompiledUpdate.run` also adds to its argument `watched`.
     """
 
     eqn: JaxprEqn
@@ -262,7 +262,7 @@ class ServerUpdate:
 
     @cached_property
     def grad_levels(self) -> tuple[dict[str, Any], ...]:
-        """Types of encoded gradients at each level of a ramp-up; empty without a ramp-up."""
+        """Types of encoded gradients at each density of `dtrans.TopK`; empty without a ramp-up."""
         found: list[dict[str, Any]] = []
         for b in self.blocks:
             for g in b.grads:
@@ -308,7 +308,7 @@ class ServerUpdate:
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """Phases of the update: runs of blocks between two exchanges with other servers.
+        """Phases of the update: the consecutive blocks between two exchanges with other servers.
 
         Computing the phases takes time linear in the number of blocks.
         """
@@ -552,7 +552,7 @@ def compile_merge(
 
     Args:
       update: the update, which reads the gradients of all trainers.
-      present: ids of the trainers whose gradients are summed.
+      present: ids of the trainers that contribute gradients to the sums.
     """
     # The update of merged gradients is compiled once, for any trainers in `present`. So the names
     # of its inputs must not depend on `present`.

@@ -31,7 +31,7 @@ class PartUpdate:
       part: the gradients, parameters and rows that the part reads and writes.
       update: the server's update, limited to this part. Parts with equal programs have the same
         object, so that it is compiled once.
-      of: the part's optimize blocks (small programs).
+      of: the optimize blocks (small programs) of the part.
     """
 
     part: UpdatePart
@@ -44,7 +44,7 @@ class UpdateByParts:
 
     Args:
       parts: all parts of the update.
-      like: an earlier object with the same parts, whose compiled functions are used again.
+      like: an earlier object with the same parts, to use its compiled functions again.
     """
 
     def __init__(self, parts: Sequence[PartUpdate], like: UpdateByParts | None = None) -> None:
@@ -82,9 +82,9 @@ class UpdateByParts:
         Args:
           number: index of the part.
           grads: gradients by name, at least those of the part.
-          present: ids of the trainers whose gradients are used.
+          present: ids of the trainers that contribute gradients.
           state: the state before the step.
-          unused: arrays by name whose memory the new optimizer state reuses.
+          unused: arrays by name that are overwritten by the new optimizer state.
         """
         part = self._parts[number]
         key = part.update, present

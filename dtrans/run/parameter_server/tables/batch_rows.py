@@ -94,7 +94,7 @@ class BatchRows:
 
 
 def _prefetches(program: Program, split: JaxprEqn) -> list[JaxprEqn]:
-    """Return the `prefetch` equations whose row ids a `split_ids` equation computes."""
+    """Return the `prefetch` equations that read the row ids of a `split_ids` equation."""
     (uniq,) = split.outvars
     found = []
     for eqn in program.eqns:

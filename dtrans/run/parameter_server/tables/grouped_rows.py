@@ -114,9 +114,9 @@ class GroupedRows:
         return found
 
     def _key(self, table: TableMemory, count: int) -> tuple[Callable[..., Any], int] | None:
-        """Return the program and number of rows by which tables are grouped, or None.
+        """Return the key of a table's group: its program, and a number of rows.
 
-        None means that the table is initialized alone.
+        Return None if the table is initialized alone.
 
         Args:
           table: the table.
@@ -145,7 +145,7 @@ def _maker(table: TableMemory) -> RowMaker:
 
 
 class _Group:
-    """Tables whose rows one compiled loop initializes, because their programs are equal.
+    """Tables with equal programs that initialize rows, so that one compiled loop runs all of them.
 
     Args:
       fn: program that initializes rows of one table.

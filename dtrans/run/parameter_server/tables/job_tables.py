@@ -175,7 +175,7 @@ class JobTables(abc.ABC):
         Synchronous trainers must all call this method with the same arguments, between the same two
         steps. Servers evict rows when all trainers have called. Asynchronous trainers call the
         method independently, and each server counts the steps of all trainers. Servers do not evict
-        rows whose gradient has not arrived yet.
+        a row while a gradient of the row is on its way.
         """
 
     def export(self, name: str, path: str | os.PathLike[str]) -> None:
@@ -304,7 +304,7 @@ class TrainerTables(JobTables):
         return self._ask(f"rows of {name}", ask, skipped=lambda: 0)
 
     def _check_eviction(self, name: str) -> None:
-        """Raise ConfigError for a table whose rows cannot be evicted."""
+        """Raise ConfigError if rows of a table cannot be evicted."""
         table = self._table(name)
         if table.on_trainers:
             raise ConfigError(

@@ -50,7 +50,7 @@ class RowDraws:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Return a bijection of 64-bit numbers whose output bits depend on all input bits.
+    """Map 64-bit numbers one-to-one to other numbers; each output bit depends on all input bits.
 
     Source: the output function of SplitMix64 (Steele, Lea and Flood, 2014).
     """

@@ -41,7 +41,7 @@ WINDOW = 1 << 16  # maximum number of rows that are copied while the lock is hel
 
 
 class SharedRows(Protocol):
-    """Interface to a block whose rows change while a snapshot is read, such as `TableMemory`."""
+    """Interface to rows that change while a snapshot of them is read, such as `TableMemory`."""
 
     table: TableBlock
     arrays: dict[str, np.ndarray]
@@ -62,7 +62,7 @@ class _SavedRows:
 
     Attributes:
       ids: the sorted ids of the rows.
-      changed: `StoredRows.changed` of each row.
+      changed: a number for the last change of each row (`StoredRows.changed`).
       seen: number of updates that each row includes, undefined for rows that do not exist; None if
         rows skip no updates.
       rows: copies of the rows in each array, by name. Rows that do not exist are left out.
@@ -265,7 +265,7 @@ class RowSnapshot(TableRows):
         return _SavedRows(ids[is_listed], changed[is_listed], seen, rows), ids[changed <= 0]
 
     def _window(self, most: int) -> tuple[np.ndarray, int]:
-        """Return the ids of at most `most` further rows of a group, and the id after them."""
+        """Return the ids of at most `most` rows to read next, and the id after them."""
         stop = min((self._at // self._group + 1) * self._group, self.rows)
         if self._known is None:
             stop = min(self._at + most, stop)
@@ -303,7 +303,7 @@ class RowSnapshot(TableRows):
 
 
 def _places(some: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the index in `ids` of each entry of `some`, and a mask of the entries in `ids`."""
+    """Return the index in `ids` of each entry of `some`, and a mask of entries that have one."""
     at = np.searchsorted(ids, some)
     is_known = at < len(ids)
     is_known[is_known] = ids[at[is_known]] == some[is_known]

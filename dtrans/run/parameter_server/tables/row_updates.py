@@ -73,15 +73,15 @@ class RowUpdates:
         watched: dict[str, Any] | None = None,
         unused: Mapping[str, Any] = {},
     ) -> Generator[tuple[Exchange, Vectors], Vectors, dict[str, Any]]:
-        """Run one update as a generator, which pauses at exchanges like `CompiledUpdate.run`.
+        """Run one update as a generator, which pauses when it needs values of other servers.
 
-        The method reads the rows with a gradient, runs the compiled update, and stores the new
-        rows.
+        `CompiledUpdate.run` describes the generator. This method reads the rows with a gradient,
+        runs the compiled update, and stores the new rows.
 
         Args:
           compiled: function that returns the compiled update for a number of rows of each group.
           grads: gradients by name; a gradient of a table is a `RowGradient`.
-          present: ids of the trainers whose gradients the update uses.
+          present: ids of the trainers that contribute gradients to the update.
           state: the state before the step.
           watched: a dict to which the method adds the values that `ServerUpdate.watched` names.
           unused: as for `CompiledUpdate.run`.
@@ -138,7 +138,7 @@ class RowUpdates:
           merge: compiled function that sums arrays.
           names: names of the gradients that `merge` reads.
           grads: gradients by name.
-          present: ids of the trainers whose gradients are summed.
+          present: ids of the trainers that contribute gradients to the sums.
 
         Returns:
           The sums by name. Gradients of tables are `RowGradient`s.

@@ -23,7 +23,7 @@ class ServerTables:
     Args:
       endpoint: the server's endpoint.
       blocks: all blocks of tables, by name.
-      memory: memory of each block whose updates touch only some rows, by name.
+      memory: memory of each block with updates that change only some rows, by name.
       state: function that returns the server's state, with the blocks that are not in `memory`.
       steps: function that returns the number of updates of a block that is not in `memory`.
 
@@ -65,7 +65,8 @@ class ServerTables:
         Args:
           name: name of the block.
           unused_for: the number of steps.
-          under_way: ids of rows whose gradient has not arrived yet. These rows are not evicted.
+          under_way: ids of rows with a gradient that has not arrived yet. These rows are not
+            evicted.
 
         Raises:
           StateError: the block's updates touch every row, or rows cannot be initialized again.

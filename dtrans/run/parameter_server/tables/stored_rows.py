@@ -19,7 +19,7 @@ from dtrans.run.parameter_server.tables.lazy_memory import LazyArray
 
 
 class StoredRows:
-    """Rows of a block that exist, and their optimizer state.
+    """Existing rows of a block (a table's rows on one server), and their optimizer state.
 
     Args:
       types: shape and dtype of the block and of each array of its state, by name.
@@ -29,8 +29,10 @@ class StoredRows:
     Attributes:
       arrays: the block and each array of its state, by name. The index of a row is its slot.
       count: the number of existing rows.
-      changed_at: for each slot, `changed` of a `dtrans.checkpoint.saved_rows.RowSegment`.
-      seen: for each slot, `dtrans.run.parameter_server.tables.missed_steps.MissedSteps.seen`.
+      changed_at: for each slot, a number for the step that last changed the row (`changed` of
+        `dtrans.checkpoint.saved_rows.RowSegment`).
+      seen: for each slot, the number of updates that the row includes (`MissedSteps.seen` of
+        `dtrans.run.parameter_server.tables.missed_steps`).
     """
 
     def __init__(
@@ -83,11 +85,14 @@ class StoredRows:
         return ids if self._directory is None else self._directory.find(ids)
 
     def ids(self, slots: np.ndarray) -> np.ndarray:
-        """Return the ids of existing rows."""
+        """Return the ids of the rows with some slots (indices in memory)."""
         return slots if self._directory is None else self._ids[slots]
 
     def changed(self, slots: np.ndarray) -> np.ndarray:
-        """Return the number `RowSegment.changed` of each row; 0 for rows never used."""
+        """Return for each row the number of its last change or eviction; 0 for rows never used.
+
+        `RowSegment.changed` describes these numbers.
+        """
         found = self.changed_at[np.maximum(slots, 0)]
         if self._directory is not None:
             # The directory stores `changed` of rows that do not exist, which is less than -1.
@@ -99,7 +104,10 @@ class StoredRows:
         return None if self._directory is None else self._directory.items()[0]
 
     def evicted(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sorted ids of evicted rows, and the number `RowSegment.changed` of each."""
+        """Return the sorted ids of evicted rows, and a number for the step of each eviction.
+
+        `RowSegment.changed` describes these numbers.
+        """
         if self._directory is None:
             return np.arange(0), np.arange(0)
         ids, slots = self._directory.items()

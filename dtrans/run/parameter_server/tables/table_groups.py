@@ -1,4 +1,4 @@
-"""Groups of embedding tables whose rows are updated together, by one optimize block.
+"""Groups of embedding tables that one small program (optimize block) updates together.
 
 A model may have many tables with a few updated rows each, and one update for each would be slow.
 The optimize blocks (small programs) of tables with equal rows and one optimizer differ only in
@@ -25,7 +25,7 @@ from dtrans.run.parameter_server.update import ServerUpdate
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableGroup:
-    """Tables whose rows are updated together, by one optimize block (small program).
+    """Embedding tables that one small program (optimize block) updates together.
 
     Attributes:
       tables: the blocks (rows on this server) of the tables.
@@ -91,7 +91,7 @@ class TableGroup:
     def split(
         self, new: Mapping[str, Any], ids: Mapping[str, np.ndarray]
     ) -> list[tuple[TableBlock, dict[str, np.ndarray]]]:
-        """Divide the arrays of the group into arrays for each table; the inverse of joining rows.
+        """Divide the arrays of the group into arrays for each table.
 
         Args:
           new: the arrays of the group, by name.
@@ -114,7 +114,7 @@ def group_tables(update: ServerUpdate, tables: Mapping[str, TableBlock]) -> list
 
     Args:
       update: the server's update.
-      tables: the blocks of tables whose updates touch only some rows, by name.
+      tables: the blocks of tables with updates that change only some rows, by name.
     """
     if len(tables) < 2 or len(update.phases) != 1 or update.phases[0].ends is not None:
         return single_tables(tables)

@@ -292,7 +292,8 @@ class TableMemory:
 
         Args:
           unused_for: the number of steps.
-          under_way: ids of rows whose gradient has not arrived yet. These rows are not evicted.
+          under_way: ids of rows with a gradient that has not arrived yet. These rows are not
+            evicted.
 
         Raises:
           StateError: rows cannot be initialized again.
@@ -393,7 +394,7 @@ class TableMemory:
         return found
 
     def must_find(self, ids: np.ndarray) -> bool:
-        """Return True if only a search finds the slots (indices in memory) of these rows."""
+        """Return True if a search must find the slots (indices in memory) of these rows."""
         return self.stored.has_gaps and ids is not self._found[0]
 
     def note_slots(self, ids: np.ndarray, slots: np.ndarray, *, all_exist: bool) -> None:
@@ -413,7 +414,7 @@ class TableMemory:
 
         Args:
           ids: the ids of the rows.
-          missing: their entries in the hash table, which are negative.
+          missing: the entry of each row in the hash table, a negative number.
         """
         assert self.maker is not None
         return store_together([NewTableRows(self, ids, missing, self.maker(ids))])[0]
@@ -433,7 +434,7 @@ class TableMemory:
         Args:
           ids: the ids of the rows.
           rows: the initial rows of each array.
-          changed: `changed` of each row, as in `RowSegment`.
+          changed: a number for the last change of each row, as in `RowSegment.changed`.
         """
         self._before(ids)
         slots = self.stored.append(ids, rows, changed)
@@ -509,7 +510,7 @@ def _as_bytes(rows: np.ndarray) -> np.ndarray:
 
 
 def memory_of(update: ServerUpdate, state: Mapping[str, Any]) -> dict[str, TableMemory]:
-    """Create the memory of each table block whose updates touch only some rows, by name.
+    """Create the memory of each table block with updates that change only some rows, by name.
 
     Args:
       update: the server's update.
@@ -532,7 +533,7 @@ class NewTableRows:
     Attributes:
       memory: the block.
       ids: the ids of the rows.
-      missing: their entries in the hash table, which are negative.
+      missing: the entry of each row in the hash table, a negative number.
       rows: the initial rows of each array.
     """
 
@@ -641,7 +642,7 @@ def scatter_rows(ids: np.ndarray, size: int, gradient: RowGradient) -> np.ndarra
     Args:
       ids: sorted ids of the first len(ids) rows of the array. Later rows are zero.
       size: the number of rows of the array; at least len(ids).
-      gradient: gradients of rows whose ids are a subset of `ids`.
+      gradient: gradients of rows; their ids are a subset of `ids`.
     """
     found = np.empty((size, *gradient.rows.shape[1:]), gradient.rows.dtype)
     fill_rows(found[: len(ids)], ids, gradient)
@@ -655,7 +656,7 @@ def fill_rows(array: np.ndarray, ids: np.ndarray, gradient: RowGradient) -> None
     Args:
       array: the array, with one row for each id.
       ids: increasing ids of the array's rows.
-      gradient: gradients of rows whose ids are a subset of `ids`.
+      gradient: gradients of rows; their ids are a subset of `ids`.
     """
     if len(gradient.ids) == len(ids):  # Every row has a gradient, so no search is needed.
         array[...] = gradient.rows

@@ -57,7 +57,7 @@ class TracedCachedRows(CachedRows):
         Args:
           ids: padded ids of the rows.
           rows: the values of these rows.
-          state: the same rows of each array of row state.
+          state: the optimizer state of these rows: the same rows of each array.
         """
 
         def add(table: CachedRows, ids: np.ndarray, *arrays: np.ndarray) -> list[Any]:
@@ -68,12 +68,12 @@ class TracedCachedRows(CachedRows):
         self._move(add, [ids], [rows, *(state or ())], [], [])
 
     def take(self, ids: Any, size: int) -> list[Any]:
-        """Return stored rows, and these rows of each array of row state, padded to `size` rows."""
+        """Return stored rows and their optimizer state, padded to `size` rows."""
         types = [((size, *shape[1:]), dtype) for shape, dtype in self._types]
         return self._move(lambda local, ids: local.take(ids, size), [ids], [], [], types)
 
     def put(self, ids: Any, new: Sequence[Any]) -> None:
-        """Store the values that a step has computed for stored rows and their row state."""
+        """Store new values that a step has computed, of stored rows and their optimizer state."""
 
         def put(local: CachedRows, ids: np.ndarray, *new: np.ndarray) -> list[Any]:
             local.put(ids, new)
@@ -85,7 +85,7 @@ class TracedCachedRows(CachedRows):
         """Return full arrays in which the trainer's stored rows replace the given rows.
 
         Args:
-          rows: the table with all rows, followed by each array of its row state.
+          rows: the table with all rows, followed by each array of its optimizer state.
         """
 
         def over(local: CachedRows, ids: np.ndarray, *rows: np.ndarray) -> list[Any]:
@@ -166,7 +166,7 @@ def _start(ids: np.ndarray, rows: Sequence[Any]) -> CachedRows:
 
     Args:
       ids: padded ids of these rows.
-      rows: the table with all rows, followed by each array of its row state.
+      rows: the table with all rows, followed by each array of its optimizer state.
     """
     ids = ids[ids < len(ids)]
     local = CachedRows(rows)
