@@ -89,7 +89,7 @@ class Inbox:
         self._arrived.pop(name, None)
 
     def clear(self) -> None:
-        """Receive all arrays again from their first byte, for the next step."""
+        """Prepare to receive all arrays again, for the next step."""
         self._arrived.clear()
 
     def phase(self) -> str:

@@ -3,9 +3,9 @@
 An observer has the job's token and connects under the user name `OBSERVER`. It may only request the
 status, and the job does not wait for it. `StatusReporter` answers at most `RATE` requests a second.
 
-The process records its counts about once a second. Rates are means over the last `WINDOW` seconds.
-If the trainers have made fewer than `STEPS` steps each in this time, the window is longer: up to
-`LONGEST` seconds.
+The process records its numbers of steps and bytes about once a second. Rates are means over the
+last `WINDOW` seconds. If the trainers have made fewer than `STEPS` steps each in this time, the
+window is longer: up to `LONGEST` seconds.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _record(kind: type[Record], fields: Any) -> Record:
 
 
 class Observed(Protocol):
-    """Interface through which a status report reads a server, or trainer 0 of a collective job.
+    """Interface to a server, or to trainer 0 of a collective job, for its status report.
 
     Attributes:
       endpoint: endpoint of the process.
@@ -241,7 +241,7 @@ class Observed(Protocol):
 
 
 class ObservedTrainers(Protocol):
-    """Interface through which a status report reads the state of the trainers.
+    """Interface to the trainers of a job, for a status report.
 
     Attributes:
       count: number of trainers of the job.
@@ -316,7 +316,7 @@ class StatusReporter:
     # -- counting --------------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
-        """Store the current counts, from which rates are computed, about once a second.
+        """Store the current numbers of steps and bytes, about once a second, to compute rates.
 
         Args:
           now: the current time in seconds.

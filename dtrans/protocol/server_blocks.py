@@ -33,8 +33,8 @@ class TableSpec:
       on_trainers: True if trainers store the rows that they have requested, and the server sends
         them other trainers' changes of these rows (GEO-SGD).
       moves: True if an update also changes rows without a gradient.
-      staleness: number of newest updates that announced rows need not include
-        (`dtrans.protocol.tables.rows_ahead`).
+      staleness: number of the newest updates that rows may lack, if a trainer requests them early,
+        before the step that uses them (`dtrans.protocol.tables.rows_ahead`).
     """
 
     rows: int
@@ -158,10 +158,10 @@ class StepUpdate(Protocol):
         """Arrays of the previous state, by name; None if the previous state is not stored."""
 
     def newest(self) -> dict[str, Any]:
-        """Return the arrays of the state by name. Each table is a snapshot of its rows."""
+        """Return the arrays of the state by name. For a table, it is a copy of its current rows."""
 
     def evict(self, name: str, unused_for: int) -> object:
-        """Delete rows of a table, in a server that stores a copy of another server's state.
+        """Delete rows of a table, if this update runs on a copy of another server's state.
 
         The arguments are those of `dtrans.protocol.tables.stored_tables.StoredTables.evict`.
         """

@@ -53,7 +53,8 @@ class Flow:
 
     Attributes:
       layouts: layout of each value that is not the same on all servers.
-      steps: for the index of an equation, the way in which the equation runs on a block of rows.
+      steps: index of an equation -> how the equation runs on a block of rows. Equations without
+        rows have no entry.
       bound: layouts with parameters that one server must store in full.
       crosses: True if servers must communicate to run the equations, e.g. for a norm over all rows.
       claims: for each state input with an unknown layout, the layouts of the rows that equations
@@ -93,7 +94,7 @@ class FlowPass:
         self.within = within
 
     def over(self, eqns: Iterable[JaxprEqn], start: Mapping[Var, Layout]) -> Flow:
-        """Follow rows through some equations, and return the layouts of all values.
+        """Find the layouts of the values that some equations compute.
 
         Args:
           eqns: the equations, in order.

@@ -61,7 +61,7 @@ class Block:
         return cls(leaf, 0, 1, span, tuple(aval.shape), aval.dtype, endpoint)
 
     def named(self, base: str) -> str:
-        """Return the name of this block's rows of an array, such as `opt_state/0/mu/w.block0`.
+        """Return the name for this block's rows of an array, such as `opt_state/0/mu/w.block0`.
 
         Args:
           base: the name of the array: the parameter, its gradient, or an array of its optimizer

@@ -136,12 +136,12 @@ def makes_rows(jaxpr: ClosedJaxpr, output: Atom, axis: int) -> bool:
 
 
 class _Plan:
-    """Slices of each value of an init that must be computed, and the way to compute them.
+    """Result of the first pass: the slices of each value to compute, and how to compute them.
 
     A *recipe* computes a slice of an equation's output from slices of its operands.
 
     Attributes:
-      sliced: pairs (value, slice), if the slice is taken from the full value.
+      sliced: slices that are cut from full values, as pairs (value, slice).
     """
 
     def __init__(self, eqns: Sequence[JaxprEqn], wanted: Sequence[Want]) -> None:

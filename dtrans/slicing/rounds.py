@@ -103,7 +103,7 @@ class ExchangeRounds:
     # -- homes and levels ------------------------------------------------------------------------
 
     def home_of(self, i: int) -> str | None:
-        """Return the parameter with the servers that run equation `i`; None for all servers."""
+        """Return a parameter that is on the servers that run equation `i`; None for all servers."""
         step = self.analysis.flow.steps.get(i)
         if step is None:
             return None

@@ -143,7 +143,10 @@ class LevelWriter:
         return self.b.input(aval)
 
     def _outside(self, var: Var) -> Atom | None:
-        """Return an input for a shared value; None if this program computes the value itself."""
+        """Return an input for a shared value, such as a learning rate.
+
+        Return None if this program computes the value itself.
+        """
         crossing = self._rounds.crossings.get(var)
         if crossing is None:
             if self._computes(var) or not self._rounds.depends(var):

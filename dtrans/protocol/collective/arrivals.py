@@ -142,7 +142,7 @@ class Arrivals:
         self._partial[name] = begun
 
     def expect(self, name: Name, kind: ValueType) -> None:
-        """Announce the type of a value, and handle the value's stored messages."""
+        """Begin to expect a value of a type; handle its messages that have arrived early."""
         self._types[name] = kind
         for message in self._early.pop(name, ()):
             try:

@@ -137,7 +137,7 @@ class LeaderLoop:
 
 
 class MemberLoop:
-    """Loop of any other trainer: answers trainer 0, and waits until all trainers have joined.
+    """Loop of a trainer other than trainer 0: answers trainer 0, and waits until all have joined.
 
     Args:
       listener: this trainer's listener, to which trainer 0 connects.

@@ -205,7 +205,7 @@ class Exchange:
 
 
 def vector_types(parcel: Parcel) -> list[tuple[str, int]]:
-    """Return the dtype and length of each vector that contains these reductions."""
+    """Return the dtype and length of each vector that contains a parcel (group of reductions)."""
     found = []
     for dtype, kinds in _by_dtype(parcel).items():
         found.append((dtype, sum(_size(kind) for kind in kinds)))

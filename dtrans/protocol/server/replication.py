@@ -107,7 +107,8 @@ class Replication:
 
     Attributes:
       backup: endpoint of the server that stores the copy of this server's state.
-      primaries: for each server from which this server copies the state, the arrays that it sends.
+      primaries: the arrays that each primary sends, by endpoint. This server stores copies of the
+        states of these primaries.
     """
 
     backup: str
@@ -124,7 +125,10 @@ def _ids_of(gradient: str) -> str:
 
 
 def gradient_blocks(grads: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], dict[str, int]]:
-    """Return the name and the array of each merged gradient, and numbers of rows by name."""
+    """Return the arrays of merged gradients with their names, to send them to the backup.
+
+    The second result has the number of rows of each table gradient, by name.
+    """
     blocks, rows = list[tuple[str, Any]](), dict[str, int]()
     for name, x in grads.items():
         if isinstance(x, RowGradient):
@@ -283,7 +287,7 @@ class StoredReplicas:
     """Copies of other servers' states on one server.
 
     Args:
-      primaries: for each server from which this server copies the state, the arrays that it sends.
+      primaries: the arrays that each primary (server with a copy here) sends, by endpoint.
       new_replica: as for `Replica`.
     """
 

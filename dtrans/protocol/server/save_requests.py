@@ -109,9 +109,8 @@ class SaveRequests:
     def take_over(self, before: SaveRequests) -> None:
         """Take over checkpoints from the previous generation (part of the job).
 
-        The writes of these checkpoints may not have ended.
-
-        Repeated steps request the same checkpoints again, and the server then answers.
+        The server may still be writing these checkpoints. Trainers that repeat steps request the
+        same checkpoints again, and the server then answers.
         """
         self.saved, self._blocks = before.saved, before._blocks
         for name, (steps, _) in before._pending.items():

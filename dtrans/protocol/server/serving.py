@@ -108,7 +108,7 @@ class Serving:
 
     @contextlib.contextmanager
     def _refusing(self, address: bytes) -> Iterator[None]:
-        """Refuse the message of an address if its handler raises WireError."""
+        """Run a handler in a `with` block; if it raises WireError, refuse the sender's message."""
         try:
             yield
         except WireError as e:

@@ -34,8 +34,8 @@ class RoundValue:
     Attributes:
       dtype: dtype of a trainer's part.
       shape: shape of a trainer's part.
-      way: name and arguments of the collective that merges the parts: an item of the parameter
-        `how` of the primitive `exchange` (`dtrans.ops.rpc`).
+      way: name and arguments of the collective that merges the parts, such as ("all_reduce",
+        "sum").
     """
 
     dtype: str

@@ -87,7 +87,7 @@ class CachedRows:
 
     @property
     def old(self) -> np.ndarray:
-        """Value of each row in `ids` on which the trainer and the servers last agreed."""
+        """Value of each row in `ids` after the last exchange with the servers."""
         return self._old[: len(self)]
 
     @property

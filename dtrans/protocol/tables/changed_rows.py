@@ -155,7 +155,7 @@ class ChangedInbox:
 
     Args:
       blocks: the parts of tables on all servers, by the server's endpoint and the part's name. A
-        server sends one `changed` for each of its parts.
+        server sends one message (`changed`) for each of its parts.
     """
 
     def __init__(self, blocks: Mapping[tuple[str, str], CachedBlock]) -> None:

@@ -76,7 +76,7 @@ class AnnouncedLookups:
         self._lookups[target] = {x.table: x for x in lookups}
 
     def take(self, table: str, uniq: np.ndarray, now: int) -> LookedUp | None:
-        """Return the rows that this step has requested early; None if it looks up other rows.
+        """Return the rows that were requested early for this step; None if it looks up others.
 
         Each lookup is returned once. Lookups of earlier steps are dropped.
 

@@ -17,8 +17,8 @@ class GenerationMember:
       generations: generations of the job; None without a launcher that restarts roles.
 
     Attributes:
-      generation: the servers' generation; None before the first welcome, and if servers write no
-        snapshots.
+      generation: the servers' generation. None before a server has accepted this trainer, and if
+        servers write no snapshots.
     """
 
     def __init__(self, generations: Generations | None) -> None:

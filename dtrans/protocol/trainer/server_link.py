@@ -69,7 +69,10 @@ class ServerLink:
         return Operation([answer], nothing)
 
     def _is_settled(self, welcome: Mapping[str, Any]) -> bool:
-        """Accept a welcome. Return False if the trainer now connects to the local address."""
+        """Accept the server's answer to `hello`.
+
+        Return False if the trainer now moves its connection to a Unix socket.
+        """
         local = self.line.admit(welcome)
         if self._first is not None:
             self._first.close()

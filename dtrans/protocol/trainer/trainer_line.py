@@ -35,8 +35,9 @@ class TrainerLine(ServerConnection):
 
     Attributes:
       step: step number of the next messages.
-      level: level of the next gradients, if their types depend on a level.
-      ahead: announced table rows, which later steps will use.
+      level: for compressed gradients with sizes that change between steps, the index of the sizes
+        of the next gradients.
+      ahead: table rows that the trainer has requested early, for later steps.
       awaited: number of the request whose answer the trainer waits for; 0 if it has no number.
       saved: maps the request number of each `save` to the answer; None until the answer arrives.
       saving: lines to other servers. Whenever this server sends `waiting`, the trainer sends

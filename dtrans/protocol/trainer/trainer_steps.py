@@ -58,7 +58,7 @@ class TrainerSteps:
         with GEO-SGD, which corrects the counts in another way.
       announced: the lookups that the trainer has announced for later steps.
       in_step: True from the first gradient of a synchronous step until its last block is received.
-      level: level of the gradients, if their types depend on a level.
+      level: for compressed gradients with sizes that change between steps, the index of the sizes.
     """
 
     def __init__(self, line: Callable[[str], TrainerLine]) -> None:

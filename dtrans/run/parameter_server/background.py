@@ -75,7 +75,7 @@ OF_GEO = frozenset({geo_send_p, geo_prefetch_p, geo_init_p})
 
 
 class BackgroundComm:
-    """Executor of those equations of one trainer whose communication overlaps its steps.
+    """Executor of a trainer's communication equations in a background thread, during its steps.
 
     Args:
       connect: function that connects to servers.

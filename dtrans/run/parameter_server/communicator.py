@@ -107,8 +107,8 @@ class Communicator:
         """Put the gradients of a step into the queue; wait while the queue is full.
 
         Args:
-          group: the gradients, or a push of GEO-SGD.
-          steps: number of steps whose gradients or changes `group` contains.
+          group: the gradients; with GEO-SGD, changes of parameters.
+          steps: number of steps that `group` contains.
         """
         self._wait_for(lambda: self._loop.has_room)
         self._loop.put(group, steps)

@@ -257,7 +257,7 @@ class GeoTrainer:
     # -- the queue of `GeoSteps` -------------------------------------------------------------------
 
     def put(self, deltas: Values, steps: int) -> None:
-        """Queue a push of changes of parameters, and add the changes of table rows.
+        """Queue a push: the given changes of parameters, and the changes of stored table rows.
 
         Args:
           deltas: the change of each parameter.
