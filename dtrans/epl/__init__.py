@@ -1,11 +1,11 @@
 """EPL's interface for pipelines (EPL is Alibaba's Easy Parallel Library for TensorFlow).
 
 config        `Config`: EPL's configuration; `init`: sets the configuration of later calls
-graph_keys    `GraphKeys`: the names of collections
+graph_keys    `GraphKeys`: EPL's names for the ways to merge an output of all replicas
 input_files   `slice_files`: the input files of each worker
 parallel      `pipeline`: returns a plan from a configuration
 
-`replicate` and `split` are the scopes of `dtrans`.
+EPL's scopes `replicate` and `split` are `dtrans.replicate` and `dtrans.split`.
 """
 
 from dtrans.epl.config import Config as Config, init as init

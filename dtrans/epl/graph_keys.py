@@ -1,4 +1,4 @@
-"""Names of EPL's collections, for `dtrans.collect`.
+"""EPL's names for the ways in which `dtrans.collect` merges an output of all replicas.
 
 Source: `GraphKeys` of EPL (epl/ir/graph.py).
 """
@@ -7,7 +7,7 @@ from dtrans.step import collect
 
 
 class GraphKeys:
-    """Namespace with EPL's name for each key of `dtrans.collect`.
+    """Keys of `dtrans.collect` (mean, sum or concatenation over replicas) under EPL's names.
 
     Example:
       >>> import jax.numpy as jnp, dtrans

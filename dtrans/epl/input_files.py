@@ -5,9 +5,9 @@ time. The *share* of a worker is its number of replicas, divided by the greatest
 all workers' numbers of replicas. Files are assigned in rounds. In each round every worker in turn
 gets as many files as its share.
 
-If the files do not fill the last round, EPL's rule applies: every worker reads all files, and
-repeats them as many times as its share. Two options replace this rule. EPL also shuffles the files
-of a worker; here they keep their order.
+If the files do not fill the last round, every worker reads all files, and repeats them as many
+times as its share. This is EPL's rule. Two options of `slice_files` replace this rule. EPL also
+shuffles the files of a worker; here they keep their order.
 
 Source: `fetch_slice_objects_proportion_to_local_num_replicas` of EPL
   (epl/parallel/graph_editor.py).

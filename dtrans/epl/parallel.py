@@ -1,8 +1,8 @@
 """EPL's `Parallel`: a call of `dtrans.pipeline` with a configuration in EPL's keys.
 
-Most keys are options of `dtrans.pipeline` under another name (`dtrans.epl.config.NAMES`). Levels
-("v0", "O1") and switches are converted to values of options. Options that EPL does not have keep
-their names.
+Most keys are options of `dtrans.pipeline` under another name (`dtrans.epl.config.NAMES`).
+`pipeline` converts EPL's values, such as "v0" and "O1", to values of these options. The caller
+passes options that EPL does not have as keyword arguments.
 
 Source: epl/parallel/parallel.py.
 """
@@ -65,13 +65,13 @@ def pipeline(
         model assigns these names with `jax.ad_checkpoint.checkpoint_name`.
       cluster: the devices and their layout. By default `Cluster()` with the value of
         `cluster.device_place_prefer_intra_node`.
-      **options: options of `dtrans.pipeline` that EPL does not have, such as `replicas`, or fields
-        of its option records, such as `min_slice_size`. The default of `clip_local_per` is
-        "micro_batch", as in EPL.
+      **options: options of `dtrans.pipeline` that EPL does not have, such as `replicas`. Fields of
+        its option classes, such as `min_slice_size` of `dtrans.StageMemory`, are also allowed. The
+        default of `clip_local_per` is "micro_batch", as in EPL.
 
     Returns:
       The plan of `dtrans.pipeline`. With `cluster.colocate_split_and_replicate`, the plan of
-      `dtrans.nccl2` for a mesh whose devices divide both the batch and the split layers.
+      `dtrans.nccl2` for devices that divide both the batch and the layers in `split` scopes.
 
     Raises:
       ConfigError: a key or an option is unknown, out of range, or contradicts another one. The
@@ -152,14 +152,15 @@ def colocated(
 ) -> CollectivePlan:
     """Plan a job in which data-parallel layers and split layers use the same devices.
 
-    EPL calls this colocation. Each device computes a part of the batch in `replicate` scopes, and a
-    part of the layers in `split` scopes.
+    EPL calls this colocation. In `replicate` scopes each device computes its rows of the batch. In
+    `split` scopes it computes its slice of each layer.
 
     Args:
       main, startup: as in `pipeline`.
       config: EPL's configuration, with `cluster.colocate_split_and_replicate`.
-      options: the number of devices as `replicas`, and `batch`. With "auto", as in EPL, the plan
-        uses all devices. By default, the `device_count` of the scopes is the number of devices.
+      options: two optional entries. `batch` is the option of `dtrans.nccl2`. `replicas` is the
+        number of devices, or "auto" for all devices. The default is the `device_count` of the
+        scopes.
 
     Raises:
       ConfigError: the number of devices is missing, or another option is set.
@@ -186,7 +187,8 @@ def colocated(
 def _device_count(main: Program, options: Mapping[str, Any]) -> int:
     """Return the number of devices that divide the batch and the split layers.
 
-    `replicate(1)` states that a replica has one device. It does not state the number of replicas.
+    It is the option `replicas`, else the `device_count` of the model's scopes. The function ignores
+    scopes `replicate(1)`: they state that a replica has one device.
 
     Raises:
       ConfigError: the number is missing, or scopes have different numbers.

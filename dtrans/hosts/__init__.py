@@ -1,7 +1,7 @@
-"""Placement and start of a job's roles on several hosts.
+"""Placement and start of a job's roles (its server and trainer processes) on several hosts.
 
 role_table      table of a job's processes; choice of a host for each
-named_plan      plans that the command line names
+named_plan      imports the plan that a command line names as `module:plan`
 host_list       hosts that a user lists, in a file or as `gpu1:2,gpu2`
 
 Start by ssh (`dtrans launch --hosts`):
@@ -9,7 +9,7 @@ Start by ssh (`dtrans launch --hosts`):
 on_hosts        starts the roles of a job on these hosts
 host_check      checks of versions and free ports on the hosts, before the job starts
 connection      the command that runs another command on a host: ssh, or the user's `--rsh`
-remote_child    the launcher's side of a role on another host
+remote_child    starts a role on another host, receives its output and end
 remote_agent    the other host's side: starts a role and reports its end
 role_states     terminal table of roles and their states
 

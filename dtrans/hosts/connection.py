@@ -1,8 +1,8 @@
-"""Commands that run another command on a host: by `ssh`, or by the user's `--rsh`.
+"""Commands that run a program on another host: by `ssh`, or by the program in option `--rsh`.
 
-With ssh, a shell on the host parses the command. `ip netns exec` passes the words of the command
-unchanged. A word that a shell would change raises an error, so that a command means the same with
-both programs.
+With ssh, a shell on the host parses the command, and would change a word such as `*`. Other
+programs, such as `ip netns exec`, pass all words unchanged. So a word that a shell would change
+raises an error.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ def carried_variables(
 ) -> dict[str, str]:
     """Return the environment variables that the launcher sends to a role on another host.
 
-    The role gets all other variables from its host.
+    They include PYTHONPATH, and all variables that differ from this process's environment. The role
+    gets all other variables from its host.
 
     Args:
       env: all variables of the role.
-      prefixes: prefixes of variables to return.
-      names: names of further variables to return. Variables that differ from this process's
-        environment are always returned.
+      prefixes: prefixes of further variables to return.
+      names: names of further variables to return.
     """
     carried = {}
     for name, value in env.items():

@@ -2,8 +2,8 @@
 
 Servers are one Indexed job, and trainers another. The headless service of the JobSet resolves the
 host name `JOBSET-ROLE-0-INDEX.JOBSET` to a pod. A pod reads its index from an annotation, which
-Kubernetes adds to pods of Indexed jobs. In the value of a variable, Kubernetes replaces `$(NAME)`
-by the value of an earlier variable.
+Kubernetes adds to pods of Indexed jobs. A pod's own endpoint contains this index: in the value of a
+variable, Kubernetes replaces `$(NAME)` by the value of an earlier variable.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Values that are equal in all files for schedulers: command, shared variables, counts and name.
+"""Values of a job that every scheduler's file contains: command, variables, counts and name.
 
-A scheduler chooses the hosts when the job starts. So the file itself computes the variables that
-depend on hosts: the variables of `Role.environment`, and DTRANS_STATUS_ENDPOINT. All other values
-come from the table of roles.
+A scheduler chooses the hosts when the job starts. So commands in the file compute the variables
+that depend on hosts: the variables of `Role.environment`, and DTRANS_STATUS_ENDPOINT. All other
+values come from the table of roles.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class EmitParts:
       environment: variables with the same value in every role.
       servers: number of servers.
       trainers: number of trainers.
-      variable: name of the variable that lists all endpoints.
+      variable: name of the environment variable that lists all endpoints.
       observed: True if trainer 0 answers `dtrans status`, at one port above all endpoints. Jobs
         with servers do not need this, since servers answer.
       cores: processors for each role; None if the user named no number.

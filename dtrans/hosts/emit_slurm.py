@@ -6,8 +6,9 @@
 
 In a heterogeneous job, the servers are one component and the trainers another. A process computes
 its index within its component from the position of its node in `scontrol show hostnames`, because
-`SLURM_PROCID` numbers the processes of both components together. On shared nodes, the file has two
-lists, with the role and the node of each task. `role_table.place` chooses the nodes.
+`SLURM_PROCID` numbers the processes of both components together. On shared nodes,
+`role_table.place` chooses the node of each process. The file then contains two lists for `srun`:
+the role of each task, and the node of each task.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Writer of a shell script that starts a job's roles on hosts by ssh.
 
 The script keeps the standard input of each remote shell open. The first line of this input is the
-job's token. When the script ends for any reason, the input closes, and the remote shell ends its
-role.
+job's token (the secret by which processes of a job recognize each other). When the script ends for
+any reason, the input closes, and the remote shell ends its role.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Writer of a TorchX component: a Python file that defines a job's roles as an `AppDef`.
 
 TorchX fills in `${replica_id}` and `${app_id}` when it starts a replica. Each scheduler names the
-hosts of replicas differently. So the user passes a pattern for host names, with `{i}` for the index
-of the server.
+hosts of replicas differently. So the user passes the component a pattern for host names, with `{i}`
+for the index of the server.
 """
 
 from __future__ import annotations

@@ -113,7 +113,8 @@ def check_hosts(
 def _probe_in(snapshots: str | os.PathLike[str] | None) -> Iterator[str]:
     """Create a temporary file in a folder, so that hosts can check that they see the same folder.
 
-    The block asks the hosts for the file. If `snapshots` is None, the yielded path is empty.
+    The file exists inside the `with` block, which asks the hosts to find it. If `snapshots` is
+    None, the yielded path is empty.
 
     Args:
       snapshots: the folder of the job's snapshots, or None.
@@ -138,7 +139,7 @@ def _probe_in(snapshots: str | os.PathLike[str] | None) -> Iterator[str]:
 
 
 def _unreachable(found: FoundHost) -> str:
-    """Return an error text for a host that has no address that other hosts can reach."""
+    """Return the error text for a host without an address that other hosts can reach."""
     name, address = found.host.name, found.address
     fault = "cannot resolve its own name"
     if address:
@@ -245,7 +246,7 @@ class _Question:
         )
 
     def _check_answer(self, found: dict[str, Any]) -> FoundHost | str:
-        """Return the host with the facts of its answer, or the reason why it cannot run roles."""
+        """Return the host with the address, ports and cores in its answer, or an error text."""
         name = self.host.name
         other = []
         for library, version in remote_agent.versions().items():

@@ -1,8 +1,8 @@
 """Launch of a job on several hosts: `dtrans launch --hosts`.
 
-`dtrans.run.distributed.launcher` runs the job, and `SeveralHosts` is its `Site`. First
-`dtrans.hosts.host_check` checks all hosts. Then an agent on each host starts the host's roles
-(`dtrans.hosts.remote_child`).
+`dtrans.run.distributed.launcher` starts the roles (processes) and waits for them. It calls methods
+of `SeveralHosts` for all that differs from a job on one host. First `dtrans.hosts.host_check`
+checks all hosts. Then an agent on each host starts the host's roles (`dtrans.hosts.remote_child`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def launch_on_hosts(
     carried: Sequence[str] = (),
     **options: Any,
 ) -> None:
-    """Run one command as every role of a job, on several hosts, and wait until all have ended.
+    """Start one process per role of a job on several hosts, and wait until all have ended.
+
+    All processes run the same command. Environment variables tell each process its role.
 
     Args:
       command: program and arguments. If the program is this process's Python, each host runs its
@@ -88,7 +90,7 @@ def _script(command: Sequence[str]) -> str:
 
 
 class SeveralHosts(Site):
-    """Hosts of a job that the launcher reaches by ssh; it starts the roles there.
+    """Hosts of a job on which the launcher starts the roles by ssh.
 
     Args:
       hosts, rsh, python, carried: as for `launch_on_hosts`.
@@ -181,7 +183,10 @@ class SeveralHosts(Site):
         return at.endpoint(next(self._ports[at.host.name]))
 
     def variables(self, role: Role) -> dict[str, str]:
-        """Return default variables of a role: permission for other hosts, and the device to use."""
+        """Return default variables of a role, which the user can replace.
+
+        They allow connections from other hosts, and choose the device of the role.
+        """
         host = self._places[role.name]
         found: dict[str, str] = {}
         if not is_loopback(host.address):

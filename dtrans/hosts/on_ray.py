@@ -7,8 +7,9 @@ The process that calls `plan.on_ray()` is the driver.
     ray_actor       an actor with one role, which runs `plan.on_cluster()`
     on_ray          the job in the driver
 
-Ray starts the processes, and transfers endpoints, the token, batches and results. Gradients and
-parameters do not pass through Ray: roles exchange them directly, as in every job of processes.
+Ray starts the processes, and transfers endpoints, the job's secret token, batches and results.
+Gradients and parameters do not pass through Ray: roles exchange them directly, as in every job of
+processes.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ GRACE = 10.0  # seconds that servers with a folder have to save their state when
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RayState:
-    """Token for a state that the actors store, which the driver passes from step to step.
+    """Handle of the training state, which the driver passes from step to step.
 
-    The arrays are in the actors. Only the newest token of a job is valid, because each step
+    The actors store the arrays. Only the newest handle of a job is valid, because each step
     replaces the state.
 
     Attributes:
-      number: the number of earlier handles of the job.
+      number: the number of handles that the job returned before this one.
     """
 
     number: int
@@ -76,7 +77,7 @@ class RayJob(Job):
 
     Args:
       plan: the result of `dtrans.pserver`, `dtrans.nccl2`, `dtrans.sharding` or `dtrans.pipeline`.
-        Only the number of the servers' endpoints is used.
+        The job replaces the plan's server endpoints by endpoints on the cluster's nodes.
       batches: a function of (trainer, step) that returns the step's batch arguments, and runs in
         the trainer's actor. Or a dataset of Ray Data, whose columns have the names of these
         arguments. Each trainer then gets the same number of rows (`streaming_split`), and starts
@@ -212,7 +213,7 @@ class RayJob(Job):
         return self._newest()
 
     def _newest(self) -> RayState:
-        """Return a token for the new state, and make earlier tokens invalid."""
+        """Return a handle of the new state, and make earlier handles invalid."""
         number = 0 if self._state is None else self._state.number + 1
         self._state = RayState(number)
         return self._state
@@ -427,7 +428,7 @@ def _arrays(specs: Sequence[Any], trees: Sequence[Any]) -> list[Any]:
 
 
 def of_each(xs: Sequence[Any]) -> Any:
-    """Merge one result of all trainers, such as a loss that each computes for its rows.
+    """Merge the trainers' values of one result, such as the loss of each trainer's rows.
 
     Floating-point scalars are averaged. Other results are stacked along a new leading axis.
     """

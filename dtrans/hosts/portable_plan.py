@@ -1,10 +1,11 @@
 """Plans in a form that can be pickled, so that another process can rebuild them.
 
 A jaxpr cannot be pickled: it refers to tracebacks, and to primitives that JAX compares by identity.
-Ray pickles functions with cloudpickle. So a plan is sent as its recipe (`dtrans.plan.PlanRecipe`):
-the transform, its options, and for each traced program its function and the types of its arguments.
-The other process traces the functions and calls the transform. It raises an error if the
-fingerprint of the new plan differs from the original's.
+Ray pickles functions with cloudpickle. So the driver sends the call that made the plan
+(`dtrans.plan.PlanRecipe`). This call consists of the transform, such as `dtrans.pserver`, and its
+options. For each traced program it also has the function and the types of its arguments. The other
+process traces the functions and calls the transform. It raises an error if the fingerprint of the
+new plan differs from the original's.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class PortablePlan:
       transform: the transform, such as the function behind `dtrans.pserver`.
       programs: the transform's arguments that are programs, by name.
       options: the transform's other arguments, by name.
-      identity: the parts of the plan's fingerprint.
+      identity: the hashes that make up the plan's fingerprint, by name.
     """
 
     transform: Any

@@ -94,7 +94,7 @@ class RoleActor(RoleProcess):
           options: `deadline` and `patience`.
 
         Returns:
-          The id of the run (`dtrans.checkpoint.runs`).
+          The random id of this run of the job (`dtrans.checkpoint.runs`).
         """
         os.environ.update({**role.environment(), **environment})
         self.release()

@@ -1,8 +1,9 @@
 """Launch of a job on a Ray cluster: `dtrans launch --on ray`.
 
-`dtrans.run.distributed.launcher` runs the job, and `OnRay` is its `Site`. Each role has an actor,
-which starts the role's process on its node: the same script with the same variables as on one host.
-The actor streams the process's output to the launcher, line by line.
+`dtrans.run.distributed.launcher` starts the roles (processes) and waits for them. It calls methods
+of `OnRay` for all that differs from a job on one host. Each role has an actor, which starts the
+role's process on its node: the same script with the same variables as on one host. The actor
+streams the process's output to the launcher, line by line.
 
 Ray ends an actor when the driver ends. On the actor's node, `dtrans.run.distributed.orphan_guard`
 then ends the actor's process.
@@ -49,7 +50,9 @@ def launch_on_ray(
     server_resources: Mapping[str, float] | None = None,
     **options: Any,
 ) -> None:
-    """Run one command as every role of a job, on a Ray cluster, and wait until all have ended.
+    """Start one process per role of a job on a Ray cluster, and wait until all have ended.
+
+    All processes run the same command. Environment variables tell each process its role.
 
     Args:
       command: program and arguments. If the program is this process's Python, each node runs its
@@ -219,7 +222,7 @@ class RayChild(Child):
         self._lost = ""
 
     def begin(self) -> None:
-        """Let the actor start the role's process, and start a thread that reads its output."""
+        """Tell the actor to start the role's process, and start a thread that reads its output."""
         lines = self._actor.run.options(num_returns="streaming").remote(*self._order)
         self._reader = self._thread(self._follow, lines)
 
@@ -324,8 +327,9 @@ class OnRay(Site):
         return self._group.another_endpoint(roles[0].name)
 
     def variables(self, role: Role) -> dict[str, str]:
-        """Return default variables of a role: permission for other nodes, and no device without
-        resources.
+        """Return default variables of a role, which the user can replace.
+
+        They allow connections from other nodes. A role without a GPU or TPU computes on CPUs.
 
         Ray itself sets the variables that select a role's GPUs.
         """

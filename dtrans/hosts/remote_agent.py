@@ -3,16 +3,16 @@
     RSH HOST PYTHON -m dtrans.hosts.remote_agent       checks the host; it imports dtrans and JAX
     RSH HOST PYTHON -I -S hosts/remote_agent.py        runs a role; it does not import JAX
 
-The first line of the agent's standard input is an *order* in JSON. An order for a role has its
-environment, including the job's token, which must not be in argv. Each further line is a message: a
-signal for the role, the end of another role, or an empty heartbeat of the launcher. Lines that the
-agent itself writes begin with the order's `mark`; all other lines are output of the role. The agent
-writes to standard error, or to standard output when it checks a host.
+The first line of the agent's standard input is an *order* in JSON. An order for a role contains its
+environment, including the job's secret token, which must not be in argv. Each further line is a
+message: a signal for the role, the end of another role, or an empty heartbeat of the launcher.
+Lines that the agent itself writes begin with a random text, the order's `mark`. All other lines are
+output of the role. The agent writes to standard error, or to standard output when it checks a host.
 
-One invariant: the role ends with the agent, and the agent ends with its standard input. If standard
-input closes, or no message arrives for a minute, the launcher was killed or the connection is lost.
-Then the role gets SIGTERM, and SIGKILL after a grace period. If the agent is killed,
-`dtrans.run.distributed.orphan_guard` kills the role.
+No role runs on after its launcher: the role ends with the agent, and the agent ends with its
+standard input. If standard input closes, or no message arrives for a minute, the launcher was
+killed or the connection is lost. Then the role gets SIGTERM, and SIGKILL after a grace period. If
+the agent is killed, `dtrans.run.distributed.orphan_guard` kills the role.
 
 Read `dtrans.hosts.remote_child` next, which sends the orders.
 """
@@ -210,7 +210,8 @@ def _attend(child: Child, events: SimpleQueue[Any], ended: EndedRoles, silence: 
 
     Args:
       child: the role.
-      events: messages of the launcher, None at their end, and `child` when the role has ended.
+      events: messages of the launcher, then None after the last one; `child` when the role has
+        ended.
       ended: the folder from which the role learns that other roles have ended.
       silence: seconds without a message after which the launcher counts as lost.
 

@@ -1,12 +1,13 @@
-"""The launcher's side of a role on another host.
+"""Roles on other hosts, as the launcher sees them.
 
-The child process here is the connection to the agent there (`dtrans.hosts.remote_agent`):
+For each role, the launcher has a child process: the connection to an agent on the other host
+(`dtrans.hosts.remote_agent`).
 
     launcher  <-  child: `ssh HOST python hosts/remote_agent.py`  ->  agent  ->  role
 
-The launcher sends signals for the role to the agent, as lines of JSON. The agent reports the start
-and the end of the role on standard error. If the connection ends before the agent has reported the
-end, the host or the network has failed.
+The launcher sends signals for the role to the agent, as lines of JSON. The agent reports the
+start and the end of the role on standard error. If the connection ends before the agent has
+reported the end, the host or the network has failed.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@
 A table is a value: it starts no process and reserves no port. Launchers and emitters (ssh, Slurm,
 Kubernetes, TorchX, Ray) read it. It does not contain the job's token.
 
-Placement minimizes the bytes over the busiest network link. Let each of n trainers send M bytes per
-step, M / k to each of k servers. Traffic between roles on one host does not use the host's link. In
-each direction, the busiest link carries:
+`place` minimizes the bytes over the busiest network link. Assume that each of n trainers sends M
+bytes per step, M / k to each of k servers. Traffic between roles on one host does not use the
+host's link. In each direction, the busiest link carries:
 
     all roles on separate hosts                 max(M, n M / k) bytes
     k = n, one server on each trainer's host    2 (n - 1) M / n bytes
@@ -550,7 +550,7 @@ Traffic = tuple[float, float]
 def _traffic(received: int | None, sent: int | None) -> Traffic:
     """Return the bytes that a server receives and sends in a step; (1, 1) if they are unknown.
 
-    With equal numbers for all servers, placement still balances their numbers.
+    Equal values for all servers make placement give each host a similar number of servers.
     """
     if received is None or sent is None:
         return (1.0, 1.0)
@@ -663,8 +663,8 @@ def _assign_round_robin(count: int, hosts: np.ndarray, slots: np.ndarray) -> lis
 class _Links:
     """Traffic over the network link of each host, while servers are placed on hosts one by one.
 
-    A server without a host counts as outside of all hosts. So the placement of a server changes
-    only the bytes of its host.
+    Servers that have no host yet count as if each had a host of its own. So placing a server
+    changes only the bytes of the chosen host.
 
     Args:
       trainers: number of trainers.

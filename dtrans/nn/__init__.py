@@ -2,8 +2,8 @@
 
 bags      `embedding_bag`: sums or means of the rows in each bag
 sampled   noise-contrastive estimation, and samplers of noise classes
-tree      hierarchical softmax over a complete binary tree, over Huffman's tree, or along paths of
-          the batch
+tree      hierarchical softmax over a complete binary tree, over Huffman's tree, or along paths that
+          the batch contains
 """
 
 from dtrans.nn.bags import embedding_bag as embedding_bag
