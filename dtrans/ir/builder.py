@@ -53,7 +53,7 @@ class Builder:
       like: the old jaxpr, from which equations are copied; new equations may read its constants.
 
     Attributes:
-      role: role that the next equations get.
+      role: role (purpose, such as `forward`) that the next equations get.
       source: equation whose source line new equations get.
 
     Example:

@@ -54,8 +54,8 @@ def fold(
       eqn: the equation.
       out: index of the output.
       ins: for each operand its number, an `Alias` of an input, or another object if unknown.
-      is_factor: returns True if 0 * x and 0 / x may be folded to 0, where x is the operand with
-        this index. For an infinite or NaN x, this would be wrong.
+      is_factor: takes the index of an operand x. It returns True if 0 * x and 0 / x may be folded
+        to 0, which is wrong for an infinite or NaN x.
       number_of: computes an elementwise equation on numbers; returns None if it cannot.
 
     Returns:

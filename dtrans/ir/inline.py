@@ -47,7 +47,8 @@ def inline_calls(
 
     Args:
       jaxpr: the jaxpr.
-      keep: names of dtrans's identity primitives that stay.
+      keep: names of primitives of dtrans to keep, which return their operands and mark them for
+        later passes.
       rules: True to keep calls with custom derivative rules, for a later differentiation.
       body_of: returns the body that replaces an equation, or None to keep the equation. By default
         all of JAX's calls are replaced.

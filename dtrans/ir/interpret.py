@@ -71,7 +71,8 @@ class ForwardAnalysis(NamedTuple, Generic[Fact]):
       default: (type, value) -> fact of a literal or constant; the value is None if unknown.
       turn: fact of a scanned array -> fact of the slice that one iteration reads.
       stack: fact of one iteration's output -> fact of the stacked outputs.
-      fit: (result of `turn`, type of the slice) -> fact that a value of this type can have.
+      fit: (result of `turn`, type of the slice) -> the fact without entries that a value of this
+        type cannot have.
       decide: (fact of a condition, fact of a value) -> new fact of the value. The condition selects
         the branch that computes the value, or the number of iterations.
       branch: fact of the index of a `cond` -> index of the branch; None if unknown.
@@ -122,8 +123,8 @@ class Entered(NamedTuple, Generic[Fact, Result]):
       bodies: index of a body in `bodies(eqn)` -> result of `run` for the body. Branches that are
         never taken are absent.
       decision: fact of the condition of a `while`, or of the index of a `cond`.
-      ends: index of a body -> facts of its outputs; only `enter` sets it. For carried values and
-        branch outputs, these are the facts of the equation's outputs.
+      ends: index of a body -> facts of its outputs, joined over iterations and branches; only
+        `enter` sets it.
     """
 
     operands: list[Fact]

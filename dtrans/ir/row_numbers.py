@@ -1,5 +1,7 @@
 """Proofs that an integer array *counts* a dimension: its entry at index i is i, as in `arange`.
 
+With such a proof, `dtrans.ir.batched_gathers` recognizes lookups of one entry in each row.
+
 The proof follows an `iota` through equations that leave its numbers unchanged: broadcasts, lossless
 casts, wrapping of negative indices, and clamps without effect, also into calls, loops and branches.
 Any other value, e.g. `iota + 1` or a permutation, is unknown.
@@ -55,7 +57,7 @@ def numbers_of(jaxpr: Any) -> Facts[Fact]:
 
 
 def known_of(fact: Fact, component: Entry = None) -> Known:
-    """Return the fact about an array `x`, or about `x[..., component]`, from the facts about x."""
+    """Return the fact about an array x, or about `x[..., component]`; `fact` has all facts."""
     place = 0 if component is None else 1 + component
     if place < len(fact):
         return fact[place]
@@ -102,7 +104,7 @@ def _counts(aval: Any) -> bool:
 
 
 def _entries(aval: Any) -> tuple[Entry, ...]:
-    """Return the keys of facts about an array: None (all), and the indices of a short last axis."""
+    """Return None for an array x, and c for each `x[..., c]`, if the last axis is short."""
     if aval.ndim and aval.shape[-1] <= _MOST_COMPONENTS:
         return (None, *range(aval.shape[-1]))
     return (None,)

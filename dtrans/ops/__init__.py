@@ -1,17 +1,18 @@
-"""Communication as equations of programs.
+"""JAX primitives for communication, which are equations in the programs of trainers and servers.
 
 Each primitive defines the types of its results, so a program with communication can be inspected,
-costed, transformed and tested. To run it, a runner (`dtrans.run`) must implement the primitives.
+costed, transformed and tested. A *runner* (a module of `dtrans.run`) runs programs, and implements
+the primitives.
 
 rpc               send, recv and their barriers: a trainer's messages to parameter servers
 lookup            split_ids, prefetch, send_rows, fake_init, init_on_use: rows of tables
-split_concat      split_byref, concat: split of a leaf into its blocks, and the inverse
+split_concat      split_byref, concat: split of an array into blocks of rows, and the inverse
 listen_and_serv   a parameter server as one equation
 bootstrap         gen_nccl_id, broadcast: trainers connect, and start with equal values
 collective        `Collective`, the definition of a collective, and `new_collective`
-all_reduce        reduction of all parts of a value; all participants get the result
-reduce_scatter    sum of the trainers' parts; each trainer gets a piece
-all_gather        concatenation of the trainers' parts
+all_reduce        reduction of all trainers' or servers' arrays; each gets the result
+reduce_scatter    sum of the trainers' arrays; each trainer gets a slice
+all_gather        concatenation of the trainers' arrays
 all_to_all        exchange of rows among shards
 after             an array that is available only after another array
 trainer_index     index of a trainer

@@ -1,4 +1,4 @@
-"""All-gather: the parts of all trainers on the axes `over`, concatenated along dimension `axis`.
+"""All-gather: the arrays of all trainers on the axes `over`, concatenated along dimension `axis`.
 
 x... = all_gather x...   [name, over, size, axis]
 """

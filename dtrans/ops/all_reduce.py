@@ -1,4 +1,4 @@
-"""All-reduce: reduction of all parts of a value; all participants get the result.
+"""All-reduce: reduction of the arrays of all trainers, or of all servers; each gets the result.
 
     x... = all_reduce x...   [op, name, owners, over]
 
@@ -7,8 +7,8 @@ same `name`. `owners` lists the servers that have operands to reduce. The result
 these operands, in the order of `owners`. The operands of all other servers are ignored. With a
 single owner this is a broadcast.
 
-Among trainers, `over` lists the names of their mesh axes. `owners` is empty, because all trainers
-have parts.
+Among trainers, `over` lists the names of their mesh axes. `owners` is empty, because every trainer
+has an operand.
 
 Source: the all-reduce of MPI; in Paddle, `c_allreduce_{sum,prod,max,min}`
 (paddle/fluid/operators/collective).

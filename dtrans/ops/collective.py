@@ -1,4 +1,4 @@
-"""Collectives among trainers: a `Collective` has all facts that dtrans needs about a collective.
+"""Collectives among trainers: a `Collective` defines the types, the result and the lowering of one.
 
     x... = NAME x...   [name, over, size?, PARAMS...]
 
@@ -29,12 +29,12 @@ class Collective:
       type_of: function of (operand type, number of trainers, *values of `params`) that returns the
         type of the result.
       fits: function of (shape, number of trainers, *values of `params`) that returns True if the
-        values, which come from a message, are valid.
+        values are valid. Servers call it with values from a message.
       result: function of (parts, mine, xp, *values of `params`) that returns the result of one
         trainer. `parts` are the operands of all trainers in order, `mine(x, axis)` returns this
         trainer's piece of an array, and `xp` is `jnp` or `np`.
       same_for_all: True if all trainers get the same result.
-      reduces: True if the result is an elementwise reduction of the trainers' parts.
+      reduces: True if the result is an elementwise reduction of the trainers' operands.
       counts_results: True if an equation's traffic is the size of its results, as for a gather;
         False if it is the size of its operands.
     """
@@ -98,7 +98,7 @@ def collective_of(eqn: JaxprEqn) -> Collective | None:
 
 
 def moved_values(eqn: JaxprEqn) -> Sequence[Atom]:
-    """Return the values of a collective that count as its traffic: its results or its operands.
+    """Return the values with the size of a collective's traffic: its results or its operands.
 
     For a gather these are the results, which are larger. For a reduction they are the operands.
     """

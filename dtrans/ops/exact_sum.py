@@ -1,12 +1,13 @@
 """Sums whose bits do not depend on the order of additions, or on the placement of the numbers.
 
-The numbers are written in a positional system with digits of several bits. A sum has a fixed number
-of digits: the leading digit of its largest number, and the digits below it. Lower digits are
-dropped. The digits at one position are added as integers, which is exact. A *part* is the sum of
-some of the numbers in this form. Two parts are added digit by digit, starting at the leading digit
-of the larger part. Lower digits are dropped, as they would be if all numbers were in one part.
+Each number is written with digits of several bits, as in a positional number system. A sum has a
+fixed number of digits: the leading digit of its largest number, and the digits below it. Lower
+digits are dropped. The digits at one position are added as integers, which is exact. A *part* is
+the sum of some of the numbers in this form. Two parts are added digit by digit, starting at the
+leading digit of the larger part. Lower digits are dropped, as they would be if all numbers were in
+one part.
 
-    2.5 + 0.007 with three decimal digits     2 + 0, 5 + 0, 0 + 0     at positions 0, -1, -2
+    2.5 + 0.007 with three decimal digits     2 + 0, 5 + 0, 0 + 0     the 7 is dropped
 
 For n numbers the error is at most `n * 2 ** -32` of the largest number (float64: `2 ** -72`), plus
 the rounding of the result. See Demmel and Nguyen, "Parallel Reproducible Summation" (2015).
@@ -169,7 +170,7 @@ def _power(n: jax.Array, dtype: Any) -> jax.Array:
 
 
 def digit_format(dtype: Any) -> DigitFormat:
-    """Return the digit format whose vectors of digits have this dtype."""
+    """Return the digit format for vectors of digits with this dtype."""
     return DIGITS[_summed_type(dtype)]
 
 

@@ -4,25 +4,27 @@
                [endpoint, Fanin, sync_mode, on_trainer_exit, optimize_blocks, ...]
 
 The server runs until all trainers have closed their connections, and outputs its final state. The
-parameter `optimize_blocks` contains the jaxprs of the server's updates, as `cond` contains
-branches. If the optimizer computes values that depend on no row, the first block has the role
-lr_sched. Then there is a block for each parameter block. If the optimizer reduces over rows, blocks
-have several levels. A level ends with a block of role dist, which has `all_reduce` equations. The
-next level reads their results.
+parameter `optimize_blocks` contains the jaxprs of the server's update, as `cond` contains branches.
+Each of these jaxprs updates one block (range of rows) of a parameter. If the optimizer also
+computes values for all rows, such as a learning rate, the first jaxpr has the role lr_sched and
+computes these values. If the optimizer reduces over rows, as for a norm, the jaxprs run in several
+levels. The last jaxpr of a level has the role dist and contains `all_reduce` equations among
+servers. The next level reads their results.
 
-A trainer may leave a synchronous job early. `on_trainer_exit` defines the later updates. "drop":
-updates use the mean of the remaining trainers' gradients (`dtrans.slicing.mean.sent_by`). "paddle":
-the last gradient of the trainer is used once more, then zeros, and the mean is over all trainers.
-"error": the job ends. (In Paddle, a race decides. When the server gets the message `complete`, it
-plans to zero the gradient after its next update, but the end of a step reverts this. If `complete`
-arrives before all other trainers have received parameters, every later update uses the gradient.)
+A trainer may leave a synchronous job early. `on_trainer_exit` selects the rule for later updates.
+"drop": updates use the mean of the remaining trainers' gradients (`dtrans.slicing.mean.sent_by`).
+"paddle": the last gradient of the trainer is used once more, then zeros, and the mean is over all
+trainers. "error": the job ends. (In Paddle, the result depends on a race. If the trainer's last
+message, `complete`, arrives before all other trainers have received parameters, every later update
+uses the last gradient.)
 
 Each trainer sends its gradient under a separate name (`BlockGradient.sent`), perhaps encoded
-(`BlockGradient.wire`). Optimize blocks read the mean or the sum of the trainers' gradients.
+(`BlockGradient.wire`). The jaxprs read the mean or the sum of the trainers' gradients.
 
-With sync_mode=False an update uses one gradient. An optimize block may read
-`params/w.block0.bak`: the parameter block as the trainer that sent the gradient last received it.
-The state has one copy of the block for each trainer, such as `params/w.block0.trainer_1_bak`.
+With sync_mode=False an update uses one gradient, from one trainer. To correct the gradient for its
+delay, a jaxpr may read `params/w.block0.bak`: the values of the block that this trainer has
+received last. The state has a copy of the block for each trainer, such as
+`params/w.block0.trainer_1_bak`.
 
 Source: paddle/fluid/operators/distributed_ops/listen_and_serv_op.cc, and `Complete` and
 `ResetBarrierCounter` of paddle/fluid/operators/distributed/rpc_server.cc, for 1.8.
@@ -44,11 +46,10 @@ ON_TRAINER_EXIT = ("drop", "paddle", "error")
 
 
 def backup_of(block: str, trainer_id: int) -> str:
-    """Return Paddle's name of a server's copy of a block for one trainer.
+    """Return Paddle's name for a server's copy of a block, as one trainer last received the block.
 
-    In asynchronous jobs with delay compensation, a server stores each block as each trainer last
-    received it. For the block `params/w.block0` and trainer 1, the name is
-    `params/w.block0.trainer_1_bak`.
+    Asynchronous jobs with delay compensation need these copies. For the block `params/w.block0` and
+    trainer 1, the name is `params/w.block0.trainer_1_bak`.
     """
     return f"{block}.trainer_{trainer_id}_bak"
 
@@ -86,7 +87,7 @@ class BlockGradient:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OptimizeBlock(NamedJaxpr):
-    """Part of a server's update, as a jaxpr: it updates one block of parameters, for example.
+    """One jaxpr of a server's update; most of them update one block (range of rows) of a parameter.
 
     Attributes:
       name: name of the parameter block that the jaxpr updates; or `lr_sched`, or `all_reduce`.

@@ -10,23 +10,23 @@
 
 `...` stands for trainer_id, trainers, sync_mode.
 
-`split_ids` returns the sorted unique ids of all lookups in a table with `rows` rows, as `size`
-integers; unused entries are `rows`. For each operand, `outside` is the treatment of ids that are no
-rows: "error", "clip" to the nearest row, or "drop". `prefetch` receives the rows with these ids
-from their servers; rows for unused entries are zeros. `send_rows` sends the gradient of these rows
-to the servers, as `send` does for a block. `spans` lists the rows of each server: a range, or
-buckets (`dtrans.rows.row_buckets`). With `communicator`, `prefetch` and `send_rows` run in the
-background, like `recv` and `send` (`dtrans.ops.rpc`).
+`split_ids` returns the sorted unique ids of all lookups in a table with `rows` rows. The result has
+`size` integers; unused entries at its end have the value `rows`. For each operand, `outside` is the
+treatment of ids outside of the table: "error", "clip" to the nearest row, or "drop". `prefetch`
+receives the rows with these ids from their servers; rows for unused entries are zeros. `send_rows`
+sends the gradient of these rows to the servers, as `send` does for a block. `spans` lists the rows
+of each server: a range, or buckets (`dtrans.rows.row_buckets`). With `communicator`, `prefetch` and
+`send_rows` run in the background, like `recv` and `send` (`dtrans.ops.rpc`).
 
 `fake_init` returns a trainer's initial table, which has no rows. `init_on_use` represents a
 server's rows of a table, and optimizer state with one row for each of these rows. `write(n)`
 returns a program that computes `n` rows from their ids and the arguments of init. A server computes
-each row on first use; a call of the equation as a function computes all rows.
+each row on first use. If JAX evaluates the equation, it computes all rows.
 
-The last two equations belong to GEO-SGD (`geo_prefetch_p`, `geo_init_p`). There a trainer stores
-the rows that it has looked up, with their optimizer state. At first it stores none. `prefetch`
-returns the rows with these ids, and requests rows that the trainer lacks from servers. `write(n)`
-returns a program that computes the initial optimizer state of `n` rows.
+The last two equations belong to GEO-SGD (`geo_prefetch_p`, `geo_init_p`). In GEO-SGD a trainer
+stores the rows that it has looked up, with their optimizer state. At first it stores no rows.
+`prefetch` returns the rows with the given ids, and requests rows that the trainer lacks from
+servers. `write(n)` returns a program that computes the initial optimizer state of `n` rows.
 
 Source:
 paddle/fluid/operators/distributed_ops/{split_ids,prefetch,lookup_sparse_table,fake_init}_op.cc and
@@ -80,7 +80,7 @@ geo_init_p = communication("fake_init", lambda *args, types, **_: list(types))
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowsProgram:
-    """Writer of the program that computes the initial values of table rows from their ids.
+    """Callable that returns a program: the initial values of some table rows, from their ids.
 
     Calling it with a number n returns a jaxpr for n rows. The jaxpr takes the n ids, and then the
     inputs of init.

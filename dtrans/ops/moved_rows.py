@@ -2,10 +2,11 @@
 
     numbers..., X... = move_rows numbers..., X...    [fn, count, types]
 
-In a job, the host moves these rows. Here a function `fn` represents the movement. It takes two
-lists: the first `count` operands (integer arrays), and all other operands. `fn` only moves entries:
-each entry of an output is an entry of an operand, or zero. The equation never runs. Verification
-calls `fn` with positions of entries in place of entries.
+In a job, the host moves these rows, so the step's jaxpr does not contain the movement. For
+verification, an equation with a function `fn` represents the movement. `fn` takes two lists: the
+first `count` operands (integer arrays), and all other operands. `fn` only moves entries: each entry
+of an output is an entry of an operand, or zero. The equation never runs. Verification calls `fn`
+with positions of entries in place of entries.
 """
 
 from __future__ import annotations

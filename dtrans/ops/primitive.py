@@ -3,9 +3,9 @@
 Collectives among trainers also have a lowering to collectives over named axes of JAX. A runner that
 maps a program over named axes (with `jax.vmap` or `jax.shard_map`) uses the lowering.
 
-Data defines the order of equations: an equation outputs a *token*, an empty boolean array, which is
-an operand of all equations that must run later. (Without tokens XLA would reorder host callbacks,
-and the job would deadlock.)
+Data dependencies define the order of equations. An equation outputs a *token*, an empty boolean
+array, which is an operand of all equations that must run later. (Without tokens XLA would reorder
+host callbacks, and the job would deadlock.)
 """
 
 from __future__ import annotations

@@ -9,18 +9,19 @@
 
 `...` stands for trainer_id, trainers, sync_mode.
 
-`send` sends one gradient's blocks to their servers and does not wait. `send_barrier` announces that
-all gradients of this step were sent. `recv` receives the newest blocks of one parameter. In sync
-mode, these are the blocks after the update with all trainers' gradients. `fetch_barrier`
-acknowledges that blocks have arrived. Without a `recv`, `fetch_barrier` only identifies the
-trainer.
+`send` sends the blocks (ranges of rows) of one gradient to their servers and does not wait.
+`send_barrier` tells the servers that all gradients of this step were sent. `recv` receives the
+newest blocks of one parameter. In sync mode, these are the blocks after the update with all
+trainers' gradients. `fetch_barrier` acknowledges that blocks have arrived. Without a `recv`,
+`fetch_barrier` only identifies the trainer.
 
 `sections` lists the numbers of rows of a leaf's blocks. With `sections`, the operand of `send` and
 the result of `recv` are full leaves, which are split and joined when the program runs (Paddle's
 `runtime_split_send_recv`). With `communicator`, `send` and `recv` work in the background: `send`
 appends to a queue, in which gradients may be merged (`merge`), and `recv` returns the last received
-value. `send_barrier` waits until the queue is drained and the updated parameters have arrived. A
-step whose leaves are all tables receives nothing, and has a `fetch_barrier` after its last `send`.
+value. `send_barrier` waits until the queue is drained and the updated parameters have arrived. If
+all parameters are embedding tables, a step has no `recv`, and a `fetch_barrier` after its last
+`send` waits in place of it.
 
 The second `send` belongs to GEO-SGD (`geo_send_p`). Its operands are parameters that the program
 has updated. In every `push_every`-th step the trainer sends their changes to the servers. The

@@ -1,11 +1,11 @@
-"""Split of a leaf into its blocks, and the inverse: concatenation of blocks.
+"""Split of an array into its blocks (ranges of rows), and the inverse: concatenation of blocks.
 
     blocks... = split_byref X      [sections]
     X         = concat blocks...   [axis=0]
 
-Runners avoid copies for both primitives. In processes, a block of a gradient is a view of the
-gradient's buffer. A received block is written into the rows of its parameter. On a mesh, both
-primitives are part of compiled programs.
+A job of several processes runs both primitives without copies. A block of a gradient is a view of
+the gradient's buffer, and a received block is written into the rows of its parameter. On a mesh,
+XLA compiles both primitives.
 
 Source: paddle/fluid/operators/distributed_ops/split_byref_op.cc.
 """

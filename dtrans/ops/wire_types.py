@@ -57,7 +57,8 @@ class WireType:
       name: one of `WIRE_TYPES`, or "topk".
       factor: multiplies the array before a cast, and divides the array after the inverse cast.
       densities: with topk, the fraction of the numbers to send, at each level of a ramp-up.
-      level: index of the density that `encode` and `type_of` use. `decode` takes any level.
+      level: index of the density that `encode` and `type_of` use. `decode` also decodes arrays of
+        other levels.
 
     Example:
       >>> import jax.numpy as jnp
@@ -291,9 +292,9 @@ def encode_with_momentum(
 def without_last_bit(x: jax.Array) -> jax.Array:
     """Round a product to one bit less than its type has.
 
-    XLA:CPU fuses a multiplication and an addition in some programs, and not in others. Then a
-    number differs in its last bit, between jobs in one process and jobs of processes, and even
-    between two readers in one program. The rounding in between prevents the fusion.
+    In some programs, XLA:CPU fuses the product and a later addition, which changes the last bit of
+    the result. Then two jobs, or two equations that read the product, get different numbers. The
+    rounding prevents the fusion.
     """
     t = jnp.finfo(x.dtype)
     return jax.lax.reduce_precision(x, t.nexp, t.nmant - 1)

@@ -195,7 +195,7 @@ class Embedding:
         check_type("entry", self.entry, _ENTRIES, wanted)
 
     def rows(self, servers: int) -> Rows:
-        """Return the `dtrans.Rows` with the same meaning.
+        """Return these options as a `dtrans.Rows`, the form that `dtrans.pserver` takes.
 
         Args:
           servers: the number of servers.

@@ -122,8 +122,8 @@ def sharding(
       incr_ratio: the factor by which the loss scale grows.
       decr_ratio: the factor after a step that is not finite; it must be 1 / incr_ratio.
       **options: `reduce` ("mean" or "sum") and `batch` of `dtrans.sharding`, and fields of its
-        records for which Paddle has no name. Further options of Paddle are accepted with the value
-        that has no effect.
+        option classes that Paddle does not have, such as `prefetch`. Further options of Paddle are
+        accepted only with values that have no effect.
 
     Returns:
       The plan of `dtrans.sharding`.
