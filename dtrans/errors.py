@@ -90,7 +90,7 @@ class DamagedError(StateError):
 class DamagedSnapshotError(DamagedError):
     """Error: a role cannot read its state, because the snapshot of the job is damaged.
 
-    `dtrans launch --restarts` then starts all roles again, from the newest older snapshot.
+    `dtrans launch --restarts` then starts all roles again, from an older snapshot.
     """
 
 

@@ -36,7 +36,7 @@ def full_slice(name: str, aval: Any, endpoint: str = "") -> VarDistributed:
 
 
 def group_by_origin(rows: Iterable[VarDistributed]) -> dict[str, list[VarDistributed]]:
-    """Group slices by the array from which they are cut: name of the array -> slices."""
+    """Group slices by the array that contains them: name of the array -> slices."""
     found: dict[str, list[VarDistributed]] = {}
     for row in rows:
         found.setdefault(row.origin_name, []).append(row)

@@ -2,7 +2,7 @@
 
 segments        divides a program into compiled pieces, with communication between them
 spmd            runs one trainer's program on all trainers: on a mesh, or on one device
-lowering        converts a program to the function that one trainer on a named axis runs
+lowering        converts a program to a JAX function of one trainer
 merge           rules that merge the results of all trainers
 batch           batches that are divided among trainers: checks and padding
 state           checks of the state that a user passes to a step
@@ -10,7 +10,7 @@ nonfinite       infinities and NaNs in gradients, found on the trainer that comp
 lowered         compiled functions of a step, recorded for users and compiled once
 platforms       differences between CPUs and accelerators
 feeder          loads the next batches in a thread, while a step runs
-batch_source    a user's batches, with a way back to an earlier batch
+batch_source    a user's batches, with a return to an earlier batch
 metrics         metrics of training, written to TensorBoard, a CSV file or a function
 summary_writer  summaries as TensorBoard events
 """

@@ -1,8 +1,8 @@
 """Division of batches among trainers: checks of their arrays, and padding.
 
 The `Share` of an array says which part each trainer gets. It is the dimension that is split over
-the trainers, or "replicated" (every trainer gets the full array), or "key". All split arrays of a
-batch have the same number of rows.
+the trainers, "replicated" for an array that every trainer gets in full, or "key". Into a key (a
+random key), each trainer folds its id. All split arrays of a batch have the same number of rows.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ def check_rows(
 def share_of(name: str, x: Any, trainers: int, unsplit: Collection[str]) -> Share:
     """Return the part of an array that each trainer gets: 0, "replicated" or "key".
 
-    An array is split on dimension 0 if it has dimensions, and `unsplit` does not name it. Into a
-    PRNG key, each trainer folds its id.
+    An array is split on dimension 0 if it has dimensions, and `unsplit` does not name it. "key" is
+    for random keys, into which each trainer folds its id.
     """
     if trainers == 1 or name in unsplit:
         return "replicated"
@@ -207,10 +207,10 @@ def pad_rows(x: Any, axis: int, count: int) -> Any:
 
 
 def check_uneven(rows: int, trainers: int, is_supported: bool) -> None:
-    """Raise BatchError if a step cannot take a batch that `shard_batch` has split unevenly.
+    """Raise BatchError if a user passed `dtrans.UnevenPart`s, but the step needs equal parts.
 
-    Trainers then get `dtrans.UnevenPart`s, with different numbers of rows. The plan must support
-    them, and the rows must not be divisible by the number of trainers.
+    `job.shard_batch` returns such parts only if the plan can pad them, and the number of trainers
+    does not divide the rows.
 
     Args:
       rows: number of rows of the full batch.

@@ -1,8 +1,8 @@
-"""A user's batches, with a way back to an earlier batch, for `dtrans.feed`.
+"""A user's batches, with a return to an earlier batch, for `dtrans.feed`.
 
 After the failure of a process, a job repeats steps, and needs their batches again. The *position*
 of a source is the number of batches before the next one. Some loaders can save and restore their
-state; a *mark* is such a state at a position. `dtrans.run.base.feeder` reads a source in a thread.
+state. `dtrans.run.base.feeder` reads a source in a thread.
 """
 
 from __future__ import annotations

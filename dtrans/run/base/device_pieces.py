@@ -1,6 +1,6 @@
 """Pieces of a program that the devices of one trainer run together.
 
-A trainer may have a mesh of devices. The program of one device is cut into pieces, with
+A trainer may have a mesh of devices. The program of one device is divided into pieces, with
 communication between them (`dtrans.run.base.segments`). `map_pieces` maps each piece over the
 devices. Between two pieces, a value has one of three layouts:
 
@@ -45,10 +45,10 @@ def map_pieces(
     """Convert the pieces of one device's program to pieces that all devices of a trainer compute.
 
     Args:
-      pieces: the program of one device, cut at its communication with other roles.
+      pieces: the program of one device, divided at its communication with other roles.
       dims: for each divided input, the dimension that each axis divides: name -> axis -> dimension.
       axes: the axes of the devices.
-      spread: maps a function over the devices.
+      spread: function that maps a function of one device over all devices.
       among_devices: the communication primitives that only the devices of one trainer run.
 
     Returns:

@@ -5,11 +5,11 @@
             state, loss = job.step(state, x, y)
 
 `loader` yields global batches. It may be any iterator of NumPy arrays: a grain loader,
-`tf.data.Dataset.as_numpy_iterator()`, or a generator. Each process cuts its part out of a batch
+`tf.data.Dataset.as_numpy_iterator()`, or a generator. Each process takes its part of a batch
 (`job.shard_batch`). On a mesh, `feed` copies batches to the devices where steps read them.
 
-`job.steps` reads batches before their steps. The position counts a batch only after its step, so
-that a saved position is the number of the next step.
+`job.steps` reads batches before their steps run. The position of a feed counts a batch only after
+its step. So a saved position is the number of the next step.
 
 To go back to an earlier batch, `feed` ends the thread, and starts another at this batch.
 `dtrans.run.base.batch_source` finds the batch.
@@ -35,7 +35,7 @@ from dtrans.run.base.batch_source import BatchSource, open_source
 
 
 class _Loaded(NamedTuple):
-    """Loaded batch that waits for a step, or the end of the batches, or an error.
+    """Item of the queue between the loading thread and the steps: a batch, or an error.
 
     Attributes:
       batch: this process's part.

@@ -1,4 +1,4 @@
-"""Compiled functions of a step: a record for `job.lower`, and a cache of equal functions."""
+"""Record of a step's compiled functions for `job.lower`, and reuse of equal compiled functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class LoweredStep:
-    """Compiled functions of a step, in the order of their calls, for inspection. See `job.lower`.
+    """Lowered functions of a step, in the order of their calls; result of `job.lower`.
 
     Attributes:
       parts: maps the name of each function to the result of `jax.jit(...).lower`. Names are
@@ -46,7 +46,7 @@ def recording() -> Iterator[dict[str, Any]]:
 
 
 def call_recorded(name: Callable[[], str], jitted: Callable[..., Any], *args: Any) -> Any:
-    """Call a jitted function. During `job.lower`, also record its lowered form.
+    """Call a jitted function. Inside `recording`, also record its lowered form.
 
     Args:
       name: function that returns the name for the record. It is called only inside `recording`.

@@ -1,4 +1,4 @@
-"""Conversion of a program to a function that one trainer runs, with JAX's collectives."""
+"""Conversion of a trainer's program to a JAX function that calls JAX's collectives."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from dtrans.run.base.segments import Rules, interpret
 def per_trainer(
     program: Program, rules: Callable[[], Rules] = lambda: OVER_AXIS
 ) -> Callable[..., list[Any]]:
-    """Convert a program to a function of flat arrays, which each trainer on a named axis runs.
+    """Convert a trainer's program to a JAX function of a flat list of arrays.
 
-    Callers map the function over all trainers by `jax.shard_map` or `jax.vmap`.
+    The function's collectives need a named axis: callers map it over all trainers by
+    `jax.shard_map` or `jax.vmap`.
 
     Args:
       program: the program of one trainer.
-      rules: function that returns the implementation of each communication primitive, for one
-        trace. By default these are JAX's collectives over the axis.
+      rules: returns an implementation of each communication primitive. It is called for each trace.
+        The default implementations are JAX's collectives over the axis.
     """
     inner = program.inner
     constants = dict(zip(inner.constvars, program.jaxpr.consts, strict=True))

@@ -15,9 +15,10 @@ class Merge:
     """Rule that merges one result, such as the loss, over all trainers.
 
     Attributes:
-      way: the rule, one of the above.
+      way: the rule: "mean", "sum", "same" (all results are equal), "each" (a stack of all results),
+        "concat" (concatenate rows) or "joined" (rows are concatenated already).
       axis: dimension of the rows.
-      rows: number of rows that are not padding; None if there is no padding.
+      rows: for "concat" and "joined", the number of rows before the padding; None without padding.
 
     Example:
       >>> Merge("concat", rows=3)(jnp.array([[1, 2], [3, 0]]))
@@ -32,8 +33,7 @@ class Merge:
         """Merge the results of all trainers.
 
         Args:
-          x: the results, stacked on a leading dimension. With "joined", their rows are
-            concatenated.
+          x: the results, stacked on a leading dimension; for "joined", one array with all rows.
         """
         if self.way in ("concat", "joined"):
             if self.way == "concat":

@@ -59,7 +59,7 @@ class NonfiniteCheck:
         """Warn about gradients that are not finite, or record them for `check` to raise an error.
 
         Args:
-          trainer: the trainer that computed the gradients. None if `names` contain the trainer.
+          trainer: the trainer that computed the gradients; None if each name already contains it.
           names: names of the gradients.
         """
         owner = "" if trainer is None else f" of trainer {trainer}"
@@ -107,9 +107,9 @@ class NonfiniteCheck:
     def rules(
         self, rules: Rules, buckets: Mapping[str, Sequence[str]], over: Sequence[str]
     ) -> Rules:
-        """Return functions for collectives that also check gradients before they are summed.
+        """Return implementations of collectives that also check gradients before their sum.
 
-        Use the result for only one trace.
+        The result remembers which reductions it has checked, so use it for only one trace.
 
         Args:
           rules: the implementation of each communication primitive.

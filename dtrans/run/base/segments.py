@@ -2,9 +2,9 @@
 
 XLA cannot send messages to other processes. So the equations between two communications become one
 jitted function, a *piece*, and Python code executes the communication. A `send` has no result, so
-it moves behind later computation, until `group_bytes` of gradients are ready. The result is a few
-large pieces, and each message contains several gradients. All other communication stays in its
-place.
+it can wait: it moves behind later computation until `group_bytes` of gradients are ready. So there
+are only a few large pieces, and each message contains several gradients. All other communication
+stays in its place.
 
 JAX dispatches pieces asynchronously. The sends of a piece come after the dispatch of the next
 piece, so that the device computes while gradients are sent.
@@ -95,7 +95,7 @@ class Carry:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Segments:
-    """Program cut into compiled pieces and communication.
+    """Program, divided into compiled pieces and communication between them.
 
     Attributes:
       program: the program.

@@ -36,7 +36,7 @@ class AxisSharding:
     rows.
 
     Attributes:
-      cut: pairs (dimension of one trainer's value, axes that shard the dimension).
+      cut: pairs (dimension of the value, axes along which trainers divide this dimension).
       stacked: axes along which trainers have different values. The global array stacks them on a
         leading dimension.
       first: axes along which values may differ. The global array is the value of the first trainer.
@@ -66,9 +66,9 @@ class AxisSharding:
         return frozenset(self.stacked).union(*(names for _, names in self.cut))
 
     def sharded_along(self, dim: int | None, *axes: str) -> AxisSharding:
-        """Return the sharding with a dimension that some axes divide.
+        """Return a copy of the sharding in which the given axes divide dimension `dim`.
 
-        If the axes divided another dimension before, they no longer do.
+        In the copy, they divide no other dimension.
 
         Args:
           dim: the dimension; None to return the sharding unchanged.
@@ -96,7 +96,7 @@ class AxisSharding:
         return sharding
 
     def restrict_to(self, axes: Collection[str]) -> AxisSharding:
-        """Return the sharding without all axes that are not in `axes`. Their size must be 1."""
+        """Return the sharding with only the axes in `axes`. All other axes must have size 1."""
 
         def known(names: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(name for name in names if name in axes)
@@ -172,7 +172,7 @@ def on_one_device(
         are ignored.
       ins, outs: shardings of the function's operands and results.
       in_turn: True to run one trainer after the other, in the memory of one trainer. The function
-        must have no collectives, and its results must be cut or stacked along every axis.
+        must have no collectives, and its results must be divided or stacked along every axis.
 
     Returns:
       A function of global arrays. It raises ValueError if a result is replicated along an axis, but

@@ -70,7 +70,7 @@ class SummaryWriter:
           step: index of the step.
           values: maps each tag to its value, as `dtrans.step.summary.merge` returns it. An image
             may also be [height, width, channels], and audio [frames] or [frames, channels].
-          specs: the summaries to write. A text needs no value: it is in its spec.
+          specs: the summaries to write. A text summary contains its text, and needs no value.
 
         Raises:
           ConfigError: a summary has no value, or a value has no summary; an array has the wrong

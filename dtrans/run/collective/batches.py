@@ -26,7 +26,7 @@ from dtrans.run.collective.trainers import Trainers
 
 
 class TrainerBatches:
-    """Splitter of batches: gives each trainer of a job its rows of every batch array.
+    """Division of batches: gives each trainer of a job its rows of every batch array.
 
     For example, 4 trainers get 2 rows each from a batch of 8 rows. Scalars are replicated.
 

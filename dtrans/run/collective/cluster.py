@@ -10,7 +10,7 @@ Gloo on CPUs and with NCCL on GPUs. Trainer 0 broadcasts its first state to all 
 
 All trainers must run the same collectives in the same order. They compare their programs at the
 first step, and again when the types of the batch change. If the types change on only one trainer,
-the others do not take part in the comparison, and that trainer raises DeadlineError.
+the others do not take part in the comparison. Then that trainer raises DeadlineError.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class SurvivingJob(Job):
         return self._job.sharding_of(name)
 
     def _run_with_survivors(self, run: Callable[[CollectiveJob], Any]) -> Any:
-        """Run an operation of the job, such as a step; after a failure, repeat it without the lost.
+        """Run an operation of the job, such as a step; if trainers fail, repeat it without them.
 
         Args:
           run: function that runs the operation with a job. The survivors' job replaces the first
@@ -301,8 +301,8 @@ def local_piece(x: Any) -> Any:
 class ClusterFabric:
     """Communication for `dtrans.Executor`, which runs the programs of an nccl2 job one by one.
 
-    An executor is an alternative to `plan.on_cluster()`: the user calls it with a program at a
-    time, as in Paddle.
+    An executor is an alternative to `plan.on_cluster()`: as in Paddle, the user calls
+    `Executor.run` for each program.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ class FirstState:
 
     @cached_property
     def _opened(self) -> ClosedJaxpr:
-        """Startup program in which constants are inputs, so that trainer 0 can send its constants.
+        """Startup program with constants as inputs, so that trainer 0 can send its own constants.
 
         All trainers then compute with the same constants.
         """
@@ -87,7 +87,7 @@ class FirstState:
     def compiled(self) -> Any:
         """Compiled startup program, in which each device computes only its slices of the state.
 
-        It takes the program's constants, and then the arrays of init's arguments.
+        Its arguments are the program's constants, and then the arrays of init's arguments.
         """
         names, run = self.program.out_names, jaxpr_as_fun(self._opened)
         plan, trainers = self._plan, self._trainers

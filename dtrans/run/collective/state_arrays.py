@@ -81,7 +81,7 @@ class StateArrays:
         return CollectiveState(*parts)
 
     def unpad(self, name: str, x: Any) -> Any:
-        """Remove the padding from an array that was padded to equal slices. Call it inside jit."""
+        """Remove the padding from an array that was padded to equal slices; call this in a jit."""
         shape = self.shape(name)
         return x if shape is None else without_padding(x, shape)
 

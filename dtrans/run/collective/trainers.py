@@ -22,7 +22,7 @@ from dtrans.run.base.spmd import AxisSharding, Function
 class StepLayout:
     """Distribution of a step's inputs and outputs over trainers, and the rules that merge outputs.
 
-    A backend needs it to run the program of one trainer on all trainers.
+    A backend reads this description to run the program of one trainer on all trainers.
 
     Attributes:
       axes: all axes of the devices, as pairs (name, size).
@@ -79,7 +79,7 @@ class Trainers(abc.ABC):
 
     Attributes:
       mesh: the devices of the trainers; None if one device simulates all.
-      run_id: the default tag of the run's checkpoints.
+      run_id: identifier of this run, which its checkpoints record.
       here: number of trainers whose rows of the batch this process passes.
       part: (index of this process's part of the batch, number of parts).
       who: name of this process's trainers in errors; "" for the default, "N trainers".
@@ -122,7 +122,7 @@ class Trainers(abc.ABC):
     def check_step(  # noqa: B027
         self, program: Program, split: Sequence[str], merges: Mapping[str, str]
     ) -> None:
-        """Check that all processes are about to run the same program, so that no collective hangs.
+        """Check that all processes will run the same program, because their collectives could hang.
 
         Args:
           program: the program of one trainer.
