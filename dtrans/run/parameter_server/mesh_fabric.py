@@ -296,7 +296,7 @@ class _MeshServer:
 
 
 def _unstack(sent: Sequence[Mapping[int, str]], grads: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert gradients in the mesh's layout to one gradient for each trainer, by name.
+    """Split gradients of all trainers, as a mesh stores them, into each trainer's gradients.
 
     Args:
       sent: one dict for each gradient. It maps the id of a trainer to the name under which this
@@ -510,7 +510,7 @@ class MeshStepFabric(StepFabric):
         return each if self._trainers.is_stacked(eqn.outvars[0]) else each[:1]
 
     def _from_host(self, eqn: JaxprEqn, results: Sequence[Any]) -> Sequence[Any]:
-        """Copy an equation's results to the trainers' devices.
+        """Copy results that were computed on the host to the trainers' devices.
 
         Args:
           eqn: the equation.

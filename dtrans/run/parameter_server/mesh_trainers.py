@@ -4,7 +4,7 @@ A value of the program has one of three layouts. A *replicated* value is the sam
 *stacked* value is a global array with one row for each trainer, sharded over the trainers' mesh. A
 *split* value is a batch array with rows (dimension 0) that are sharded over the trainers.
 
-The program is cut into pieces at its communication with servers. Each piece becomes one
+The program is divided into pieces at its communication with servers. Each piece becomes one
 `jit(shard_map)`. A device with several trainers runs the trainers in turn. Exchanges of values in
 the middle of a step are collectives over the mesh axis. They combine values in the same order as a
 server: the order of the trainers.

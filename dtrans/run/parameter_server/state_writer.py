@@ -44,7 +44,7 @@ class _Write(NamedTuple):
         failure.
       keep: function that writes the state.
       copies: result of the copying thread: the state, with copies of arrays that updates overwrite.
-      mark: the run and the step.
+      mark: identifier of the run and the step, which the file contains.
       done: result of the writing thread, which is set after the write.
     """
 
@@ -93,7 +93,7 @@ class StateWriter:
           name: name of the checkpoint.
           state: arrays by name. The arrays in `spent` must not change before `wait_copied`. The
             other arrays must not change before the end of the write.
-          mark: the run and the step.
+          mark: identifier of the run and the step, which the file contains.
           spent: names of the arrays that must be copied, because the next update overwrites their
             memory, or because they are `RowPieces`.
         """

@@ -56,9 +56,10 @@ def merge_results(
 
     Args:
       plan: the plan of the job.
-      exchange: sends values to a server, and returns the merged values (`Executor.exchange`).
+      exchange: function that sends values to a server, and returns the merged values
+        (`Executor.exchange`).
       outputs: the results of the trainer's program.
-      call: the call of the program.
+      call: the program and the arguments that computed the results.
 
     Raises:
       BatchError: trainers used parts of different sizes. Servers have applied the update already.

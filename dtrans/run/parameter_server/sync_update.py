@@ -348,7 +348,7 @@ class SyncUpdate:
         self._grouped.create(ids)
 
     def rows(self, name: str, ids: np.ndarray, *, train: bool) -> np.ndarray:
-        """Return the current rows of a block of a table.
+        """Return current rows of a block (a table's rows on this server).
 
         Args:
           name: name of the block.

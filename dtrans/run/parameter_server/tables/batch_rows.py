@@ -60,7 +60,7 @@ class BatchRows:
     def _check(
         self, program: Program, eqns: Sequence[JaxprEqn], read: Collection[Any], rules: Rules
     ) -> None:
-        """Raise ConfigError if ids depend on the state, or on communication without a rule."""
+        """Raise ConfigError if ids depend on the state, or on communication that `rules` lacks."""
         state = [n for n in program.args[0].names if program.invars[n] in read]
         remote = [e for e in eqns if is_communication(e) and e.primitive not in rules]
         if state:

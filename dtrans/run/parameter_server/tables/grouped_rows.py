@@ -97,7 +97,7 @@ class GroupedRows:
             slots[places] = its_slots
 
     def _initialize(self, new: Sequence[_New]) -> list[list[np.ndarray]]:
-        """Return the initial rows of each block, with one call for tables with equal programs."""
+        """Return the initial rows of several tables; tables with equal programs need one call."""
         found: list[list[np.ndarray]] = [[] for _ in new]
         groups: dict[Hashable, list[int]] = {}
         for i, (table, ids) in enumerate(new):

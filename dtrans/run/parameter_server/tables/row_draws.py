@@ -17,7 +17,7 @@ from dtrans.ir.array_fns import words
 
 
 class RowDraws:
-    """Random numbers for the rows of a table.
+    """Random numbers with which a row filter decides to store rows of a table.
 
     Args:
       table: name of the table.

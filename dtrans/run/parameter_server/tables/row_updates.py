@@ -35,7 +35,7 @@ class RowUpdates:
     """Updates of a server in which some gradients are those of table rows.
 
     Args:
-      tables: the server's blocks of tables, by name.
+      tables: the server's blocks (rows of a table on this server), by name.
       take: function that returns rows of a group of blocks and of their optimizer state, padded
         with zeros.
       put: function that stores new rows of a block and of its optimizer state. It returns these

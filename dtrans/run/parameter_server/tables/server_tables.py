@@ -45,7 +45,7 @@ class ServerTables:
         self.went_back = False
 
     def report(self) -> Sequence[TableReport]:
-        """Return the rows and bytes of each block."""
+        """Return the numbers of rows and bytes of each block (a table's rows on this server)."""
         return [self._report_of(t) for t in self._blocks.values()]
 
     def _report_of(self, table: TableBlock) -> TableReport:
@@ -63,7 +63,7 @@ class ServerTables:
         """Free the rows without a gradient in the last `unused_for` steps; return their number.
 
         Args:
-          name: name of the block.
+          name: name of the block (a table's rows on this server).
           unused_for: the number of steps.
           under_way: ids of rows with a gradient that has not arrived yet. These rows are not
             evicted.
@@ -87,7 +87,7 @@ class ServerTables:
         """Return the ids of the rows that were changed or evicted after a step.
 
         Args:
-          name: name of the block.
+          name: name of the block (a table's rows on this server).
           since: the number of the step.
 
         Returns:

@@ -100,7 +100,10 @@ class StoredRows:
         return found
 
     def known_ids(self) -> np.ndarray | None:
-        """Return the sorted ids of existing, evicted and counted rows; None if all rows exist."""
+        """Return the sorted ids of all rows in the hash table; None if all rows exist.
+
+        These are existing rows, evicted rows, and rows that a row filter has counted.
+        """
         return None if self._directory is None else self._directory.items()[0]
 
     def evicted(self) -> tuple[np.ndarray, np.ndarray]:
@@ -162,7 +165,7 @@ class StoredRows:
         return np.arange(start, stop)
 
     def mark_missing(self, ids: np.ndarray, changed: np.ndarray) -> None:
-        """Record the evicted and the counted rows of a checkpoint, with `changed` of each row."""
+        """Record rows of a checkpoint that do not exist: evicted, or counted by a row filter."""
         if self._directory is not None:
             self._directory.put(ids, changed)
 

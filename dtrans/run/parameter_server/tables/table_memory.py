@@ -165,7 +165,7 @@ class TableMemory:
         return rows.take(self._current(ids, slots), 0, mode="clip")
 
     def admit(self, gradients: Mapping[str, RowGradient]) -> Mapping[str, RowGradient]:
-        """Remove the gradients of rows that the table's row filter does not store yet.
+        """Remove the gradients of rows that the table's row filter has not admitted to memory yet.
 
         Without a row filter, all gradients are returned.
 
@@ -224,7 +224,7 @@ class TableMemory:
         return self._draws(self.table.span.in_leaf(ids), self.step)
 
     def take(self, ids: np.ndarray, size: int) -> dict[str, np.ndarray]:
-        """Return rows and their optimizer state for an update, padded to `size` with zeros."""
+        """Return rows and their optimizer state for an update, padded to `size` rows with zeros."""
         return take_together([(self, ids)], size)
 
     def copy_rows(self, ids: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
@@ -588,7 +588,8 @@ def take_together(
     one for each array of their optimizer state.
 
     Args:
-      tables: blocks of tables that form a group, each with the ids of its rows.
+      tables: blocks (a table's rows on this server) that form a group, each with the ids of its
+        rows.
       size: number of rows of each array of the result, which is padded with zeros.
 
     Returns:

@@ -205,7 +205,7 @@ class TracedChanges:
 
         Args:
           k: id of the trainer.
-          name: name of the block.
+          name: name of the block (a table's rows on this server).
           ids: padded ids of the rows.
         """
         self._note(name, ids, lambda notes, ids: notes.asked(k, name, ids))
@@ -215,7 +215,7 @@ class TracedChanges:
 
         Args:
           k: id of the trainer.
-          name: name of the block.
+          name: name of the block (a table's rows on this server).
           ids: padded ids of the rows.
         """
         self._note(name, ids, lambda notes, ids: notes.changed(k, name, ids))

@@ -54,11 +54,11 @@ class TracedMemory:
         self.reads = () if missed is None else tuple(missed.reads)
 
     def admit(self, gradients: Mapping[str, RowGradient]) -> Mapping[str, RowGradient]:
-        """Return all gradients: a row filter stores all rows in a traced step."""
+        """Return all gradients, because in a traced step a row filter admits all rows."""
         return gradients
 
     def take(self, ids: Any, size: int) -> dict[str, Any]:
-        """Return rows and their optimizer state for an update, padded to `size` with zeros."""
+        """Return rows and their optimizer state for an update, padded to `size` rows with zeros."""
         assert len(ids) == size, "traced ids are padded"
         return take_rows(self._table, ids, self.arrays)
 
@@ -92,8 +92,8 @@ def fetch_rows(eqn: JaxprEqn, uniq: Any, give: Callable[[str, str, Any], Any]) -
     Args:
       eqn: the equation.
       uniq: padded ids.
-      give: function that returns rows of a block. Its arguments are the server's endpoint, the
-        block's name, and padded ids in the block.
+      give: function that returns rows of a block (a table's rows on one server). Its arguments are
+        the server's endpoint, the block's name, and padded ids in the block.
     """
     p, (t, *_) = eqn.params, eqn.params["types"]
     where = subset(p, ("epmap", "names"))
