@@ -5,9 +5,9 @@
                                             compute the last layer
 
 So the all-gather overlaps with computation. The scan carries the gathered layer from one iteration
-to the next. The last layer is computed after the scan, so that no layer is gathered twice. The
-rewritten body indexes the stacked operands itself: a scan over a stack shifted by one layer would
-need a copy of the stack.
+to the next. The last layer is computed after the scan, because there is no next layer to gather.
+The rewritten body indexes the stacked operands itself: a scan over a stack shifted by one layer
+would need a copy of the stack.
 """
 
 from __future__ import annotations

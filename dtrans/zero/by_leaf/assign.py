@@ -11,8 +11,8 @@ only one rank. So the last ranks may own no parameter. In stage 2, `use_order` d
 each bucket contains gradients of all ranks, and the backward pass computes the gradients of rank 0
 last.
 
-If the optimizer computes one new parameter from several old ones (`RowAnalysis.groups`), one rank
-owns all of them.
+If an equation of the optimizer combines several parameters (`RowAnalysis.groups`), one rank owns
+all of them.
 
 Source: `partition_parameters` of passes/auto_parallel_sharding.py (Paddle).
 """
