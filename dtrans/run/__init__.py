@@ -14,6 +14,6 @@
     replays             sequential references of asynchronous modes, for `plan.verify()`
 
 A *runner* is a function that creates a running job from a plan. It splits the plan's programs at
-their communication (`base.segments`), and compiles the pieces. Plans find their runners in the
-registry of `dtrans.plan`, so that the packages of plans need not import this package.
+each send or receive (`base.segments`), and compiles the pieces. Runners register with
+`dtrans.plan`, so that the packages of plans need not import this package.
 """

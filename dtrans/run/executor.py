@@ -5,8 +5,9 @@ compiled pieces (`dtrans.run.base.segments`). Between the pieces,
 `dtrans.run.parameter_server.fabric` sends and receives messages. The executor connects to servers
 at the first communication.
 
-In nccl2 mode, `dtrans.run.collective.cluster` executes the communication of the startup program. A
-trainer's program is compiled as one function for all trainers, with XLA's collectives.
+Programs of nccl2 mode (data parallelism without servers) run in another way. A trainer's program is
+compiled as one function for all trainers, with XLA's collectives. `dtrans.run.collective.cluster`
+executes the communication of the startup program.
 """
 
 from __future__ import annotations
@@ -64,18 +65,21 @@ class Executor:
 
     In a pserver process:
 
-        exe = dtrans.Executor() state = exe.run(pserver_startup, key)
+        exe = dtrans.Executor()
+        state = exe.run(pserver_startup, key)
         state = exe.run(pserver, state)  # returns when every trainer has closed
 
     In a trainer process:
 
         with dtrans.Executor() as exe:
-            params = exe.run(t.get_trainer_startup_program(), key) for x, y in batches:
+            params = exe.run(t.get_trainer_startup_program(), key)
+            for x, y in batches:
                 params, loss = exe.run(trainer, params, x, y)
 
     In a trainer process of GEO-SGD, and of nccl2 mode after `dtrans.connect()`:
 
-        params, opt_state = exe.run(t.get_trainer_startup_program(), key) for x, y in batches:
+        params, opt_state = exe.run(t.get_trainer_startup_program(), key)
+        for x, y in batches:
             params, opt_state, loss = exe.run(trainer, params, opt_state, x, y)
 
     In nccl2 mode, a result with one row per example, or one per trainer, has only this trainer's
@@ -218,7 +222,7 @@ class Executor:
         return self._meshes[program]
 
     def _compute(self, piece: Compute, values: Sequence[Any]) -> Sequence[Any]:
-        """Run a compiled piece of a program, when its table rows have arrived."""
+        """Wait for the table rows that a compiled piece of a program reads; then run the piece."""
         self._fabric.receive_rows()
         return piece.jitted(*values)
 
@@ -234,7 +238,7 @@ class Executor:
             )
 
     def announce(self, program: Program, *batch: Any) -> None:
-        """Request the table rows that a later step looks up, without waiting for them.
+        """Request rows of embedding tables for a later step, without waiting for them.
 
         `job.prefetch` calls this method. `dtrans.protocol.tables.rows_ahead` describes the
         messages.
@@ -265,14 +269,14 @@ class Executor:
     ) -> list[Any]:
         """Send this trainer's values to a server, and return the merged values of all trainers.
 
-        The loss is an example. All trainers must call this method between the same two steps, with
-        the same `ways`.
+        For example, a job merges the losses of all trainers into one loss in this way. All trainers
+        must call this method between the same two steps, with the same `ways`.
 
         Args:
           endpoint: the server that merges the values.
-          number: number of this exchange in the step.
-          ways: for each value, name and arguments of the collective, such as ("all_reduce", "sum");
-            see `dtrans.ops.rpc`.
+          number: number of exchanges in this step before this one.
+          ways: for each value, the collective to compute, with its arguments, such as
+            ("all_reduce", "sum"); see `dtrans.ops.rpc`.
           values: this trainer's values.
         """
         return put_on_device(self._fabric.exchange(endpoint, number, ways, values))
@@ -355,7 +359,7 @@ class Executor:
         return self._fabric.geo
 
     def set_storage(self, storage: ServerStorage) -> None:
-        """Set the functions with which a server in this process saves its state."""
+        """Set the functions with which a server in this process saves its state to disk."""
         self._fabric.storage = storage
 
     def close(self, error: BaseException | None = None) -> None:
@@ -392,7 +396,10 @@ def snapshot_for_role(program: Program, mesh: DeviceMesh | None = None) -> Segme
 
 
 def _computed(program: Program) -> Rules:
-    """Return functions for the primitives that compiled pieces compute: `trainer_index`."""
+    """Return functions that compute dtrans's own primitives in compiled pieces of a program.
+
+    The only one is `trainer_index`.
+    """
     return {trainer_index_p: functools.partial(_trainer_index, program)}
 
 

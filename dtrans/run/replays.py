@@ -115,7 +115,7 @@ def _replace_jaxpr(step: Program, jaxpr: Any, **options: Any) -> Program:
 
 
 def _part_type(t: Any, parts: int, is_split: bool) -> jax.ShapeDtypeStruct:
-    """Return the type of one part of a batch array, or of the array unless `is_split`."""
+    """Return the type of a batch array; if it is divided, with only 1/`parts` of the rows."""
     shape = t.shape
     if is_split and t.ndim:
         shape = (t.shape[0] // parts, *t.shape[1:])
@@ -125,7 +125,7 @@ def _part_type(t: Any, parts: int, is_split: bool) -> jax.ShapeDtypeStruct:
 def _part(x: Any, trainer: int, turn: int, trainers: int, steps: int) -> Any:
     """Return the rows of a batch array that a trainer reads in one of its local steps.
 
-    Into a PRNG key, the function folds the trainer's id and the number of the step.
+    If the array is a PRNG key, fold the trainer's id and the number of the step into it instead.
 
     Args:
       x: the array.
@@ -178,16 +178,16 @@ _WAYS: Mapping[str, Callable[[Sequence[Sequence[Any]], list[Any]], Any]] = {
 def replay_turns(plan: PServerPlan, batch: Values, init_args: Sequence[Any] = ()) -> Program:
     """Return a program that computes an asynchronous job on one device, for `plan.verify()`.
 
-    The program takes single steps of trainers (*turns*) in the order of `RecordedOrder`. Batch
-    arrays of the program have an additional first dimension, with one entry for each batch of the
-    order. The outputs are a dict: the servers' state, the results of all turns, and the trainers'
-    final state.
+    The program takes single steps of trainers (*turns*) in a fixed order (`RecordedOrder`), which
+    the compared job has, too. Batch arrays of the program have an additional first dimension, with
+    one entry for each batch. The outputs are a dict: the servers' state, the results of all turns,
+    and the trainers' final state.
 
     Args:
       plan: the plan of the job.
       batch: types of one batch's arrays, by name. With GEO-SGD, one trainer reads this batch.
-      init_args: arguments of the init. With GEO-SGD, the init computes the optimizer state of a row
-        that a trainer looks up for the first time.
+      init_args: arguments of the user's init. With GEO-SGD, the program needs them for the
+        optimizer state of a table row at its first lookup.
     """
     order, axes, trainers = RecordedOrder.for_plan(plan), part_axes(plan), plan.trainers
     state_types = subset(plan.main.inputs, all_names(plan.main.args[:2]))
@@ -328,10 +328,11 @@ def _select_rows(mask: Any, new: Any, old: Any) -> Any:
 
 
 def lazy_tables(plan: PServerPlan) -> dict[str, Table]:
-    """Return the tables whose lazy update gives other results than a single device, by name.
+    """Return the tables for which a job gives other results than a single device, by name.
 
-    A lazy update changes only the rows that a step looks up. With SGD, for example, the results are
-    equal, because the gradient of other rows is zero.
+    These tables have a lazy update, which changes only the rows that a step looks up. With some
+    optimizers, such as SGD, the results are equal, because the gradient of other rows is zero. Such
+    tables are left out.
     """
     found = {}
     for n, t in plan.tables.of.items():
@@ -344,7 +345,7 @@ def replay_lazy(plan: PServerPlan, batch: Sequence[Any]) -> Program | None:
     """Return the single-device step with lazy updates of tables, for `plan.verify()`.
 
     A lazy update changes only the rows that the step looks up. If no table has such an update,
-    return None. Then the job must compute the single-device step itself.
+    return None. Then the reference is the single-device step.
 
     Args:
       plan: the plan of the job.
@@ -369,7 +370,8 @@ def replay_lazy(plan: PServerPlan, batch: Sequence[Any]) -> Program | None:
 class _ReplayedDevice:
     """One device that computes an asynchronous job: all servers, and trainers one by one.
 
-    This is a base class. A *turn* is one step of one trainer.
+    This is a base class of two modes, asynchronous updates and GEO-SGD. A *turn* is one step of one
+    trainer.
 
     Args:
       plan: the plan of the job.
@@ -436,7 +438,7 @@ class _ReplayedDevice:
         return state | self.rest
 
     def final_trainers(self) -> dict[str, Any]:
-        """Return the trainers' arrays that `final_state` leaves out, by "trainer 1/NAME"."""
+        """Return the arrays of trainers that are not in `final_state`, by "trainer 1/NAME"."""
         found = {}
         for k, arrays in enumerate(self.trainers):
             rows = self.cached_rows(k)
@@ -447,7 +449,7 @@ class _ReplayedDevice:
         return found
 
     def run(self, inputs: Values) -> dict[str, Any]:
-        """Take the step of one device; return its outputs by name.
+        """Evaluate the single-device step; return its outputs by name.
 
         Args:
           inputs: the inputs of the step, by name.
@@ -557,8 +559,8 @@ class _GeoDevice(_ReplayedDevice):
 
     For a table, each row is pushed separately. A trainer stores the rows that its steps have looked
     up. At the first lookup, a row gets the servers' value and the initial optimizer state. A push
-    contains the rows that were looked up since the last push. The answer contains those of the
-    trainer's rows that other trainers have pushed since the last answer.
+    contains the rows that were looked up since the last push. The answer contains rows that the
+    trainer stores, and that other trainers have pushed since the last answer.
 
     Args:
       plan: the plan of the job.
@@ -655,7 +657,10 @@ class _GeoDevice(_ReplayedDevice):
                 local[n] = _select_rows(rows, self._init[n], local[n])
 
     def _mark_pushed(self, trainer: int) -> None:
-        """Mark the pushed rows as old on other trainers; store the rows of the answer.
+        """Record the effect of a push on table rows.
+
+        On all other trainers, the pushed rows are now out of date. The servers' answer to the push
+        contains the rows that are out of date on this trainer.
 
         Args:
           trainer: id of the trainer that has pushed its changes.
@@ -670,7 +675,7 @@ class _GeoDevice(_ReplayedDevice):
         self._stale[trainer] = {n: jnp.zeros_like(rows) for n, rows in stale.items()}
 
     def _pull(self, trainer: int) -> None:
-        """Apply the servers' answer to a trainer's last push, if there is an answer to apply.
+        """Apply the servers' answer to a trainer's last push, unless it has been applied already.
 
         Args:
           trainer: the trainer's id.

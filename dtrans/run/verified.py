@@ -1,6 +1,6 @@
 """Traced steps of jobs, which `plan.verify()` compares with the single-device step.
 
-The traced jaxpr is the one that `job.step` would run.
+To trace a step, this module calls `job.step` with abstract arrays, on devices that need not exist.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def _batch_types(plan: Plan, batch: Sequence[Any]) -> list[Any]:
 def trace_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
     """Trace the step of a job with parameter servers, for `plan.verify()`.
 
-    A synchronous job is simulated on one device. In an asynchronous job, trainers take turns in a
-    fixed order. Compression rounds numbers, so the traced job sends uncompressed arrays.
+    A synchronous job is simulated on one device. In an asynchronous job, trainers take their steps
+    in a fixed order. Compression rounds numbers, so the traced job sends uncompressed arrays.
 
     Args:
       plan: the plan.
@@ -147,7 +147,7 @@ def _without_compression(plan: PServerPlan) -> PServerPlan:
 
 
 def trace_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
-    """Trace an asynchronous job whose trainers take steps in a fixed order, and its reference.
+    """Trace an asynchronous job with a fixed order of the trainers' steps, and its reference.
 
     The reference takes the same steps on one device (`dtrans.run.replays`).
     """
@@ -214,8 +214,8 @@ def trace_step(
       job: the job.
       batch: types of the arguments of `job.step` after the state: pytrees of
         `jax.ShapeDtypeStruct`.
-      placed_by: a job on devices that creates the traced step's states. Its states must have the
-        structure of the states of `job`, which is the default.
+      placed_by: the job that creates the state for the traced step; by default, `job`. The states
+        of both jobs must have the same structure.
     """
     main = job.plan.main
     specs = main.args[:2]
@@ -247,9 +247,9 @@ def trace_step(
 def _with_equal_parts(traced: TracedStep, plan: Any) -> TracedStep:
     """Let `plan.verify()` test a step with `dtrans.local` on parts with equal rows.
 
-    In `dtrans.local`, a step reduces over one trainer's part of the batch. On one device, this is
-    the full batch. The results agree only if all parts have the same rows. Other steps stay
-    unchanged.
+    Inside of `dtrans.local`, a step reduces over one trainer's part of the batch. On one device, it
+    reduces over the full batch instead. The results agree only if all parts have equal rows, so the
+    test uses such a batch. Steps without `dtrans.local` stay unchanged.
     """
     shared = plan.shared
     if shared is None or not shared.part.local:
@@ -263,7 +263,7 @@ def _with_equal_parts(traced: TracedStep, plan: Any) -> TracedStep:
 
 
 def _trace_init(job: Job | OrderedJob) -> Any:
-    """Trace the init of a job: startup programs of all roles, and the state's placement."""
+    """Trace `job.init`, which runs the startup programs of all roles and places the state."""
     startup: Program = job.plan.startup
     types = [spec.unflatten_named(startup.inputs) for spec in startup.args]
     return jax.make_jaxpr(lambda *args: job.init(*args))(*types)

@@ -76,8 +76,8 @@ class Keys:
       token: the job's token; empty if the job has no token.
       encryption: the option `transport_encryption`: "required", "auto" or "disabled".
       folder: folder of separate keys; empty to derive the keys from the token.
-      word: text that is appended to the token before keys are derived. Different words give
-        different keys.
+      word: text that is appended to the token before keys are derived. Processes of a pipeline
+        append a secret from the board of the job.
     """
 
     token: str
@@ -109,7 +109,7 @@ class Keys:
 
     @property
     def setting(self) -> str:
-        """Text for errors: this process's encryption option, such as "transport_encryption='auto'".
+        """This process's encryption option for error messages: "transport_encryption='auto'".
 
         All processes of a job must use the same option.
         """
@@ -124,7 +124,7 @@ class Keys:
     def check(self, who: str, address: str) -> None:
         """Raise ConfigError if this process cannot protect a connection as its options require.
 
-        If the connection leaves this host without encryption, warn.
+        If the options allow a connection to another host without encryption, warn about it.
 
         Args:
           who: start of errors, such as "trainer 0 connects to 10.0.0.1:6174".
@@ -373,7 +373,10 @@ def check_libzmq() -> None:
 
 @functools.cache
 def _has_libsodium() -> bool:
-    """Return True if this process has loaded libsodium, or if the system lists no libraries."""
+    """Return True if this process has loaded libsodium.
+
+    Also return True if the operating system does not list the loaded libraries.
+    """
     if not MAPS.exists():
         return True
     names = (line.rpartition("/")[2] for line in MAPS.read_text().splitlines())

@@ -138,9 +138,10 @@ def connect(unbound: zmq.Socket[Any], address: str, keys: Keys, user: str, role:
 
 @contextlib.contextmanager
 def _room_for_curve(unbound: zmq.Socket[Any], keys: Keys, address: str) -> Iterator[None]:
-    """Allow slightly larger frames in a `with` block, since encryption (CURVE) adds bytes to each.
+    """Allow slightly larger frames, since encryption (CURVE) adds bytes to each frame.
 
-    The block binds or connects the socket, because ZeroMQ copies the limit at that time.
+    The larger limit holds within the `with` block. The caller binds or connects the socket in the
+    block, because ZeroMQ copies the limit at that time.
     """
     limit = unbound.getsockopt(zmq.MAXMSGSIZE)
     assert isinstance(limit, int)
@@ -348,7 +349,7 @@ def user_of(frame: zmq.Frame) -> str:
 
 
 class PeerIds:
-    """Record of a bound socket's peers, which reports the peers whose connections have ended.
+    """Record of a bound socket's peers, which reports the ends of their connections.
 
     ZeroMQ reports the end of a connection by its file descriptor, but messages carry the peer's id.
     This class maps one to the other.

@@ -44,8 +44,8 @@ MAX_POLL = 3600.0
 class ZmqLink:
     """Connection to a listener of another process. `ZmqTransport.connect` creates it.
 
-    It consists of a ZeroMQ socket and a second socket, the monitor, which reports connection
-    events.
+    A link has two ZeroMQ sockets: one for messages, and a *monitor*, on which ZeroMQ reports
+    connection events.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ZmqLink:
 
     @property
     def is_due(self) -> bool:
-        """True if the link has events that the next poll returns without waiting."""
+        """True if the link has events in memory, so that the next poll need not wait."""
         return bool(self._changes)
 
     def send(self, frames: Sequence[Any], /) -> None:
@@ -376,7 +376,7 @@ class ZmqTransport:
                 self._poller.unregister(polled)
 
     def reaches(self, local: str, /) -> bool:
-        """Return True if this process can connect to the Unix socket of another process."""
+        """Return True if this process can connect to the Unix socket with the path `local`."""
         return os.path.exists(local)
 
     def poll(self, until: float) -> Iterator[Event]:

@@ -7,9 +7,10 @@ channels (`dtrans.run.pipeline_parallel.p2p`).
 
 Each process calls `step` with its part of the batch: process k has rows k*B/N to (k+1)*B/N - 1 of a
 global batch of B rows. But a stage reads arrays of the global batch. So each process sends its part
-of an array to the processes whose stages read the array. For example, tokens go to the first
-process, and labels to the last. Process 0 also computes the precomputed values, and sends them to
-the processes whose stages read them.
+of an array to the processes with stages that read the array. For example, tokens go to the first
+process, and labels to the last. Some plans compute values of the full batch before the
+micro-batches, such as a number of valid tokens. Process 0 computes these *precomputed* values, and
+sends them to the processes that read them.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class ConnectedProcesses(OneProcess):
     """One process of a pipeline job of several processes.
 
     Args:
-      at: the placement of this process's stages.
+      at: the devices of this process's stages.
       cluster: this process's membership of the distributed job.
 
     Raises:
@@ -204,16 +205,17 @@ class ConnectedProcesses(OneProcess):
         readers: Mapping[str, Collection[int]],
         keys: Iterator[int],
     ) -> dict[str, Any]:
-        """Return the precomputed values that stages of this process read.
+        """Return the values of the full batch that stages of this process read.
 
-        Precomputed values depend on the full batch, so process 0 computes them before the
-        micro-batches. It sends each value to the processes that read it.
+        Process 0 computes these values before the micro-batches, and sends each one to the
+        processes that read it.
 
         Args:
           program: the step.
-          values: the program that computes precomputed values.
+          values: the program that computes the values.
           arrays: the arrays of the batch. An array that this process reads is complete.
-          state: maps (index of a stored copy, name) to an array that this process stores.
+          state: the parameters and optimizer state that this process stores. The key of an array is
+            (index of the stored copy, name).
           readers: maps each value's name to the processes that read the value.
           keys: unused keys for messages. All processes use them in the same order.
         """
@@ -290,9 +292,10 @@ class ConnectedProcesses(OneProcess):
         return x
 
     def _share(self, name: str, x: Any) -> Share:
-        """Describe the division of a batch array over the processes, for messages.
+        """Return the rule by which processes divide a batch array, for messages.
 
-        The result is the dimension of the rows, "replicated", or "key" for a random key.
+        The result is the dimension of the rows, "replicated" if the array is not divided, or "key"
+        for a PRNG key.
         """
         return share_of(name, x, self.count, self._unsplit)
 
@@ -348,13 +351,14 @@ class ConnectedProcesses(OneProcess):
 class _LocalDevices(StageBackend):
     """Backend for the stages of one process, in a job of several processes.
 
-    All processes write the same instructions for all stages. So this backend ignores values of
-    stages that run in other processes.
+    Every process writes the instructions of all stages, but executes only those of its own stages.
+    So this backend ignores values of all other stages.
 
     Args:
       grids: the devices of each stage of this process.
       first: the first stage of this process.
-      shards: the number of devices of each replica of a stage. Chunks of a device have one entry.
+      shards: for each stage, the number of devices of one replica. Stages on the same devices have
+        one entry together.
     """
 
     def __init__(self, grids: Sequence[Any], first: int, shards: Sequence[int]) -> None:

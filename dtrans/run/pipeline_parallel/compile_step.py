@@ -7,8 +7,8 @@ The list is written once for each batch shape, in this order:
     3. the tasks of the schedule: programs of micro-batches, and transfers between stages
     4. the update, and merges of results (`dtrans.run.pipeline_parallel.compile_update`)
 
-An instruction reads and writes numbered *slots*. Each slot is emptied after the last instruction
-that reads the slot. So the peak memory depends on the schedule.
+An instruction reads and writes numbered *slots* (entries of a list of values). Each slot is emptied
+after the last instruction that reads it. So the peak memory depends on the schedule.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ def compile_step(
     """Return the instructions of a step.
 
     Args:
-      at: the placement of the plan.
+      at: the devices of the plan's stages.
       programs: the programs of the stages for this batch.
-      batch: shape and dtype of each array of the global batch and each precomputed value, by name.
-      values: the program that computes precomputed values; None if there are none.
+      batch: shape and dtype of each array of the global batch, and of each output of `values`, by
+        name.
+      values: the program that runs on the full batch before the micro-batches, and computes values
+        that they read; None if the plan has no such program.
     """
     d = StepBuilder(at, programs, batch, Slots(at, programs, batch))
     slots = d.slots
@@ -93,7 +95,7 @@ def _send_params(d: StepBuilder) -> None:
 
 
 def _fetch_state(d: StepBuilder, p: Program, s: StagePrograms) -> None:
-    """Write transfers of a task's state from the host to its stage, for plans with `offload`."""
+    """Write transfers from the host of the state that a task reads, for the option `offload`."""
     for n in p.in_names:
         if n in s.state:
             stored, there = d.slots.state(s.index, n), d.slots.shared_state(s.index, n)

@@ -32,7 +32,7 @@ ResultSlots: TypeAlias = dict[str, tuple[int, AxisSharding, int]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _UpdateValues:
-    """Slots (places of values in a step) for the values of the optimizer's update.
+    """Slots (entries of a step's list of values) for the values of the optimizer's update.
 
     Attributes:
       d: the builder of the step.
@@ -208,7 +208,7 @@ def _donated(values: _UpdateValues, piece: StagePart, later: Sequence[StagePart]
 
 
 def _piece_function(piece: StagePart) -> Callable[..., Sequence[Any]]:
-    """Return a function that evaluates a piece for one replica."""
+    """Return a function that evaluates a piece of the update for one replica."""
     inner = piece.inner
     constant_of = dict(zip(inner.constvars, constants(piece.jaxpr), strict=True))
 
@@ -304,8 +304,8 @@ def _move_home(d: StepBuilder, name: str, slot: int, kind: AxisSharding, stage: 
 def _kinds(at: StagePlacement, name_of: Mapping[Var, str]) -> dict[Any, AxisSharding]:
     """Return the sharding of each value of the update over the replicas of its stage.
 
-    A value differs between replicas if one of its operands differs. Outputs of collectives such as
-    an all-reduce are equal on all replicas.
+    The output of an equation differs between replicas if one of its operands does. But the output
+    of a collective, such as an all-reduce, is equal on all replicas.
     """
     program = at.plan.update.placed.program
     kinds: dict[Any, AxisSharding] = {v: at.update_kind(n) for v, n in name_of.items()}

@@ -25,7 +25,7 @@ class RunStage:
       stage: index of the stage.
       fn: the compiled program.
       reads, makes: the slots of the program's operands, and of its outputs.
-      what: a name for display.
+      what: a name of the instruction, for display.
       task: the task of the schedule that the program runs; None for other programs.
     """
 
@@ -45,7 +45,7 @@ class Transfer:
       source, target: the slot from which the value is copied, and the slot that receives it.
       origin, stage: the stage that sends the value, and the stage that receives it.
       kind: the sharding of the value on the receiving stage.
-      what: a name for display.
+      what: a name of the value, for display.
       to_host: True if the value goes to the memory of the receiving host, not to its devices.
     """
 
@@ -76,14 +76,15 @@ class StepProgram:
     Attributes:
       instructions: pairs (instruction, slots to empty after it), in order.
       size: the number of slots.
-      inputs: slot of each array of the state or of the batch, by (stage or device, name).
+      inputs: maps (stage or device, name) to the slot of an array of the state or of the batch.
       fixed: maps the slot of each constant to its value. Constants are indices of micro-batches,
         and constant outputs of the update.
       state: like `inputs`, for the arrays of the new state.
       results: maps each result's name to (slot, sharding, the stage that computes the result).
       saved: maps (stage, micro-batch) to the slots of the values that the backward pass reads.
-      in_flight: stage of each slot that contains a value of a single micro-batch, by slot.
-      values: the program that computes precomputed values; None if micro-batches read none.
+      in_flight: maps each slot with a value of a single micro-batch to the value's stage.
+      values: the program that runs on the full batch before the micro-batches, and computes values
+        that they read; None if the plan has no such program.
     """
 
     instructions: tuple[tuple[Instruction, tuple[int, ...]], ...]

@@ -47,7 +47,8 @@ class PipelineJob(Job):
     """Running pipeline: `init` returns the first state, and `step` trains on one batch.
 
     Args:
-      processes: the processes that run the stages, and the placement of the plan.
+      processes: object with the methods that depend on the number of processes; it also has the
+        plan and the devices of the stages.
     """
 
     def __init__(self, processes: OneProcess) -> None:
@@ -224,9 +225,10 @@ class PipelineJob(Job):
     # -- a step, in parts ------------------------------------------------------------------------
 
     def prepare(self, state: PipelineState, *batch: Any) -> tuple[StepProgram, list[Any]]:
-        """Return the instructions of a step, and the list of slots in which they find their inputs.
+        """Return the instructions of a step, and the list of values on which they work.
 
-        A slot contains a value of the step. Slots without an input are empty at first.
+        An entry of the list is a *slot*. The slots of the step's inputs contain the state and the
+        batch; all others are empty at first.
         """
         main, update = self.plan.main, self.plan.update
         arrays = batch_arrays(main.args[2:], batch, main.inputs)
@@ -279,12 +281,13 @@ class PipelineJob(Job):
         env: list[Any],
         look: Callable[[Instruction], None] | None = None,
     ) -> None:
-        """Execute those instructions of a step that belong to stages of this process.
+        """Execute the instructions of a step that belong to stages of this process.
 
         Args:
           program: the instructions of the step.
-          env: the value in each slot; updated in place.
-          look: a function that is called after each instruction, before slots are emptied.
+          env: the value in each slot, from `prepare`; updated in place.
+          look: a function to call after each instruction, before slots are emptied; it can measure
+            memory.
         """
         for number, (ins, empty) in enumerate(program.instructions):
             if isinstance(ins, Transfer):
@@ -301,7 +304,7 @@ class PipelineJob(Job):
         self.processes.share_results(program, env)
 
     def collect(self, program: StepProgram, env: list[Any]) -> tuple[Any, ...]:
-        """Return the new state and the results of an executed step."""
+        """Return the new state and the results of a step after `execute`."""
         new_arrays = {}
         for (place, n), slot in program.state.items():
             if place in self.at.mine:
@@ -317,7 +320,7 @@ class PipelineJob(Job):
         return (new, *result_of(self._rest, values_at(values, self._rest.names)))
 
     def _merged(self, name: str, x: Any, kind: AxisSharding) -> Any:
-        """Return a result of the step; merge values that differ between replicas."""
+        """Return a result of the step, merged over replicas if they have different values."""
         if not kind.stacked:
             return x
         way = self.plan.model.merges[name]

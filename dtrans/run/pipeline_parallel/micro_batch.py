@@ -1,4 +1,4 @@
-"""Conversion of a micro-batch's program to a function of the global batch."""
+"""Conversion of a program for one micro-batch to a function that reads the global batch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 
 
 def is_numbered(at: StagePlacement, p: Program, batch: Mapping[str, Any]) -> bool:
-    """Return True if a program must know the number of its micro-batch.
+    """Return True if a program needs the index of its micro-batch as an input.
 
-    It needs this number to select its rows of the batch, or to derive a PRNG key for the
-    micro-batch. With a single micro-batch, no program needs it.
+    It needs the index to select its rows of the batch, or to derive a PRNG key for the micro-batch.
+    With a single micro-batch, no program needs it.
     """
     if at.plan.options.num_micro_batch == 1:
         return False
@@ -33,9 +33,10 @@ def of_micro_batch(
     one replica. If the program `is_numbered`, one more argument is the index of the micro-batch.
 
     Args:
-      at: the placement of the plan.
+      at: the devices of the plan's stages.
       p: a program of a micro-batch.
-      batch: shape and dtype of each array of the global batch and each precomputed value, by name.
+      batch: shape and dtype of each array of the global batch, and of each value that the job
+        computes from it before the micro-batches, by name.
     """
     one, names, types, o = per_trainer(p), p.in_names, p.inputs, at.plan.options
     split = {i for i, n in enumerate(names) if n in batch and at.is_split(n, batch[n])}

@@ -1,22 +1,23 @@
 """Channels between the processes of a pipeline: a connection from each process to every other.
 
-Every process binds one listening socket, and publishes the socket's address on the board of the job
-(`dtrans.run.distributed.board`). A message contains a step, and the key of a value in this step. So
-values may arrive in any order (`dtrans.protocol.collective.arrivals`). `send` never blocks: a
-thread waits until a value is computed, and sends the value in messages (`dtrans.protocol.wire`).
-`receive` raises DeadlineError after a deadline; the error names the sender.
+Every process binds one listening socket, and publishes the socket's address on the job's board, a
+shared key-value store (`dtrans.run.distributed.board`). A message contains the number of a step,
+and the key of a value in this step. So values may arrive in any order
+(`dtrans.protocol.collective.arrivals`). `send` never blocks: a thread waits until a value is
+computed, and sends the value in messages (`dtrans.protocol.wire`). `receive` raises DeadlineError
+after a deadline; the error names the sender.
 
-Messages are authenticated. The processes share a secret from the board, and the job's token. The
-key or password of each connection is derived from both (`dtrans.run.net.keys`), and identifies the
-sender. A receiver drops and counts a message in three cases: the step is over, the value has
-arrived before, or the plan has no such value from this sender.
+Messages are authenticated. All processes know the job's token and a secret on the board. The key or
+password of each connection is derived from both (`dtrans.run.net.keys`), and identifies the sender.
+A receiver drops and counts a message in three cases: the step is over, the value has arrived
+before, or the plan has no such value from this sender.
 
 A network may break a connection and lose messages. After the reconnection, the sender asks the
 receiver how many messages have arrived, and sends the missing ones again
 (`dtrans.protocol.numbered_messages`). If a connection is broken when a sender closes its channels,
 the sender waits at most `LINGER` seconds for the reconnection. It does not wait for a process that
-has ended. When a receiver closes its channels, it first reports how many messages have arrived. So
-no sender waits for this report.
+has ended. When a receiver closes its channels, it first reports how many messages have arrived, so
+that senders need not wait.
 """
 
 from __future__ import annotations
@@ -318,7 +319,7 @@ class P2PChannels:
 
 
 def _look(trainer: int) -> None:
-    """Raise PeerError if another process has ended, or if this process cannot continue."""
+    """Raise PeerError if process `trainer` has ended, or if this process cannot continue."""
     watched = watch()
     if watched is not None:
         watched.check(trainer)

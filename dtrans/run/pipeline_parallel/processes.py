@@ -1,6 +1,7 @@
 """Methods of a pipeline job that depend on the number of processes, for a job of one process.
 
-`dtrans.run.pipeline_parallel.cluster` overrides these methods for jobs of several processes.
+The subclass in `dtrans.run.pipeline_parallel.cluster` overrides these methods for jobs of several
+processes.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 
 
 class OneProcess:
-    """The only process of a pipeline job: it runs all stages.
+    """The only process of a pipeline job, which runs all stages.
 
     Args:
-      at: the placement of the plan.
+      at: the devices of the plan's stages.
 
     Attributes:
-      part: (index of this process's part of the batch, number of parts).
+      part: the pair (index of this process's part of the batch, number of parts).
       run_id: the identifier of the job's run.
-      saves: True if this process saves the arrays that every process stores.
+      saves: True if, in a checkpoint, this process saves the arrays that every process stores.
     """
 
     part = (0, 1)
@@ -59,26 +60,31 @@ class OneProcess:
     def gather_batch(
         self, program: StepProgram, arrays: Mapping[str, Any], state: Mapping[tuple[int, str], Any]
     ) -> Mapping[str, Any]:
-        """Return the arrays of the global batch that this process reads, and precomputed values.
+        """Return arrays of the global batch, and values that the job computes from the batch.
 
-        Arrays that this process does not read are returned unchanged.
+        Only the arrays that this process reads are gathered; others are returned unchanged. The
+        values are the outputs of the program that runs on the full batch before the micro-batches.
 
         Args:
           program: the instructions of the step.
           arrays: the batch that the user passed to `step` in this process.
-          state: maps (index of a stored copy, name) to an array that this process stores.
+          state: the parameters and optimizer state that this process stores. The key of an array is
+            (index of the stored copy, name).
         """
         return {**arrays, **self.precompute(program, arrays, state)}
 
     def precompute(
         self, program: StepProgram, arrays: Mapping[str, Any], state: Mapping[tuple[int, str], Any]
     ) -> dict[str, Any]:
-        """Run the program of precomputed values on stage 0; return the values by name.
+        """Compute values of the full batch that micro-batches read; return them by name.
+
+        Their program runs on stage 0 before the micro-batches.
 
         Args:
           program: the instructions of the step.
           arrays: the arrays of the global batch.
-          state: maps (index of a stored copy, name) to an array on which the values depend.
+          state: the parameters and optimizer state on which the values depend. The key of an array
+            is (index of the stored copy, name).
         """
         values = program.values
         if values is None:
@@ -100,7 +106,7 @@ class OneProcess:
         env[ins.target] = self.at.put(ins, env[ins.source])
 
     def share_results(self, program: StepProgram, env: list[Any]) -> None:
-        """Send all results to every process."""
+        """Send each result of the step to all processes, so that `step` returns it everywhere."""
 
     def gather_state(self, names: Sequence[str], arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         """Gather arrays of the state from all processes.

@@ -26,9 +26,10 @@ class Slots:
     The first request for a value assigns its number (its *slot*).
 
     Args:
-      at: the placement of the plan.
+      at: the devices of the plan's stages.
       programs: the programs of a micro-batch.
-      batch: shape and dtype of each array of the global batch and each precomputed value, by name.
+      batch: shape and dtype of each array of the global batch, and of each value that the job
+        computes from it before the micro-batches, by name.
 
     Attributes:
       kinds: maps each slot to the sharding of its value.
@@ -89,7 +90,7 @@ class Slots:
         return found
 
     def number(self, stage: int, micro: int) -> int:
-        """Return the number of the slot that contains the index of a micro-batch."""
+        """Return the slot number for the index of a micro-batch, a constant that programs read."""
         found = self.slot(SAME, "number", self._at.plan.device_of(stage), micro)
         if found not in self.fixed:
             self.fixed[found] = self._at.backend.put(np.int32(micro), stage, SAME)
@@ -152,7 +153,7 @@ class Slots:
 def with_releases(
     instructions: Sequence[Instruction], stay: Collection[int]
 ) -> tuple[tuple[Instruction, tuple[int, ...]], ...]:
-    """Return each instruction with the slots (values) that can be freed after it.
+    """Return each instruction with the slots that can be emptied after it.
 
     No later instruction reads these slots.
 

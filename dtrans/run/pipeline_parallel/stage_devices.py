@@ -7,9 +7,10 @@ A value on a stage has one of these shardings over the replicas of the stage:
     ROWS             an array of the batch whose rows are divided over the replicas, in order
     FIRST            all replicas compute the same value, and replica 0 returns it
 
-An array of the state may be cut along a dimension; then each replica has one slice. In a split
-stage, a value may also be cut along a dimension over the stage's shards (mesh axis
-SPLIT). With one replica and one shard there is no mesh, and programs are compiled unchanged.
+An array of the state may be divided along a dimension; then each replica has one slice. In a split
+stage (tensor parallelism), a value may also be divided along a dimension over the stage's shards
+(mesh axis SPLIT). With one replica and one shard there is no mesh, and programs are compiled
+unchanged.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class StageBackend(abc.ABC):
 
     Attributes:
       replicas: the number of replicas of each stage.
-      known: maps the key and the shardings of a function to the compiled function.
+      known: the functions that were compiled so far, by a key and the shardings of their arrays.
     """
 
     def __init__(self, replicas: int) -> None:
@@ -128,7 +129,8 @@ class OneDevice(StageBackend):
 
     Args:
       replicas: the number of replicas of each stage.
-      shards: the number of devices of each replica of a stage. Chunks of a stage have one entry.
+      shards: for each stage, the number of devices of one replica. Stages on the same devices have
+        one entry together.
     """
 
     def __init__(self, replicas: int, shards: Sequence[int] = (1,)) -> None:

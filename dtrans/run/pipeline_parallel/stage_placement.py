@@ -1,9 +1,9 @@
 """Placement of a plan on devices: the devices that store each array of the state, and its sharding.
 
-A *place* is an index that identifies one stored copy of an array of the state. All stages of a
-device share parameters, so the place of a parameter is the index of the device. With replicas, a
-stage has a row of devices, and the place is the index of the row. The place of optimizer state is
-the index of a stage. State that every stage stores, such as a step count, has a copy in each place.
+A job may store several copies of an array of the state. A *place* is an index that identifies one
+copy. For a parameter, it is the index of a device within each replica, since all stages on a device
+share its copy. For optimizer state, it is the index of a stage. State that every stage stores, such
+as a step count, has one copy for each stage.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from dtrans.run.pipeline_parallel.stage_devices import (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagePlacement:
-    """Placement of a plan on devices.
+    """Devices of a plan's stages, and the sharding of each array on them.
 
     Attributes:
       plan: the plan of the job.
       backend: the devices of the stages.
-      mine: the indices of the stages that this process runs, and of the copies that it stores.
+      mine: the indices of the stages that this process runs. They are also the indices of the
+        copies of state arrays that it stores.
       donate: True if a step may reuse the memory of the state that is passed to it.
     """
 
@@ -90,7 +91,7 @@ class StagePlacement:
 
     @property
     def per_replica(self) -> AxisSharding:
-        """Sharding of values that differ between replicas."""
+        """Sharding of a value that each replica computes separately."""
         return EACH if self.plan.options.replicas > 1 else SAME
 
     def sum_kind(self, leaf: str) -> AxisSharding:
@@ -118,7 +119,10 @@ class StagePlacement:
         return bool(x.shape) and not is_under(name, self.plan.options.batch.unsplit_inputs)
 
     def is_key(self, name: str, x: Any) -> bool:
-        """Return True for a PRNG key into which the job folds the index of the micro-batch."""
+        """Return True if a batch array is a PRNG key that differs between micro-batches.
+
+        The job then folds the index of the micro-batch into the key.
+        """
         is_one = not x.shape and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         return is_one and not is_under(name, self.plan.options.batch.unsplit_inputs)
 

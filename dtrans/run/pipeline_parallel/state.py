@@ -53,21 +53,21 @@ class PipelineState:
 class StateLayout:
     """Conversions between the three forms of a pipeline's state.
 
-    The forms are a `PipelineState`, a dict of the arrays of this process, and the user's pytrees.
-    The keys of the dict are pairs (place, name). A place is the index of a stored copy of an array,
-    since several stages may store the same array.
+    The forms are a `PipelineState`, a dict of the arrays of this process, and the user's pytrees. A
+    key of the dict is a pair (place, name). Several stages may store a copy of an array; the place
+    is the index of the copy.
 
     Attributes:
-      at: the placement of the plan.
+      at: the devices of the plan's stages.
     """
 
     at: StagePlacement
 
     @cached_property
     def _entries(self) -> list[tuple[str, str, tuple[int, str]]]:
-        """Positions of this process's arrays in a `PipelineState`.
+        """Position of each array of this process in a `PipelineState`, and its key in `arrays`.
 
-        Each position is (field, key, (place, name)), such as ("params", "params/w", (0,
+        An entry is (field, key in the field, (place, name)), such as ("params", "params/w", (0,
         "params/w")). The place is the index of the stored copy.
         """
         plan, found = self.at.plan, []
@@ -143,9 +143,10 @@ class StateLayout:
         return {at: self._put(at, x) for at, x in arrays.items()}
 
     def from_step(self, arrays: Mapping[str, Any]) -> PipelineState:
-        """Convert arrays, by their names in the user's step, to a state.
+        """Convert a dict of arrays, by their names in the user's step, to a state.
 
-        Extra state of the plan that is not among the arrays starts from its first value.
+        The state of a dynamic loss scale is not in the user's step. If the dict does not contain it
+        either, it starts from its first value.
         """
         arrays = {**self.at.plan.extra_state, **arrays}
         rows = _rows_by_name(self.at.plan)
@@ -175,9 +176,10 @@ class StateLayout:
 
 
 def _rows_by_name(plan: PipelinePlan) -> dict[str, tuple[str, Any]]:
-    """Return the stacked parameter that each stage's rows are taken from.
+    """Return the origin of each array that contains some rows of a stacked parameter.
 
-    A stacked parameter has one row for each layer. Stages store its rows under separate names.
+    A stacked parameter has one row for each layer. Each stage stores the rows of its layers as an
+    array with a separate name.
 
     Returns:
       A dict from the name of the rows to (name of the stacked parameter, rows).

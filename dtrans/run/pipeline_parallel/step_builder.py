@@ -17,12 +17,13 @@ from dtrans.run.pipeline_parallel.stage_placement import StagePlacement
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepBuilder:
-    """Builder of a pipelined step: collects its instructions, and numbers the values they use.
+    """Builder of a pipelined step, which collects its instructions and numbers their values.
 
     Attributes:
-      at: the placement of the plan.
+      at: the devices of the plan's stages.
       programs: the programs of a micro-batch.
-      batch: shape and dtype of each array of the global batch and each precomputed value, by name.
+      batch: shape and dtype of each array of the global batch, and of each value that the job
+        computes from it before the micro-batches, by name.
       slots: the slots (numbers of values) that were requested so far.
       instructions: the instructions that were written so far.
     """
@@ -56,7 +57,7 @@ class StepBuilder:
           what: a name for display.
           task: the task of the schedule that the function runs; None for other functions.
           donated: the positions of operands whose memory the function may reuse.
-          on: the backend that runs the function; by default the backend of the placement.
+          on: the backend that runs the function; by default the devices of the stages.
         """
         backend, kinds = self.at.backend, self.slots.kinds
         ins, outs = tuple(map(kinds.__getitem__, reads)), tuple(map(kinds.__getitem__, makes))

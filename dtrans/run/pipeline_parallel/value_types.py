@@ -1,6 +1,7 @@
-"""Types of the values that processes send to each other in a step, by abstract evaluation.
+"""Shapes and dtypes of the values that processes send to each other in a step.
 
-Before a receiver allocates memory, it compares the type in a message with the expected type.
+They are computed without running the step (`jax.eval_shape`). Before a receiver allocates memory,
+it compares the type in a message with the expected type.
 """
 
 from __future__ import annotations
