@@ -27,15 +27,15 @@ class Snapshots:
     Attributes:
       every: number of steps between two snapshots. An asynchronous server counts the steps of all
         trainers.
-      at_loss: True to also write a snapshot when a process is lost. Each server then stores the
-        states after its two newest steps, which takes the memory of one more state. For a table,
-        the server stores only old values of the rows that a step has changed. After the failure of
-        a trainer, the job repeats only the incomplete step. Requires synchronous servers, and a
-        step in which trainers compute no leaves themselves, such as batch statistics.
+      at_loss: True to also write a snapshot when a process fails. After the failure of a trainer,
+        the job then repeats only the incomplete step. For this, each server stores the states after
+        its two newest steps, which takes the memory of one more state. For an embedding table, it
+        stores only the old values of rows that a step has changed. Requires synchronous servers,
+        and a step in which trainers compute no leaves themselves, such as batch statistics.
       replicas: 1 to store a copy of each server's state on another server. If the servers run on
-        several hosts, the copy is on another host. The failure of one server then repeats only the
-        incomplete step, too. Implies `at_loss`. Requires several servers. Each of them needs a
-        trained parameter, and more memory: `extra_bytes` returns how much.
+        several hosts, the copy is on another host. After the failure of one server, the job then
+        repeats only the incomplete step, too. Implies `at_loss`. Requires several servers. Each of
+        them needs a trained parameter, and more memory: `extra_bytes` returns how much.
 
     Raises:
       ConfigError: a value is out of range.
@@ -62,14 +62,11 @@ class Snapshots:
 
         The result is the memory beyond that of `plan.costs()`:
 
-        - `at_loss`: a server keeps its parameters and optimizer state before the newest step. If
-        the server
-          sends parameters early, `plan.costs()` already counts the old optimizer state.
-        - `replicas`: a server keeps the merged gradients of its last two steps until its backup,
-        the server
-          with its copy, has received them. For each server that it copies, a backup stores two
-          states and
-          at most four sets of gradients.
+        - `at_loss`: a server keeps its parameters and optimizer state before the newest step. If the
+          server sends parameters early, `plan.costs()` already counts the old optimizer state.
+        - `replicas`: each server has a backup, the server with its copy. The server keeps its merged
+          gradients of the last two steps until the backup has received them. For each server that
+          it copies, a backup stores two states and at most four sets of gradients.
 
         For a table in a copy, the result counts all rows, although only existing rows are copied.
         The result does not count buffers of connections, or old values and gradients of a step's
@@ -103,7 +100,10 @@ def _counted_copies(plan: PServerPlan) -> dict[str, int]:
 
 
 def _without_tables(plan: PServerPlan) -> VarsDistributed:
-    """Return a plan's overview without tables whose updates change only some rows."""
+    """Return a plan's overview of arrays, without tables that are not stored a second time.
+
+    These are tables with an update that changes only some rows.
+    """
     names = set[str]()
     for programs in plan.servers.values():
         for eqn in programs.main.eqns:

@@ -324,9 +324,10 @@ class Executor:
         A trainer calls this method at the start, and after the failure of another process.
 
         Args:
-          generations: the job's generations, its parts between failures
+          generations: the job's generations, which are the times between failures
             (`dtrans.protocol.generations`). None if the launcher does not restart processes.
-          generation: smallest number that the generation to connect to can have.
+          generation: number of a generation. The trainer connects to servers in this generation or
+            a later one.
         """
         self._fabric.abandon()
         self._fabric = self._new_fabric(
@@ -342,7 +343,7 @@ class Executor:
         return self._fabric.connections
 
     def begin_with(self, snapshot: GeoSnapshot, push_every: int) -> None:
-        """Let GEO-SGD begin with a snapshot, in a process that replaces a lost trainer.
+        """Continue GEO-SGD from a trainer's snapshot, in a process that replaces this trainer.
 
         Args:
           snapshot: the snapshot.

@@ -5,9 +5,9 @@ connects, only the launcher notices. The launcher creates a folder, passes the f
 environment variable, and writes a file for each role that has ended. Servers read the folder every
 second. On other hosts, the agent of each role writes such a folder for the launcher.
 
-In a job with snapshots, each report has the number of a generation
-(`dtrans.protocol.generations`). A report has no effect in the next generation, in which a new
-process takes the place of the ended one.
+If a job survives failures, a new process takes the place of the ended one. So each report has the
+number of a *generation*, which is the time between two failures (`dtrans.protocol.generations`). A
+report has no effect in later generations.
 """
 
 from __future__ import annotations

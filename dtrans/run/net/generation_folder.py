@@ -1,5 +1,8 @@
 """Folder in which a launcher and the roles of a job agree on generations and snapshots.
 
+A *generation* is the time between two failures of the job. A *snapshot* is a copy of the servers'
+states, from which the next generation continues.
+
     generation.json      the launcher: the job's run and its current generation
     generations.jsonl    the launcher: all generations of the job (`dtrans.run.net.generation_log`)
     launch.json          the launcher: its command line
@@ -10,8 +13,8 @@
     STEP/                each synchronous server: its piece of the snapshot of a step, as a
                          checkpoint. Each trainer: the leaves that it computes itself, if there are
                          any
-    pserver-0/STEP/ an asynchronous server: its snapshot
-    trainer-0/      a trainer of GEO-SGD: its snapshot (`STEP.npz`)
+    pserver-0/STEP/      an asynchronous server: its snapshot
+    trainer-0/           a trainer of GEO-SGD: its snapshot (`STEP.npz`)
 
 The launcher is the only authority on generations: roles read `generation.json` and never write it.
 
@@ -54,7 +57,7 @@ class GenerationFolder:
 
     A *snapshot* is a copy of the states of all servers. A *generation* is the time between two
     failures of the job; it also ends when a dropped trainer returns. At the start of a generation,
-    roles go back to a snapshot.
+    roles load a snapshot.
 
     Args:
       path: the folder, which all roles and the launcher see.
@@ -66,7 +69,7 @@ class GenerationFolder:
 
     @property
     def is_used(self) -> bool:
-        """True if a job has started in this folder, and has not ended without an error."""
+        """True if a job has started in this folder, and is still running or has failed."""
         return (self.path / "generation.json").exists()
 
     def current(self) -> Generation:
@@ -150,9 +153,9 @@ class GenerationFolder:
 
         After a failure, the job goes back to this step. A snapshot is complete if every server has
         written its part. If trainers write parts of snapshots, every trainer that was not dropped
-        has written its part, too. A role that has not entered the current generation (the time
-        since the last failure) may report snapshots after the generation's first step. The job has
-        undone the steps of these snapshots, so they do not count.
+        has written its part, too. Snapshots of steps that the job has undone do not count. A role
+        may still report such snapshots, until it takes part in the current generation (the time
+        since the last failure).
 
         Args:
           servers: names of all servers.
@@ -168,8 +171,8 @@ class GenerationFolder:
     def snapshots_alone(self, servers: Collection[str]) -> tuple[int, ...]:
         """Return the step of the newest snapshot of each asynchronous server.
 
-        Asynchronous servers write snapshots at different steps, and each goes back to its own. The
-        result is empty if a server has no snapshot, or the servers are synchronous.
+        Asynchronous servers write snapshots at different steps, and each continues from its own.
+        The result is empty if a server has no snapshot, or if the servers are synchronous.
 
         Args:
           servers: names of all servers.

@@ -4,8 +4,9 @@ The launcher adds one line to `generations.jsonl` for each generation (the time 
 failures), before it starts the generation. When the job has ended, the log stays in the folder of
 the snapshots. A new job in the folder begins a new log.
 
-A launcher may be killed between the line and the start. Its successor then starts another
-generation with the same number, so the last line with a number counts.
+A launcher may be killed after it has added a line, and before it has started the generation. The
+next launcher then starts another generation with the same number, and adds a second line. So among
+lines with the same number, the last one counts.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ class GenerationRecord:
       generation: number of the generation.
       snapshot: step of the snapshot with which the generation begins; None if it begins
         with the initial state, or with the snapshots of asynchronous servers.
-      members: ids of the trainers that take part, increasing.
-      lost: name of the role whose failure ended the previous generation; empty without a failure.
-      reason: cause of the failure, or of the generation.
+      members: ids of the trainers that take part in the generation, increasing.
+      lost: name of the role that failed, which ended the previous generation; empty without a
+        failure.
+      reason: cause of the failure. Without a failure, the reason to start a generation.
       time: time of the line, in seconds since 1970.
     """
 

@@ -61,10 +61,10 @@ class LauncherFolder(GenerationFolder):
         launch: int = 0,
         on_trainer_loss: str = "restart",
     ) -> None:
-        """Start a new generation (the time until the next failure), by a file that all roles read.
+        """Start a new generation (the time until the next failure).
 
-        The file is flushed to the disk before the method returns. `run`, `trainers` and `endpoints`
-        are the same in all generations of a job.
+        The method writes the file from which all roles learn about the generation, and flushes it
+        to disk. `run`, `trainers` and `endpoints` are the same in all generations of a job.
 
         Args:
           generation: the generation.
@@ -76,7 +76,7 @@ class LauncherFolder(GenerationFolder):
             earlier process of the role, on a host that the launcher has lost, ends when it reads
             this number.
           launch: number of the launcher's first generation.
-          on_trainer_loss: as for `launch`.
+          on_trainer_loss: the launcher's reaction to the failure of a trainer; see `launch`.
         """
         job: dict[str, Any] = {"run": run, "trainers": trainers, "endpoints": list(endpoints)}
         job |= {"started": dict(started), "launch": launch, "on_trainer_loss": on_trainer_loss}
@@ -86,7 +86,8 @@ class LauncherFolder(GenerationFolder):
         """Ask servers to write their newest states as snapshots, after a failure.
 
         Args:
-          lost: names of the lost servers. Other servers write replicas of their states.
+          lost: names of the lost servers. Other servers write their copies of the lost servers'
+            states, if they have any.
         """
         ending = {"is_ending": True, "lost": list(lost)}
         write_json(self.path / "generation.json", {**self._granted(), **ending})

@@ -60,7 +60,7 @@ class RoleFolder(GenerationFolder):
     def from_environment(
         cls, role: str, environ: Mapping[str, str] = os.environ
     ) -> RoleFolder | None:
-        """Return the folder that the launcher has set, or None."""
+        """Return the folder that the launcher has named in an environment variable, or None."""
         path = environ.get(VARIABLE)
         return cls(path, role, int(environ.get(STARTED, 0))) if path else None
 
@@ -109,17 +109,17 @@ class RoleFolder(GenerationFolder):
     ) -> None:
         """Tell the launcher that this role takes part in a generation (time between failures).
 
-        The job has undone the steps after the snapshot with which the generation begins.
-        So the role forgets its snapshots of these steps, and removes the files. Otherwise, a later
-        snapshot of the same step could contain a part that an earlier launch with another script
-        has written.
+        The generation begins with a snapshot, and the job has undone all later steps. So this
+        method also removes the role's snapshots of these steps. Otherwise, a new snapshot of the
+        same step could contain an old part, which an earlier launch with another script has
+        written.
 
         Args:
           generation: the generation.
           with_trainers: in a server, True if trainers write parts of its snapshots, too.
-          writes_newest: in a server, True if it writes its newest states when the generation is
-            ending.
-          writes_replicas: in a server, True if it also writes a lost server's newest states then.
+          writes_newest: in a server, True if it can write its newest states when a process fails.
+          writes_replicas: in a server, True if it can also write the newest states of a lost server
+            then.
         """
         with self._lock:
             snapshots = self.mark().snapshots_until(generation.snapshot)
@@ -154,12 +154,12 @@ class RoleFolder(GenerationFolder):
 
     @property
     def entered(self) -> int:
-        """Number of the generation (part of the job) that this process has entered last."""
+        """Number of the newest generation (time between failures) that this process has joined."""
         return self._mark.generation
 
     @property
     def newest_written(self) -> int | None:
-        """Step of the newest snapshot that this process knows to be written, or None."""
+        """Step of the newest snapshot to which this role has added its part, or None."""
         return max(self._mark.snapshots, default=None)
 
     def note_snapshot(self, generation: int, step: int, *, is_early: bool = False) -> None:
@@ -169,7 +169,8 @@ class RoleFolder(GenerationFolder):
           generation: number of the generation in which the snapshot was taken. Snapshots of older
             generations are ignored.
           step: the step of the snapshot.
-          is_early: True if the part may lack evictions of table rows after the step.
+          is_early: True if the server has written the part right after the step's update. Table
+            rows that are evicted (removed) after the step may then still be in the part.
         """
         with self._lock:
             if generation != self._mark.generation:
@@ -264,9 +265,9 @@ class RoleFolder(GenerationFolder):
     def drop_snapshots(self, generation: int, before: int) -> list[int]:
         """Tell the launcher that this role removes its snapshots before a step.
 
-        Some of these snapshots are incomplete, because only some roles have written their parts.
-        The snapshot with which the current generation (the time since the last failure) began
-        stays, since this role may have to load it. The caller removes the files.
+        Snapshots to which other roles have not added their parts are removed, too. The snapshot
+        with which the current generation (the time since the last failure) began stays, since this
+        role may have to load it. This method only changes the report; the caller removes the files.
 
         Args:
           generation: number of the role's generation. If the launcher has started a newer

@@ -21,16 +21,15 @@ class RoleMark:
     Attributes:
       generation: number of the generation in which the role takes part.
       snapshots: steps of the snapshots that the role has written, increasing.
-      early: steps of written snapshots that may lack evictions of table rows after their step. Such
-        a snapshot counts when another role has written a snapshot of the same step with these
-        evictions.
+      early: steps of snapshots that the role has written before table rows were evicted (removed)
+        after the step; see `complete_snapshots`.
       left: True if the role has left the job after its last step.
       with_trainers: in a server's report, True if trainers write parts of its snapshots, too.
-      is_alone: True for an asynchronous server, which goes back to a snapshot without other
-        servers.
+      is_alone: True for an asynchronous server, which continues from its own snapshot,
+        independently of other servers.
       counts: for an asynchronous server, the number of steps of each trainer in its snapshot.
-      writes_newest: True for a server that writes its newest states when its generation is ending.
-      writes_replicas: True if the server also writes the newest states of a lost server then.
+      writes_newest: True for a server that can write its newest states when a process fails.
+      writes_replicas: True if the server can also write the newest states of a lost server then.
       ended: number of the last generation at whose end the server wrote its newest states, or -1.
       ended_for: names of the lost servers whose states the server wrote at the end of that
         generation.
@@ -49,8 +48,9 @@ class RoleMark:
     ended_for: tuple[str, ...] = ()
 
     def has_ended(self, generation: int, lost: Collection[str]) -> bool:
-        """Return True if the server has written its newest state, as the launcher asks after a
-        failure.
+        """Return True if the server has written its newest state after a failure.
+
+        The launcher asks servers for this.
 
         Args:
           generation: number of the generation (the time between two failures) that ended with this
@@ -104,10 +104,11 @@ def mark_of(fields: Mapping[str, Any]) -> RoleMark:
 def complete_snapshots(marks: Mapping[str, RoleMark], roles: Collection[str]) -> set[int]:
     """Return the steps at which every role has written its part of a snapshot of the job.
 
-    Servers may write a snapshot before the evictions of table rows that follow its step. Such an
-    *early* part counts only if another role's part has these evictions. A trainer begins a step
-    after all servers have made the evictions before it. So if one server knows that the next step
-    has begun, the early parts of other servers have these evictions, too.
+    After a step, trainers may ask servers to evict (remove) rows of tables. A server may write an
+    *early* part before it knows if it will get such a request. If another server has written a part
+    that is not early, the next step has begun. All servers have then made all evictions, so the
+    early parts contain them, too. Therefore a snapshot is complete only if at least one part is not
+    early.
 
     Args:
       marks: the report of each role, by name.
@@ -131,8 +132,8 @@ def complete_snapshots(marks: Mapping[str, RoleMark], roles: Collection[str]) ->
 def old_snapshot(complete: Collection[int]) -> int:
     """Return the step of the second newest complete snapshot; 0 if there is none.
 
-    Roles remove the snapshots before this step. The second newest snapshot must stay: while roles
-    write, it may be the newest that the launcher knows.
+    Roles remove the snapshots before this step. The second newest snapshot must stay, because the
+    launcher may not know yet that the newest one is complete.
 
     Args:
       complete: steps of the complete snapshots.
@@ -192,11 +193,12 @@ def can_go_back(
     *,
     is_pending: bool,
 ) -> bool:
-    """Return True if the roles that were not lost can go back to a snapshot.
+    """Return True if the roles that were not lost can continue from a snapshot.
 
-    If not, the launcher must restart all roles. All these roles must run, and must not have left
-    the job. Each of them must also have reported that it takes part in the job. A role that has
-    just started again has not reported yet. This is allowed only if `is_pending` is True.
+    If not, the launcher must restart all roles. Three conditions must hold for each role: it runs;
+    it has not left the job; and it has reported that it takes part in the job. The last condition
+    does not hold for a role that has just started again. If `is_pending` is True, it is not
+    required.
 
     Args:
       marks: the report of each role's current process, by name.
@@ -221,11 +223,10 @@ def can_go_back(
 def find_left(
     marks: Mapping[str, RoleMark], servers: Collection[str], started: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Return the ids of the trainers that have finished, and whose steps no server has lost.
+    """Return the ids of the finished trainers that need not repeat steps after a failure.
 
-    After a failure, such trainers need not go back. They exist only with asynchronous servers. If a
-    server has started again since a trainer's last report, the server may lack this trainer's last
-    steps.
+    They exist only with asynchronous servers. If a server has started again since a trainer's last
+    report, the server may lack this trainer's last steps. The trainer is then not in the result.
 
     Args:
       marks: the report of each role's current process, by name.
@@ -251,9 +252,9 @@ def find_left(
 
 
 def is_waiting(reporter: str, marks: Mapping[str, RoleMark], running: Collection[str]) -> bool:
-    """Return True if a role that has lost another role still waits for its replacement.
+    """Return True if a role still waits for the replacement of another role that it has lost.
 
-    A role that has ended, or has left the job, waits for no other role.
+    A role that has ended, or has left the job, does not wait.
 
     Args:
       reporter: name of the role that has reported the failure.
@@ -288,8 +289,8 @@ def find_writers(
 ) -> set[str]:
     """Return the servers that the launcher asks to write their newest states after a failure.
 
-    The result is empty if a live server cannot write them, since no complete snapshot is
-    possible then.
+    If a running server cannot write its newest state, no complete snapshot is possible. The result
+    is then empty.
 
     Args:
       marks: the report of each role's current process, by name.
