@@ -62,9 +62,9 @@ class Snapshots:
 
         The result is the memory beyond that of `plan.costs()`:
 
-        - `at_loss`: a server keeps its parameters and optimizer state before the newest step. If the
-          server sends parameters early, `plan.costs()` already counts the old optimizer state.
-        - `replicas`: each server has a backup, the server with its copy. The server keeps its merged
+        - `at_loss`: a server keeps its parameters and optimizer state before the newest step. If it
+          sends parameters early, `plan.costs()` already counts the old optimizer state.
+        - `replicas`: each server has a backup, the server with its copy. A server keeps the merged
           gradients of the last two steps until the backup has received them. For each server that
           it copies, a backup stores two states and at most four sets of gradients.
 
