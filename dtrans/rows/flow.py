@@ -81,7 +81,8 @@ class FlowPass:
       unsliced: names of parameters that one server stores in full, even if their rows are
         independent.
       free: inputs of the optimizer state with layouts that are not known yet.
-      within: the outermost loop or branch that contains the equations; None if there is none.
+      within: the outermost loop or branch that contains the equations, to describe their place in
+        the user's code; None if there is none.
     """
 
     several = False  # True if a loop may run on rows of several leaves independently
@@ -136,8 +137,8 @@ class FlowPass:
         server.
 
         Args:
-          flow: results for the equations before it. Sets `flow.crosses` if servers must
-            communicate.
+          flow: results for the equations before it. If servers must communicate, this method sets
+            `flow.crosses`.
           eqn: the equation. At least one operand has rows, or depends on rows.
           ins: layouts of the operands.
         """
@@ -237,9 +238,9 @@ class FlowPass:
     def _note_branches(
         self, flow: Flow, which: Layout, outs: Sequence[Layout], branches: Sequence[Flow]
     ) -> None:
-        """Record in `flow` the consequences of the branches of a `cond`.
+        """Record in `flow` two results for a `cond` from the results for its branches.
 
-        These are the parameters that a branch needs in full, and the need to communicate.
+        These are the parameters that one server must store in full, and `flow.crosses`.
         `dtrans.rows.normalize` later splits a `cond` that combines values of several servers.
         """
         for inside in branches:

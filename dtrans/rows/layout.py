@@ -1,7 +1,7 @@
 """Layouts: the relation of each value of an optimizer's update to the rows of parameters.
 
-Parameter servers share parameters by rows. The layout of a value states the servers that can
-compute the value, and the entries that each of them computes.
+Parameter servers divide parameters among them by rows. The layout of a value states the servers
+that can compute the value, and the entries that each of them computes.
 
     Shared                       depends on rows only through reductions; all servers can compute it
     RowAxis(leaf, axis, width)   entries i*width to (i+1)*width along `axis` depend on row i of leaf
@@ -107,7 +107,7 @@ def sendable(x: Layout) -> bool:
 
 
 def binding(layouts: Iterable[Layout]) -> list[Colocated]:
-    """Return the layouts that force their leaves onto one server.
+    """Return the layouts of values that need all their parameters on one server.
 
     These layouts have a `reason`, or several leaves.
     """

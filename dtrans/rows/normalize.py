@@ -1,7 +1,7 @@
-"""Rewrite that splits branches and loops, so that each needs the leaves of one server only.
+"""Rewrite that splits branches and loops, so that each needs the parameters of one server only.
 
-An optimizer may have a `cond` that updates all leaves at once (`optax.MultiSteps`,
-`optax.apply_if_finite`), but no server has all leaves. So it is split:
+An optimizer may have a `cond` that updates all parameters at once (`optax.MultiSteps`,
+`optax.apply_if_finite`), but no server has all parameters. So the `cond` is split:
 
     cond[p] (w, b, count) -> (w', b', count')     becomes     cond[p] w -> w'
                                                               cond[p] b -> b'

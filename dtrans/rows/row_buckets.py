@@ -99,7 +99,7 @@ class RowBuckets:
         return [(at[a:b], local[a:b]) for a, b in itertools.pairwise(bounds)]
 
     def along(self, row: RowAxis) -> RowBuckets:
-        """Return these rows as entries of a value that has `row.width` entries for each row."""
+        """Convert to the rows of an array that has `row.width` rows for each row of the table."""
         return RowBuckets(*(n * row.width for n in dataclasses.astuple(self)))
 
     @property

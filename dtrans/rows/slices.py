@@ -2,7 +2,7 @@
 
     Slice(0, 3, 5)                   rows 3 to 8, known when the program is written
     Slice(0, Start(write, 12), 5)    5 rows from a start that the running program computes
-    Slice(0, Start(write), 5)        5 rows whose ids are a vector of the running program
+    Slice(0, Start(write), 5)        5 rows with ids that the running program computes
 
 `dtrans.rows.parts` computes slices of values without the full values.
 """
@@ -123,7 +123,7 @@ class Slice:
         return b.constant(np.asarray(b.constant_value(value))[index].copy())
 
     def counted(self, b: Builder, aval: Any) -> Atom:
-        """Write this slice of a counter (`iota`) along the axis, without the full counter."""
+        """Write a counter (`iota`) along the axis that has only the entries of this slice."""
         start = self.start.value(b) if isinstance(self.start, Start) else int32(self.start)
         return b.call(_counted(np.dtype(aval.dtype), aval.shape, self.axis), start)[0]
 

@@ -2,13 +2,14 @@
 
 A *block* is the part of a parameter's rows that one server stores. An equation on full parameters
 becomes the same equation on the rows of a block. If the equation combines rows with a shared
-operand, the program computes only the same rows of that operand (`dtrans.rows.parts`). The slice
-moves up through the equations that compute the operand, to scalars, counters and keys. So the
-program contains no array of the full shape. If this is impossible, the program computes the full
-operand and slices it. Equations in the bodies of loops and branches are restricted as well.
+operand, the program computes only the same rows of that operand (`dtrans.rows.parts`). For this,
+the equations that compute the operand are sliced too, up to scalars, counters and random keys. So
+the program contains no array of the full shape. If this is impossible, the program computes the
+full operand and slices it. Equations in the bodies of loops and branches are restricted as well.
 
 A `BlockRows` object, such as `RowRange`, describes the rows of a block.
-`dtrans.parameter_server.tables.trainer_rows` has a `BlockRows` for rows of several leaves by ids.
+`dtrans.parameter_server.tables.trainer_rows` has another implementation, for rows of several
+parameters with given ids.
 """
 
 from __future__ import annotations
@@ -118,10 +119,12 @@ RowSet = RowRange | RowBuckets  # rows of a block
 class RowWriter:
     """Writer of an update's equations for one block of rows, e.g. rows 2 to 5 of `params/w`.
 
+    A *shared* value, such as a learning rate, does not belong to rows; every server can compute it.
+
     Args:
       b: builder of the program.
       flow: layouts of the values, and how each equation runs on a block of rows.
-      rows: rows of the block; None if the block has full leaves.
+      rows: rows of the block; None if the block has full parameters.
       producers: maps each value to the equation that computes it.
       read_block: (value that this writer has not computed) -> the block's rows of the value, or
         None for a shared value.

@@ -188,7 +188,7 @@ class _Plan:
         return want
 
     def _of(self, eqn: JaxprEqn) -> list[tuple[Want, Recipe]] | None:
-        """Return the recipes that compute the wanted slices of an equation's outputs.
+        """Return recipes (ways to compute slices) for the wanted slices of an equation's outputs.
 
         Return None if the equation must be computed in full.
         """

@@ -61,7 +61,7 @@ class ExchangeRounds:
 
     Args:
       analysis: row analysis of the update.
-      exact: parameters whose sums over rows are added exactly (`dtrans.ops.exact_sum`).
+      exact: parameters with sums over rows that are computed exactly (`dtrans.ops.exact_sum`).
 
     Attributes:
       crossings: the values that servers exchange, by variable.

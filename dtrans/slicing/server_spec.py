@@ -71,7 +71,7 @@ class UpdateSpec:
         trainers send them.
       requested: shared optimizer state that the trainers' programs read, so they request it before
         each step.
-      exact: parameters whose sums over rows have the same bits for every placement.
+      exact: parameters with sums over rows that have the same bits for every placement.
       names: maps each name in the update to a description of its value, for errors.
       owners: maps each parameter to the servers that compute terms of its norms and similar values.
       servers: endpoint -> work of the server; a server without work is absent.
@@ -151,7 +151,7 @@ def analyse_update(
       arguments: step arguments that the update reads; trainers send them to the servers.
       requested: shared optimizer state that the trainers' programs read, so they request it before
         each step.
-      exact: parameters whose sums over rows must have the same bits for every placement.
+      exact: parameters with sums over rows that must have the same bits for every placement.
 
     Raises:
       ConfigError: the name of a parameter is also the name of a block, a gradient or another value.

@@ -1,11 +1,11 @@
-"""Writer of the programs that one server runs in a step, Paddle's optimize blocks.
+"""Writer of the programs (Paddle's optimize blocks) that one server runs in a step.
 
 Servers exchange some values, such as norms, during an update. So a server runs one set of programs
 before the first exchange (level 0), and one after each exchange (`dtrans.slicing.rounds`):
 
     level 0    lr_sched           counts and schedules: values that do not depend on rows
-               params/w.block0    equations that need no cross-server value; parts of reductions
-               all_reduce         combines the parts on this server, then reduces over servers
+               params/w.block0    equations that need no cross-server value; terms of reductions
+               all_reduce         combines the terms on this server, then reduces over servers
     level 1    reduced            shared values that depend on these reductions: norms, factors
                params/w.block0    equations that read them
                ...
@@ -99,7 +99,7 @@ class ServerWork:
 
     @property
     def grads(self) -> dict[str, int]:
-        """Position (from 1) of the program that reads a gradient, by the gradient's name."""
+        """Name of each gradient -> position (from 1) of the program that reads it."""
         found: dict[str, int] = {}
         for i, block in enumerate(self.blocks, 1):
             found |= dict.fromkeys((g.name for g in block.grads), i)
@@ -153,7 +153,8 @@ def write_server(spec: UpdateSpec, endpoint: str) -> ServerWork:
 def inline_update(b: Builder, work: ServerWork, values: Mapping[str, Atom]) -> dict[str, Atom]:
     """Write the update of a server into another program.
 
-    Pipelines and trainers that update rows of tables use it: one program then runs the full update.
+    Use it for an update that runs without a server, such as in a pipeline, or in a trainer that
+    updates its own table rows.
 
     Args:
       b: builder of the program.
@@ -234,7 +235,7 @@ def _take_arguments(
 def _write_shared(
     rounds: ExchangeRounds, server: ServerSpec
 ) -> tuple[dict[int, LevelProgram], dict[Var, str]]:
-    """Write the programs that compute values without a parameter, such as a learning rate.
+    """Write the programs for values that belong to no parameter, such as a learning rate.
 
     Returns:
       Two dicts. The first contains the programs, by the number of exchanges before a program. The

@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers in `dtrans.split` scopes, whose parameters are sharded.
+"""Tensor parallelism: sharding of the parameters of layers in `dtrans.split` scopes.
 
 `dtrans.engine` writes the programs.
 

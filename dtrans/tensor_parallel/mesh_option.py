@@ -18,7 +18,7 @@ class MeshSizes(NamedTuple):
     Attributes:
       data: number of trainers.
       model: number of devices that divide the parameters; 0 without this axis. It is "data" if the
-        devices of the data axis divide the parameters.
+        devices of the data axis also divide the parameters.
       sequence: number of devices that divide each sequence; 0 without this axis.
     """
 

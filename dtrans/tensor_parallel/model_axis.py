@@ -5,8 +5,8 @@ program of one trainer for one device of the axis. The program may already have 
 other mesh axes, such as the all-reduce of gradients over trainers. In the new program, these
 collectives run on shards.
 
-Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053). Their two all-reduces per layer follow from
-the rules of the engine.
+Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053). The rules of `dtrans.engine` give the same
+two all-reduces per layer.
 """
 
 from __future__ import annotations
@@ -156,7 +156,8 @@ class ShardedProgram:
 
     Attributes:
       program: the program. Its sharded inputs and outputs have the shapes of shards.
-      gathers: values that the devices all-gather for lack of a rule, with reasons.
+      gathers: values that the devices all-gather because no rule can shard the equation that reads
+        them, with reasons.
       joined: for each sharded result, the dimension along which the caller must concatenate the
         shards.
     """
