@@ -1,12 +1,13 @@
 """Evaluation of a user's function on a job's state, for `job.apply(fn, state, *args)`.
 
-The function may compute a norm of all parameters, for example. A job may store parameters in
-slices, or on the devices of pipeline stages, because one device has too little memory for all. So
-the job assigns each leaf (array of the state) to a *group*, such as the leaves of one stage. The
-function is traced once for each combination of argument types. Its equations are divided into
-*parts*, one for each group. An equation belongs to the highest group among its operands. So a part
-reads only leaves of its group and earlier groups, and values of earlier parts. The job fetches the
-leaves of a part when the part runs. It drops a leaf after the last part that reads the leaf.
+The function may compute a norm of all parameters, for example. One device may have too little
+memory for all parameters. So a job may store them in slices, or on the devices of pipeline stages.
+For such a function, the job assigns each leaf (array of the state) to a *group*, such as the leaves
+of one stage. The function is traced once for each combination of argument types. Its equations are
+divided into *parts*, one for each group. An equation belongs to the highest group among its
+operands. So a part reads only leaves of its group and earlier groups, and values of earlier parts.
+The job fetches the leaves of a part when the part runs. It drops a leaf after the last part that
+reads the leaf.
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ def numbers_of_size(step: DividedStep, other: DividedStep) -> BatchNumbers:
     """Find the constants in an update that depend on the batch size.
 
     The function compares the updates of two traces of one step. If only constants differ, the
-    result has their positions. If other things differ, such as the body of a branch, the result has
-    no positions, and `fixed` lists the outputs that differ.
+    result has their positions. Other things may differ, such as the body of a branch. Then the
+    result has no positions, and `fixed` lists the outputs that differ.
 
     Args:
       step: the training step, divided at its gradients.

@@ -124,9 +124,9 @@ def half_equations(
 ) -> tuple[list[JaxprEqn], list[str], list[Atom]]:
     """Return the equations of the forward and backward pass that a trainer needs.
 
-    These equations compute gradients, further values that the update reads (`DividedStep.handed`),
-    parameters that the forward pass computes, such as batch statistics (`DividedStep.frozen`), and
-    `results`.
+    These equations compute gradients, `results`, and further values that the update reads
+    (`DividedStep.handed`). They also compute parameters that no gradient updates, such as batch
+    statistics (`DividedStep.frozen`).
 
     Args:
       step: the training step, divided at its gradients.

@@ -20,8 +20,9 @@ micro-batches. If the update reads only their sum, the first value that is linea
 the gradient. The additions then belong to the backward pass. Otherwise the module raises an error,
 which lists the values.
 
-A step with a loop over several updates is another error. The module assumes such a loop if an
-output of a loop becomes the new parameter, and no later equation reads the old parameter.
+A step with a loop over several updates is another error. The module assumes such a loop if two
+conditions hold. An output of a loop becomes the new parameter, and no later equation reads the old
+parameter.
 
 A loop over micro-batches may return derivatives together with other values, such as the loss. So
 `OpenStep.derivatives` is a set of values, not of equations.
@@ -473,10 +474,10 @@ def _read_elsewhere(
 ) -> dict[str, Var]:
     """Find gradients that only the updates of other parameters read.
 
-    For example, a clip by the global norm reads the gradients of frozen parameters, but the updates
-    of these parameters do not. The function matches parameters and gradients of one shape by their
-    order, because a norm reads gradients in the order of the parameters. A wrong match would change
-    only names. If a shape has unequal numbers of parameters and gradients, these parameters get no
+    For example, a clip by the global norm reads the gradients of frozen parameters. The updates of
+    these parameters do not. A norm reads gradients in the order of the parameters, so the function
+    matches parameters and gradients of one shape by their order. A wrong match would change only
+    names. If a shape has unequal numbers of parameters and gradients, these parameters get no
     gradient.
 
     Args:

@@ -51,9 +51,9 @@ def trace(fn: Callable[..., Any], *args: Any, name: str | None = None) -> Progra
     `fn` and the pytree paths below them, such as `params/w`. Outputs are named by these rules:
 
     - If `fn` returns a dict, the keys are the names.
-    - If `fn` returns a tuple, the new `params` is its first part with the structure and shapes of
-      the first argument (`params`). This part gets the names of the argument. The same holds for
-      the second argument, `opt_state`.
+    - If `fn` returns a tuple, its first part with the structure and shapes of the argument `params`
+      is the new `params`. This part gets the names of the argument. The same holds for the second
+      argument, `opt_state`.
     - The first scalar after them is named `loss`, the next value `aux`, and further values by their
       position, `out4`.
 

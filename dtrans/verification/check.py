@@ -1,8 +1,9 @@
 """Comparison of a job's step with the one-device step, at random points of a finite field.
 
 A point is a value for each number of the state and of the batch. Points are near the states of a
-one-device run after 0, 1, 2 and 5 steps, so that comparisons and branches are realistic. Both steps
-are evaluated at each point, and every output is compared number by number (`state_placement`).
+one-device run after 0, 1, 2 and 5 steps. So comparisons and branches are decided as in training.
+Both steps are evaluated at each point, and every output is compared number by number
+(`state_placement`).
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ class Meanings:
 
     Args:
       values: values of the one-device step.
-      moves_rows: True if the job moves rows by their ids, so that an array may have the rows of a
-        step value in any order.
+      moves_rows: True if the job moves rows by their ids. Then an array may have the rows of a step
+        value in any order.
     """
 
     def __init__(self, values: StepValues, *, moves_rows: bool = False) -> None:
@@ -342,7 +342,7 @@ def _sums_over(parts: Sequence[Array], axes: Mapping[str, int] | None) -> Iterat
     """Yield each sum of parts that a collective could compute.
 
     If `axes` is None, yield the sum of all parts. Otherwise part i belongs to rank i: for each set
-    of mesh axes, sum over these axes, and yield the sum if all groups of ranks have the same sum.
+    of mesh axes, sum over these axes. Yield the sum if all groups of ranks have the same sum.
     """
     if len({x.shape for x in parts}) != 1:
         return

@@ -8,8 +8,8 @@ comparison of the two states needs the position of each number.
                           leaves
     place_leaves(...)     the job's state for given leaves
 
-To find the positions, a one-device state with positions as its numbers is converted to the job's
-state.
+To find the positions, the module converts a special one-device state to the job's state: each of
+its numbers is its own position.
 
 Read next: `check`, which compares states.
 """
@@ -55,7 +55,7 @@ class TracedStep:
       other_steps: steps of the same plan in other processes, which must also equal the one-device
         step.
       equal_parts: for some batch arrays, a pair: the dimension of the rows, and a number of parts.
-        The comparison then uses batches in which all parts are equal, so that a mean over one part
+        The comparison then uses batches in which all parts are equal. A mean over one part then
         equals the mean over the full batch.
       unfollowed: operations of the job that the jaxpr leaves out, such as compression, as text.
     """

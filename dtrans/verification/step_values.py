@@ -245,8 +245,7 @@ class StepValues:
     def _add_computation(self, computation: Computation) -> None:
         """Insert the outputs of a computation into the index.
 
-        If the computation has one output, and this output is a sum over rows of the batch, also
-        insert its partial sums.
+        If the only output is a sum over rows of the batch, also insert its partial sums.
         """
         title = str(computation)
         for (x,) in computation.outputs:
@@ -268,8 +267,8 @@ class StepValues:
     def _propagated(self, computation: Computation) -> Terms | None:
         """Compute the partial sums of an output from the partial sums of its operands.
 
-        An output is a sum over rows of the batch if an operand is such a sum, and the equation is
-        linear in this operand. Otherwise return None.
+        If an operand is a sum over rows of the batch, and the equation is linear in it, the output
+        is such a sum, too. Otherwise return None.
         """
         operands = [x for (x,) in computation.operands]
         carriers = [k for k, x in enumerate(operands) if id(x) in self._terms]

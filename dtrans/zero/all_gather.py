@@ -5,10 +5,10 @@
     y = dot_general h w         the first equation that reads the gathered w
 
 A gathered parameter needs memory, so a rank keeps it only for a *live range*: the equations from
-its first reader to its last (`dtrans.zero.live_ranges`). A parameter has one live range in the
-forward pass and another in the backward pass, so the rank gathers it twice. Without `after`, XLA
-would merge the two gathers, or start all gathers at once. With `prefetch=k`, a rank gathers a
-parameter k live ranges before it is needed.
+its first reader to its last (`dtrans.zero.live_ranges`). A parameter has two live ranges, in the
+forward and in the backward pass. So the rank gathers it twice. Without `after`, XLA would merge the
+two gathers, or start all gathers at once. With `prefetch=k`, a rank gathers a parameter k live
+ranges before it is needed.
 
 Some values need no gather, because ranks can compute them on slices (`dtrans.zero.slice_analysis`).
 A penalty such as sum(w ** 2) is computed on slices, and then summed over ranks. A loop over layers

@@ -1,8 +1,8 @@
 """Choice of the parameters to divide into one slice for each rank, and of the dimension to divide.
 
 All slices of a parameter have the same size. If the number of ranks does not divide the dimension,
-the last slices end with *padding*, which is zero in the first state. Gathers drop the padding, and
-norms ignore it.
+the last slices end with *padding*. The padding is zero in the first state. Gathers drop the
+padding, and norms ignore it.
 
 A parameter is sliced along its first dimension. If that dimension is shorter than the number of
 ranks, as in the kernel of a convolution, the longest dimension is sliced. Loops may read a stack of

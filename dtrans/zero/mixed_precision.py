@@ -2,8 +2,8 @@
 
     dot_general f32 x f32      becomes    convert, dot_general in 16 bits, convert back
 
-If only products read a weight, ranks convert their slices of the weight before the all-gather,
-which then sends half as many bytes. For this, the conversion is written as early as possible:
+If only products read a weight, ranks convert their slices of the weight before the all-gather. So
+the all-gather sends half as many bytes. For this, the conversion is written as early as possible:
 before a transpose, and before a loop over layers. Sums, norms, softmax, the loss and the update
 keep 32 bits.
 

@@ -3,8 +3,8 @@
 The update needs only slices of a gradient. If a loop over layers computes the gradient, each
 iteration can scatter the gradient of its layer. So no rank stores the full gradient of all layers.
 A gradient may be a sum of terms, and a term may be the padded output of a loop. So the search
-follows a gradient backwards to the loops, through equations that are linear and compute each row
-from one row:
+follows a gradient backwards to the loops. It passes only equations that are linear and compute each
+row from one row:
 
     g = add_any a b          slices of g are computed from slices of a and of b
     a = pad a'               (layers 0 to 8)

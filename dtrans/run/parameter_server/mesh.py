@@ -71,7 +71,7 @@ class MeshJob(Job):
 
     `init` and `step` are functions of a state; the job itself stores only compiled code. The job
     merges the results of several trainers. With batch="exact", merged results equal those of a
-    single device. With batch="local", the job concatenates a result that grows with the batch, and
+    single device. With batch="local", the job concatenates a result that grows with the batch. It
     averages any other floating-point result, such as the loss. Results of other types, such as
     counts and flags, get a leading axis with one row for each trainer. The caller merges these
     rows.

@@ -235,9 +235,9 @@ def part_of_trainer(x: Any, axis: int | None, trainer: int, trainers: int) -> An
 class OrderedJob:
     """Job that runs an asynchronous plan in one process, with steps in a fixed order.
 
-    `RecordedOrder` is this order. A state contains the arrays of servers, the parameters that each
-    trainer has received, and the arrays that trainer 0 computes itself. With GEO-SGD, each trainer
-    stores some rows of tables itself when `step` begins (`rows_at_start`).
+    `RecordedOrder` is this order. A state contains the arrays of servers, and the parameters that
+    each trainer has received. It also contains the arrays that trainer 0 computes itself. With
+    GEO-SGD, each trainer stores some rows of tables itself when `step` begins (`rows_at_start`).
 
     Args:
       plan: an asynchronous plan.

@@ -67,8 +67,8 @@ class SyncUpdate:
       steps: number of updates that `state` already contains.
       keeps_old: True to store the state before the newest one, too.
       merges: True if `begin` takes the gradients that `merge` returns.
-      parts: parts of the update that run as soon as their gradients arrive. With parts, the
-        optimizer state before the newest one is stored, and the next update reuses the memory of
+      parts: parts of the update that run as soon as their gradients arrive. With parts, the object
+        also stores the optimizer state before the newest one. The next update reuses the memory of
         this older state.
 
     Attributes:

@@ -86,7 +86,7 @@ class Phase:
           arrived: the vectors that other servers have sent in the exchange before the phase.
 
         Returns:
-          The new state by name, the values for later phases by name, and the vectors for the other
+          The new state by name; the values for later phases by name; and the vectors for other
           servers in the exchange after the phase.
         """
         values = dict(read)

@@ -10,8 +10,8 @@ A *bin* is a vector that packs the arrays of one owner. The optimizer's state co
 ranks with fewer elements end with padding. `dtrans.zero.by_leaf.assign` chooses the owners.
 
 Use this sharding for optimizers that mix rows, such as Muon. With `partition="rows"` every rank
-gathers each matrix and iterates on all matrices. Here each rank iterates only on the matrices that
-it owns.
+gathers each matrix, and runs Muon's iterations on all matrices. Here each rank runs them only on
+the matrices that it owns.
 
 In stage 1 gradients are scattered after the backward pass. In stage 2 bins are scattered in parts:
 a part is scattered as soon as all gradients in this part are computed.

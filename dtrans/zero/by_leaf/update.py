@@ -1,9 +1,10 @@
 """Writer of the update in which each rank updates the parameters that it owns.
 
-All ranks run one program, but each rank owns other parameters. So the equations for each rank are a
-branch of a `switch` over the index of the rank. Each branch updates the parameters that the rank
-owns, like a parameter server that stores them (`dtrans.slicing.server_update`). A value that
-depends on parameters of several ranks, such as a norm, is summed between two levels:
+All ranks run one program, but each rank owns different parameters. So the equations for each rank
+are a branch of a `switch` over the index of the rank. Each branch updates the parameters that the
+rank owns, like a parameter server that stores them (`dtrans.slicing.server_update`). A value may
+depend on parameters of several ranks, such as a norm. So the update has several `switch` equations,
+called *levels*, and ranks sum such values between two levels:
 
     level 0    switch        each rank computes its terms of norms and similar values
                all_reduce    sums the terms; a rank without a term adds the identity

@@ -1,6 +1,6 @@
 """Initialization of new rows of several embedding tables in one call.
 
-A step may look up a few new rows in each of many tables, and a call for each table would be slow.
+A step may look up a few new rows in each of many tables. A call for each table would be slow.
 Tables with equal shapes and inits have equal programs that initialize rows: the programs differ
 only in the values of the PRNG keys. Such tables form a *group*. One call of a compiled loop
 initializes the new rows of all tables of a group. An iteration runs the program of one table, so a

@@ -7,9 +7,9 @@ conversion to an array initializes all rows. `table_memory` initializes only the
 PRNG keys are computed separately. So tables of equal shapes share the compiled program that
 initializes rows.
 
-XLA chooses the order of a sum by the shape of an array. If the init adds up the numbers within a
-row, as a norm does, all calls initialize the same number of rows. So the bits of a row do not
-depend on the number of rows that are initialized together.
+XLA chooses the order of a sum by the shape of an array. So if the init adds up numbers within a row
+(a norm), all calls initialize the same number of rows. So the bits of a row do not depend on the
+number of rows that are initialized together.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Random numbers with which a row filter decides to store a new row of an embedding table.
 
-A number depends on the arguments of the init, the name of the table, the id of the row, and the
+A number depends on four things: the arguments of the init, the table's name, the row's id, and the
 number of the update. So it depends neither on the row's server nor on other rows, and a repeated
 step has the same numbers.
 """

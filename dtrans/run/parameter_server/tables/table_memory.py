@@ -567,8 +567,8 @@ def store_together(new: Sequence[NewTableRows]) -> list[np.ndarray]:
 def find_slots(tables: Sequence[tuple[TableMemory, np.ndarray]]) -> list[np.ndarray]:
     """Return the slots (indices in memory) of rows of several blocks, as views of one array.
 
-    One search finds the rows of all blocks, because a search in each of many blocks would take
-    longer than the update of their rows.
+    One search finds the rows of all blocks. A search in each of many blocks would take longer than
+    the update of their rows.
 
     Args:
       tables: blocks with a hash table, each with the ids of its rows.
