@@ -72,7 +72,7 @@ def parse_endpoints(endpoints: str | Sequence[str], role: str = "pserver") -> tu
 
 
 def parse_host_slots(text: str, where: str) -> list[tuple[str, int | None]]:
-    """Parse a list of hosts with slots, such as `gpu1:2,gpu2`.
+    """Parse a list of hosts and their slots (largest numbers of roles), such as `gpu1:2,gpu2`.
 
     Args:
       text: the list.

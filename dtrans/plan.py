@@ -465,8 +465,8 @@ def register_runner(plan: type, way: str) -> Callable[[F], F]:
 def runner_of(plan: Any, way: str) -> Callable[..., Any]:
     """Return the registered function that runs plans of this type in one way.
 
-    `plan.on_mesh()` and similar methods call it. If the plan's type has no such function, the
-    nearest base class decides.
+    `plan.on_mesh()` and similar methods call the returned function. If the plan's type has no such
+    function, the function of the nearest base class is returned.
 
     Args:
       plan: the plan to run.

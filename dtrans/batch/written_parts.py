@@ -52,7 +52,7 @@ class WrittenParts:
     The written step takes precomputed values of the full batch as its last arguments.
 
     Attributes:
-      values: the precomputed values, except the indices of parts.
+      values: the precomputed values, except the indices that `numbered` adds.
       axes: divided dimension of each batch array.
       parts: number of parts.
       over: mesh axes of the parts.

@@ -151,7 +151,7 @@ def save_serving(
       mark: the run and the step of the saved state.
       servers_only: True to leave out the parameters that no server stores. Then only servers can
         restore the checkpoint.
-      alone: True for a snapshot of only this server, so that it is complete without other servers.
+      alone: True if this server's piece is a complete snapshot, without pieces of other servers.
 
     Raises:
       As `save`.

@@ -2,8 +2,9 @@
 
 A job may continue with another number of servers than the job that saved the checkpoint. So its
 slices overlap several saved slices. A slice covers a *box* of the full array: along each dimension
-a range of indices, or buckets of indices. The result is filled from the intersections of its box
-with the boxes of the other slices. Slices with the same box must be equal.
+a range of indices, or the rows in some buckets (`dtrans.rows.row_buckets`). The result is filled
+from the intersections of its box with the boxes of the other slices. Slices with the same box must
+be equal.
 
 Results are NumPy arrays; random keys are represented by their key data.
 """

@@ -68,7 +68,7 @@ class DeviceParts:
           axis: name of the axis.
           shard: rewrites a program for one device.
           full_types: function from the types of a device's arrays to those of the trainer, for
-            `Program.rewritten`. By default, they are equal.
+            `Program.rewritten`. By default, both have equal types.
         """
         write_uneven = self.for_uneven_batch
         rewrite = lambda program: shard(program).program

@@ -415,9 +415,10 @@ def _convolution(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
 
 
 def _groups_of_rows(eqn: JaxprEqn, ins: Ins, key: str, axis: int) -> Strategy | None:
-    """Return the strategy of a convolution in which each row has complete groups.
+    """Return the strategy of a grouped convolution in which no group mixes several rows.
 
-    `jax.vmap` writes such a convolution if both operands have rows.
+    Each shard convolves the groups of its rows. `jax.vmap` writes such a convolution if both
+    operands have rows.
 
     Args:
       eqn, ins: as for `_convolution`.

@@ -64,8 +64,8 @@ class ShardValues(abc.ABC):
     Attributes:
       gathers: the all-gathers of full values that the conversions have written, for the plan's
         notes.
-      built_as_rows: if this shard computes only its piece of a replicated value, the layout of the
-        piece (dict by value).
+      built_as_rows: replicated values that this shard computes only as a piece: value -> layout of
+        the piece.
       read_as_rows: partial sums that equations read only as a piece.
       sliced: for each replicated input, the one sharded layout in which all equations read the
         input. The entry is `SHARED` before the first read, and None after reads in different

@@ -571,9 +571,9 @@ def written(
 ) -> Result:
     """Write a jaxpr for one shard, and return the result of `write`.
 
-    Concatenations and slices can either move entries within shards, so that later values are not in
-    order, or gather the operands. If both are possible, both programs are written, and the one that
-    communicates fewer bytes is returned.
+    For a concatenation or slice, the writer can gather the operands. It can also move entries
+    within shards, but then later values are not in order. If both are possible, both programs are
+    written, and the program that communicates fewer bytes is returned.
 
     Args:
       jaxpr: the jaxpr of one device.

@@ -109,7 +109,7 @@ def place_arrays(
     dims: Mapping[str, Mapping[str, int]],
     mesh: Mesh,
 ) -> list[Any]:
-    """Put inputs or outputs of a program on a mesh of devices, divided like the inputs.
+    """Put inputs or outputs of a program on a mesh of devices, divided along `dims`.
 
     If the devices cannot divide a dimension into equal parts, the array is replicated. `map_pieces`
     then pads it.
