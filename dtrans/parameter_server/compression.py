@@ -152,7 +152,7 @@ class Compression:
     def received(self, leaf: str, x: Any) -> Any:
         """Return a parameter as trainers receive it: rounded to the type in which servers send it.
 
-        A simulation in one process calls this function, so that its numbers equal those of the real
+        A simulation in one process calls this function, to compute the same results as the real
         job.
 
         Args:

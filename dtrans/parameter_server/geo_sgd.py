@@ -140,7 +140,7 @@ def with_shared_leaves(step: DividedStep) -> DividedStep:
     counter, moves to the field `frozen`: each trainer keeps its own value.
 
     Raises:
-      ConfigError: a parameter whose new value uses gradients is an integer.
+      ConfigError: gradients change a parameter of an integer type.
     """
     gradients = dict.fromkeys(step.boundary.values(), 1)
     enters = propagate(step.program.inner.eqns, {}, gradients)

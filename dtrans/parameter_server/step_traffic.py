@@ -65,7 +65,7 @@ class StepTraffic:
       trainer: the program of trainer 0.
       servers: main program of each server, by endpoint.
       placement: every block and its server.
-      unsent: parameters whose update uses no gradient.
+      unsent: parameters that servers update without a gradient.
       tables: leaves that trainers request by rows instead of in full.
       trainers: the number of trainers.
       push_every: the number of steps between two pushes in GEO-SGD; 0 in other modes.

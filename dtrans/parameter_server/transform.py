@@ -360,7 +360,7 @@ def check_callbacks(step: DividedStep, trainers: int, mode: Mode, *, has_tables:
 def split_batch(step: DividedStep, batch: Batch, trainers: int, mode: Mode) -> ExactStep | None:
     """Return the split of the batch over trainers, for the same results as on one device.
 
-    Return None if there is one trainer, or if each trainer runs the step on its own batch
+    Return None if there is one trainer, or if each trainer runs the step independently
     (`batch="local"`).
 
     Raises:
@@ -628,10 +628,10 @@ def adapted_work(
 
 
 def check_async(servers: Mapping[str, ServerPrograms]) -> None:
-    """Raise ConfigError if a server cannot run its update for one gradient alone.
+    """Raise ConfigError if an update needs several gradients at once, or none.
 
     Asynchronous servers update a block when one gradient of the block arrives. An optimizer that
-    needs several gradients at once (a global norm), or none, cannot run in this way.
+    needs several gradients (for a global norm), or none, cannot run in this way.
     """
     for endpoint, programs in servers.items():
         (serve,) = programs.main.eqns

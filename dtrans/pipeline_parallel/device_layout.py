@@ -85,8 +85,8 @@ class Cluster:
       prefer_intra_node: for "auto" and "all": take all devices of a host before the devices of the
         next host. If False, take the first device of every host, then the second of every host.
       speeds: the relative speed of each device, in the order of `devices`. Without `devices`, in
-        the order in which the layout takes devices. A stage whose devices are twice as fast gets
-        twice the operations. None: all devices are equally fast.
+        the order in which the layout takes devices. A stage with devices that are twice as fast
+        gets twice the operations. None: all devices are equally fast.
 
     Raises:
       ConfigError: the layout is unknown, or a device is listed twice. Or the layout is "specific"

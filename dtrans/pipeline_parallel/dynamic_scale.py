@@ -41,7 +41,7 @@ from dtrans.zero.options import LossScaling
 
 
 def with_dynamic_scale(main: Program, scaling: LossScaling) -> Program:
-    """Return a step with a dynamic loss scale, whose state is part of the optimizer's state.
+    """Return a step with a dynamic loss scale. The optimizer's state then contains the scale.
 
     If a gradient is not finite, the new step changes only the scale, and parameters that do not
     depend on gradients, such as batch statistics.

@@ -82,8 +82,8 @@ class StageMemory:
       offload: True if the host stores the parameters and the optimizer state, and computes the
         update. A stage then fetches parameters for each task.
       precision: the precision of matrix products: a `dtrans.Precision`, or the value of its
-        `dtype`. With "bf16", matrix products and their operands have 16 bits, forward and
-        backward. "fp16" has a dynamic loss scale: a step whose gradients are not finite changes
+        `dtype`. With "bf16", matrix products and their operands have 16 bits, forward and backward.
+        "fp16" has a dynamic loss scale: if gradients of a step are not finite, the step changes
         only the scale. `dtrans.Precision("fp16", loss_scaling=1024)` has a fixed scale.
 
     Raises:

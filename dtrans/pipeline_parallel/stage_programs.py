@@ -75,7 +75,7 @@ class StagePrograms:
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        """Leaves whose gradients the stage computes."""
+        """Leaves for which the stage computes gradients."""
         return tuple(self.sums.values())
 
     @property
@@ -114,7 +114,7 @@ def program_of(
 
 
 def with_jaxpr(p: Program, jaxpr: ClosedJaxpr) -> Program:
-    """Return a copy of a stage's program with another jaxpr, whose inputs have the same order."""
+    """Return a copy of a stage's program with another jaxpr; its inputs have the same order."""
     return program_of(p.name, jaxpr, p.in_names, p.out_names, p.roles[0] if p.roles else FORWARD)
 
 
@@ -321,12 +321,12 @@ class StageProgramWriter:
 
         Args:
           vjp: the differentiated stage.
-          has_loss: True if the stage computes the loss, whose cotangent is the loss scale.
+          has_loss: True if the stage computes the loss. The loss has the loss scale as cotangent.
           ahead: the differentiable sent values that the stage computes.
           through: the differentiable sent values that the stage only forwards.
           backs: the received values with a cotangent.
           operands: the received values that the stage reads.
-          leaves: the leaves whose gradients the stage computes.
+          leaves: the leaves for which the stage computes gradients.
         """
         scale, adds = self.o.loss_scale, self.o.clip_of_each is None
         b = Builder(vjp.backward)

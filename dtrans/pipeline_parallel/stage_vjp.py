@@ -156,7 +156,7 @@ class StageVjp:
         return names
 
     def with_outputs(self, outvars: Sequence[Atom]) -> ClosedJaxpr:
-        """Return a jaxpr of the forward pass whose outputs are `outvars`."""
+        """Return a jaxpr of the forward pass with the outputs `outvars`."""
         return closed_with(self.forward, outvars=outvars)
 
     def write_backward(

@@ -117,8 +117,8 @@ def pipeline(
       startup: the traced init, (...) -> (params, opt_state).
       num_stages: the number of devices of one replica. Each device runs one stage, or
         `stages.chunks` stages. "auto": the number of `dtrans.replicate` scopes in the model.
-        Without scopes, "auto" is the least number whose simulated step is nearly the fastest
-        (`dtrans.pipeline_parallel.auto_stages`).
+        Without scopes, "auto" simulates steps, and takes the least number of stages that is nearly
+        the fastest (`dtrans.pipeline_parallel.auto_stages`).
       num_micro_batch: the number of micro-batches into which a replica splits its part of the
         batch. A step updates the parameters once, with the gradients of all micro-batches.
       schedule: the order of tasks on each device: a `dtrans.Schedule`, or the name of a schedule.

@@ -20,7 +20,7 @@ from dtrans.pipeline_parallel.schedule import Schedule
 
 
 def plan_for_rows(plan: PipelinePlan, batch: Mapping[str, jax.ShapeDtypeStruct]) -> PipelinePlan:
-    """Return the plan, or a plan whose number of micro-batches divides the rows of a batch.
+    """Return the plan, or a plan with a number of micro-batches that divides a batch's rows.
 
     Micro-batches have at most as many rows as in the plan, so that they need no more memory. Return
     the plan itself if results depend on the number of micro-batches: with `batch="micro"`, or with
@@ -28,8 +28,8 @@ def plan_for_rows(plan: PipelinePlan, batch: Mapping[str, jax.ShapeDtypeStruct])
 
     Args:
       plan: the plan of the job.
-      batch: shape and dtype of each array of the global batch, by name. Rows are on dimension 0,
-        whatever dimension they have in the arguments of the step.
+      batch: shape and dtype of each array of the global batch, by name. Here rows are always on
+        dimension 0. In the arguments of the step, they may be on another dimension.
 
     Raises:
       BatchError: the number of replicas does not divide the rows.

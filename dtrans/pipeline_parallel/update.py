@@ -173,7 +173,7 @@ def arguments_of(step: DividedStep) -> tuple[str, ...]:
 def slices_of_sums(
     step: DividedStep, o: PipelineOptions, divided: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, Sliced]:
-    """Return the slices of each leaf whose gradient is reduce-scattered (`sharding_stage` 2 and 3).
+    """Return slices of the leaves with reduce-scattered gradients (`sharding_stage` 2 and 3).
 
     Args:
       step: the training step, divided into forward and backward, and the update.

@@ -246,12 +246,14 @@ class Executor:
         Args:
           program: a synchronous trainer's program with tables. The program's first argument is the
             trainer's state.
-          batch: the arguments after the state, for the step after the last announced step.
+          batch: the arguments after the state. Each call is for the step after that of the last
+            call.
 
         Raises:
           ConfigError: the ids depend on the state.
           BatchError: an id is not a row of its table; no request was sent.
-          StateError: the executor is closed or interrupted, or too many steps are announced.
+          StateError: the executor is closed or interrupted, or rows of too many steps are
+            requested.
           TraceError: the arguments do not fit the program.
         """
         self._check_complete()

@@ -138,7 +138,7 @@ def trace_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
 
 
 def _without_compression(plan: PServerPlan) -> PServerPlan:
-    """Return a plan for the same job whose messages are not compressed."""
+    """Return a plan for the same job without compression of messages."""
     recipe = plan.recipe
     assert recipe is not None, "only dtrans.pserver returns plans with compression"
     exact = recipe.transform(**{**recipe.arguments, "mode": Sync()})

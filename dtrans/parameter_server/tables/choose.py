@@ -35,7 +35,7 @@ class Table:
 
     Attributes:
       lookups: the row ids that a step looks up, as values of the step.
-      zero: the effect of the update on rows whose gradient is zero.
+      zero: the effect of the update on rows that have a gradient of zero.
       updates_all: True if each update runs on all rows that a server stores, even if few were
         looked up.
       catches_up: True if an update also changes rows that no trainer looked up, for example by
@@ -253,7 +253,7 @@ def _why_all_rows(zero: ZeroGradient) -> str:
     """Return the reason why an update must run on all rows; empty if it can skip rows.
 
     Args:
-      zero: the effect of the update on rows whose gradient is zero.
+      zero: the effect of the update on rows that have a gradient of zero.
     """
     if zero.counts:
         return f"{zero.counts} reduces over all rows"

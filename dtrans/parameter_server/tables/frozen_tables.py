@@ -33,7 +33,7 @@ def with_frozen_tables(
     """Return the step with an added update for each unchanged leaf that becomes a table.
 
     Servers store only leaves with an update. So without the added update, every trainer would store
-    all rows of such a leaf.
+    all rows of this leaf.
 
     Args:
       main: the traced step.

@@ -316,7 +316,7 @@ def _zero_elsewhere(eqns: Sequence[JaxprEqn], flow: Flow, zeros: _Zeros) -> set[
 
     Args:
       eqns: the equations of forward and backward.
-      flow: row analysis of the equations.
+      flow: the result of row analysis (`dtrans.rows`) of the equations.
       zeros: the arrays of zeros to which the equations add gradients of rows.
     """
     found = set(zeros.of)

@@ -42,7 +42,7 @@ OTHER_ROWS = "with dtrans.Geo trainers update only the rows that they look up"
 def choose_trainer_tables(
     step: DividedStep, startup: Program, sparse: Mapping[str, Rows] | str | None
 ) -> Tables:
-    """Return the tables whose rows trainers store and update.
+    """Return the tables for which trainers store and update rows.
 
     Args:
       step: the training step, divided into forward and backward, and the update.
@@ -91,7 +91,7 @@ def on_servers(table: Table, analysis: RowAnalysis) -> Table:
 
     Args:
       table: the record that describes the optimizer's update, which trainers run.
-      analysis: row analysis of the servers' update (parameter + change).
+      analysis: the analysis of rows (`dtrans.rows`) of the servers' update, parameter + change.
     """
     zero = at_zero_gradient(analysis, table.lookups.leaf, {})
     return dataclasses.replace(table, zero=zero)

@@ -1,4 +1,6 @@
-"""Reasons why trainers cannot request single rows of a leaf, for errors and printed plans.
+"""Reasons why trainers cannot request single rows of a leaf.
+
+Errors and printed plans contain them.
 
 Some reasons also tell the user a way to change the step.
 """
@@ -91,7 +93,7 @@ def stacked_remedy(leaf: str, shape: Sequence[int]) -> str:
 def find_refused_ids(
     eqns: Sequence[JaxprEqn], picks: Sequence[RowLookup], tables: set[Var], like: Any
 ) -> dict[str, str]:
-    """Return an error message, by leaf, for each table whose row ids depend on rows of a table.
+    """Return an error message, by leaf, for each table with row ids that depend on table rows.
 
     A trainer requests the rows of all tables at once. So it cannot use a received row to compute
     the id of another row.

@@ -77,7 +77,7 @@ def _pick(
         their positions among the fetched rows.
       w: writer of the program.
       eqn: an equation of the step.
-      step: the row analysis of `eqn`.
+      step: the layouts of the rows in operands and outputs of `eqn`, from row analysis.
 
     Returns:
       The outputs; None for all other equations.
@@ -319,7 +319,7 @@ def _position(rows: int, outside: str) -> Callable[[jax.Array, jax.Array], jax.A
 
 
 def without_unused(b: Builder, outs: Sequence[Atom]) -> None:
-    """Remove those equations of a builder whose outputs no equation or result uses.
+    """Remove the equations of a builder that have no used output.
 
     Equations that communicate or have effects stay.
 

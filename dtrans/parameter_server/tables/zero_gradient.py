@@ -93,15 +93,15 @@ _NEUTRAL = {"sum": 0, "or": False, "and": True, "xor": False}  # neutral element
 
 @dataclasses.dataclass(frozen=True)
 class ZeroGradient:
-    """Effect of one optimizer step on a row of a parameter whose gradient is zero.
+    """Effect of one optimizer step on a row of a parameter, if the row's gradient is zero.
 
-    In a table of embeddings, most rows have no gradient in a step. If the update does not change
-    such rows, servers update only the other rows.
+    In a step, most rows of an embedding table have a gradient of zero. If the update does not
+    change these rows, servers update only the other rows.
 
     Attributes:
-      moves: names of the arrays that change in such a row: the parameter, or optimizer state.
-      counts: description of a reduction over all rows (a norm, say) in which such a row still
-        counts; empty if there is none.
+      moves: names of the arrays that change in this row: the parameter, or optimizer state.
+      counts: description of a reduction over all rows, if this row changes its result; otherwise
+        empty. (It does not change the norm of gradients, for example.)
       positions: description of an equation that computes a row's value from the row's index; empty
         if there is none.
       state: names of the arrays of the optimizer state that have a row for each row of the
@@ -120,10 +120,10 @@ class ZeroGradient:
 
 
 def at_zero_gradient(analysis: RowAnalysis, leaf: str, begins: Mapping[Any, Any]) -> ZeroGradient:
-    """Return the effect of an update on rows of `leaf` whose gradient is zero.
+    """Return the effect of an update on rows of `leaf` that have a gradient of zero.
 
     Args:
-      analysis: row analysis of the update.
+      analysis: the analysis of the update's rows (`dtrans.rows`).
       leaf: a leaf that the optimizer updates row by row.
       begins: the arrays that the init fills with one number, such as zero; a dict from name to this
         number.
@@ -258,7 +258,7 @@ def _skips(analysis: RowAnalysis, leaf: str, assumed: Mapping[Var, _Kind]) -> bo
     For example, `optax.apply_if_finite` skips the update if a gradient is not finite.
 
     Args:
-      analysis: row analysis of the update.
+      analysis: the analysis of the update's rows (`dtrans.rows`).
       leaf: name of the table.
       assumed: the outcome of each condition in the update, by the condition's variable.
     """
@@ -312,7 +312,7 @@ def constant_outputs(program: Program) -> dict[str, Any]:
 
 
 class _FollowedRow:
-    """Evaluation of an optimizer step for one row whose gradient is zero.
+    """Evaluation of an optimizer step for one row that has a gradient of zero.
 
     Each variable has an abstract value in this row: a known number, an unchanged input (`Alias`),
     or unknown. If a boolean with an unknown value selects the values of a row, the caller evaluates
@@ -320,7 +320,7 @@ class _FollowedRow:
 
     Args:
       leaf: name of the parameter.
-      flow: the row analysis of the equations.
+      flow: the analysis of the equations' rows (`dtrans.rows`).
       eqns: the equations, in order.
       assumed: outcomes of conditions that this evaluation assumes, by variable.
       parent: for a branch, the evaluation of the equations around it; None for the whole step.
@@ -329,8 +329,8 @@ class _FollowedRow:
     Attributes:
       kinds: abstract values of all variables that were read (dict by variable).
       counts, positions: as in `ZeroGradient`.
-      open: the first condition that decides values of the row, and whose outcome is neither known
-        nor assumed; None if there is none.
+      open: the first condition that selects values of the row, and has an outcome that is neither
+        known nor assumed. None if there is none.
       loop: description of a loop that reads rows; empty if there is none.
     """
 

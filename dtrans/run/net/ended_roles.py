@@ -1,4 +1,4 @@
-"""The launcher's report to the servers: the roles whose processes have ended.
+"""Reports by which the launcher tells servers that processes of roles have ended.
 
 When a connected role ends, a server notices the end of the connection. If a role ends before it
 connects, only the launcher notices. The launcher creates a folder, passes the folder's path in an
@@ -23,7 +23,7 @@ VARIABLE = "DTRANS_ENDED_ROLES"
 
 
 class EndedRoles:
-    """Folder in which a launcher reports the roles whose processes have ended; a context manager.
+    """Folder in which a launcher reports that processes of roles have ended; a context manager.
 
     Example:
       >>> from dtrans.run.net.ended_roles import EndedRoles, ended_roles

@@ -30,9 +30,8 @@ class RoleMark:
       counts: for an asynchronous server, the number of steps of each trainer in its snapshot.
       writes_newest: True for a server that can write its newest states when a process fails.
       writes_replicas: True if the server can also write the newest states of a lost server then.
-      ended: number of the last generation at whose end the server wrote its newest states, or -1.
-      ended_for: names of the lost servers whose states the server wrote at the end of that
-        generation.
+      ended: number of the last generation after which the server wrote its newest states, or -1.
+      ended_for: names of the lost servers for which the server wrote states after that generation.
     """
 
     generation: int = 0

@@ -424,7 +424,7 @@ class PeerIds:
                     self._lost.append(peer)
 
     def take_lost(self) -> Iterator[bytes]:
-        """Yield the id of each peer whose connection has ended since the last call."""
+        """Yield the id of each peer that has disconnected since the last call."""
         while self._lost:
             yield self._lost.pop()
 

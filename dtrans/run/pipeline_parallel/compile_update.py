@@ -188,10 +188,10 @@ def _write_piece(values: _UpdateValues, piece: StagePart, later: Sequence[StageP
 
 
 def _donated(values: _UpdateValues, piece: StagePart, later: Sequence[StagePart]) -> list[int]:
-    """Return the positions of the operands whose memory a piece of the update may reuse.
+    """Return the positions of operands with memory that a piece of the update may reuse.
 
-    An operand is donated if it is old state, the piece computes the new state, and no later piece
-    reads the old state.
+    Such an operand is an array of the old state. The piece computes the array's new value, and no
+    later piece reads the old value.
     """
     plan = values.d.at.plan
     name_of_new: dict[Var, str] = {}

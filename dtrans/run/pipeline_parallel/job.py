@@ -84,9 +84,9 @@ class PipelineJob(Job):
 
         Raises:
           BatchError: the number of rows is not a multiple of num_micro_batch times replicas, or
-            differs between processes. For an exact plan in one process, a multiple of replicas is
-            enough. It is not enough with the schedule "Interleaved", with a `dtrans.Schedule` that
-            the user wrote, and with `clip_local_per="micro_batch"`.
+            differs between processes. With `batch="exact"` in one process, a multiple of replicas
+            is enough. It is not enough with the schedule "Interleaved", with a `dtrans.Schedule`
+            that the user wrote, and with `clip_local_per="micro_batch"`.
           StateError: the state belongs to another job, or an earlier step has donated its memory.
         """
         program, env = self.prepare(state, *batch)
@@ -352,7 +352,7 @@ def _widen(x: Any, dtype: Any) -> Any:
 def on_mesh(
     plan: PipelinePlan, devices: Sequence[jax.Device] | None, *, donate: bool
 ) -> PipelineJob:
-    """Return a job whose stages run on devices of this process."""
+    """Return a job that runs all stages on devices of this process."""
     cluster = plan.options.stages.cluster
     if devices is not None:
         cluster = dataclasses.replace(cluster, devices=tuple(devices), speeds=None)

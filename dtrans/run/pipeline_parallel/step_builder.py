@@ -56,7 +56,7 @@ class StepBuilder:
           reads, makes: the slots of the function's operands, and of its outputs.
           what: a name for display.
           task: the task of the schedule that the function runs; None for other functions.
-          donated: the positions of operands whose memory the function may reuse.
+          donated: the positions of operands with memory that the function may reuse.
           on: the backend that runs the function; by default the devices of the stages.
         """
         backend, kinds = self.at.backend, self.slots.kinds
