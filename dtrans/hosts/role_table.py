@@ -106,9 +106,7 @@ class RoleEntry:
 
     @property
     def user_environment(self) -> dict[str, str]:
-        """Environment variables that the user has set, without those that dtrans derives from the
-        role.
-        """
+        """The user's environment variables, without those that dtrans derives from the role."""
         derived = _environment(self.role, None)
         found = {}
         for name, value in self.environment.items():

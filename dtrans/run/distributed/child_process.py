@@ -156,8 +156,7 @@ class Child:
             os.killpg(self.pid, signum)
 
     def reap(self) -> None:
-        """Collect the exit status of a role that has ended, and kill the remaining processes of its
-        group.
+        """Collect the exit status of an ended role, and kill other processes of its group.
 
         Until this call, the operating system does not give the role's process id to another
         process.
@@ -168,8 +167,7 @@ class Child:
             reader.join(DRAIN)
 
     def last_words(self) -> str:
-        """Return the last lines that the role wrote to standard error, for the error message of the
-        job.
+        """Return the last lines of the role's standard error, for the job's error message.
 
         If the lines contain a traceback, the result starts there.
         """

@@ -328,8 +328,9 @@ def bind_address(coordinator: str) -> str:
 def _share_run_name(member: Membership) -> str:
     """Return the name of this run: trainer 0 draws it and sends it by a reduction.
 
-    The first reduction opens Gloo's connections, and fails if a trainer joins it more than 30
-    seconds late. Here all trainers are ready, so none is late. Later reductions have no timeout.
+    This is the first reduction of the job. It opens Gloo's connections, and fails if a trainer is
+    more than 30 seconds late. Now all trainers are ready, so none is late. Later reductions have no
+    timeout.
     """
     name = np.frombuffer(new_run().encode(), np.uint8).astype(np.int32)
     one = np.ones((1,), np.int32)

@@ -26,7 +26,7 @@ def identity_line(variables: Mapping[str, str]) -> bytes:
 
 
 def receive_identity() -> None:
-    """Wait until a spare process has a role, and set the role's variables; else do nothing."""
+    """Wait for a role if this process is a spare, and set the role's variables; else do nothing."""
     if not os.environ.pop(VARIABLE, ""):
         return
     with open(0, "rb", closefd=False) as stdin:

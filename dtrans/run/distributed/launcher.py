@@ -10,7 +10,8 @@ In nccl2 mode there are only trainers, and each sees one GPU of its host. The la
 JAX's preemption service. With this service, a trainer would take SIGTERM as a request to save, and
 would not end.
 
-Only `dtrans.run.distributed.site` knows where roles run; `dtrans.hosts` has sites of other hosts.
+A `Site` starts each role on its host. `dtrans.run.distributed.site` has the one for this host, and
+`dtrans.hosts` those for other hosts.
 
 When a role fails, the launcher sends SIGTERM to all other roles, and SIGKILL after a grace period.
 It reports the role that failed *first*. Roles notice each other's failures, so a role may end with
@@ -84,7 +85,7 @@ def launch(
     site: Site | None = None,
     restarts: int | RestartOptions = 0,
 ) -> None:
-    """Run one command as every role of a job, and wait until all roles have ended.
+    """Start one process per role of a job, all with one command, and wait until all have ended.
 
     Each process reads its role from the environment (`Role.from_env`). The launcher prints the
     output of all roles by lines, with the role's name in front: standard output on `sys.stdout`,
@@ -209,8 +210,8 @@ def _generations_of(
 ) -> contextlib.AbstractContextManager[JobGenerations | None]:
     """Return a context manager that yields the job's record of failures and restarts, or None.
 
-    The result is None if this job cannot continue in place after a failure. That is the case
-    without servers, without restarts, or on several hosts without a shared folder.
+    The result is None if each failure requires a restart of all roles. That is the case without
+    servers, without restarts, or on several hosts without a shared folder.
 
     Args:
       roles: every role of the job.
@@ -332,7 +333,7 @@ def _check_snapshots(
 
 
 def _check_quorum(quorum: int, trainers: int, mode: str, on_trainer_loss: str) -> None:
-    """Raise ConfigError if a job cannot use a quorum: a smallest number of trainers."""
+    """Raise ConfigError if a job cannot use a quorum, the fewest trainers that may continue."""
     if not 1 <= quorum <= trainers:
         raise ConfigError(
             f"quorum must be a number from 1 to {trainers}, the number of trainers; it is {quorum}"

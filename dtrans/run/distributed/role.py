@@ -9,7 +9,7 @@
     DTRANS_SPARE                 set in a process that waits for the variables above; see
                                  `dtrans.run.distributed.identity`
     DTRANS_ON_TRAINER_LOSS       nccl2 mode: abort or drop; see `dtrans.connect`
-    DTRANS_SNAPSHOTS                  folder of generations and snapshots, from the launcher; see
+    DTRANS_SNAPSHOTS             folder of generations and snapshots, from the launcher; see
                                  `dtrans.run.net.generation_folder`
     DTRANS_TOKEN                 secret of the job; see `dtrans.protocol.token`
     DTRANS_TOKEN_FILE            path of a file with the secret, if DTRANS_TOKEN is not set

@@ -34,7 +34,7 @@ QUEUE = 100  # pending messages of one observer
 
 
 class WatchedTrainers:
-    """View of all trainers of an nccl2 job, from which trainer 0 makes its status report.
+    """Progress of all trainers of an nccl2 job, from which trainer 0 makes its status report.
 
     `StatusReporter` also reports for parameter servers. This class gives it the same attributes for
     a job without servers.

@@ -88,7 +88,7 @@ class Watch:
     Args:
       cluster: the membership of this trainer.
       keys: keys of this run.
-      at: in trainer 0, the address that it binds; in other trainers, trainer 0's endpoint.
+      at: the address to bind, in trainer 0; trainer 0's endpoint, in other trainers.
     """
 
     def __init__(self, cluster: Membership, keys: Keys, at: Address | str) -> None:

@@ -1,4 +1,4 @@
-"""Snapshots (snapshots) of one trainer of GEO-SGD, with the state that no server stores.
+"""Snapshots of one trainer of GEO-SGD: copies of the state that no server stores.
 
 In GEO-SGD, a trainer updates its own copy of the parameters. Every few steps, the trainer *pushes*
 (sends) its changes to the servers. A snapshot contains:
@@ -12,11 +12,11 @@ In GEO-SGD, a trainer updates its own copy of the parameters. Every few steps, t
 A trainer writes a snapshot before a step, every few steps. Snapshots of a trainer are independent
 of the snapshots of servers and of other trainers.
 
-No change may be added to the parameters twice. So servers count the steps of each trainer that they
-have received. A trainer that starts again continues after the largest of these counts, or after its
-snapshot's step if that is larger. The trainer begins with the servers' parameters. Then it adds the
-changes of its snapshot, except the changes that later pushes contained (`GeoReturn`). The local
-leaves lack the steps after the snapshot.
+No change may be added to the parameters twice. So each server counts the steps of each trainer that
+its pushes covered. A trainer that starts again continues after the largest of the servers' counts,
+or after its snapshot's step if that is larger. The trainer begins with the servers' parameters.
+Then it adds the changes of its snapshot, except the changes that later pushes contained
+(`GeoReturn`). The local leaves lack the steps after the snapshot.
 
 A push contains only the table rows that steps have looked up. So before each push after a snapshot,
 the trainer writes the ids of these rows to a file.
@@ -75,8 +75,7 @@ class GeoSnapshots(TrainerSnapshots):
         self._local = [*computed_leaves(plan), *plan.main.args[1].names]
 
     def prepare(self, executor: Executor) -> None:
-        """Read this trainer's newest snapshot, and pass it to the executor before the first
-        step.
+        """Pass this trainer's newest snapshot to the executor before the first step.
 
         Without a snapshot, the trainer begins with the servers' parameters.
 
@@ -290,9 +289,7 @@ class GeoSnapshots(TrainerSnapshots):
                 path.unlink(missing_ok=True)
 
     def _arrays_of(self, name: str, rows: CachedSnapshot) -> dict[str, Any]:
-        """Return the arrays that store the rows of one table in a snapshot, by name in the
-        file.
-        """
+        """Return the arrays of a snapshot's file that store the rows of one table, by name."""
         arrays = {IDS + name: rows.ids, TOUCHED + name: rows.is_touched}
         arrays[CHANGE + name] = rows.changes
         for n, x in zip(self._plan.tables.of[name].zero.state, rows.state, strict=True):

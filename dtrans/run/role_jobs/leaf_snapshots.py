@@ -36,8 +36,7 @@ from dtrans.run.role_jobs.trainer_snapshots import TrainerSnapshots
 
 
 class LeafSnapshots(TrainerSnapshots):
-    """Writer and reader of a synchronous trainer's snapshots, with leaves that no server
-    stores.
+    """Writer and reader of a synchronous trainer's snapshots: the arrays that no server stores.
 
     Args:
       folder, plan, name: as for `TrainerSnapshots`.
@@ -54,8 +53,7 @@ class LeafSnapshots(TrainerSnapshots):
         """Do nothing: this trainer's arrays are not needed before it receives parameters."""
 
     def begin(self, executor: Executor, first: Any) -> tuple[tuple[Any, ...], int]:
-        """Return the trainer's first state, and the number of steps that the job took before this
-        state.
+        """Return the trainer's first state, and the number of steps that the job took before.
 
         The method is called when the job starts, and again after each failure of a process. If the
         job goes back to a snapshot, the leaves that the trainer computes come from the

@@ -10,8 +10,8 @@ same trainers. With a replay, users check the result of a job.
 
 In each step, all trainers compute gradients, one after the other. Then the servers update their
 parameters, and the trainers receive the new values. Function calls replace messages. An update is a
-function of the state and the gradients, so the replay computes the same bits as the job. A job with
-replicas of servers is an exception (`replay`).
+function of the state and the gradients, so the replay computes the same bits as the job. If servers
+have replicas, the last bits may differ (see `replay`).
 """
 
 from __future__ import annotations
@@ -154,9 +154,7 @@ def _check_plan(plan: Any) -> None:
 
 
 def _check_log(plan: PServerPlan, records: Sequence[GenerationRecord]) -> None:
-    """Raise ConfigError if the log's job had other trainers than the plan, or lacks earlier
-    records.
-    """
+    """Raise ConfigError if the log has other trainers than the plan, or lacks earlier records."""
     everyone = tuple(range(plan.trainers))
     if not records or records[0].members != everyone:
         found = (

@@ -13,7 +13,7 @@ from dtrans.protocol.generations import Generations
 
 
 class ReturnToSnapshot:
-    """State of one trainer's return to a snapshot of the job after an earlier step.
+    """Return of one trainer to a snapshot of the job (copy of its state after an earlier step).
 
     When a process fails, all processes go back to a snapshot. An operation of a trainer that is
     running then raises `NewGeneration`. The job calls `begin`, which receives the parameters of the

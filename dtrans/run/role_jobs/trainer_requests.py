@@ -84,9 +84,7 @@ class TrainerRequests:
         ask: Callable[[TrainerSteps], Operation[T]],
         skipped: Callable[[], T] | None = None,
     ) -> T:
-        """Ask all servers about a table. The function has the type `AskServers` of module
-        `job_tables`.
-        """
+        """Ask all servers about a table. The method has the type `AskServers` of `job_tables`."""
         request: Callable[[], T] = partial(self._run, what, ask)
         call, retries = f"a request for {what}", not self._plan.sync_mode
         return self._send(call, request, skipped, retries=retries)
@@ -119,8 +117,7 @@ class TrainerRequests:
             self._unconfirmed = name, step
 
     def drop_save(self, step: int) -> None:
-        """Forget a checkpoint that servers were writing when a process failed; warn if it may be
-        incomplete.
+        """Forget a checkpoint that servers were writing at a failure; warn if it may be incomplete.
 
         After the failure, the trainer repeats the steps since a snapshot. A checkpoint
         of such a step is saved again. A checkpoint of an earlier step is not, so the log names it.

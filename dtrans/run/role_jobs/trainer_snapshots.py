@@ -76,9 +76,7 @@ class TrainerSnapshots(ABC):
 
     @property
     def _generations(self) -> RoleFolder:
-        """The folder of the job's snapshots, for methods that are called only in jobs with
-        snapshots.
-        """
+        """The folder of the job's snapshots; only jobs with snapshots may use this property."""
         assert self._folder is not None
         return self._folder
 

@@ -1,4 +1,4 @@
-"""Restarts of the lost roles of a job, and the generations that follow.
+"""Restarts of lost roles, which begin a new generation (time between two failures) of the job.
 
 A role is lost if a signal ended it, or if its host was lost. There are two kinds of restarts:
 
@@ -11,8 +11,8 @@ The other roles go back to a snapshot, and continue without the trainer. This us
 `on_trainer_loss="replace"`, the job also continues, and the trainer starts again, which uses a
 restart. When it is ready, it joins the job in a new generation.
 
-A restart in place has two conditions: every other role takes part in the current generation and has
-not left, and all servers have a snapshot of the same step. Asynchronous servers have separate
+A restart in place has two conditions. Every other role takes part in the current generation and
+still runs, and all servers have a snapshot of the same step. Asynchronous servers have separate
 snapshots: only the lost server goes back to its newest snapshot. After the failure of a host, all
 roles start again, because all roles of this host are lost. After a restart of all roles, the script
 continues from the newest snapshots, or from its newest checkpoint. Each start of all roles has a

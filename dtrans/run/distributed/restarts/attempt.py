@@ -46,8 +46,8 @@ class Attempt:
       site: the hosts of the roles.
       guard: kills the roles if this process is killed.
       ended_roles: the folder from which roles learn that other roles have ended.
-      look: function to call every LOOK seconds while roles run, and after each end of a role; or
-        None.
+      look: function that handles reports of roles. It is called every LOOK seconds while roles run,
+        and after each end of a role. None calls no function.
       quorum: the smallest number of trainers with which the job continues.
 
     Attributes:
@@ -170,7 +170,7 @@ class Attempt:
         return events
 
     def begin_generation(self, number: int) -> None:
-        """Continue after a failure, without a restart of all roles.
+        """Note that the job continues after a failure, without a restart of all roles.
 
         The caller starts a new process for the failed role, or has dropped the role.
 

@@ -1,4 +1,4 @@
-"""Files by which the launcher starts a new generation: the time between two failures of a job."""
+"""Files by which the launcher tells all roles after a failure how the job continues."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class GenerationGrants:
       folder: folder of the job's generations and snapshots.
       run: identifier of the job.
       role: any role of the job.
-      launch: number of this launcher's first generation. It is greater than 0 if the launcher
-        continues a job after another launcher was killed.
+      launch: number of the first generation that this launcher starts. It is greater than 0 if the
+        launcher continues a job after another launcher was killed.
       on_trainer_loss: as for `launch`.
     """
 

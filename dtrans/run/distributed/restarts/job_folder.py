@@ -48,7 +48,7 @@ def open_generations(
     on_trainer_loss: str = "restart",
     quorum: int = 1,
 ) -> Iterator[JobGenerations]:
-    """Lock the folder of a job's snapshots, and yield the launcher's record of its failures.
+    """Lock the folder of a job's snapshots; yield the object that decides how failures are handled.
 
     The lock lasts until the `with` block ends. A temporary folder needs no lock.
 

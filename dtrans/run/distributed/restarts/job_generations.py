@@ -1,4 +1,4 @@
-"""Decisions of the launcher about failures of a job: the roles that go back, and their snapshot.
+"""Decisions of the launcher after a failure: the roles that go back, and the snapshot to use.
 
     snapshot      a copy of the states of all servers at the same step
     generation    the time between two failures of the job. The launcher alone starts a generation:
@@ -40,12 +40,12 @@ from dtrans.run.net.role_marks import (
 
 
 class JobGenerations:
-    """Failures of one job as the launcher sees them: it decides how the job continues after each.
+    """Launcher's decisions after each failure of a job, and the files that tell them to roles.
 
-    The time between two failures is a *generation*. At its start, roles go back to a *snapshot*,
-    which is a snapshot of all servers. The constructor starts the first generation. If the folder
-    has generations already, their launcher was killed. Then this launcher continues that job: the
-    next generation begins at the newest complete snapshot, or at the newest snapshot of each
+    The time between two failures is a *generation*. At its start, roles go back to a *snapshot*, a
+    copy of the states of all servers. The constructor starts the first generation. If the folder
+    has generations already, an earlier launcher was killed. Then this launcher continues that job:
+    the next generation begins at the newest complete snapshot, or at the newest snapshot of each
     asynchronous server.
 
     Args:
@@ -101,7 +101,7 @@ class JobGenerations:
             self._grants.write(self.generation, self._started, "", "the job starts")
 
     def _continue(self, path: Path, quorum: int) -> None:
-        """Continue the job of a folder whose launcher has ended."""
+        """Continue a job after another launcher, which used the same folder, has ended."""
         trainers, servers = self._folder.trainers, len(self._folder.endpoints)
         if (trainers, servers) != (self._trainers, len(self._servers)):
             raise ConfigError(
@@ -164,13 +164,14 @@ class JobGenerations:
     def _expected(self) -> list[str]:
         """Names of the roles that must take part when the job goes back, if no server is lost.
 
-        Dropped trainers are left out, and trainers that finished their steps and need not go back.
+        Dropped trainers are left out. So are trainers that finished their steps and need not go
+        back.
         """
         left = [f"trainer {k}" for k in self._find_left()]
         return [name for name in self._active if name not in left]
 
     def _find_left(self) -> tuple[int, ...]:
-        """Return the ids of the trainers that have finished, and whose steps no server has lost."""
+        """Return the ids of trainers that have finished, and need not repeat any step."""
         return find_left(self._current_marks(), self._servers, self._started)
 
     # -- failures ----------------------------------------------------------------------------------
@@ -179,7 +180,8 @@ class JobGenerations:
     def have_all_entered(self) -> bool:
         """True if all roles have read the current generation's file and continue the job.
 
-        A trainer that has finished all its steps gives False, unless it never needs to go back.
+        A trainer that has finished its steps has left the job. If it might have to repeat steps,
+        the result is False.
         """
         return have_entered(self._current_marks(), self._expected, self.generation.number)
 
@@ -199,8 +201,8 @@ class JobGenerations:
     def note_loss(self, name: str) -> bool:
         """Record a role's failure; return True if it failed twice from the same snapshot.
 
-        A role that fails again from the same snapshot would
-        fail forever, so the launcher then ends the job.
+        A role that fails again from the same snapshot would fail each time, so the launcher then
+        ends the job.
         """
         if not self.has_marks:
             return False
@@ -210,8 +212,7 @@ class JobGenerations:
         return is_crash_loop
 
     def _newest(self, dropped: Collection[int] | None = None) -> int | tuple[int, ...] | None:
-        """Return the step of the newest snapshot to which the job could go back; None without
-        one.
+        """Return the step of the newest snapshot to which the job could go back, or None.
 
         Asynchronous servers write separate snapshots. For them, the result is a tuple with one step
         per server.
@@ -227,8 +228,8 @@ class JobGenerations:
     ) -> bool:
         """Return True if the job can continue after a failure while the other roles keep running.
 
-        There must be a snapshot to go back to, and each other role must be able to load
-        it. If not, the launcher restarts all roles.
+        This needs a snapshot to which each other role can go back. Otherwise the launcher restarts
+        all roles.
 
         Args:
           lost: name of the lost role.

@@ -1,8 +1,8 @@
 """Joins of dropped trainers: a trainer starts again while the job continues, and joins when ready.
 
-A trainer that is ready has planned the step, and waits in `plan.on_cluster` for a generation in
-which it takes part. The launcher then ends the current generation, and grants such a generation.
-The other roles go back to its snapshot, as after a failure.
+A trainer that is ready has planned the step, and waits in `plan.on_cluster`. The launcher then ends
+the current generation (time between two failures), and starts one in which the trainer takes part.
+The other roles go back to a snapshot, as after a failure.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Joins:
     def look(self, generations: JobGenerations, attempt: Attempt) -> None:
         """Take back dropped trainers that are ready, if other roles can go back to a snapshot.
 
-        All roles go back to the newest snapshot, so that the
-        returning trainers begin with the same state as the others.
+        All roles go back to the newest snapshot, so that returning trainers begin with the same
+        state as the others.
 
         Args:
           generations: generations of the job.

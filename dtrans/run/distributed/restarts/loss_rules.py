@@ -32,7 +32,7 @@ class LossRules:
 
     @property
     def number(self) -> str:
-        """Log text about the last restart."""
+        """Text for the log with the number of the last restart."""
         return f"restart {self.count} of {self.most}"
 
     def may_restart(self, role: Role) -> bool:

@@ -74,8 +74,8 @@ class FirstReport:
     def choose(self, reports: Sequence[LostReport]) -> LostReport | None:
         """Return the first report about a lost role, once it is PATIENCE seconds old; else None.
 
-        Within this time, a role that fails loses its connections, and then prints its own error.
-        Without the pause, the launcher could kill it before that.
+        A role that fails loses its connections first, and prints its error a moment later. The
+        pause keeps the launcher from killing the role in between.
 
         Args:
           reports: the current reports.

@@ -14,10 +14,10 @@ class RestartOptions:
 
     Attributes:
       most: the largest number of restarts.
-      snapshots: a folder for the snapshots of servers, which all hosts of the job
-        share. With None, a job on this host has a temporary folder, and a job on several hosts has
-        no snapshots. If the launcher itself is killed, a launch with the same folder continues the
-        job from the newest snapshot.
+      snapshots: a folder for the snapshots (copies of the servers' states), which all hosts of the
+        job share. With None, a job on this host has a temporary folder, and a job on several hosts
+        has no snapshots. If the launcher itself is killed, a launch with the same folder continues
+        the job from the newest snapshot.
       spares: number of processes that run the script up to `Role.from_env`, and wait there to take
         the place of a lost role.
       record: the launcher's command line, which is written to the folder of the snapshots.

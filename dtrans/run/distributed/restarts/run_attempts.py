@@ -55,7 +55,7 @@ class Restarts:
     Args:
       roles: every role of the job.
       starter: starts a role.
-      new_attempt: creates an attempt without roles, from `ended_roles` and `look` of `Attempt`.
+      new_attempt: creates an `Attempt` without roles, from its arguments `ended_roles` and `look`.
       spares: spares of the job.
       limit: end of the job's deadline, in seconds of the monotonic clock, or None.
       options: the restarts that the launcher may make.
@@ -211,7 +211,7 @@ class Restarts:
         return self._generations.can_go_back(lost.role.name, _names(attempt), without_lost=True)
 
     def _goes_back(self, attempt: Attempt, loss: RoleLoss, shared: Mapping[str, str]) -> bool:
-        """Continue after the loss of a role while all other processes run; False if impossible.
+        """Continue after the loss of a role while all others run; return False if it cannot.
 
         The lost role is dropped or restarted. If neither is possible, the caller restarts all
         roles.
@@ -236,8 +236,7 @@ class Restarts:
         self._joins.replace(attempt, lost, shared)
 
     def _end_generation(self, generations: JobGenerations, attempt: Attempt, lost: Child) -> None:
-        """Make servers write their newest states as snapshots, before the job goes back to
-        them.
+        """Make servers write their newest states as snapshots, to which the job then goes back.
 
         The servers do not write if a signal or the deadline ends the job.
         """
@@ -303,10 +302,10 @@ class Restarts:
     # -- reports of roles ------------------------------------------------------------------------
 
     def _look(self, attempt: Attempt) -> None:
-        """Handle the reports of roles while the job runs; the attempt calls this every 0.2 seconds.
+        """Handle reports of lost roles while the job runs; called every 0.2 seconds.
 
-        The reports are about lost roles, roles that cannot go back to a snapshot,
-        spares, and dropped trainers that want to join.
+        The method also starts missing spares, restarts all roles if a role cannot go back to a
+        snapshot, and takes back dropped trainers that are ready.
         """
         assert self._generations is not None
         self._spares.renew(self._generations)
@@ -321,10 +320,10 @@ class Restarts:
             self._joins.look(self._generations, attempt)
 
     def _supersede(self, attempt: Attempt, running: Collection[str]) -> bool:
-        """Return True if a role has ended so that all roles must start again, instead of one role.
+        """Return True if all roles must start again, because one has ended before it could go back.
 
-        This happens if a role leaves the job before it could go back to the snapshot
-        that the launcher has chosen.
+        The launcher had chosen a snapshot to which all roles go back. One of them has left the job
+        instead.
 
         Args:
           attempt: the attempt.

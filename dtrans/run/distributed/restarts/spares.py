@@ -36,7 +36,7 @@ class SpareChild(Child):
 
     Args:
       command, env, emit: as for `Child`; `env` has the variables that all roles share.
-      spares: the spares of the job, which note the end of the process.
+      spares: the spares of the job; a thread tells this object when the process has ended.
 
     Attributes:
       is_taken: True if the process has become a role.
@@ -52,7 +52,7 @@ class SpareChild(Child):
         super().__init__(no_role, command, {**env, VARIABLE: "1"}, spares, emit)
 
     def begin(self) -> None:
-        """Start the command. Standard input stays open for the identity."""
+        """Start the command. Standard input stays open, since the spare receives its role there."""
         self._send(b"\n")
 
     def take_role(self, role: Role, variables: Mapping[str, str], emit: Emit) -> None:
@@ -142,7 +142,7 @@ class Spares:
             )
 
     def renew(self, generations: JobGenerations) -> None:
-        """Remove spares that have ended; start missing spares if all roles take part in the job.
+        """Remove spares that have ended; start missing ones unless roles are still starting.
 
         Args:
           generations: the generations of the job.
