@@ -210,8 +210,9 @@ def _generations_of(
 ) -> contextlib.AbstractContextManager[JobGenerations | None]:
     """Return a context manager that yields the job's record of failures and restarts, or None.
 
-    The result is None if each failure requires a restart of all roles. That is the case without
-    servers, without restarts, or on several hosts without a shared folder.
+    The result is None if this job uses no snapshots. That is the case without servers, and on
+    several hosts without a shared folder. It is also the case without restarts, unless a job may
+    drop or replace lost trainers.
 
     Args:
       roles: every role of the job.

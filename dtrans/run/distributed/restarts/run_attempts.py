@@ -304,8 +304,8 @@ class Restarts:
     def _look(self, attempt: Attempt) -> None:
         """Handle reports of lost roles while the job runs; called every 0.2 seconds.
 
-        The method also starts missing spares, restarts all roles if a role cannot go back to a
-        snapshot, and takes back dropped trainers that are ready.
+        The method also starts missing spares, and takes back dropped trainers that are ready. If a
+        role cannot go back to a snapshot, all roles start again.
         """
         assert self._generations is not None
         self._spares.renew(self._generations)
