@@ -1,8 +1,9 @@
 """Behaviour of trainers and servers when messages arrive, independent of the network.
 
-The inputs of a state machine are messages and the time. Its outputs are messages and updates. A
-state machine uses no sockets, threads or clocks. A loop connects it to a `transport`: ZeroMQ in
-real jobs (`dtrans.run.net.zmq_transport`), a virtual network in tests and in `tools.simulate`.
+Each process runs a state machine. Its inputs are messages and the time, and its outputs are
+messages and updates. It uses no sockets, threads or clocks. A loop connects it to a `transport`:
+ZeroMQ in real jobs (`dtrans.run.net.zmq_transport`), a virtual network in tests and in
+`tools.simulate`.
 
 transport          the interface to connections, listeners and the clock
 wire               the format of messages: a msgpack header and raw frames

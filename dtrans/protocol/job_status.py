@@ -153,7 +153,7 @@ class TableStatus:
 
     Attributes:
       name: name of the block.
-      created: number of materialized rows.
+      created: number of rows that are stored in memory.
       rows: number of rows.
     """
 
@@ -473,7 +473,7 @@ class StatusReporter:
 
 
 def _digest(plan: Mapping[str, str]) -> str:
-    """Return a short text that identifies a plan, to compare the servers of a job; "" without one.
+    """Return a short text that identifies a plan, to compare servers; empty without a plan.
 
     It leaves out the parts of a fingerprint that may differ between the processes of a job.
     """

@@ -184,9 +184,7 @@ class StepUpdate(Protocol):
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """Current parameters that the server sends, by the name of the block (its rows on this
-        server).
-        """
+        """Current parameters to send, by the name of the block (a parameter's rows here)."""
 
     @property
     def exchange(self) -> Exchange | None:

@@ -1,4 +1,6 @@
-"""Trainers of collective jobs: rendezvous, membership, and pipeline values.
+"""Trainers of jobs without parameter servers: rendezvous, membership, and pipeline values.
+
+Such a job is called collective: its trainers all-reduce their gradients, or form a pipeline.
 
 join               rendezvous of all trainers
 join_loop          loops of the rendezvous over a transport

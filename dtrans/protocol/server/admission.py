@@ -56,7 +56,7 @@ def check_connection(message: wire.Message, session: str, connection: int) -> No
 
     Args:
       message: the `hello`.
-      session: session word of the known trainer.
+      session: random word of the known trainer's process.
       connection: number of its current connection.
     """
     k = message["trainer"]

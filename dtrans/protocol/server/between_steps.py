@@ -20,7 +20,7 @@ from dtrans.protocol.tables.stored_tables import StoredTables, check_eviction, e
 
 
 class BetweenSteps:
-    """Requests of one server's trainers that wait until all trainers have sent the same request.
+    """Requests for evictions, which wait until all trainers have sent the same request.
 
     Args:
       served: the server's blocks.

@@ -44,7 +44,8 @@ class JointUpdate:
       say: function that sends a message.
       step: number of updates that the state already contains.
       replication: replicas of this server; None without replicas.
-      new_replica: as for `Replica`.
+      new_replica: function that creates the update for a copy of another server's state
+        (`Replica`).
 
     Attributes:
       peers: the other servers.

@@ -17,8 +17,8 @@ class LostTrainers:
 
     Args:
       endpoint: the server's endpoint, for error texts.
-      known: state of each trainer that has greeted the server, by trainer id. A trainer whose
-        process ended before its first greeting is added.
+      known: state of each trainer that has greeted the server, by trainer id. If a trainer's
+        process ends before its first greeting, this object adds the trainer.
       expected: ids of the trainers that take part in this generation.
       retry: seconds for which the server waits for a reconnection.
     """

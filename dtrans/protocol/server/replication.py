@@ -288,7 +288,7 @@ class StoredReplicas:
 
     Args:
       primaries: the arrays that each primary (server with a copy here) sends, by endpoint.
-      new_replica: as for `Replica`.
+      new_replica: function that creates the update for a copy (`Replica`).
     """
 
     def __init__(

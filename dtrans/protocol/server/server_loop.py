@@ -131,14 +131,14 @@ class ServerLoop:
     def step(self) -> None:
         """Wait for events, handle the events, and check deadlines if a check is due.
 
-        In a job with snapshots, the loop reports a failure of another role to the
-        launcher. It continues until the launcher grants a new generation.
+        In a job with snapshots, the loop reports the failure of another trainer or server to the
+        launcher. It continues until the launcher starts a new generation.
 
         Raises:
-          NewGeneration: the launcher has granted a new generation. The server has sent `rewind` to
+          NewGeneration: the launcher has started a new generation. The server has sent `rewind` to
             trainers.
-          LostPeerError: another role is lost. In a job with snapshots, the server raises this error
-            only if the launcher has granted no new generation within the deadline.
+          LostPeerError: another trainer or server is lost. In a job with snapshots, the server
+            raises this error only if the launcher starts no new generation within the deadline.
           DeadlineError: a trainer or server did not connect in time, fell silent, or let other
             processes wait for too long.
           PeerError: a trainer or server failed, refused a message, or left too early.
@@ -149,7 +149,7 @@ class ServerLoop:
             self._note_lost(e)
 
     def _note_lost(self, e: LostPeerError) -> None:
-        """Report a lost role. Raise its error if no generation has begun within the deadline."""
+        """Report a lost process. Raise its error if no generation has begun within the deadline."""
         now = self._transport.now()
         if self._generations is None or self._serving.gate is None:
             raise e

@@ -69,7 +69,8 @@ class SyncServer:
       step: number of updates that the state already contains.
       generation: number of the server's generation.
       replication: replicas of this server; None without replicas.
-      new_replica: as for `Replica`.
+      new_replica: function that creates the update for a copy of another server's state
+        (`Replica`).
       job_has_tables: True if trainers may evict rows of tables, on any server of the job.
 
     Attributes:

@@ -40,11 +40,12 @@ class TrainerRegistry:
       secret: the job's token.
       retry: seconds that the server waits for a reconnection.
       busy: ids of trainers that were connected in the previous generation. The deadline does not
-        apply to these trainers: each may first finish its user's code between two steps, and then
+        apply to these trainers: each may first finish the user's code between two steps, and then
         greet the server.
       generation: the generation; None in a job without snapshots. The generation names
         the trainers that take no part, and the current process of each other trainer.
-      sessions: session words of the trainers of earlier generations, by trainer id.
+      sessions: random words that identify the processes of the trainers in earlier generations, by
+        trainer id.
 
     Attributes:
       endpoint: endpoint of the server.
@@ -135,14 +136,16 @@ class TrainerRegistry:
 
     @property
     def sessions_by_id(self) -> dict[int, str]:
-        """Session words of the trainers of this and of earlier generations, by trainer id."""
+        """Words that identify the processes of trainers, by trainer id.
+
+        Trainers of earlier generations are included."""
         return {**self._sessions_before, **{k: t.session for k, t in self.known.items()}}
 
     @property
     def sessions(self) -> tuple[str, ...]:
-        """Session words of the trainers that take part or have left, in the order of their ids.
+        """Words that identify the trainers' processes, in the order of the trainers' ids.
 
-        Together, the words identify this run of the job.
+        Together, the words identify this run of the job. They include trainers that have left.
         """
         words = self.sessions_by_id
         return tuple(words[k] for k in sorted(words) if k in self.known or k in self.left_before)

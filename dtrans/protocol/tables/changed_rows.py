@@ -31,7 +31,7 @@ STORED, CHANGED = 1, 2
 
 
 class UnseenChanges:
-    """Record of a server: the table rows that each trainer has not seen in their newest version.
+    """Record of the table rows that each trainer does not have in their newest version.
 
     For example, trainer 0 has rows 1 and 2, and trainer 1 changes row 2. Then trainer 0 must
     receive row 2 again.

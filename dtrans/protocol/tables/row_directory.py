@@ -24,7 +24,8 @@ _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # 2**64 divided by the golden ratio (Fi
 class RowDirectory:
     """Hash table from ids of rows to numbers.
 
-    At most half of the positions are used. An entry takes 32 to 64 bytes in a large table.
+    At most half of the positions in its arrays are used. An entry takes 32 to 64 bytes in a large
+    table.
 
     Example:
       >>> import numpy as np
@@ -95,7 +96,7 @@ class DirectoryPart:
 
     Args:
       directory: the hash table.
-      among: the ids of the hash table that stand for the rows of the block.
+      among: range of ids in the hash table. Row i of this table has the i-th id of the range.
 
     Attributes:
       count: the number of the block's entries.

@@ -239,7 +239,7 @@ def block_parts(
     """Divide a step's row ids of several tables among the blocks that store the rows.
 
     A block has some rows of a table, and is on one server. One pass computes the parts of all
-    tables with equal blocks. For a small table, a call of NumPy takes longer than its work.
+    tables with equal blocks, because the overhead of a NumPy call is large for small tables.
 
     Args:
       ids: for each table, increasing row ids. Ids after the table's last row are padding.
@@ -316,7 +316,7 @@ def by_server(wanted: Sequence[WantedRows]) -> dict[str, tuple[Arrays, Arrays]]:
 def put_in_place(
     rows: np.ndarray, wanted: Sequence[WantedRows], parts: Sequence[BlockPart]
 ) -> None:
-    """Copy rows that were received into separate memory to `rows` (see `wanted_of`).
+    """Copy received rows from separate memory to their places in `rows` (see `wanted_of`).
 
     Args:
       rows, parts: arguments of `wanted_of`.

@@ -70,7 +70,7 @@ class GeoArithmetic(Protocol):
         """Copy parameters to new memory."""
 
     def pushed(self, local: Values, old: Values, trainers: int, /) -> tuple[Values, Values]:
-        """Compute the changes to send (a push), and the new value on which all agree.
+        """Compute the changes to send (a push), and the new value of `old`.
 
         The changes are (local - old) / trainers, rounded to the dtype that is sent.
 

@@ -8,8 +8,8 @@ process lacks (`dtrans.protocol.numbered_messages`).
 Before the first welcome, the trainer sends `hello` on every new connection, because a server of the
 previous job may still listen at the endpoint. If a connection breaks before the server has answered
 `hello`, the trainer cannot know whether `hello` has arrived. So the trainer must reconnect in time,
-or it fails. Later, the server may have dropped the trainer, and a server of the next job may
-listen.
+or it fails. Without this limit, the server could already have dropped the trainer, and the trainer
+would reach a server of the next job.
 
 A Unix socket breaks only when the server's process ends, so the trainer stores no messages for it,
 and waits for no reconnection.

@@ -50,11 +50,11 @@ class Leaf:
     Attributes:
       endpoints: endpoint of each block's server.
       names: name of each block.
-      sections: number of rows of each block; 1 for a 0-d leaf.
-      shape: shape of the leaf.
-      dtype: dtype of the leaf.
+      sections: number of rows of each block; 1 for a scalar.
+      shape: shape of the full array.
+      dtype: dtype of the array.
       merge: operation that merges gradients of several steps: "sum", "mean" or "newest".
-      spans: if the leaf is a table, the set of its rows that each block contains.
+      spans: if the array is a table, the set of its rows that each block contains.
     """
 
     endpoints: tuple[str, ...]
@@ -156,11 +156,11 @@ class Traffic:
     Args:
       lines: maps the endpoint of each server to the trainer's connection to it. Each request for
         parameters goes to all servers, even to servers without blocks of `leaves`.
-      leaves: leaves to receive, by the caller's keys.
+      leaves: parameters to receive, by the caller's keys.
       config: limits of the communicator.
       deadline: seconds after which an answer is late.
       name: name of the trainer in error and log texts.
-      room: function (key, shape, dtype) -> array that allocates memory to receive a leaf.
+      room: function (key, shape, dtype) -> array that allocates memory to receive a parameter.
       cached: tables with rows that the trainer stores (GEO-SGD), by the caller's keys.
       counts: maps the endpoint of a server to the number of this trainer's steps that the server
         must count. By default, servers count the largest number that one of them has received.

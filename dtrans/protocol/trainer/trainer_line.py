@@ -38,7 +38,7 @@ class TrainerLine(ServerConnection):
       level: for compressed gradients with sizes that change between steps, the index of the sizes
         of the next gradients.
       ahead: table rows that the trainer has requested early, for later steps.
-      awaited: number of the request whose answer the trainer waits for; 0 if it has no number.
+      awaited: request number of the answer that the trainer waits for; 0 if it has no number.
       saved: maps the request number of each `save` to the answer; None until the answer arrives.
       saving: lines to other servers. Whenever this server sends `waiting`, the trainer sends
         `saving` on these lines, so that the other servers extend the trainer's deadline.
@@ -99,8 +99,7 @@ class TrainerLine(ServerConnection):
         self._say("send", frames, pieces=pieces, **fields, **last)
 
     def exchange(self, number: int, values: Sequence[tuple[Any, Sequence[Any]]]) -> None:
-        """Send this trainer's values for a collective that the server computes in the middle of a
-        step.
+        """Send this trainer's values for a collective that the server computes within a step.
 
         The n-th such collective in a step is its round n.
 

@@ -4,7 +4,7 @@ A method that needs answers returns an `Operation`. The caller passes the server
 
     send      adds a gradient to the outbox for a server
     request   ends the step: sends each server its outbox and the names of blocks to receive
-    exchange  sends this trainer's values of a round, and receives the merged values
+    exchange  sends values that a server merges over all trainers, and receives the result
 
 Read next: `announced_lookups`, which requests the table rows that a later step will look up.
 """

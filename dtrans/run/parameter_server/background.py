@@ -110,7 +110,7 @@ class BackgroundComm:
 
     @property
     def geo(self) -> GeoTrainer | None:
-        """GEO-SGD (local steps with pushed changes) of this trainer.
+        """Object that runs GEO-SGD (local steps, pushed changes) for this trainer.
 
         The property is None before the startup program.
         """

@@ -214,7 +214,7 @@ class EndpointFabric:
 
     @property
     def geo(self) -> GeoTrainer | None:
-        """GEO-SGD (local steps with pushed changes) of this trainer, after its startup program.
+        """Object that runs GEO-SGD (local steps, pushed changes) for this trainer.
 
         The property is None before the startup program.
         """

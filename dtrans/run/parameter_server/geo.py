@@ -68,7 +68,8 @@ class GeoTrainer:
         (`as_deltas`).
       trainers: the number of trainers.
       values: the parameters at the start.
-      tables: for each table by name, the same as in `leaves`, and the rows that the trainer stores.
+      tables: for each table by name, its servers and names as in `leaves`, and the rows that the
+        trainer stores.
       received_before: number of this trainer's steps that each server had received before this
         process, by endpoint; 0 in a new job.
       look_up: function that receives rows of tables. Its argument maps the name of each table to
@@ -76,8 +77,8 @@ class GeoTrainer:
 
     Attributes:
       received_before: the argument `received_before`.
-      note_push: function that is called before each push. Its first argument is the number of steps
-        that are pushed up to this push. The second argument has the ids of the pushed rows, by name
+      note_push: function that is called before each push. Its first argument is the number of the
+        trainer's steps up to this push. The second argument has the ids of the pushed rows, by name
         of the table.
     """
 
@@ -105,7 +106,7 @@ class GeoTrainer:
     def step(self, values: Sequence[Any], every: int, *, block_on_pull: bool) -> Sequence[Any]:
         """End a step of the user's program; return the parameters for the next step.
 
-        If a push or the application of an answer is due, the method also communicates.
+        If due, the method also sends changes to the servers, or applies their answer.
 
         Args:
           values: the parameters after the step.

@@ -217,7 +217,7 @@ class ServerSnapshots:
         A reader combines pieces of several servers only if their identifiers are equal. After a
         failure, repeated steps have the same bits, so pieces from before and after the failure may
         be combined. There are two exceptions: the trainers have changed, or the job was launched
-        again, perhaps with another script. Then the run gets another name.
+        again, perhaps with another script. Then the identifier is another one.
 
         Args:
           since: number of the first generation (part of the job) with the current trainers.
@@ -249,7 +249,7 @@ class ServerSnapshots:
             state was current.
           counts: for an asynchronous server, the number of steps of each trainer in the state.
           state: the server's arrays, by name.
-          mark: the run and the step.
+          mark: identifier of the run and the step, which is stored with the arrays.
           is_early: True if the state may lack evictions of table rows after the step.
         """
         assert mark.step is not None
