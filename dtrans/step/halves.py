@@ -748,6 +748,11 @@ class _StepDivider:
         """Find optimizer state, and results of the update, that the forward or backward pass reads.
 
         This method sets `state_read`, and sets `across` if one process must run both halves.
+
+        Args:
+          gradients: the gradient of each parameter.
+          used: parameters with a gradient that the update reads.
+          frozen: parameters that the update does not compute.
         """
         boundary = set(gradients.values())
         unmarked = {n: self.unmarked(gradients[n]) for n in sorted(used)}
@@ -825,6 +830,11 @@ def _updated_param_need(
 
     For example, a step updates a first model. It then differentiates the loss of a second model
     that reads the first one. One update must then run before the second gradient.
+
+    Args:
+      s: the training step, with its calls inlined.
+      gradients: the gradient of each parameter, before its mark.
+      boundary: the variables at which the step is divided.
 
     Returns:
       The `Need` of this gradient; None if there is none.

@@ -273,7 +273,13 @@ class _HandComparison:
     def _explain(
         self, point: Mapping[str, Any], outputs: Sequence[Any], wanted: Sequence[Any]
     ) -> None:
-        """Explain differences: collectives at fault, first wrong equation, relation in words."""
+        """Explain differences: collectives at fault, first wrong equation, relation in words.
+
+        Args:
+          point: the value of each input, by name.
+          outputs: outputs of the distributed step.
+          wanted: outputs of the one-device step.
+        """
         pair, differences = self.pair, self.found.differences
         for name, x, y in zip(pair.outputs, outputs, wanted, strict=True):
             if name in differences:

@@ -220,6 +220,13 @@ class Comparison:
         """Train on one device, and compare the job's step after each number of steps in `points`.
 
         These states have realistic numbers, so both steps take the branches that occur in training.
+
+        Args:
+          found: receives the differences.
+          start: arrays of the first one-device state, by name.
+          points: the numbers of steps.
+          rng: the random generator.
+          range_: range of the random numbers of batches.
         """
         state = dict(start)
         batch = random_arrays(self.batch_types, rng, range_, self.batch_values)
@@ -249,6 +256,13 @@ class Comparison:
         count, since a different choice may be the reason. For example, the first updates of
         Adafactor all have the norm at which Adafactor clips.
 
+        Args:
+          found: receives the differences.
+          state: arrays of the one-device state, by name.
+          batch: arrays of the batch, by name.
+          rng: the random generator.
+          compared: False to run only the one-device step.
+
         Returns:
           The outputs by name; None if none of the points could be evaluated.
         """
@@ -277,7 +291,12 @@ class Comparison:
     ) -> dict[str, Any]:
         """Return the one-device outputs at a random point near a state.
 
-        If `compared` is True, the job's outputs are compared with them.
+        Args:
+          found: receives the differences.
+          state: arrays of the one-device state, by name.
+          batch: arrays of the batch, by name.
+          rng: the random generator.
+          compared: True to compare the job's outputs with the one-device outputs.
         """
         point = random_point(self.leaf_types, state, frozenset(self.frozen), rng)
         point |= random_point(self.batch_types, batch, frozenset(), rng)
@@ -456,7 +475,13 @@ def _masked(x: Any, there: Array | None) -> Any:
 
 
 def _count(x: Any, y: Any, there: Array | None) -> tuple[int, int]:
-    """Return two numbers for the report: entries that differ, and entries that were compared."""
+    """Return two numbers for the report: entries that differ, and entries that were compared.
+
+    Args:
+      x: value of an output of the job.
+      y: the expected value.
+      there: mask of the entries to compare; None for all entries.
+    """
     size = math.prod(y.shape if values.is_key(y) else np.shape(approx_of(y)))
     if isinstance(x, Complex) and isinstance(y, Complex) and x.shape == y.shape:
         return max(_count(x.real, y.real, there), _count(x.imag, y.imag, there))

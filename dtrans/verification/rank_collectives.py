@@ -184,7 +184,13 @@ GROUPS: Mapping[str, Group] = {
 
 
 def shard(axes: Mapping[str, int], x: Any, spec: Any) -> Ranked:
-    """Return the piece of an array for each rank of a mesh."""
+    """Return the piece of an array for each rank of a mesh.
+
+    Args:
+      axes: size of each mesh axis, by name.
+      x: the array.
+      spec: the `PartitionSpec` of the array.
+    """
     count = math.prod(axes.values())
     if isinstance(x, Unknown):
         return (x,) * count

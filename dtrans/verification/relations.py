@@ -57,7 +57,14 @@ def relation(x: Any, y: Any, before: Any, axes: Mapping[str, int]) -> str:
 
 
 def _relation_of_changes(x: Real, y: Real, before: Real, axes: Mapping[str, int]) -> str:
-    """Return a text that compares the wrong change of a parameter with the right change."""
+    """Return a text that compares the wrong change of a parameter with the right change.
+
+    Args:
+      x: the new value.
+      y: the right new value.
+      before: the old value.
+      axes: size of each mesh axis, by name.
+    """
     if same(x, before):
         return "it is not updated"
     change, right = _minus(x, before), _minus(y, before)
@@ -125,7 +132,16 @@ def scaled(x: Real, factor: Fraction) -> Real:
 
 
 def _scaled(x: Real, y: Real, axes: Mapping[str, int], what: str) -> str:
-    """Return a text if a value is the right value, multiplied or divided by a number of ranks."""
+    """Return a text if a value is the right value times a simple factor; otherwise "".
+
+    The factors are numbers of ranks, their reciprocals, -1 and 0.
+
+    Args:
+      x: the value.
+      y: the right value.
+      axes: size of each mesh axis, by name.
+      what: beginning of the text, such as "it is the step's value".
+    """
     for over in subsets(axes):
         size = math.prod(over.values())
         if size == 1:
@@ -149,6 +165,12 @@ def _moved(x: Real, y: Real, axes: Mapping[str, int], mine: str, right: str) -> 
     """Return a text if a value has the right rows in a wrong order; otherwise "".
 
     For example, a rank may have the rows of another rank.
+
+    Args:
+      x: the value.
+      y: the right value.
+      axes: size of each mesh axis, by name.
+      mine, right: genitives that name the two values in the text, such as "its" and "the step's".
     """
     for dimension in range(len(x.shape)):
         order = _order_of_rows(x, y, dimension)
@@ -196,7 +218,13 @@ def _block_counts(axes: Mapping[str, int], length: int) -> list[int]:
 
 
 def _partly_right(x: Real, y: Real, axes: Mapping[str, int]) -> str:
-    """Return a text that lists the wrong blocks of rows, if other blocks are right; else ""."""
+    """Return a text that lists the wrong blocks of rows, if other blocks are right; else "".
+
+    Args:
+      x: the value.
+      y: the right value.
+      axes: size of each mesh axis, by name; each rank has a block.
+    """
     wrong = x.elements != y.elements
     for dimension, length in enumerate(x.shape):
         rows = np.moveaxis(wrong, dimension, 0).reshape(length, -1).any(1)

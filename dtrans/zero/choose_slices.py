@@ -150,7 +150,10 @@ def _choose_axes(
     planned: Slices | None,
     divided: Mapping[str, int],
 ) -> dict[str, int]:
-    """Return the dimension to slice of each parameter; omit parameters that cannot be sliced."""
+    """Return the dimension to slice of each parameter; omit parameters that cannot be sliced.
+
+    `choose_slices` describes the arguments.
+    """
     axes: dict[str, int] = {}
     for n in step.params:
         axis = choose_axis(step.program.inputs[n].shape, degree, divided=divided.get(n))

@@ -232,6 +232,10 @@ def _prune(
 
     To compute slices, a rank scatters the operands of an equation instead of its output. So slices
     save memory only if loops scatter the operands, or if the operands are smaller than the output.
+
+    Args:
+      flow: the decisions so far; changed in place.
+      eqns, wanted, local, inputs: as for `scatter_flow`.
     """
     # value -> size of the largest array that is scattered for its slices; 0 for outputs of loops
     size: dict[Var, int] = dict.fromkeys(inputs, 0)

@@ -327,7 +327,13 @@ def _write_uneven(
 
 
 def in_precision(plain: DividedStep, main: Program, precision: Precision) -> DividedStep:
-    """Return the step with matrix products in 16 bits, if the user asked for a 16-bit type."""
+    """Return the step with matrix products in 16 bits, if the user asked for a 16-bit type.
+
+    Args:
+      plain: the step, divided at its gradients.
+      main: the same step, as it was traced.
+      precision: the user's option.
+    """
     if precision.dtype is None:
         return plain
     return divide_step(

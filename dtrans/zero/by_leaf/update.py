@@ -102,7 +102,10 @@ class OwnerWriter:
         self.carried = {level: self._carried_bins(level) for level in self.levels[:-1]}
 
     def _lay_out_bins(self, owner: Mapping[str, int], root: str, ready: Sequence[str]) -> None:
-        """Choose the positions of gradients, state and new parameters in packed vectors."""
+        """Choose the positions of gradients, state and new parameters in packed vectors.
+
+        The arguments are those of the class.
+        """
         a = self.analysis
         types: dict[str, Any] = {n: v.aval for n, v in a.inputs.items() if isinstance(n, str)}
         # a gradient may have another type than its leaf
@@ -320,6 +323,11 @@ class OwnerWriter:
         """Concatenate a rank's terms of several values to the vector that ranks all-reduce.
 
         A rank without a term contributes the identity of the operation, such as 0 for a sum.
+
+        Args:
+          key: the operation, and the dtype of the vector.
+          reduced: the values.
+          computed: the values that the rank has computed, by name.
         """
         op, dtype = key
         terms = []
